@@ -16,13 +16,14 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from torchtune_ext.evaluation import partly_right
-from torchtune_ext.run.output import attempt, say
+from torchtune_ext.run.output import attempt, labelled, say
 from torchtune_ext.run.terminal import width
 
 log = logging.getLogger(__name__)
 
 _HEADER_EVERY = 25  # A header is printed again after so many lines.
 _IDLE_STEPS = 5  # So many steps without a signal, one after the other, are worth a warning.
+_LOOK_S = 30.0  # seconds of the first sampling after which the days of a run are estimated
 _ZERO = 1e-9  # Rewards whose standard deviation is below this are equal.
 
 
@@ -35,14 +36,15 @@ class Bar:
         unit: what an item is ("sample", "row").
         file: where a tqdm bar is drawn; None: lines take its place, as they do when the file takes no more text.
         log_every_s: seconds between two lines, where no bar is drawn.
+        times: how often the phase will come, or 0. Where all would take more than a day, it says so after half a minute.
     """
 
     def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = 30.0,
-                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+                 clock: Callable[[], float] = time.monotonic, times: int = 0):  # fmt: skip
         self.label, self.total, self.unit = label, total, unit
         self.count = self.tokens = self.rewards = 0
         self.reward_sum = 0.0
-        self._clock, self._log_every_s = clock, log_every_s
+        self._clock, self._log_every_s, self._times = clock, log_every_s, times
         self._start = self._last_log = clock()
         self._lock = threading.Lock()
         self._file, self._tqdm = file, None
@@ -88,6 +90,12 @@ class Bar:
         return ", ".join(parts)
 
     def _show(self, count: int) -> None:
+        took = self._clock() - self._start
+        if self._times and took > _LOOK_S and self.count:
+            days, self._times = took / self.count * self.total * self._times / 86400, 0
+            if days > 1:
+                less = "max_steps, prompts_per_step or sampling.max_tokens"
+                say(labelled([("time", f"at this rate the run samples for {days:,.0f} days; lower {less} for less")]))
         if self._tqdm is not None:
             self._tqdm.set_postfix_str(self.read_out(), refresh=False)
             self._draw(lambda: self._tqdm.update(count))
@@ -130,12 +138,15 @@ class Progress:
         self._total, self._rank, self._log_every_s, self._file = total_steps, rank, log_every_s, file
         self._bars = rank == 0 and sys.stderr is not None and (width(sys.stderr) is not None if bars is None else bars)
         self._lines = 0
+        self._times = total_steps if total_steps and rank == 0 else 0  # those of sampling, until its first step
         self._columns = _COLUMNS  # those that the terminal has room for
         self._idle = 0  # These are the steps without a signal since the last one with a signal.
         self._parts: dict[str, float] = {}  # These are metrics of a step that is not over.
 
     def sampling(self, num_samples: int, label: str = "sample") -> Bar:
-        return self._bar(label, num_samples, "sample")
+        times = self._times if label == "sample" else 0
+        self._times -= times
+        return self._bar(label, num_samples, "sample", times)
 
     def training(self, num_rows: int, label: str = "train") -> Bar:
         return self._bar(label, num_rows, "row")
@@ -170,9 +181,9 @@ class Progress:
             log.warning("for %d steps no group has had a signal, so nothing was learned from rewards: %s. %s",
                         self._idle, _rewards_in_words(values), _advice(values))  # fmt: skip
 
-    def _bar(self, label: str, total: int, unit: str) -> Bar:
+    def _bar(self, label: str, total: int, unit: str, times: int = 0) -> Bar:
         every = self._log_every_s if self._rank == 0 else math.inf
-        return Bar(label, total, unit, sys.stderr if self._bars else None, every)
+        return Bar(label, total, unit, sys.stderr if self._bars else None, every, times=times)
 
 
 def _columns(room: int | None) -> tuple[tuple, ...]:

@@ -28,6 +28,21 @@ def test_lines_in_a_log_are_sparse(capsys):
     assert lines[0] == "sample: 31 of 100 samples after 30 s, reward 0.250, length 50, 52 tok/s"
 
 
+def test_a_run_that_would_sample_for_days_says_so_once(capsys):
+    clock = Clock()
+    progress = Progress(total_steps=1000, bars=False)
+    for _ in (1, 2):
+        bar = progress.sampling(100)
+        bar._clock, bar._start = clock, clock.now
+        for _ in range(3):
+            clock.now += 20.0
+            bar.add()
+    # A sample in 20 s: 100 of them, a thousand times.
+    assert capsys.readouterr().out == (
+        "time:      at this rate the run samples for 23 days; lower max_steps, prompts_per_step or sampling.max_tokens for less\n"
+    )
+
+
 def test_a_bar_shows_reward_length_and_speed():
     clock, file = Clock(), io.StringIO()
     with Bar("sample", 4, "sample", file, clock=clock) as bar:
