@@ -14,7 +14,7 @@ import psutil
 import pytest
 import recipe_runs as runs
 
-from torchtune_ext.training.watch import LOST_RANK_STATUS
+from torchtune_ext.run.errors import LOST_RANK_STATUS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

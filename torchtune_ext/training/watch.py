@@ -30,11 +30,10 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import LOST_RANK_STATUS, Mistake
 
 log = logging.getLogger(__name__)
 
-LOST_RANK_STATUS = 76  # exit status of a rank that ends because another one is lost or never arrives
 JOIN_S = 2.0  # seconds that the end waits for a thread, which may be waiting for a store that does not answer
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 

@@ -22,6 +22,11 @@ def test_the_end_of_torchrun_has_the_status_of_the_first_rank(tmp_path, capsys):
             137,
             "rank 1 was killed by SIGKILL, perhaps by the kernel's out-of-memory killer (see dmesg)",
         ),
+        (
+            ChildFailedError("grpo.py", {0: failure(0, -9), 1: failure(1, 76)}),  # rank 0 was stopped, and so killed
+            76,
+            "rank 1 ended with exit code 76",
+        ),
         (SignalException("stopped", signal.SIGTERM), 143, ""),
         (SignalException("stopped", signal.SIGINT), 130, ""),
     ):
