@@ -7,7 +7,8 @@ torch=2.13.0
 cpu_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 old='import sys; sys.exit(sys.version_info < (3, 11))'
 version='import sys; print("%d.%d" % sys.version_info[:2])'
-again="delete it and install again: rm -r $VENV"
+unreachable="NewConnectionError|NameResolutionError|Timeout|ProxyError|SSLError|ConnectionReset|RemoteDisconnected|unreachable"
+again="delete it and install again: rm -r '$VENV'"
 
 stop() {
     echo "install: $1" >&2
@@ -29,14 +30,16 @@ step() {
 
 # Asked for by its full name, so that pip never takes the CUDA build for it; nothing is installed yet.
 finds_cpu_torch() {
-    answer=$($pip install --dry-run --quiet --retries 1 --no-deps "$@" "torch==$torch+cpu" 2>&1)
+    answer=$($pip install --dry-run --quiet --retries 1 --no-deps "$@" "torch==$torch+cpu" 2>&1) && return
+    echo "$answer" >>"$log"
+    return 1
 }
 
 cuda_of_torch() {
     "$VENV/bin/python" -c 'from torch.version import cuda; print(cuda)'
 }
 
-if [ -e "$VENV" ]; then
+if [ -e "$VENV/bin" ]; then
     "$VENV/bin/python" -c "$old" 2>/dev/null || stop "$VENV has no Python 3.11 or later that works: $again"
     mine=$("$VENV/bin/python" -c "$version")
     [ "$mine" = "$("$PYTHON" -c "$version" 2>/dev/null)" ] ||
@@ -60,13 +63,14 @@ index or folder out of PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS (see: pip config l
 else
     set -- "torch==$torch+cpu"
     if ! finds_cpu_torch; then
-        ! echo "$answer" | grep -Eq "NewConnectionError|NameResolutionError|ConnectTimeout|Network is unreachable" ||
+        ! echo "$answer" | grep -Eq "$unreachable" ||
             stop "pip reaches no package index, so there is no network, or a proxy or an index is missing in: pip config list
 $answer"
         echo "install: pip's indexes have no torch $torch+cpu, adding $cpu_index (TORCH_INDEX)"
         set -- --extra-index-url "$cpu_index" "$@"
         finds_cpu_torch --extra-index-url "$cpu_index" || {
-            echo "install: not there for this Python either, so torch is built for CUDA and 4 GB larger; it runs on a CPU, too"
+            echo "install: not there for this Python, or out of reach: see $log. So torch is built for CUDA and 4 GB larger; \
+it runs on a CPU, too"
             set -- "torch==$torch"
         }
     fi

@@ -33,7 +33,7 @@ COMMANDS = {
     "ray without a recipe": Mistake("ray --config run.yaml --train-cpus 1 --engine-cpus 1", r"--config run.yaml: written for which recipe\? Add --recipe grpo_full"),
     "ray without an engine": Mistake("ray --config warm.yaml --recipe warmup_sft --train-cpus 1 --engine-cpus 1", r"--config warm.yaml is written for warmup_sft, which samples nothing: its Config has no `engine`"),
     "the file of a recipe": Mistake("run grpo --config run.yaml", r"grpo is no recipe; did you mean grpo_full\?"),
-    "torchrun's words behind the recipe": Mistake("run grpo_full --nproc_per_node 2 --config run.yaml", r"--nproc_per_node: a word of torchrun stands before the recipe: tune run --nproc_per_node N grpo_full"),
+    "torchrun's words behind the recipe": Mistake("run grpo_full --nproc_per_node 2 --config run.yaml", r"--nproc_per_node: a word of torchrun stands before the recipe: tune run --nproc_per_node \.\.\. grpo_full"),
     "processes without a number": Mistake("run --nproc_per_node abc grpo_full --config run.yaml", r"--nproc_per_node abc must be a number of processes, one for each GPU"),
     "a recipe of torchtune": Mistake("run full_finetune_single_device --config run.yaml", r"--config run.yaml is written for GRPO, and full_finetune_single_device is a recipe of torchtune; run grpo_full"),
     "a config of ours with its ending": Mistake("run grpo_full --config grpo/tiny.yaml", r"--config grpo/tiny.yaml: neither a file nor a config of ours; did you mean grpo/tiny\?"),

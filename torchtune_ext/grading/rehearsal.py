@@ -116,13 +116,9 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
                 ):
                     if is_bare:
                         text = (
-                            f"{name} gives the first {len(problems)} answers the reward 0, as it gives {NO_SOLUTION!r}"
+                            f"{name} gives the first {len(problems)} answers the reward 0, and {NO_SOLUTION!r} no less"
                         )
-                        say(
-                            labelled(
-                                [("grader", f"{text}: is an answer by itself no right text? (docs/custom_reward.md)")]
-                            )
-                        )
+                        say(labelled([("grader", f"{text}: is an answer by itself no right text?")]))
                         return
                     raise Mistake(
                         f"{key}: {name} gives its own solution of problem {problems[0].id!r} the reward {rewards[0]:g}, and "

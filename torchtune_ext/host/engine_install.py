@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs them. Returns the exit status of the first that fails, or 0."""
-    for command in commands(shutil.which("nvidia-smi") is not None):
+    gpu = shutil.which("nvidia-smi") and not subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode
+    for command in commands(bool(gpu)):
         print(shlex.join(command), flush=True)
         if status := subprocess.run(command).returncode:
             return status

@@ -97,6 +97,14 @@ def copy_all(cli) -> None:
         names = [name for entry in entries for name in (entry.name, *(config.name for config in entry.configs)) if name]
         if args.file not in names and (near := nearest(args.file, names)):
             self._parser.error(f"{args.file} is neither a recipe nor a config; did you mean {near}?")
+        if (
+            args.destination.suffix == ".py"
+            and args.file in names
+            and args.file not in {entry.name for entry in entries}
+        ):
+            self._parser.error(
+                f"{args.file} is a config, and {args.destination} no place for one; a recipe is grpo_full"
+            )
         copy(self, args)
 
     cli.get_all_recipes, cli.Copy._cp_cmd = with_others, guided

@@ -98,8 +98,9 @@ def config_path(given: str) -> str:
     from difflib import get_close_matches
 
     bare = given.removesuffix(".yaml")
-    near = [bare] if bare in known else get_close_matches(given, known, n=3, cutoff=0.5)
-    if not near or (given.endswith((".yaml", ".yml")) and bare not in known):
+    named = [] if given.endswith((".yaml", ".yml")) else get_close_matches(given, known, n=3, cutoff=0.5)
+    near = [bare] if bare in known else named
+    if not near:
         raise Mistake(f"--config {given}: no such file, seen from {Path.cwd()}, and no config of ours (`tune ls`)")
     raise Mistake(f"--config {given}: neither a file nor a config of ours; did you mean {', '.join(near)}? (`tune ls`)")
 

@@ -135,7 +135,7 @@ class Call:
     first_version: int  # label of weights that were never published
     priority: Priority = Priority.SAMPLE  # where it stands in the engine's own queue
     give_up_at: float = float("inf")  # the deadline, on time.monotonic()
-    # "deadline", "early_stop" or "abort" once we have asked the engine to end the request
+    # "deadline" or "early_stop" once we have asked the engine to end the request
     ended_by: str = ""
     task: asyncio.Task | None = None  # the task that waits for the result
     lost: bool = False  # whether the engine ended before the request did

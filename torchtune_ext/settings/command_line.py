@@ -17,14 +17,7 @@ from torchtune_ext.run.parent import how_it_ended
 
 # Words of torchrun that a run may need; `tune run` takes them before the recipe.
 TORCHRUN = (
-    "nproc_per_node",
-    "nnodes",
-    "node_rank",
-    "rdzv_endpoint",
-    "rdzv_backend",
-    "rdzv_id",
-    "master_addr",
-    "master_port",
+    "nproc_per_node nnodes node_rank rdzv_endpoint rdzv_backend rdzv_id master_addr master_port standalone".split()
 )
 
 
@@ -147,7 +140,7 @@ def quiet_end() -> Iterator[None]:
             raise
 
         # torchrun ends the others by SIGTERM, and what does not end so, a rank that is stopped, by SIGKILL. A rank that had
-        # missed a sign of life was before it. Otherwise, of two that ended about then, one that was killed took the other along.
+        # missed a sign of life was before it. Else, of two that ended about then, one that was killed took the other along.
         def order(item: tuple[int, Any]) -> tuple:
             code = item[1].exitcode
             return code != LOST_RANK_STATUS, code == -signal.SIGTERM, code > 0, item[1].timestamp
@@ -194,7 +187,7 @@ def _check_setting(word: str) -> None:
     option = word.lstrip("-").partition("=")[0].replace("-", "_")
     if word.startswith("--") and option in TORCHRUN:
         raise Mistake(
-            f"{word}: a word of torchrun stands before the recipe: tune run --{option} N grpo_full --config ..."
+            f"{word}: a word of torchrun stands before the recipe: tune run --{option} ... grpo_full --config ..."
         )
     if word.startswith("--"):
         raise Mistake(f"{word}: a setting is written key=value, without dashes: {word.lstrip('-') or 'max_steps=3'}")

@@ -31,10 +31,14 @@ def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Exa
     if Path(path).suffix == ".parquet":
         yield from _parquet_examples(path, fields)
         return
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         try:
             if Path(path).suffix == ".csv":
                 for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
+                    if None in row or None in row.values():
+                        raise Mistake(
+                            f"{path}, row {number}: not as many values as names in the first line; quote texts that hold commas"
+                        )
                     yield f"{path}, row {number}", row
                 return
             for number, line in enumerate(file, start=1):

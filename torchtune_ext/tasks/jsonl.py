@@ -199,6 +199,10 @@ def _question(source: Source, example: Example, where: str) -> str | tuple[Mappi
                 f"{where}: the last message of {source.question!r} is of role {last!r}; end a question with the user's "
                 "message, and keep what should be answered in a field of its own (answer)"
             )
+        if not all(isinstance(each.get("content"), str) for each in question):
+            raise Mistake(
+                f"{where}: a message of {source.question!r} has no text as its content; write a text for each"
+            )
         return tuple(question)
     if not isinstance(question, str) or not question.strip():
         raise Mistake(f"{where}: {source.question!r} is {question!r:.60}; write the text of the question")

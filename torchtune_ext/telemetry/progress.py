@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 _HEADER_EVERY = 25  # A header is printed again after so many lines.
 _IDLE_STEPS = 5  # So many steps without a signal, one after the other, are worth a warning.
-_LOOK_S = 30.0  # seconds of the first sampling after which the days of a run are estimated
 _ZERO = 1e-9  # Rewards whose standard deviation is below this are equal.
 
 
@@ -36,7 +35,7 @@ class Bar:
         unit: what an item is ("sample", "row").
         file: where a tqdm bar is drawn; None: lines take its place, as they do when the file takes no more text.
         log_every_s: seconds between two lines, where no bar is drawn.
-        times: how often the phase will come, or 0. Where all would take more than a day, it says so after half a minute.
+        times: how often the phase will come, or 0. Once half of it is there, it says so if all would take more than a day.
     """
 
     def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = 30.0,
@@ -91,11 +90,16 @@ class Bar:
 
     def _show(self, count: int) -> None:
         took = self._clock() - self._start
-        if self._times and took > _LOOK_S and self.count:
-            days, self._times = took / self.count * self.total * self._times / 86400, 0
-            if days > 1:
+        # Completions come at once, so the first of them say nothing of the rate.
+        if self._times and 2 * self.count >= self.total:
+            times, self._times = self._times, 0
+            if (days := took / self.count * self.total * times / 86400) > 1:
                 less = "max_steps, prompts_per_step or sampling.max_tokens"
-                say(labelled([("time", f"at this rate the run samples for {days:,.0f} days; lower {less} for less")]))
+                say(
+                    labelled(
+                        [("time", f"at this rate {times:,} steps sample for {days:,.0f} days; lower {less} for less")]
+                    )
+                )
         if self._tqdm is not None:
             self._tqdm.set_postfix_str(self.read_out(), refresh=False)
             self._draw(lambda: self._tqdm.update(count))

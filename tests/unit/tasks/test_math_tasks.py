@@ -59,6 +59,13 @@ def test_rows_of_chats_are_prompts_as_they_are(tmp_path):
     assert Jsonl(strict, path=path, question="messages")[0].messages == tuple(asked)
     task = Jsonl(strict, path=path, question="messages", system="You add.", prompt="not used: {question}")
     assert task[0].messages == ({"role": "system", "content": "You add."}, *asked) and task[0].answer == 2
+    for content in (None, [{"type": "text", "text": "1+1?"}]):
+        with pytest.raises(ValueError, match="some.jsonl:1: a message of 'messages' has no text as its content"):
+            Jsonl(
+                strict,
+                path=jsonl(tmp_path, [{"messages": [{"role": "user", "content": content}]}]),
+                question="messages",
+            )
     with pytest.raises(ValueError, match="some.jsonl:1: the last message of 'messages' is of role 'assistant'"):
         Jsonl(strict, path=jsonl(tmp_path, [{"messages": [*asked, {"role": "assistant"}]}]), question="messages")
 
@@ -70,6 +77,14 @@ def test_rows_of_csv_are_texts(tmp_path):
         ("1, or 2?", "2"),
         ('a "word" of\nlines', "x"),
     ]
+    (tmp_path / "excel.csv").write_text("question,answer\r\n1+1?,2\r\n", encoding="utf-8-sig", newline="")
+    assert Jsonl(strict, path=str(tmp_path / "excel.csv"))[0].answer == "2"
+    for row in ("1, or 2?,2", "1+1?"):
+        (tmp_path / "odd.csv").write_text(f"question,answer\n{row}\n")
+        with pytest.raises(
+            ValueError, match="odd.csv, row 1: not as many values as names in the first line; quote texts"
+        ):
+            Jsonl(strict, path=str(tmp_path / "odd.csv"))
     with pytest.raises(
         ValueError, match="some.csv, row 1: no field 'prompt'; there are: .*; say which of them it is: "
     ):

@@ -31,15 +31,17 @@ def test_lines_in_a_log_are_sparse(capsys):
 def test_a_run_that_would_sample_for_days_says_so_once(capsys):
     clock = Clock()
     progress = Progress(total_steps=1000, bars=False)
-    for _ in (1, 2):
-        bar = progress.sampling(100)
-        bar._clock, bar._start = clock, clock.now
-        for _ in range(3):
-            clock.now += 20.0
-            bar.add()
-    # A sample in 20 s: 100 of them, a thousand times.
+    first, second = progress.sampling(100), progress.sampling(100)
+    for bar in (first, second):
+        bar._clock, bar._start = clock, 0.0
+    clock.now = 1000.0
+    first.add(49)
+    second.add(100)
+    assert capsys.readouterr().out == ""
+    first.add()
+    # Half of a step in 1,000 s, and a thousand steps.
     assert capsys.readouterr().out == (
-        "time:      at this rate the run samples for 23 days; lower max_steps, prompts_per_step or sampling.max_tokens for less\n"
+        "time:      at this rate 1,000 steps sample for 23 days; lower max_steps, prompts_per_step or sampling.max_tokens for less\n"
     )
 
 

@@ -172,7 +172,7 @@ class SideBySide {
       ...each.samples.map((sample, i) => el("article", { class: sample.trained ? "sample" : "sample unused" }, el("div", { class: "verdict" }, words[i]), bar(sample, largest), el("pre", { class: "text" }, sample.text))));
     };
     this.pane.replaceChildren(el("h3", {}, problem.id), el("details", { class: "box", open: true }, el("summary", {}, "prompt"), prompt),
-      el("details", { class: "box" }, el("summary", {}, "hidden answer"), el("pre", { class: "text" }, problem.answer)),
+      el("details", { class: "box" }, el("summary", {}, "wanted answer"), el("pre", { class: "text" }, problem.answer)),
       on.length ? el("div", { class: "side-by-side" }, ...on.map(one)) : el("p", { class: "empty" }, "All runs of this problem are turned off in the legend of the curves."));
     clip(prompt, 200);
     for (const body of this.pane.querySelectorAll(".sample > .text")) clip(body, 260);

@@ -7,7 +7,7 @@ function head(overview) {
   document.getElementById("about").append(...facts.map(({ label, value, note }) =>
     el("div", {}, el("dt", {}, label), el("dd", {}, value), note ? el("dd", { class: "note" }, note) : null)));
   document.getElementById("notices").append(...overview.notices.map(({ text, section }) => {
-    const [, first, rest] = text.match(/^(.*?[.:](?= ))? ?(.*)$/s), link = section ? el("a", { href: `#${sectionId(section)}` }, section) : null;
+    const [, first, rest] = text.match(/^(.*?\.(?= ))? ?(.*)$/s), link = section ? el("a", { href: `#${sectionId(section)}` }, section) : null;
     return el("li", {}, ...(first ? [el("details", {}, el("summary", {}, first, link), rest)] : [rest, link]));
   }));
 }

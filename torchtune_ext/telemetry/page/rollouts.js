@@ -212,7 +212,7 @@ class Browser {
       also.length ? el("div", { class: "also" }, "same problem at step", ...also.slice(0, 30).map(([place, step]) => el("button", { onclick: () => this.go(place, group.id) }, step))) : null,
       el("details", { class: "box", open: true }, el("summary", {}, "prompt"), prompt),
       group.read ? el("details", { class: "box" }, el("summary", {}, "prompt, as the model read it"), el("pre", { class: "text" }, group.read)) : null,
-      el("details", { class: "box", open: group.answer.length < 400 }, el("summary", {}, "wanted answer"), el("pre", { class: "text" }, group.answer)),
+      el("details", { class: "box", open: group.answer.length < 400 && group.answer !== "null" }, el("summary", {}, "wanted answer"), el("pre", { class: "text" }, group.answer)),
       ...this.folded(group.samples).map(([sample, count]) => this.sample(sample, largest, count)),
       hidden > 0 ? el("p", { class: "muted", style: "margin-top:10px" }, `${hidden} more samples of this group are in the run's folder.`) : null];
     this.pane.replaceChildren(...children.filter((child) => child != null));
