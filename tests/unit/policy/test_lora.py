@@ -327,8 +327,8 @@ def test_publications_that_would_fail_are_refused_before_the_first_sample(change
 
 @pytest.mark.parametrize(("gpus", "way"), [(False, "adapter"), (True, "merged")])
 def test_what_is_published_depends_on_the_gpus_and_not_on_the_build_of_torch(monkeypatch, gpus, way):
-    """The CUDA build runs on machines without a GPU, too. On one, vLLM applies adapters in half precision only."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    """The CUDA builds run on machines without a GPU, too. On one, vLLM applies adapters in half precision only."""
+    monkeypatch.setattr("torchtune_ext.training.trained.on_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     part, exact = Adapters(SPEC, AdapterConfig()), EngineConfig(dtype="float32")
     assert part.engine(exact).lora_rank == (None if gpus else SPEC.rank) and part.way == way
