@@ -63,9 +63,11 @@ index or folder out of PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS (see: pip config l
 else
     set -- "torch==$torch+cpu"
     if ! finds_cpu_torch; then
-        ! echo "$answer" | grep -Eq "$unreachable" ||
+        # Another index may have answered, and have other versions only.
+        if echo "$answer" | grep -q "from versions: none" && echo "$answer" | grep -Eq "$unreachable"; then
             stop "pip reaches no package index, so there is no network, or a proxy or an index is missing in: pip config list
 $answer"
+        fi
         echo "install: pip's indexes have no torch $torch+cpu, adding $cpu_index (TORCH_INDEX)"
         set -- --extra-index-url "$cpu_index" "$@"
         finds_cpu_torch --extra-index-url "$cpu_index" || {
