@@ -44,7 +44,7 @@ from torchtune_ext.training.start import (
     require_gpus,
     training_gpus,
 )
-from torchtune_ext.training.trained import Adapters, AllWeights, trained_part
+from torchtune_ext.training.trained import Adapters, AllWeights, rounding, trained_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,8 @@ class Parts:
             device=self.ranks.device,
             temperature=learner.temperature,
         )
-        agreement = self.precision.gate(learner, scored, self.cfg.max_mismatch, replay=self.replay is not None)
+        noise = partial(rounding, self.trained, self.precision, learner.policy.model, scored)
+        agreement = self.precision.gate(learner, noise, self.cfg.max_mismatch, replay=self.replay is not None)
         return agreement, self.replay or Publisher(
             engine, learner, self.trained, self.precision, self.hf_model, agreement, scored, self.canary, self.sampling
         )

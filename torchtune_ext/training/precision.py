@@ -8,12 +8,11 @@ flow             trainer          engine
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.kernels.fp8_quantize import BLOCK, dequantize, quantize_weight
@@ -24,12 +23,11 @@ from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, fp8_hf_tensors, plan
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.policy.lora import AdapterSpec, adapter_names, merged_tensors
+from torchtune_ext.policy.lora import AdapterSpec, adapter_names
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.agreement import Agreement
-from torchtune_ext.training.distributed import reduce
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.settings import computes_in_bfloat16, release_memory
 
@@ -181,12 +179,12 @@ class Precision:
         return self.dtype != self.engine_dtype or (self.sampler is not None and self.trainer is None)
 
     def gate(
-        self, learner: Learner, scored: Callable[..., list[Tensor]], limit: float | str, replay: bool
+        self, learner: Learner, rounding: Callable[[Sequence[Row]], float], limit: float | str, replay: bool
     ) -> Agreement:
         """Returns what compares trainer and sampler in a run of this precision.
 
         Args:
-            scored: `streamed_logprobs` with the model's builder, device and temperature.
+            rounding: how far rows may be apart of themselves (`trained.rounding`).
             limit: `max_mismatch`.
             replay: nothing is sampled.
         """
@@ -194,25 +192,11 @@ class Precision:
             learner.logprobs,
             learner.temperature,
             REPLAY_LIMIT if replay and limit == "auto" else limit,
-            rounding=partial(self.rounding, learner.policy.model, scored),
+            rounding=rounding,
             precision=self.coarsest_text,
             canary=not replay,
             identity=not replay and not self.mixed,
         )
-
-    def rounding(self, model: nn.Module, scored: Callable[..., list[Tensor]], rows: Sequence[Row]) -> float:
-        """Mean |log-prob in the coarser of the two precisions - in float32| over the labels of all ranks, in nats: how far a
-        right engine may be from a right trainer. Both are computed here, in the same way. A collective.
-
-        Args: scored: as `gate` takes it.
-        """
-        if self.coarsest == torch.float32:
-            return 0.0
-        exact = scored(rows, merged_tensors(model), dtype=torch.float32)
-        coarse = scored(rows, merged_tensors(model), dtype=self.coarsest, fp8=self.sampler)
-        sizes = [(a - b).abs().double() for a, b in zip(exact, coarse, strict=True)]
-        whole = reduce({"sum": sum(d.sum().item() for d in sizes), "labels": sum(map(len, sizes))})
-        return whole["sum"] / max(1.0, whole["labels"])
 
     def as_sent(self, name: str, weight: Tensor) -> Tensor:
         """The values that the engine has of a weight, in float32. `name` is torchtune's."""

@@ -8,6 +8,7 @@ Adapters     the adapters switched     "adapter": the adapters, and once what th
                                        weights with the adapters merged
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +34,7 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import on_cpu
 from torchtune_ext.training.agreement import Applied, applied_share
+from torchtune_ext.training.distributed import reduce
 from torchtune_ext.training.export import export_adapter, export_model
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.precision import Precision
@@ -95,6 +97,43 @@ def trained_part(
             "give it lora_attn_modules, or leave them out"
         )
     return AllWeights()
+
+
+def rounding(
+    trained: "AllWeights | Adapters", precision: Precision, model: nn.Module, scored: Scored, rows: Sequence[Row]
+) -> float:
+    """How far a right engine may be from a right trainer on these rows: mean |difference| of log-probs over the labels of all
+    ranks, in nats. A collective.
+
+    Args: scored: `streamed_logprobs` with the model's builder, device and temperature.
+    """
+    coarse = precision.coarsest
+    if coarse == torch.float32:
+        return 0.0
+
+    def on_grid(held: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        # What the coarser precision hides of the updates so far is no rounding of the arithmetic. Where both sides lack
+        # it, it does not set them apart, however much it would change the policy.
+        return ((name, held(name, weight.to(coarse))) for name, weight in merged_tensors(model))
+
+    exact = scored(rows, on_grid(precision.as_sent), dtype=torch.float32)
+    arithmetic = _apart(exact, scored(rows, on_grid(lambda name, weight: weight), dtype=coarse, fp8=precision.sampler))
+    if not trained.rounded(precision):
+        return arithmetic
+
+    def computed(weight: Tensor) -> Tensor:
+        return weight.to(precision.dtype).float()
+
+    # The one side holds other values than the other computes with. The two errors have nothing to do with each other.
+    ours = scored(rows, merged_tensors(model, lambda name, weight: computed(weight), computed), dtype=torch.float32)
+    return math.hypot(arithmetic, _apart(ours, scored(rows, trained.as_sent(model, precision), dtype=torch.float32)))
+
+
+def _apart(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Mean |difference| over all ranks."""
+    sizes = [(a - b).abs().double() for a, b in zip(first, second, strict=True)]
+    whole = reduce({"sum": sum(size.sum().item() for size in sizes), "labels": sum(map(len, sizes))})
+    return whole["sum"] / max(1.0, whole["labels"])
 
 
 class AllWeights:

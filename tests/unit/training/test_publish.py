@@ -25,7 +25,7 @@ from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 from torchtune_ext.training.agreement import Disagreement  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
 from torchtune_ext.training.publish import Publisher  # noqa: E402
-from torchtune_ext.training.trained import AllWeights  # noqa: E402
+from torchtune_ext.training.trained import AllWeights, rounding  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7], [8] * 9]
 SAMPLING = SamplingConfig(max_tokens=40, seed=7, early_stop_logprob=-3.0)
@@ -87,7 +87,8 @@ def played(source):
         scored = partial(
             streamed_logprobs, make_model=partial(from_config, str(source.path)), device=device, temperature=1.0
         )
-        gate = precision.gate(learner, scored, limit, replay=False)
+        noise = partial(rounding, AllWeights(), precision, policy.model, scored)
+        gate = precision.gate(learner, noise, limit, replay=False)
         publisher = Publisher(engine, learner, AllWeights(), precision, source, gate, scored, PROMPTS, SAMPLING)
         return engine, policy.model, publisher
 

@@ -1,0 +1,100 @@
+"""How far a right engine may be from a right trainer: what both lack of an update does not count, what one of them lacks does."""
+
+from functools import partial
+
+import pytest
+import torch
+from fp8_models import BF16, CPU, F32, directory, policy_of, some_rows
+
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.streamed import streamed_logprobs
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.training.precision import Precision, PrecisionConfig
+from torchtune_ext.training.trained import AdapterConfig, AllWeights, rounding, trained_part
+
+LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return directory(tmp_path_factory.mktemp("rounding") / "model")
+
+
+@pytest.fixture
+def measured(source):
+    """A function: dtypes of trainer and engine, settings -> (the policy's model, a function that measures the rounding)."""
+
+    def make(trainer, engine, flow="bf16", publish="auto", **adapters):
+        build = partial(from_config, str(source.path), **adapters)
+        policy, meta = build_policy(build, source, CPU, F32), on_meta(build)
+        trained = trained_part(meta, source, {}, AdapterConfig(publish=publish)) if adapters else AllWeights()
+        config = trained.engine(EngineConfig(dtype=engine))
+        precision = Precision(PrecisionConfig(flow=flow), meta, source, trainer, config, CPU, trained.spec, trained.way)
+        scored = partial(streamed_logprobs, make_model=build, device=CPU, temperature=1.0)
+        return policy.model, lambda: rounding(trained, precision, policy.model, scored, some_rows())
+
+    return make
+
+
+@torch.no_grad()
+def round_weights(model):
+    for param in model.parameters():
+        param.copy_(param.bfloat16().float())
+
+
+@torch.no_grad()
+def update_below_half_a_step(model):
+    """Moves every weight by a fifth of a step of bfloat16, those of a row in one direction."""
+    generator = torch.Generator().manual_seed(0)
+    for param in model.parameters():
+        step = torch.finfo(BF16).eps * 2.0 ** param.abs().clamp_min(1e-30).log2().floor()
+        signs = torch.randint(0, 2, param.shape[:1] + (1,) * (param.dim() - 1), generator=generator) * 2 - 1
+        param.add_(0.2 * step * signs)
+
+
+def test_float32_on_both_sides_has_none(measured):
+    assert measured("float32", "float32")[1]() == 0.0
+
+
+def test_what_both_sides_lack_of_an_update_does_not_count(measured, source):
+    model, measure = measured("bfloat16", "bfloat16")
+    round_weights(model)
+    before = measure()
+    update_below_half_a_step(model)
+    assert measure() == before > 0
+    # An independent measurement: the policy itself, in bfloat16 and with the same values in float32.
+    exact, coarse = policy_of(source, None, F32), policy_of(source, None, BF16)
+    round_weights(exact.model)
+    with torch.no_grad():
+        said = [torch.cat([policy(row).logprobs_L for row in some_rows()]) for policy in (exact, coarse)]
+    assert before == pytest.approx((said[0] - said[1]).abs().mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_what_one_side_lacks_of_an_update_counts(measured, dtypes):
+    model, measure = measured(*dtypes)
+    round_weights(model)
+    before = measure()
+    assert before == pytest.approx(measured("bfloat16", "bfloat16")[1](), rel=0.2)
+    update_below_half_a_step(model)
+    assert measure() > 1.2 * before
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+def test_an_adapter_that_travels_by_itself_is_not_lost_in_the_rounding(measured, dtypes):
+    """Merged into weights in bfloat16 it would be, and a limit that leaves room for all of it would see nothing more."""
+    model, measure = measured(*dtypes, publish="adapter", **LORA)
+    round_weights(model)
+    without = measure()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("lora_b.weight"):
+                param.fill_(1e-3)
+    assert measure() == pytest.approx(without, rel=0.1)
+
+
+def test_fp8_rounds_more_and_most_where_only_the_engine_has_it(measured):
+    sizes = [measured("bfloat16", "bfloat16", flow)[1]() for flow in ("bf16", "fp8_unified", "fp8_rollout")]
+    assert 0 < 2 * sizes[0] < sizes[1] < sizes[2]
