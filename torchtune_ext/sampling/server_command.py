@@ -50,6 +50,7 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 LOADER = "torchtune_ext.sampling.worker.WeightLoader"
 CPU_KV_CACHE = 1 << 30  # bytes
 CPU_STEP = 4096  # tokens
+CPU_BLOCK = 32  # tokens of a block of the KV cache
 PARALLEL = 5_000_000  # parameters from which an engine on a CPU gains by threads (benchmarks/engine_threads.py)
 DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
@@ -233,7 +234,7 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         args |= {
             "enforce_eager": True,
             "distributed_executor_backend": UNIPROC,
-            "block_size": config.block_size or 32,
+            "block_size": config.block_size or CPU_BLOCK,
             "kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE,
             # vLLM 0.32 on CPU dies when it splits the prompt of a request with a seed ("CPU Generator does not use
             # offset"). So prompts stay whole, and a step is large enough for the longest.

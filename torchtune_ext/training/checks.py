@@ -21,7 +21,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.errors import Mistake, blame
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
-from torchtune_ext.sampling.server_command import engine_configs
+from torchtune_ext.sampling.server_command import CPU_BLOCK, engine_configs
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import GradesItself, Problem, Task
 
@@ -333,7 +333,7 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
         model: the one that is trained, if one is.
 
     Raises:
-        ValueError: the model cannot be cut for so many GPUs, or is too short for the prompts.
+        ValueError: the model cannot be cut for so many GPUs, or is too short for the prompts, or the KV cache is.
     """
     size, heads = engine.tensor_parallel_size, int(source.config["num_attention_heads"])
     if heads % size:
@@ -357,6 +357,15 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
             f"engine.max_model_len={engine.max_model_len} is more than the {model.max_seq_len} positions of the model that is "
             f"trained; set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
         )
+    if model is not None and engine.kv_cache_bytes is not None and "kv_cache_dtype" not in engine.extra_args:
+        attn, numbers = model.layers[0].attn, 4 if engine.dtype == "float32" else 2
+        token = 2 * len(model.layers) * -(-attn.num_kv_heads // size) * attn.head_dim * numbers
+        needed = token * (engine.max_model_len + (engine.block_size or CPU_BLOCK))
+        if engine.kv_cache_bytes < needed:
+            raise Mistake(
+                f"engine.kv_cache_bytes={engine.kv_cache_bytes} holds {engine.kv_cache_bytes // token} tokens of this model, "
+                f"too few for one sequence of engine.max_model_len={engine.max_model_len}; set it to {needed} or more"
+            )
 
 
 def _name(part: Any) -> str:
