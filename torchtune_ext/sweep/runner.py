@@ -29,6 +29,7 @@ from torchtune_ext.sweep.space import Point, grid
 OUTPUT = "output.log"
 LOOK_S = 0.5  # seconds between two looks at the runs
 SAVE_S = 10.0  # seconds from one record to the next: a sweep that is killed knows how long its runs ran until then
+NEWS_S = 60.0  # seconds from one line about a run that works to the next
 END_S = 600.0  # seconds that a run has to end after SIGTERM: the end of its step, its checkpoint, its cleanup
 LONGEST_CAUSE = 300  # characters
 WARM_UP = 5  # the first points of a search that learns are random, at most so many
@@ -66,7 +67,7 @@ class Runner:
         self.folder, self.sweep, self.jobs, self._command = folder, folder.sweep, jobs, command
         self._variables = variables or {}
         self._running: list[_Process] = []
-        self._saved_at = time.monotonic()
+        self._saved_at = self._news_at = time.monotonic()
         self.stopped_by: signal.Signals | None = None  # the first signal that came
         # What runs have logged, each with the time and the size of its file.
         self._histories: dict[str, tuple[tuple[int, int], list[float]]] = {}
@@ -129,6 +130,12 @@ class Runner:
         if self._running and time.monotonic() > self._saved_at + SAVE_S:
             self._saved_at = time.monotonic()
             self.folder.save()
+        if time.monotonic() > self._news_at + NEWS_S:
+            self._news_at = time.monotonic()
+            for each in self._running:
+                logged = self._logged(each.run)
+                reads = f"{self.sweep.metric.name} {logged[-1]:.4g}" if logged else f"no {self.sweep.metric.name} yet"
+                say(f"{each.run.id} works since {each.run.seconds:.0f} s: {reads}")
         return bool(self._running)
 
     def _next(self) -> SweepRun | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ RATES = "parameters: {lr: {values: [0.1, 0.2, 0.3]}}\n"
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch):
     monkeypatch.setattr("torchtune_ext.sweep.runner.LOOK_S", 0.05)
+    monkeypatch.setattr("torchtune_ext.sweep.runner.NEWS_S", 0.0)
 
 
 def starts(folder: Path) -> list[list[str]]:
@@ -63,6 +65,7 @@ def test_a_sweep_runs_every_point_once_and_keeps_a_record(tmp_path, capsys, monk
     assert (tmp_path / "out" / "sweep.yaml").read_text() == file.read_text()
     said = capsys.readouterr().out
     assert "run_01 (1 of 3) starts: lr=0.1" in said and "finished after" in said
+    assert re.search(r"run_01 works since \d+ s: (no eval/accuracy_sampled yet|eval/accuracy_sampled 0\.\d+)\n", said)
     shown = table(folder.sweep, folder.runs, {"lr": 0.2})
     assert shown.splitlines()[1].split()[:2] == ["run_03", "0.3"] and "run_02*" in shown
     folder.close()
