@@ -8,7 +8,6 @@ from fp8_models import BF16, CPU, F32, directory, policy_of, some_rows
 
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
-from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.precision import Precision, PrecisionConfig
