@@ -194,6 +194,7 @@ class Agreement:
     ):
         self._logprobs, self._temperature, self._rounding, self._precision = logprobs, temperature, rounding, precision
         self._auto, self._limit = limit == "auto", 0.0 if limit == "auto" else limit
+        self._measured: list[float] = []  # what `rounding` has said
         self._identity = identity
         # Of exp(d) - 1 over the tokens that the present version of each step has sampled.
         self._count, self._sum, self._squares = 0, 0.0, 0.0
@@ -201,7 +202,7 @@ class Agreement:
 
     @property
     def limit(self) -> float:
-        """Largest allowed mean |d|, in nats; 0 until the first measurement of the rounding."""
+        """Largest mean |d| that is allowed without a look at the rounding, in nats; 0 until it was measured first."""
         return self._limit
 
     def require(
@@ -246,34 +247,38 @@ class Agreement:
                 found.tokens or "no",
                 version,
             )
-        if judged and not found.mean_abs <= self._limit and self._auto:
-            self._measure(rows)
-        if (judged and not found.mean_abs <= self._limit) or any(change.missing for change in applied):
+        limit = self._limit
+        if judged and not found.mean_abs <= limit and self._auto:
+            limit = self._measure(rows)
+        if (judged and not found.mean_abs <= limit) or any(change.missing for change in applied):
 
             def at(temperature: float) -> Mismatch:
                 d, where = _differences(rows, self._logprobs(rows, temperature), version)
                 return _measured(d[present], where[:, present])
 
-            cause = diagnose(found, self._limit, self._temperature, at, applied)
+            cause = diagnose(found, limit, self._temperature, at, applied)
             raise Disagreement(
                 f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens: mean |d log-prob| "
-                f"{found.mean_abs:.4g} (max_mismatch={self._limit:.3g}), 99th percentile {found.p99_abs:.4g}, max "
+                f"{found.mean_abs:.4g} (max_mismatch={limit:.3g}), 99th percentile {found.p99_abs:.4g}, max "
                 f"{found.max_abs:.4g}, signed mean {found.mean:+.4g}. Likely cause: {cause}"
             )
         if version is not None and self._identity:
             self._require_identity(d[present], when)
         return everything
 
-    def _measure(self, rows: Sequence[Row]) -> None:
-        """Measures the rounding on these rows, the first ones or some that are beyond the limit: the limit rises where they
-        are rounded more than those before. A collective."""
+    def _measure(self, rows: Sequence[Row]) -> float:
+        """Measures the rounding of these rows, the first ones or some that are beyond the limit, and returns their own limit.
+        Few tokens may be rounded far more than others, so the limit of all rows follows the mean. A collective."""
         # The gradients of a step may be there, and some rows of a batch say what all of them would.
-        first, noise = not self._limit, self._rounding(rows[:MEASURED_ROWS])
-        self._limit = max(self._limit, LEAST_LIMIT, 2 * noise)
+        noise = self._rounding(rows[:MEASURED_ROWS])
+        self._measured.append(noise)
+        own = max(LEAST_LIMIT, 2 * noise)
+        self._limit = max(LEAST_LIMIT, 2 * sum(self._measured) / len(self._measured))
         if rank() == 0:
             how = f"{noise:.2g} nats" if noise else "none to speak of"
-            rises = "" if first else ", more than at first"
-            say(labelled([("rounding", f"{how} in {self._precision}{rises}; max_mismatch {self._limit:.2g}")]))
+            here = "" if len(self._measured) == 1 else f" on tokens beyond the limit, so {own:.2g} for these"
+            say(labelled([("rounding", f"{how} in {self._precision}{here}; max_mismatch {self._limit:.2g}")]))
+        return max(own, self._limit)
 
     def _require_identity(self, d: Tensor, when: str) -> None:
         excess = d.expm1()
