@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -32,8 +33,8 @@ from torchtune_ext.kernels.fp8_quantize import (  # noqa: E402
     quantize_rows,
     quantize_weight,
 )
+from torchtune_ext.policy.decoder import decoder  # noqa: E402
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config, fp8_linear  # noqa: E402
-from torchtune_ext.policy.qwen3 import qwen3  # noqa: E402
 
 HEAD_DIM = 128
 WARM_UP = 3
@@ -64,7 +65,9 @@ class Model:
 
 
 MODELS = {
-    "qwen3_8b": Model(qwen3, hidden=4096, heads=32, kv_heads=8, mlp=12288, bias=False),
+    "qwen3_8b": Model(
+        partial(decoder, head_dim=128, qk_norm="head"), hidden=4096, heads=32, kv_heads=8, mlp=12288, bias=False
+    ),
     "qwen2_5_32b": Model(qwen2, hidden=5120, heads=40, kv_heads=8, mlp=27648, bias=True),
 }
 
@@ -195,8 +198,8 @@ def build_block(model: Model, sequence: int, device: torch.device) -> nn.Module:
     """One layer of the decoder in bfloat16, on the device, with random weights."""
     widths = dict(num_heads=model.heads, num_kv_heads=model.kv_heads, embed_dim=model.hidden)
     with torch.device("meta"):
-        decoder = model.build(128, 1, **widths, intermediate_dim=model.mlp, max_seq_len=sequence)
-    block = decoder.layers[0].to(torch.bfloat16).to_empty(device=device)
+        whole = model.build(128, 1, **widths, intermediate_dim=model.mlp, max_seq_len=sequence)
+    block = whole.layers[0].to(torch.bfloat16).to_empty(device=device)
     with device:
         for module in block.modules():
             if hasattr(module, "rope_init"):

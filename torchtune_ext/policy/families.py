@@ -1,10 +1,12 @@
 """The model families: what has to be known of each, and `from_config`, which builds a model of any of them.
 
-To add a family, add a line to `FAMILIES`. If torchtune has no builder for it, write one first: `qwen3.py` is such a file.
+To add a family, add a line to `FAMILIES`. If torchtune has no builder for it, write one first, as `decoder.py` does for
+four families.
 """
 
 import json
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +22,7 @@ from torchtune.models.qwen2 import lora_qwen2, qwen2, qwen2_hf_to_tune, qwen2_tu
 from torchtune.models.qwen2._convert_weights import _FROM_HF
 from torchtune.modules import TransformerDecoder
 
-from torchtune_ext.policy.qwen3 import lora_qwen3, qwen3
+from torchtune_ext.policy.decoder import decoder, lora_decoder
 from torchtune_ext.run.errors import Mistake
 
 Config = Mapping[str, Any]  # the content of a config.json
@@ -29,11 +31,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 NF4_VALUES = 64 * 256  # in a block of one scale, times blocks of one scale of scales
 _FOLDERS = ("models", "model", "runs", "run", "checkpoints", "data", "weights", "tmp")  # nobody on the hub is called so
 
-# Qwen3 has the names of Qwen2 and those of the norms of q and k. Llama's are among them, so this map serves all families.
+# Qwen3 has the names of Qwen2 and those of the norms of q and k. Llama's are among them. OLMo 2, which norms behind attention
+# and MLP, calls another norm by a name that the others have, so only the map to Hugging Face's names serves all families.
 _TO_TUNE = _FROM_HF | {
     f"model.layers.{{}}.self_attn.{x}_norm.weight": f"layers.{{}}.attn.{x}_norm.scale" for x in ("q", "k")
 }
-_TO_HF = {ours: hf for hf, ours in _TO_TUNE.items()}
+_OLMO2_TO_TUNE = _TO_TUNE | {
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.sa_scale.scale",
+    "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.mlp_scale.scale",
+}
+_TO_HF = {ours: hf for names in (_TO_TUNE, _OLMO2_TO_TUNE) for hf, ours in names.items()}
 # Layers, width, heads, heads of keys and values, width of the MLP, and whether input and output embedding are one. Those of
 # Qwen2.5 and Llama are the sizes of torchtune's builders, those of Qwen3 come from its config.json on the hub.
 _SIZES = {
@@ -83,8 +90,14 @@ def _sizes(config: Config) -> dict[str, Any]:
     )
 
 
-def _qwen3_sizes(config: Config) -> dict[str, Any]:
-    return _sizes(config) | {"head_dim": config.get("head_dim") or 128}
+def _decoder_sizes(config: Config) -> dict[str, Any]:
+    usual = 128 if config["model_type"] == "qwen3" else config["hidden_size"] // config["num_attention_heads"]
+    return _sizes(config) | {"head_dim": config.get("head_dim") or usual}
+
+
+def _smollm3_sizes(config: Config) -> dict[str, Any]:
+    # In `no_rope_layers` a layer that IS rotated has a 1.
+    return _decoder_sizes(config) | {"unrotated": [i for i, used in enumerate(config["no_rope_layers"]) if not used]}
 
 
 def _llama_sizes(config: Config) -> dict[str, Any]:
@@ -126,6 +139,7 @@ _QWEN = {
     "use_sliding_window": (False, None),
     "layer_types": (["full_attention"], None),
     "attention_bias": (False, None),
+    "mlp_bias": (False, None),
 }
 _LLAMA = {
     "hidden_act": ("silu",),
@@ -136,6 +150,24 @@ _LLAMA = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
 }
+
+
+def _of_decoder(
+    arguments: Callable[[Config], dict[str, Any]],
+    to_tune: dict[str, str] = _TO_TUNE,
+    can: Mapping[str, tuple] = types.MappingProxyType({}),
+    **options: Any,
+) -> Family:
+    """Returns a family that `decoder.py` builds, with these options; its weights only change their names."""
+    return Family(
+        build=partial(decoder, **options),
+        build_adapted=partial(lora_decoder, **options),
+        to_tune=partial(_renamed, names=to_tune),
+        to_hf=partial(_renamed, names=_TO_HF),
+        arguments=arguments,
+        can=_QWEN | dict(can),
+    )
+
 
 # By model_type of config.json; Qwen2.5 calls itself qwen2. Llama's q and k change places, since torchtune rotates pairs of
 # neighbors.
@@ -148,14 +180,10 @@ FAMILIES = {
         arguments=_sizes,
         can=_QWEN,
     ),
-    "qwen3": Family(
-        build=qwen3,
-        build_adapted=lora_qwen3,
-        to_tune=partial(_renamed, names=_TO_TUNE),
-        to_hf=partial(_renamed, names=_TO_HF),
-        arguments=_qwen3_sizes,
-        can=_QWEN,
-    ),
+    "qwen3": _of_decoder(_decoder_sizes, qk_norm="head"),
+    "smollm3": _of_decoder(_smollm3_sizes),
+    "mistral": _of_decoder(_decoder_sizes, can={"sliding_window": (None,)}),
+    "olmo2": _of_decoder(_decoder_sizes, _OLMO2_TO_TUNE, qk_norm="whole", norm_behind=True),
     "llama": Family(
         build=partial(_llama, llama3_2, llama3_1),
         build_adapted=partial(_llama, lora_llama3_2, lora_llama3_1),
@@ -164,6 +192,17 @@ FAMILIES = {
         arguments=_llama_sizes,
         can=_LLAMA,
     ),
+}
+
+
+# What other families need and packed rows do not have, by a part of their model_type.
+_CANNOT = {
+    "moe": "it is a mixture of experts",
+    "mixtral": "it is a mixture of experts",
+    "gemma": "its layers take turns with a sliding window",
+    "qwen3_5": "its recurrent layers would go on from one packed sequence into the next",
+    "qwen3_next": "its recurrent layers would go on from one packed sequence into the next",
+    "mamba": "its recurrent layers would go on from one packed sequence into the next",
 }
 
 
@@ -184,8 +223,10 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise Mistake(f"{file} holds no keys; copy it anew from where the weights come from")
     if config.get("model_type") not in FAMILIES:
+        kind = str(config.get("model_type"))
+        why = next((f": {reason}" for part, reason in _CANNOT.items() if part in kind), "")
         raise Mistake(
-            f"{file} says model_type={config.get('model_type')!r}, which is not supported; take a model of one of these: "
+            f"{file} says model_type={config.get('model_type')!r}, which is not supported{why}; take a model of one of these: "
             f"{', '.join(sorted(FAMILIES))}"
         )
     require_keys(config, ("hidden_size", "num_attention_heads", "num_key_value_heads"), file)
@@ -230,7 +271,8 @@ def _no_config(path: Path) -> str:
 
 def owner_of(name: str) -> str:
     """Returns who has published a model of this name, as far as the name says so."""
-    owners = {"Qwen": "Qwen", "Llama-": "meta-llama", "DeepSeek-": "deepseek-ai"}
+    owners = {"Qwen": "Qwen", "Llama-": "meta-llama", "DeepSeek-": "deepseek-ai", "SmolLM": "HuggingFaceTB"}
+    owners |= {"Mistral-": "mistralai", "OLMo-2-": "allenai"}
     return next((owner for begin, owner in owners.items() if name.startswith(begin)), "OWNER")
 
 
@@ -276,10 +318,10 @@ def from_config(
     family = FAMILIES[config["model_type"]]
     for key, values in family.can.items():
         if key in config and config[key] not in values:
+            possible = " or ".join(str(value) for value in values if value is not None) or "null"
             raise Mistake(
-                f"{file} says {key}={config[key]!r}, but the builder of {config['model_type']} can only do "
-                f"{' or '.join(str(value) for value in values if value is not None)}; take a model without it, or name a "
-                "builder of your own as model._component_"
+                f"{file} says {key}={config[key]!r}, but the builder of {config['model_type']} can only do {possible}; take a "
+                "model without it, or name a builder of your own as model._component_"
             )
     try:
         arguments = family.arguments(config)

@@ -10,10 +10,18 @@ import torch
 from public_configs import PUBLIC, write_config
 from tables import every_row
 from torchtune.models import llama3, llama3_1, llama3_2, qwen2_5
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from torchtune_ext import policy
-from torchtune_ext.policy import from_config, lora, qwen3
+from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.families import FAMILIES
 from torchtune_ext.policy.hf_model import HFModel, load_weights
@@ -41,10 +49,18 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # theirs are beyond the small vocabulary
 CASES = {
     "qwen2": (Qwen2Config, {"rope_parameters": PLAIN}),
     "qwen2, untied": (Qwen2Config, {"rope_parameters": PLAIN, "tie_word_embeddings": False}),
     "qwen3": (Qwen3Config, {"rope_parameters": PLAIN, "head_dim": 32}),
+    "smollm3": (SmolLM3Config, {"rope_parameters": PLAIN, "no_rope_layers": [0, 1]} | SPECIAL),
+    "mistral": (MistralConfig, {"rope_parameters": PLAIN, "head_dim": 32, "sliding_window": None}),
+    "mistral, untied": (
+        MistralConfig,
+        {"rope_parameters": PLAIN, "sliding_window": None, "tie_word_embeddings": False},
+    ),
+    "olmo 2": (Olmo2Config, {"rope_parameters": PLAIN, "tie_word_embeddings": False} | SPECIAL),
     "llama 3": (LlamaConfig, {"rope_parameters": PLAIN, "tie_word_embeddings": False}),
     "llama, tied": (LlamaConfig, {"rope_parameters": PLAIN}),
     "llama 3.1": (LlamaConfig, {"rope_parameters": {**SCALED, "factor": 8.0}, "tie_word_embeddings": False}),
@@ -130,7 +146,7 @@ def test_fresh_adapters_change_nothing(case, options, tmp_path):
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
-BUILDERS = {  # builders of torchtune, or of qwen3.py, for the same model without and with adapters
+BUILDERS = {  # builders of torchtune for the same model without and with adapters
     "Qwen2.5-0.5B-Instruct": (qwen2_5.qwen2_5_0_5b, qwen2_5.lora_qwen2_5_0_5b),
     "Qwen2.5-3B-Instruct": (qwen2_5.qwen2_5_3b, qwen2_5.lora_qwen2_5_3b),
     "Qwen2.5-7B": (qwen2_5.qwen2_5_7b_base, qwen2_5.lora_qwen2_5_7b_base),
@@ -139,9 +155,6 @@ BUILDERS = {  # builders of torchtune, or of qwen3.py, for the same model withou
     "Qwen2.5-Coder-14B-Instruct": (qwen2_5.qwen2_5_14b_instruct, qwen2_5.lora_qwen2_5_14b_instruct),
     "Qwen2.5-32B": (qwen2_5.qwen2_5_32b_base, qwen2_5.lora_qwen2_5_32b_base),
     "Qwen2.5-32B-Instruct": (qwen2_5.qwen2_5_32b_instruct, qwen2_5.lora_qwen2_5_32b_instruct),
-    "Qwen3-1.7B": (qwen3.qwen3_1_7b, qwen3.lora_qwen3_1_7b),
-    "Qwen3-8B": (qwen3.qwen3_8b, qwen3.lora_qwen3_8b),
-    "Qwen3-8B-Base": (partial(qwen3.qwen3_8b, max_seq_len=32768), partial(qwen3.lora_qwen3_8b, max_seq_len=32768)),
     "Meta-Llama-3-8B-Instruct": (llama3.llama3_8b, llama3.lora_llama3_8b),
     "Llama-3.1-8B-Instruct": (llama3_1.llama3_1_8b, llama3_1.lora_llama3_1_8b),
     "Llama-3.2-1B-Instruct": (llama3_2.llama3_2_1b, llama3_2.lora_llama3_2_1b),
@@ -190,7 +203,18 @@ QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
         (
             QWEN,
             {"model_type": "mamba"},
-            f"says model_type='mamba', .* a model of one of these: {', '.join(sorted(FAMILIES))}",
+            f"says model_type='mamba', .* recurrent layers .* a model of one of these: {', '.join(sorted(FAMILIES))}",
+        ),
+        (
+            QWEN,
+            {"model_type": "gemma3_text"},
+            "which is not supported: its layers take turns with a sliding window; take",
+        ),
+        (QWEN, {"model_type": "qwen3_moe"}, "which is not supported: it is a mixture of experts; take"),
+        (
+            QWEN,
+            {"model_type": "mistral", "sliding_window": 4096},
+            "says sliding_window=4096, .* mistral can only do null; take",
         ),
         (QWEN, {"rope_parameters": YARN}, "says rope_type='yarn', but the builder of qwen3 can only do default"),
         (QWEN, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "says rope_type='yarn'"),

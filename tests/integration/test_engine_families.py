@@ -1,4 +1,4 @@
-"""Qwen3 in the trainer and in the real vLLM: the same log-probs, whatever was published and in which way."""
+"""Families in the trainer and in the real vLLM: the same log-probs, whatever was published and in which way."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, MistralConfig, Olmo2Config, Qwen3Config, SmolLM3Config  # noqa: E402
 
 from torchtune_ext.groups import Group, Sample  # noqa: E402
 from torchtune_ext.packing import pack  # noqa: E402
@@ -31,22 +31,33 @@ SAMPLING = SamplingConfig(max_tokens=24, seed=2)
 PROMPTS = tiny_model.prompts(3, 40)
 
 
-def save(folder, tied: bool) -> HFModel:
-    """A random model with heads wider than its width, and norms far from one."""
-    config = Qwen3Config(
+CASES = {  # the config, whether input and output embedding are one, and what is special
+    "qwen3": (Qwen3Config, True, {"head_dim": 32}),
+    "qwen3, untied": (Qwen3Config, False, {"head_dim": 32}),
+    "smollm3": (SmolLM3Config, True, {"no_rope_layers": [0, 1], "hidden_size": 128}),
+    "mistral": (MistralConfig, False, {"head_dim": 32, "sliding_window": None}),
+    "olmo2": (Olmo2Config, False, {"hidden_size": 128}),
+}
+
+
+def save(folder, case: str) -> HFModel:
+    """A random model, with heads wider than its width where it may have such, and norms far from one."""
+    kind, tied, special = CASES[case]
+    config = kind(
         vocab_size=tiny_model.VOCABULARY,
-        hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
+        pad_token_id=None,
+        bos_token_id=None,
         eos_token_id=None,
+        **{"hidden_size": 64} | special,
     )
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).float()
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for param in model.parameters():
             param.normal_(0.0, 0.12) if param.dim() > 1 else param.uniform_(0.5, 2.0)
@@ -75,9 +86,11 @@ def change(params) -> None:
         param.mul_(1 + 0.5 * torch.rand_like(param)) if param.dim() == 1 else param.add_(0.03 * torch.randn_like(param))
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.rest)], ids=["tied", "untied"])
-def test_trainer_and_engine_agree(tied, tmp_path):
-    source = save(tmp_path / "model", tied)
+@pytest.mark.parametrize(
+    "case", [case if case == "qwen3" else pytest.param(case, marks=pytest.mark.rest) for case in CASES]
+)
+def test_trainer_and_engine_agree(case, tmp_path):
+    source = save(tmp_path / "model", case)
     make = partial(from_config, str(source.path), **ADAPTER)
     policy = build_policy(make, source, torch.device("cpu"), torch.float32)
     model, spec = policy.model, lora.adapter_spec(on_meta(make), source, ADAPTER)
@@ -86,8 +99,7 @@ def test_trainer_and_engine_agree(tied, tmp_path):
     )
     adapters = lora.adapter_names(model)
     named = dict(model.named_parameters())
-    norms = [param for name, param in named.items() if "q_norm" in name or "k_norm" in name]
-    assert len(norms) == 4
+    norms = [param for name, param in named.items() if name.endswith("scale")]
     with Engine(str(source.path), config, str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready(240)

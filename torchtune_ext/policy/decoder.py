@@ -1,0 +1,171 @@
+"""Builds the dense decoders that torchtune 0.6.1 lacks, of its modules and with the arguments of its builders.
+
+They are Qwen2 without biases, with a head of any width, rotated as Hugging Face does it, and with some of these differences:
+
+* q and k pass through an RMSNorm *before* RoPE, each head by itself (Qwen3, arXiv:2505.09388, section 2) or all heads together
+  (OLMo 2, arXiv:2501.00656, section 3.2). `MultiHeadAttention` norms after it, which is another model;
+* attention and MLP are normed behind and not before (OLMo 2, the same section);
+* some layers have no RoPE (SmolLM3: every fourth).
+"""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings
+from torchtune.modules import (
+    FeedForward,
+    MultiHeadAttention,
+    RMSNorm,
+    TiedLinear,
+    TransformerDecoder,
+    TransformerSelfAttentionLayer,
+)
+from torchtune.modules.peft import LORA_ATTN_MODULES, DoRALinear, LoRALinear
+
+
+class Attention(MultiHeadAttention):
+    """torchtune's attention, except that q and k are normed first and rotated then."""
+
+    def forward(
+        self, x: Tensor, y: Tensor | None = None, *, mask: Any = None, input_pos: Tensor | None = None
+    ) -> Tensor:
+        """Returns [B, T, D].
+
+        Args:
+            x: [B, T, D], of which the queries are made.
+            y: the same for keys and values; None reads them from the cache.
+        """
+        q = self._rotated(self.q_proj(x), self.q_norm, input_pos)
+        if y is None:
+            k, v = self.kv_cache.k_cache, self.kv_cache.v_cache
+        else:
+            k = self._rotated(self.k_proj(y), self.k_norm, input_pos)
+            v = self.v_proj(y).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+            if self.kv_cache is not None and self.cache_enabled:
+                k, v = self.kv_cache.update(k, v)
+        queries_per_key = self.num_heads // self.num_kv_heads
+        attended = self._attention_call(
+            q,
+            k.repeat_interleave(queries_per_key, dim=1),
+            v.repeat_interleave(queries_per_key, dim=1),
+            mask=mask,
+            dropout_p=self.attn_dropout if self.training else 0.0,
+            is_causal=self.kv_cache is None and mask is None and self.is_causal,
+        )
+        return self.output_proj(attended.transpose(1, 2).flatten(2))
+
+    def _rotated(self, projected: Tensor, norm: nn.Module | None, input_pos: Tensor | None) -> Tensor:
+        """Norms [B, T, H * head_dim], rotates it by position and returns [B, H, T, head_dim]."""
+        if norm is not None and norm.scale.numel() == projected.shape[-1]:
+            projected, norm = norm(projected), None
+        heads = projected.unflatten(-1, (-1, self.head_dim))
+        if norm is not None:
+            heads = norm(heads)
+        if self.pos_embeddings is not None:
+            heads = self.pos_embeddings(heads, input_pos=input_pos)
+        return heads.transpose(1, 2)
+
+
+def _plain(name: str, width: int, out: int) -> nn.Module:
+    return nn.Linear(width, out, bias=False)
+
+
+def decoder(
+    vocab_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    embed_dim: int,
+    intermediate_dim: int,
+    max_seq_len: int,
+    head_dim: int,
+    norm_eps: float = 1e-6,
+    rope_base: float = 1_000_000.0,
+    tie_word_embeddings: bool = False,
+    qk_norm: str | None = None,
+    norm_behind: bool = False,
+    unrotated: Collection[int] = (),
+    linear: Callable[[str, int, int], nn.Module] = _plain,
+) -> TransformerDecoder:
+    """Builds a decoder. The arguments are those of torchtune's `qwen2`, and these.
+
+    Args:
+        head_dim: the size of queries, keys and values, which does not depend on `embed_dim`.
+        qk_norm: q and k are normed "head" by head, or all heads together as a "whole"; None: they are not.
+        norm_behind: what attention and MLP give is normed, and not what they get.
+        unrotated: numbers of the layers without RoPE, from 0.
+        linear: makes a linear layer of its name ("q_proj", "k_proj", "v_proj", "output_proj", "mlp", "output"), its inputs
+            and its outputs.
+    """
+    rope = Qwen2RotaryPositionalEmbeddings(dim=head_dim, max_seq_len=max_seq_len, base=rope_base)
+    norm = partial(RMSNorm, eps=norm_eps)
+    places = ("sa_scale", "mlp_scale") if norm_behind else ("sa_norm", "mlp_norm")
+    layers = nn.ModuleList()
+    for number in range(num_layers):
+        widths = {name: head_dim * (heads if qk_norm == "whole" else 1)
+                  for name, heads in (("q_norm", num_heads), ("k_norm", num_kv_heads))}  # fmt: skip
+        attention = Attention(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            q_proj=linear("q_proj", embed_dim, num_heads * head_dim),
+            k_proj=linear("k_proj", embed_dim, num_kv_heads * head_dim),
+            v_proj=linear("v_proj", embed_dim, num_kv_heads * head_dim),
+            output_proj=linear("output_proj", num_heads * head_dim, embed_dim),
+            pos_embeddings=None if number in unrotated else rope,
+            max_seq_len=max_seq_len,
+            **({name: norm(width) for name, width in widths.items()} if qk_norm else {}),
+        )
+        mlp = FeedForward(
+            gate_proj=linear("mlp", embed_dim, intermediate_dim),
+            down_proj=linear("mlp", intermediate_dim, embed_dim),
+            up_proj=linear("mlp", embed_dim, intermediate_dim),
+        )
+        norms = {place: norm(embed_dim) for place in places}
+        layers.append(TransformerSelfAttentionLayer(attn=attention, mlp=mlp, **norms))
+    embeddings = nn.Embedding(vocab_size, embed_dim)
+    return TransformerDecoder(
+        tok_embeddings=embeddings,
+        layers=layers,
+        max_seq_len=max_seq_len,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        norm=norm(embed_dim),
+        output=TiedLinear(embeddings) if tie_word_embeddings else linear("output", embed_dim, vocab_size),
+    )
+
+
+def lora_decoder(
+    lora_attn_modules: list[LORA_ATTN_MODULES],
+    apply_lora_to_mlp: bool = False,
+    apply_lora_to_output: bool = False,
+    *,
+    lora_rank: int = 8,
+    lora_alpha: float = 16.0,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+    **arguments: Any,
+) -> TransformerDecoder:
+    """Builds a decoder with adapters.
+
+    Args:
+        lora_attn_modules: names adapted layers of attention, out of "q_proj", "k_proj", "v_proj", "output_proj".
+        apply_lora_to_mlp: adapts the gate, up and down projections.
+        apply_lora_to_output: adapts the output head, where it is not tied to the embeddings.
+        quantize_base: holds the weights below the adapters in NF4, but not that of the output head.
+        arguments: of `decoder`.
+    """
+    adapted = {*lora_attn_modules, "mlp" if apply_lora_to_mlp else "", "output" if apply_lora_to_output else ""}
+
+    def linear(name: str, width: int, out: int) -> nn.Module:
+        if name not in adapted:
+            return _plain(name, width, out)
+        kind = DoRALinear if use_dora else LoRALinear
+        quantized = quantize_base and name != "output"
+        return kind(width, out, lora_rank, lora_alpha, lora_dropout, quantize_base=quantized)
+
+    return decoder(**arguments, linear=linear)
