@@ -5,10 +5,10 @@ With z = h W^T / temperature, p = softmax(z) and H the entropy of p, for one lab
     log p(y) = z_y - logsumexp(z)                     d log p(y) / dz = onehot(y) - p
     H        = logsumexp(z) - sum(p * z)              dH / dz         = -p * (log p + H)
 
-Forward and backward go over the labels in chunks. The backward pass computes the logits of a chunk again, so the peak
-of memory is one chunk [C, V] for any L. (With a vocabulary of 151,936, the logits of 16k labels would need 10 GB in
-float32.) The gradients of hidden states and weight are exact. Sums over the vocabulary are computed in float32 (in
-float64 for float64 input).
+Forward and backward go over the labels in chunks. The backward pass computes the logits of a chunk again, unless there is
+only one, in half precision: so the peak of memory is one chunk [C, V] for any L. (With a vocabulary of 151,936, the logits
+of 16k labels would need 10 GB in float32.) The gradients of hidden states and weight are exact. Sums over the vocabulary are
+computed in float32 (in float64 for float64 input).
 """
 
 import torch
@@ -120,20 +120,25 @@ class _LinearLogProb(torch.autograd.Function):
         logprobs_L = torch.empty(labels_L.shape, dtype=accumulate, device=hidden_LD.device)
         entropy_L, lse_L = torch.empty_like(logprobs_L), torch.empty_like(logprobs_L)
         statistics = _fused_statistics if hidden_LD.is_cuda else _statistics
-        for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
+        chunks = _chunks(labels_L.numel(), weight_VD.shape[0])
+        # It takes half of what `statistics` makes of it in float32.
+        keep = len(chunks) == 1 and hidden_LD.dtype.itemsize == 2 and any(ctx.needs_input_grad)
+        kept_CV = None
+        for c in chunks:
             z_CV = hidden_LD[c] @ weight_VD.T
             z_C = _upcast(z_CV.gather(1, labels_L[c, None])[:, 0]) * scale
             top_C, rest_C, entropy_L[c] = statistics(z_CV, scale)
             logprobs_L[c] = z_C - top_C - rest_C
             lse_L[c] = top_C + rest_C
+            kept_CV = z_CV if keep else None
             del z_CV
-        ctx.save_for_backward(hidden_LD, weight_VD, labels_L, lse_L, entropy_L)
+        ctx.save_for_backward(hidden_LD, weight_VD, labels_L, lse_L, entropy_L, kept_CV)
         ctx.scale = scale
         return logprobs_L, entropy_L
 
     @staticmethod
     def backward(ctx, d_logprobs_L: Tensor | None, d_entropy_L: Tensor | None):
-        hidden_LD, weight_VD, labels_L, lse_L, entropy_L = ctx.saved_tensors
+        hidden_LD, weight_VD, labels_L, lse_L, entropy_L, kept_CV = ctx.saved_tensors
         d_logprobs_L = torch.zeros_like(lse_L) if d_logprobs_L is None else d_logprobs_L
         d_hidden_LD = torch.empty_like(hidden_LD)
         # With adapters the output projection is frozen and needs no gradient. That gradient would be as large as the
@@ -142,7 +147,7 @@ class _LinearLogProb(torch.autograd.Function):
         gradient = _fused_gradient if hidden_LD.is_cuda else _rounded_gradient
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
             # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
-            z_CV = hidden_LD[c] @ weight_VD.T
+            z_CV = hidden_LD[c] @ weight_VD.T if kept_CV is None else kept_CV
             factors = [None if x is None else x[c, None] for x in (lse_L, entropy_L, d_logprobs_L, d_entropy_L)]
             own_C1 = _gradient(z_CV.gather(1, labels_L[c, None]), ctx.scale, *factors) + d_logprobs_L[c, None]
             dz_CV = gradient(z_CV, ctx.scale, weight_VD.dtype, *factors)

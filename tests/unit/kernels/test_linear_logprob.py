@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tables import every_row
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune_ext.kernels import linear_logprob as module
 from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_logprob_reference, linear_top_k
@@ -46,6 +47,36 @@ def test_bfloat16_states_get_float32_sums():
     # the logits are rounded to bfloat16 (8 bits): half an ulp of a logit below 16 is 2^-5, once for z_y and once in logsumexp
     assert (got - want).abs().max() < 2 * 2**-5
     assert (entropy - want_entropy).abs().max() < 4 * 2**-5
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@every_row(
+    "dtype, chunk_elements, products",
+    [(torch.bfloat16, 1 << 27, 3), (torch.bfloat16, 32 * 500, 8), (torch.float32, 1 << 27, 4)],
+)
+def test_the_logits_of_one_chunk_in_half_precision_are_computed_once(monkeypatch, dtype, chunk_elements, products):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 32).to(dtype).requires_grad_() for n in (64, 500))
+    labels, upstream = torch.randint(0, 500, (64,)), torch.randn(2, 64)
+    with Products() as made:
+        said = torch.stack(linear_logprob(hidden, weight, labels, 0.8))
+        got = torch.autograd.grad(said, (hidden, weight), upstream)
+    assert made.count == products
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    want = torch.autograd.grad(torch.stack(linear_logprob_reference(*exact, labels, 0.8)), exact, upstream.double())
+    # A logit is rounded to 8 bits, so its share of the gradient is off by as many, and the sums over 500 and 64 average that.
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() < (2**-5 if dtype == torch.bfloat16 else 1e-5) * b.norm()
 
 
 def test_extreme_logits_stay_finite():
