@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from torchtune_ext.policy.families import FAMILIES
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.training.export import save_file
 from torchtune_ext.training.state import make_empty, partial_of, put_in_place, written_aside
 
 MAGIC = b"GGUF"
+READABLE = ("llama", "qwen2", "qwen3")  # architectures that transformers reads of such a file, and from_config builds
 WHOLE = ("F64", "F32", "F16", "BF16")  # kinds of tensors that are not quantized
 
 
@@ -77,10 +77,10 @@ def _tensors(file: Path) -> dict[str, tuple[int, int]]:
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise Mistake(f"{file} is cut or damaged ({error}); copy it anew from where it comes from") from error
     architecture = reader.fields["general.architecture"].contents() if "general.architecture" in reader.fields else None
-    if architecture not in FAMILIES:
+    if architecture not in READABLE:
         raise Mistake(
             f"{file} holds a model of the architecture {architecture!r}, which is not supported; take one of these: "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"{', '.join(READABLE)}"
         )
     scaled = [name for name in reader.fields if ".rope.scaling." in name] + [
         t.name for t in reader.tensors if "rope_freqs" in t.name

@@ -100,6 +100,11 @@ def _smollm3_sizes(config: Config) -> dict[str, Any]:
     return _decoder_sizes(config) | {"unrotated": [i for i, used in enumerate(config["no_rope_layers"]) if not used]}
 
 
+def _mistral_sizes(config: Config) -> dict[str, Any]:
+    # Without the key transformers and vLLM take a window of 4,096.
+    return _decoder_sizes({"sliding_window": config["sliding_window"], **config})
+
+
 def _llama_sizes(config: Config) -> dict[str, Any]:
     # A factor of 1 leaves every frequency as it is, which is Llama 3.0.
     return _sizes(config) | {"scale_factor": config["factor"] if config["rope_type"] == "llama3" else 1}
@@ -182,7 +187,7 @@ FAMILIES = {
     ),
     "qwen3": _of_decoder(_decoder_sizes, qk_norm="head"),
     "smollm3": _of_decoder(_smollm3_sizes),
-    "mistral": _of_decoder(_decoder_sizes, can={"sliding_window": (None,)}),
+    "mistral": _of_decoder(_mistral_sizes, can={"sliding_window": (None,)}),
     "olmo2": _of_decoder(_decoder_sizes, _OLMO2_TO_TUNE, qk_norm="whole", norm_behind=True),
     "llama": Family(
         build=partial(_llama, llama3_2, llama3_1),
@@ -199,7 +204,8 @@ FAMILIES = {
 _CANNOT = {
     "moe": "it is a mixture of experts",
     "mixtral": "it is a mixture of experts",
-    "gemma": "its layers take turns with a sliding window",
+    "gemma2": "its layers take turns with a sliding window",
+    "gemma3": "its layers take turns with a sliding window",
     "qwen3_5": "its recurrent layers would go on from one packed sequence into the next",
     "qwen3_next": "its recurrent layers would go on from one packed sequence into the next",
     "mamba": "its recurrent layers would go on from one packed sequence into the next",

@@ -58,14 +58,17 @@ class HFModel:
                 f"model_dir={str(self.path)!r} has no *.safetensors file{there}; other weight formats are not read: "
                 f"`hf download {owner_of(self.path.name)}/{self.path.name} --local-dir {self.path}` fetches the weights"
             )
-        self._require_all(files)
-        return files
+        return self._indexed(files)
 
-    def _require_all(self, files: list[Path]) -> None:
-        """Raises ValueError where the index of several files names one that is not there: a download that broke off."""
+    def _indexed(self, files: list[Path]) -> list[Path]:
+        """Returns those that the index names, where there is one: some folders hold the same weights twice.
+
+        Raises:
+            ValueError: one of them is not there: a download that broke off.
+        """
         index = self.path / "model.safetensors.index.json"
         if not index.is_file():
-            return
+            return files
         try:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -77,6 +80,7 @@ class HFModel:
                 f"{index.name} names: the download broke off. `hf download OWNER/{self.path.name} --local-dir {self.path}` "
                 "goes on with it"
             )
+        return [file for file in files if file.name in named]
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...], Path]]:
         """Yields (torchtune name, shape, file) of every weight, from the headers of the files alone.

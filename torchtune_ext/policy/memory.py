@@ -121,7 +121,7 @@ def sizes_of(
     attention = attn.num_heads * attn.head_dim
     # A layer keeps, for each token, the float32 inputs of its two norms; the inputs of attention's and the MLP's linear layers;
     # q, k and v as attention sees them (heads expanded), its output and log-sum-exp; the angles of RoPE in float32 for q and k;
-    # gate, up, SiLU and their product. Qwen3's norms of q and k keep theirs in float32, too.
+    # gate, up, SiLU and their product. Norms of q and k keep theirs in float32, too.
     normed = (attn.num_heads + attn.num_kv_heads) * attn.head_dim if attn.q_norm else 0
     inside = size * (2 * width + 4 * attention + 4 * mlp) + 4 * (
         2 * width + normed + attn.num_heads + 2 * attn.head_dim

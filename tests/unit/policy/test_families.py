@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from public_configs import PUBLIC, write_config
+from safetensors.torch import save_file
 from tables import every_row
 from torchtune.models import llama3, llama3_1, llama3_2, qwen2_5
 from transformers import (
@@ -106,6 +107,17 @@ def test_logprobs_are_those_of_transformers_and_weights_go_both_ways(case, tmp_p
     returned = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).state_dict()
     assert stored.keys() == returned.keys()
     assert all(torch.equal(stored[name], returned[name]) for name in stored)
+
+
+def test_weights_that_a_folder_holds_twice_are_read_once(tmp_path):
+    """As some of Mistral's do: in shards of Hugging Face's names, and in one file of other names."""
+    theirs = save(tmp_path, *CASES["mistral, untied"][:1], **CASES["mistral, untied"][1])
+    theirs.save_pretrained(tmp_path, max_shard_size="30KB")
+    (tmp_path / "model.safetensors").unlink()
+    save_file({"layers.0.attention.wq.weight": torch.zeros(64, 64)}, tmp_path / "consolidated.safetensors")
+    source = HFModel(tmp_path)
+    assert len(source.files()) > 1 and all(file.name.startswith("model-") for file in source.files())
+    assert (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
 
 
 @pytest.mark.parametrize("factor", [1.0, 8.0, 32.0])
