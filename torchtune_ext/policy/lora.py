@@ -204,7 +204,7 @@ def merged_tensors(
 
     Args:
         base: rounds a weight that is no adapter's, before an adapter is merged into it.
-        factor: rounds a weight of an adapter.
+        factor: rounds a weight of an adapter, but for a magnitude of DoRA's, which nobody rounds.
     """
     adapters, modules = adapter_names(model), adapted_modules(model)
     for name, param in model.named_parameters():
@@ -215,7 +215,7 @@ def merged_tensors(
         module = modules.get(name.removesuffix(".weight"))
         if module is not None:
             a, b = (factor(whole(part.weight)).float() for part in (module.lora_a, module.lora_b))
-            magnitude = factor(whole(module.magnitude)).float() if isinstance(module, DoRALinear) else None
+            magnitude = whole(module.magnitude).float() if isinstance(module, DoRALinear) else None
             full = merged(full.float(), a, b, _scaling(module), magnitude)
         yield name, full
 

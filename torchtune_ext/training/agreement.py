@@ -269,7 +269,7 @@ class Agreement:
     def _measure(self, rows: Sequence[Row]) -> float:
         """Measures the rounding of these rows, the first ones or some that are beyond the limit, and returns their own limit.
         Few tokens may be rounded far more than others, so the limit of all rows follows the mean. A collective."""
-        # The gradients of a step may be there, and some rows of a batch say what all of them would.
+        # The gradients of a step may be there, so a few rows have to do for all.
         noise = self._rounding(rows[:MEASURED_ROWS])
         self._measured.append(noise)
         own = max(LEAST_LIMIT, 2 * noise)
@@ -278,7 +278,7 @@ class Agreement:
             how = f"{noise:.2g} nats" if noise else "none to speak of"
             here = "" if len(self._measured) == 1 else f" on tokens beyond the limit, so {own:.2g} for these"
             say(labelled([("rounding", f"{how} in {self._precision}{here}; max_mismatch {self._limit:.2g}")]))
-        return max(own, self._limit)
+        return own
 
     def _require_identity(self, d: Tensor, when: str) -> None:
         excess = d.expm1()

@@ -299,7 +299,7 @@ def test_the_limit_is_twice_the_rounding(capsys):
     off_by(0.115)
     assert gate.limit == 0.1 and len(asked) == 2
     with pytest.raises(
-        Disagreement, match="max_mismatch=0.0933.*precision: small errors of both signs, more than the setti"
+        Disagreement, match="max_mismatch=0.08.*precision: small errors of both signs, more than the setti"
     ):
         off_by(0.115)
     first, second = capsys.readouterr().out.splitlines()[:2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fp8_models import BF16, CPU, F32, directory, policy_of, some_rows
 
-from torchtune_ext.policy import from_config
+from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.sampling.records import EngineConfig
@@ -92,6 +92,14 @@ def test_an_adapter_that_travels_by_itself_is_not_lost_in_the_rounding(measured,
             if name.endswith("lora_b.weight"):
                 param.fill_(1e-3)
     assert measure() == pytest.approx(without, rel=0.1)
+
+
+def test_the_magnitude_of_dora_is_rounded_by_nobody(measured, source):
+    """Fresh adapters change nothing, so with them trainer and engine are as far apart as without."""
+    _, without = measured("bfloat16", "bfloat16")
+    model, measure = measured("bfloat16", "bfloat16", publish="merged", use_dora=True, **LORA)
+    lora.initialize(model, seed=0)
+    assert measure() == pytest.approx(without(), rel=0.1)
 
 
 def test_fp8_rounds_more_and_most_where_only_the_engine_has_it(measured):
