@@ -43,3 +43,4 @@ fi
 echo "$sha256  $file" | sha256sum --check --status || stop "$file is another file than was expected: its SHA-256 is not $sha256"
 torchtune-ext gguf "$file" "models/$name"
 cp "$aside/LICENSE" "models/$name/"
+echo "pretrained: done; next: . .venv/bin/activate, and tune run warmup_sft --config warmup/smollm2"

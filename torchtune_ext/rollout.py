@@ -384,7 +384,7 @@ def sample_groups(
             begun = time.monotonic()
     finally:
         stream.close()
-    log_failures(outcomes)
+    log_failures(outcomes, f"grading ({kind})")
 
 
 def tell(watcher: Watcher, samples: Iterable[Sample]) -> None:

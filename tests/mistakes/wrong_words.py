@@ -138,7 +138,7 @@ VALUES = {
     "checkpoints.keep_last=0": full("checkpoints.keep_last=0", r"checkpoints.keep_last=0 must be at least 1"),
     "row_tokens=64": full("row_tokens=64", r"row_tokens=64 must be at least 128: .*engine.max_model_len=128.*; raise row_tokens, or lower max_model_len"),
     "no room for a prompt": full("sampling.max_tokens=128", r"sampling.max_tokens=128 leaves no room for a prompt in engine.max_model_len=128.*; lower max_tokens, or raise max_model_len"),
-    "too little room for a prompt": full("sampling.max_tokens=125", r"sampling.max_tokens=125 leaves room for a prompt of 3 in engine.max_model_len=128, and the first 8 prompts of task have \d+ tokens; set engine.max_model_len=\d+, or a lower max_tokens"),
+    "too little room for a prompt": full("sampling.max_tokens=125", r"sampling.max_tokens=125 leaves room for a prompt of 3 in engine.max_model_len=128, and the 8 prompts of task that were looked at have \d+ tokens; set engine.max_model_len=\d+, or a lower max_tokens"),
     "KV cache for no sequence": full("engine.kv_cache_bytes=1000", r"engine.kv_cache_bytes=1000 holds \d tokens of this model, too few for one sequence of engine.max_model_len=128; set it to \d+ or more"),
     "more positions than the model has": full("engine.max_model_len=100000 row_tokens=200000", r"engine.max_model_len=100000 is more than the 256 positions that the model has .*set engine.max_model_len=256 or less"),
     "tensor_parallel_size=3": full("engine.tensor_parallel_size=3", r"engine.tensor_parallel_size=3 does not divide the model's 2 attention heads; use one of 1, 2"),

@@ -139,13 +139,13 @@ def results(futures: Sequence[Future]) -> list:
             future.cancel()
 
 
-def log_failures(outcomes: Sequence[Outcome]) -> None:
+def log_failures(outcomes: Sequence[Outcome], during: str = "grading") -> None:
     """Logs one line for each kind of failure with its most common causes."""
     for kind in ("infra_failed", "timed_out", "noisy"):
         causes = Counter(outcome.cause for outcome in outcomes if outcome.kind == kind)
         if causes:
             common = "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
-            log.warning("grading: %d of %d texts %s: %s", sum(causes.values()), len(outcomes), kind, common)
+            log.warning("%s: %d of %d texts %s: %s", during, sum(causes.values()), len(outcomes), kind, common)
 
 
 class GradingFailed(Failure):

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from torchtune_ext.grading.grader import Grader, GraderConfig
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import labelled, say
+from torchtune_ext.tasks.functions import name_of
 from torchtune_ext.tasks.task import GradesItself, Problem, Task
 
 OUTPUT = "grader.log"
@@ -111,14 +112,15 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
             is_bare = "grade" in getattr(task, "__dict__", {}) and getattr(task, "worked", None) is None
             if worked and not any(rewards) and not grader.compares:
                 others = [grader.submit(problem, NO_SOLUTION).result()[0] for problem in problems]
-                if max(rewards) <= max(
-                    (other.score.reward for other in others if other.score is not None), default=0.0
-                ):
+                best = max((other.score.reward for other in others if other.score is not None), default=0.0)
+                if max(rewards) <= best:
                     if is_bare:
-                        text = (
-                            f"{name} gives the first {len(problems)} answers the reward 0, and {NO_SOLUTION!r} no less"
+                        text = f"{name_of(task.grade)} gives the answers of the first {len(problems)} problems the reward 0"
+                        say(
+                            labelled(
+                                [("grader", f"{text}, and {NO_SOLUTION!r} {best:g}: does it pay for a right one?")]
+                            )
                         )
-                        say(labelled([("grader", f"{text}: is an answer by itself no right text?")]))
                         return
                     raise Mistake(
                         f"{key}: {name} gives its own solution of problem {problems[0].id!r} the reward {rewards[0]:g}, and "

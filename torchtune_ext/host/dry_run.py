@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torchtune.modules import TransformerDecoder
 
+from torchtune_ext.host.opening import problems_text
 from torchtune_ext.host.parts import make_parts
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.policy.builder import on_meta
@@ -30,7 +31,7 @@ from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 from torchtune_ext.policy.memory import sizes_of
 from torchtune_ext.run.errors import Mistake, is_mistake, traceback_wanted
-from torchtune_ext.run.output import say
+from torchtune_ext.run.output import labelled, say
 from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.training.distributed import Ranks
@@ -74,6 +75,9 @@ def dry_run(cfg: Any) -> None:
         say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
     for problem in problems:
         say(f"problem: {problem}")
+    if plan is not None and plan.fits and not problems:
+        tried = "The settings" if cfg.replay else "The settings, the first problems and the grader"
+        say(f"{tried} were tried: nothing is wrong")
     if plan is not None and problems:
         say(
             "The figures are right, but a start would stop at " + ("these problems" if problems[1:] else "this problem")
@@ -170,6 +174,7 @@ def checked(cfg: Any, trainers: int, here: bool) -> tuple[int | None, list[str]]
         parts = make_parts(cfg, Ranks(0, trainers, device, shard_within=cfg.ranks.shard_within))
         parts.rehearse()
         if not parts.replay:
+            say(labelled([("problems", problems_text(cfg, parts.task, parts.eval_task, parts.trained_too))]))
             find_backend(parts.precision.engine.backend)
             if here:
                 require_gpus(parts.precision.engine)

@@ -18,6 +18,7 @@ from torchtune_ext.run.output import ENGINE_READY, labelled, say
 from torchtune_ext.sampling.server_command import engine_configs, log_name
 from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.settings.config import load_preset
+from torchtune_ext.tasks.functions import name_of
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import GradesItself, Task
 from torchtune_ext.training.distributed import Ranks
@@ -105,12 +106,22 @@ def copies_text(ranks: int, shards: int) -> str:
 def problems_text(cfg: Any, task: Task, held_out: Task | None, trained_too: Sequence[str] = ()) -> str:
     """Returns what is asked: "Math, 7,473; each step takes 32 with 16 samples each; held out: ..."."""
     number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "made without end"
-    text = f"{type(task).__name__}, {number}; each step takes {cfg.prompts_per_step} with {cfg.samples_per_prompt} samples each"
+    text = f"{_task_text(task)}, {number}; each step takes {cfg.prompts_per_step} with {cfg.samples_per_prompt} samples each"
     text += ", so some more than once" if len(task) < cfg.prompts_per_step else ""
     if held_out is None:
         return f"{text}; none held out"
     shared = f", {len(trained_too):,} of them ALSO TRAINED ON ({trained_too[0]} for one)" if trained_too else ""
-    return f"{text}; held out: {type(held_out).__name__}, {len(held_out):,}{shared}, every {cfg.evaluation.every} steps"
+    return f"{text}; held out: {_task_text(held_out)}, {len(held_out):,}{shared}, every {cfg.evaluation.every} steps"
+
+
+def _task_text(task: Task) -> str:
+    """Returns what a task is, with its name and the user's function that grades it, where it has them: "Jsonl rows by
+    my_reward.near (my_reward.py:5)"."""
+    own = getattr(task, "__dict__", {})
+    own = own.get("grade") or own.get("grade_group")
+    name = getattr(task, "name", None)
+    words = [type(task).__name__, *([name] if isinstance(name, str) else []), *([f"by {name_of(own)}"] if own else [])]
+    return " ".join(words)
 
 
 def objective_text(cfg: Any, loss: Any) -> str:

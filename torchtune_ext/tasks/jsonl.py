@@ -83,6 +83,9 @@ class Questions:
         self.name = prefix + (Path(where).stem if source.path else hub_name + source.split)
         examples = source.examples(fields)
         chosen = list(islice(examples, first, None if count is None else first + count))
+        if not examples:
+            kept = f" whose {source.keep[0]} contains {source.keep[1]!r}" if source.keep else ""
+            raise Mistake(f"{where} holds no example{kept}")
         if not chosen or len(chosen) < (count or 0):
             raise Mistake(f"{where}: {len(examples)} examples, too few for first={first}, count={count}")
         self.examples = [

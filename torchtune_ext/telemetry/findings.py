@@ -47,7 +47,8 @@ _CAUSES = {
     "easy": ("too easy: every sample has the highest reward of the run, {highest:.4g}",
              "take harder problems (task), or sample others in their place (refill_rounds)"),
     "hard": ("too hard: every sample has the lowest reward of the run, {lowest:.4g}",
-             "take easier problems (task), more samples_per_prompt, or a longer warm-up on this task"),
+             "take easier problems (task), more samples_per_prompt, or a warm-up on this task, and look at some texts: would "
+             "the grader pay for a right one?"),
     "alike": ("answered alike: all samples of a group are the same text",
               "raise sampling.temperature or loss.entropy_coef, or lower optimizer.lr"),
     "other": ("graded alike: the texts differ, their rewards do not", "let the grader tell more texts apart"),

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _HEADER_EVERY = 25  # A header is printed again after so many lines.
 _IDLE_STEPS = 5  # So many steps without a signal, one after the other, are worth a warning.
+_MOST_CUT = 0.5  # A larger share of samples without an end is worth a warning.
 _ZERO = 1e-9  # Rewards whose standard deviation is below this are equal.
 
 
@@ -145,6 +146,7 @@ class Progress:
         self._times = total_steps if total_steps and rank == 0 else 0  # those of sampling, until its first step
         self._columns = _COLUMNS  # those that the terminal has room for
         self._idle = 0  # These are the steps without a signal since the last one with a signal.
+        self._cut = False  # whether it was said that most samples are cut
         self._parts: dict[str, float] = {}  # These are metrics of a step that is not over.
 
     def sampling(self, num_samples: int, label: str = "sample") -> Bar:
@@ -184,6 +186,12 @@ class Progress:
         if self._idle == _IDLE_STEPS:
             log.warning("for %d steps no group has had a signal, so nothing was learned from rewards: %s. %s",
                         self._idle, _rewards_in_words(values), _advice(values))  # fmt: skip
+
+        if values.get("length/truncated", 0.0) > _MOST_CUT and not self._cut:
+            self._cut = True
+            log.warning("%.0f%% of the samples were cut at sampling.max_tokens, so the reward sees beginnings. "
+                        "Raise it, with engine.max_model_len, or ask for shorter answers; this is not said again",
+                        100 * values["length/truncated"])  # fmt: skip
 
     def _bar(self, label: str, total: int, unit: str, times: int = 0) -> Bar:
         every = self._log_every_s if self._rank == 0 else math.inf

@@ -20,10 +20,12 @@ from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.errors import Mistake, blame
+from torchtune_ext.run.output import labelled, say
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.sampling.server_command import CPU_BLOCK, engine_configs
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import GradesItself, Problem, Task
+from torchtune_ext.training.outcome import rank
 
 LOOKED_AT, LOOK_S = 64, 1.0  # prompts that are measured at most, and seconds that this takes at most
 # Two tokenizers that give this the same ids are taken to be the same.
@@ -198,7 +200,7 @@ def _require_problem(problem: Any, what: str) -> None:
 
 
 def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
-    """Returns the lengths in tokens of the first prompts of a task, `LOOKED_AT` or as many as `LOOK_S` seconds allow.
+    """Returns the lengths in tokens of prompts from all over a task, `LOOKED_AT` or as many as `LOOK_S` seconds allow.
 
     Those that cannot be made or encoded are left out.
 
@@ -206,7 +208,8 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
         ValueError: none can; this is the first one's error.
     """
     lengths, began, first = [], time.monotonic(), None
-    for index in range(min(len(task), LOOKED_AT)):
+    looked_at, whole = min(len(task), LOOKED_AT), len(task) if len(task) <= SHUFFLE_LIMIT else LOOKED_AT
+    for index in (i * whole // looked_at for i in range(looked_at)):
         if lengths and time.monotonic() - began > LOOK_S:
             break
         try:
@@ -224,7 +227,7 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
 def check_prompts(
     tasks: Mapping[str, Task | None], tokenizer: ChatTokenizer, sampling: SamplingConfig, engine: EngineConfig
 ) -> None:
-    """Compares the first prompts with the room that the engine has for them.
+    """Compares some prompts with the room that the engine has for them, and says where some are longer.
 
     Args:
         tasks: by the keys of their nodes.
@@ -247,8 +250,21 @@ def check_prompts(
             lengths = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
             raise Mistake(
                 f"sampling.max_tokens={sampling.max_tokens} leaves room for a prompt of {room} in engine.max_model_len="
-                f"{engine.max_model_len}, and the first {len(found)} prompts of {key} have {lengths} tokens; set "
+                f"{engine.max_model_len}, and the {len(found)} prompts of {key} that were looked at have {lengths} tokens; set "
                 f"engine.max_model_len={sampling.max_tokens + longest}, or a lower max_tokens"
+            )
+        if longest > room and rank() == 0:
+            over, fits = sum(length > room for length in found), sampling.max_tokens + longest
+            say(
+                labelled(
+                    [
+                        (
+                            "prompts",
+                            f"{over} of the {len(found)} of {key} that were looked at have more than {room} tokens, up to "
+                            f"{longest}, and cannot be used (rollouts.bad_problems); engine.max_model_len={fits} holds them",
+                        )
+                    ]
+                )
             )
 
 
@@ -341,6 +357,11 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
         raise Mistake(
             f"engine.tensor_parallel_size={size} does not divide the model's {heads} attention heads; use one of {fits}"
         )
+    if size > 1 and source.config.get("model_type") == "olmo2":
+        raise Mistake(
+            f"engine.tensor_parallel_size={size} with olmo2, of which vLLM has no model of its own that norms queries and keys "
+            "over all heads when they are cut: set it to 1, and engine.count for more GPUs"
+        )
     engine_configs(engine)
     longest, config = source.config.get("max_position_embeddings"), source.config
     # Where RoPE is scaled, the engine knows better how far.
@@ -357,10 +378,12 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
             f"engine.max_model_len={engine.max_model_len} is more than the {model.max_seq_len} positions of the model that is "
             f"trained; set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
         )
-    if model is not None and engine.kv_cache_bytes is not None and "kv_cache_dtype" not in engine.extra_args:
+    own = model is not None and engine.address is None and "kv_cache_dtype" not in engine.extra_args
+    if own and engine.kv_cache_bytes is not None:
         attn, numbers = model.layers[0].attn, 4 if engine.dtype == "float32" else 2
         token = 2 * len(model.layers) * -(-attn.num_kv_heads // size) * attn.head_dim * numbers
-        needed = token * (engine.max_model_len + (engine.block_size or CPU_BLOCK))
+        block = engine.block_size or CPU_BLOCK
+        needed = token * block * (-(-engine.max_model_len // block) + 1)
         if engine.kv_cache_bytes < needed:
             raise Mistake(
                 f"engine.kv_cache_bytes={engine.kv_cache_bytes} holds {engine.kv_cache_bytes // token} tokens of this model, "

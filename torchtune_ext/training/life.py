@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -95,7 +96,8 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             say(message)
     else:
         if stop.speaks:
-            say(f"Stopped by {NAMES[stopped_by]}. {message}", sys.stderr)
+            saves = ". `kill` in place of Ctrl-C ends a run with its step, and saves it" * (stopped_by == signal.SIGINT)
+            say(f"Stopped by {NAMES[stopped_by]}. {message}{saves}", sys.stderr)
         threading.Thread(target=_end_after_main, args=[128 + stopped_by], daemon=True).start()
         sys.exit(128 + stopped_by)
 

@@ -105,6 +105,11 @@ def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any], ski
         lines.append(("changed", "not known: run.json does not say what was set until now"))
     elif changed:
         lines.append(("changed", ", ".join(map(str, changed))))
+        decay = (now.get("schedule") or {}).get("decay", "constant")
+        if decay != "constant" and any(change.key == "max_steps" for change in changed):
+            lines.append(
+                ("rate", f"schedule.decay={decay} now ends with the new max_steps, so the learning rate jumps here")
+            )
     if skipped:
         named = ", ".join(map(str, skipped[:NAMED])) + (", ..." if len(skipped) > NAMED else "")
         lines.append(("skipped", f"{len(skipped)} problems stay passed over, by index: {named}"))

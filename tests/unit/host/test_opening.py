@@ -19,6 +19,7 @@ from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.settings.presets import preset_files
+from torchtune_ext.tasks.jsonl import Jsonl
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import AllWeights
@@ -171,6 +172,17 @@ def test_problems_that_are_trained_on_or_come_again_are_told():
     assert problems_text(cfg, few, held_out, ["w-3", "w-9"]) == (
         "range, 80; each step takes 128 with 8 samples each, so some more than once; held out: range, 20, 2 of them ALSO TRAINED "
         "ON (w-3 for one), every 40 steps"
+    )
+
+
+def test_rows_of_the_users_own_are_named_with_their_grader(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n')
+    (tmp_path / "paying.py").write_text("def always(problem, text):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = Jsonl(path=str(tmp_path / "rows.jsonl"), grader="paying.always")
+    cfg = SimpleNamespace(prompts_per_step=1, samples_per_prompt=8, evaluation=SimpleNamespace(every=40))
+    assert problems_text(cfg, task, None) == (
+        "Jsonl rows by paying.always (paying.py:1), 1; each step takes 1 with 8 samples each; none held out"
     )
 
 

@@ -200,7 +200,7 @@ def test_a_grading_process_gets_no_rows_and_imports_no_data_library(path):
     [
         ('{"question": "a", "answer": 1}\n{"question": \n', r"bad.jsonl:2: no JSON \(Expecting value\); write one object a line"),
         ('{"question": "a", "answer": 1}\n\n[1]\n', "bad.jsonl:3: a list, not an object"),
-        ("", "0 examples, too few"),
+        ("", "holds no example"),
         ('{"question": "", "answer": 1}', "bad.jsonl:1: 'question' is ''; write the text"),
         ('{"question": 3, "answer": 1}', "bad.jsonl:1: 'question' is 3; write the text"),
         ('{"question": "a", "answer": 1}\n{"question": "a", "final_answer": 1}', "bad.jsonl:2: no field 'answer'; there are: final_answer, question"),

@@ -143,6 +143,14 @@ def test_a_step_without_a_signal_says_so_and_five_of_them_what_to_do(rewards, wo
     assert len(caplog.messages) == 2, "there was a signal between"
 
 
+def test_that_most_samples_are_cut_is_said_once(caplog):
+    progress = Progress(total_steps=200, bars=False, file=io.StringIO())
+    for step, share in enumerate((0.5, 0.83, 0.9), start=1):
+        progress.summary(step, {"time/step": 1.0, "length/truncated": share})
+        assert len(caplog.messages) == (step >= 2)
+    assert caplog.messages[0].startswith("83% of the samples were cut at sampling.max_tokens")
+
+
 def test_an_evaluation_is_no_step_without_a_signal(caplog):
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)

@@ -1,6 +1,7 @@
 """The parts of a run are tried: those that are right pass, those that are wrong are named. Whole runs: tests/mistakes."""
 
 import json
+import re
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -104,7 +105,7 @@ class Slow:
 
     def __getitem__(self, index):
         self.clock.now += 0.3
-        if index == 1:
+        if index == 15:
             raise KeyError(index)
         return Problem(str(index), ({"role": "user", "content": "x" * index},), index)
 
@@ -114,7 +115,7 @@ def test_prompts_are_measured_for_a_second_at_most(monkeypatch):
     monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=lambda: clock.now))
     tokenizer = SimpleNamespace(prompt_ids=lambda messages: [0] * len(messages[0]["content"]))
     # Four are made in 1.2 s; the one that cannot be made is left to the run.
-    assert checks.prompt_lengths(Slow(clock), tokenizer, "task") == [0, 2, 3]
+    assert checks.prompt_lengths(Slow(clock), tokenizer, "task") == [0, 31, 46]
 
 
 def test_a_broken_first_row_is_left_to_the_run():
@@ -143,6 +144,17 @@ class Rows:
         return Problem(f"row-{index}", ({"role": "user", "content": self.questions[index] + "?"},), "4")
 
 
+def test_prompts_from_all_over_a_long_task_are_looked_at():
+    task = Rows(*("x" * (i // 10) for i in range(100)))
+
+    class Counting:
+        def prompt_ids(self, messages):
+            return [0] * len(messages[0]["content"])
+
+    lengths = checks.prompt_lengths(task, Counting(), "task")
+    assert len(lengths) == checks.LOOKED_AT and lengths[0] == 1 and lengths[-1] == 10
+
+
 def test_held_out_problems_that_are_trained_on_are_told(monkeypatch):
     assert checks.trained_too(Rows("a", None, "b", "c"), Rows("d", "c", None, "a")) == ["row-1", "row-3"]
     # A part of them is allowed: it shows what was learned by heart.
@@ -153,7 +165,7 @@ def test_held_out_problems_that_are_trained_on_are_told(monkeypatch):
         checks.trained_too(Rows("a", "b"), Rows("b", "a"))
 
 
-def test_a_task_of_which_some_prompts_fit_passes(model_dir):
+def test_a_task_of_which_some_prompts_fit_passes_and_says_so(model_dir, capsys):
     tokenizer, task = ChatTokenizer(model_dir), Arithmetic(level=[1, 10])
     lengths = checks.prompt_lengths(task, tokenizer, "task")
     assert len(lengths) <= checks.LOOKED_AT and min(lengths) < max(lengths)
@@ -162,6 +174,12 @@ def test_a_task_of_which_some_prompts_fit_passes(model_dir):
         check = partial(checks.check_prompts, {"task": task}, tokenizer, SamplingConfig(max_tokens=8), engine)
         if fits:
             check()
+            assert re.search(
+                rf"^prompts: +\d+ of the {len(lengths)} of task that were looked at have more than {room} tokens, up to "
+                rf"{max(lengths)}, and cannot be used .rollouts.bad_problems.; engine.max_model_len={8 + max(lengths)} holds them$",
+                capsys.readouterr().out,
+                re.MULTILINE,
+            )
         else:
             with pytest.raises(
                 ValueError, match=rf"set engine.max_model_len={8 + max(lengths)}, or a lower max_tokens"

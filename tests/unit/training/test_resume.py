@@ -47,6 +47,10 @@ def test_a_run_that_goes_on_says_from_where_and_what_has_changed(monkeypatch):
         where,
         "changed:   optimizer.lr 0.001 -> 0.0001, seed 0 -> 7, preset grpo -> dapo, task.level default -> 2",
     ]
+    run.config.update(max_steps=99, schedule={"decay": "linear"})
+    assert resume_text(path, 40, run, earlier).splitlines()[-1] == (
+        "rate:      schedule.decay=linear now ends with the new max_steps, so the learning rate jumps here"
+    )
     assert resume_text(path, 40, run, {}).endswith("changed:   not known: run.json does not say what was set until now")
 
 
