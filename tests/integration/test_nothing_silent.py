@@ -109,7 +109,10 @@ def test_a_bad_problem_may_be_an_error_and_all_of_them_are(workplace):
     )
     assert "problem " + BROKEN in said and "or set rollouts.bad_problems=skip" in said
     said = refused(workplace, "grpo_full", "output_dir=none", "sampling.max_tokens=127")
-    assert "leaves room for a prompt of 1 in engine.max_model_len=128, and the first 64 prompts of task have " in said
+    assert (
+        "leaves room for a prompt of 1 in engine.max_model_len=128, and the 64 prompts of task that were looked at have "
+        in said
+    )
     assert "tokens; set engine.max_model_len=" in said
     assert not (workplace / "none" / "engine.log").exists()
 

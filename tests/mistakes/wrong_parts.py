@@ -182,7 +182,7 @@ MODELS = {
     "a folder without config.json": full("model_dir=.", r"model_dir='.': has no config.json; name a directory in Hugging Face format"),
     "config.json is broken": full("", r"model/config.json is no JSON \(.*\); copy it anew", prepare=written("config.json", b'{"model_type": ')),
     "config.json is a list": full("", r"model/config.json holds no keys; copy it anew", prepare=written("config.json", b"[]")),
-    "another architecture": full("", r"model/config.json says model_type='gpt2', which is not supported; take a model of one of these: llama, qwen2, qwen3", prepare=changed(model_type="gpt2")),
+    "another architecture": full("", r"model/config.json says model_type='gpt2', which is not supported; take a model of one of these: llama, mistral, olmo2, qwen2, qwen3, smollm3", prepare=changed(model_type="gpt2")),
     "config.json lacks a size": full("", r"model/config.json lacks num_attention_heads; copy it anew", prepare=changed(num_attention_heads=None)),
     "a size that is none": full("", r"model/config.json says hidden_size='64', which is no size", prepare=changed(hidden_size="64")),
     "no weights": full("", r"model_dir='model' has no \*.safetensors file; .*`hf download OWNER/model --local-dir model`", prepare=removed("model.safetensors")),
