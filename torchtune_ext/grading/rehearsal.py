@@ -107,6 +107,11 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
                     f"{key}: {name} cannot grade {what} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the first "
                     f"{len(problems)} problems can be graded"
                 )
+            # A model that has not learned anything says nothing soon enough.
+            silent = grader.submit(problems[0], *[""] * texts).result()[0]
+            if silent.score is None:
+                text = f"{name} fails on an empty text, which would count as ungraded: {silent.cause}"
+                say(labelled([("grader", text)]))
             # A task may pay less than 0 for everything, but where a solution gets just nothing, something is wrong. A grader
             # that compares says nothing of a single text, and a bare answer is no text that the user's function has to like.
             is_bare = "grade" in getattr(task, "__dict__", {}) and getattr(task, "worked", None) is None

@@ -31,12 +31,13 @@ def say_opening(parts: Parts) -> None:
     cfg, output = parts.cfg, parts.cfg.output_dir
     texts = [task for task in (parts.task, parts.eval_task) if task and not isinstance(task, GradesItself)]
     printed = "; graders print into grader.log" if texts and not parts.replay else ""
+    often = f"every {cfg.checkpoints.every} steps" if cfg.checkpoints.every < cfg.max_steps else "at the end"
     lines = [
         ("model", model_text(parts.hf_model, parts.meta_model, parts.trained)),
         ("device", f"{device_text(parts.ranks)}; {parts.precision}{dtype_note(cfg.dtype, parts.ranks.device.type)}"),
         ("objective", objective_text(cfg, parts.loss)),
         ("problems", problems_text(cfg, parts.task, parts.eval_task, parts.trained_too)),
-        ("files", f"{output}; a checkpoint every {cfg.checkpoints.every} steps{printed}"),
+        ("files", f"{output}; a checkpoint {often}{printed}"),
     ]
     ledger = Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
     if parts.replay:

@@ -147,6 +147,7 @@ class Progress:
         self._columns = _COLUMNS  # those that the terminal has room for
         self._idle = 0  # These are the steps without a signal since the last one with a signal.
         self._cut = False  # whether it was said that most samples are cut
+        self._partial = False  # whether held-out rewards lie between 0 and 1, so that their mean is no share
         self._parts: dict[str, float] = {}  # These are metrics of a step that is not over.
 
     def sampling(self, num_samples: int, label: str = "sample") -> Bar:
@@ -173,9 +174,10 @@ class Progress:
         self._lines += 1
         name = f"{step}" if self._total is None else f"{step}/{self._total}"
         cells = [f"{name:>{self._columns[0][1]}}"]
+        self._partial = self._partial or partly_right(values)
         for _, room, text, names in self._columns[1:]:
             value = next((values[name] for name in names if name in values), None)
-            text = "{:.3f}" if names == _EVALUATION and partly_right(values) else text
+            text = "{:.3f}" if names == _EVALUATION and self._partial else text
             cells.append(f"{'-' if value is None else text.format(value):>{room}}")
         without_signal = values.get("groups/used") == 0
         if without_signal:

@@ -78,7 +78,7 @@ def tiles(found: Mapping[str, Reading], panels: Sequence[Panel]) -> list[Tile]:
             if label == _EVALUATED and partly_right({name: reading.last for name, reading in found.items()}):
                 label = "Held-out reward"
             sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= found.keys()
-            note = f"95% interval {found['eval/low'].last:.3g}–{found['eval/high'].last:.3g}" if sampled else ""
+            note = f"95% interval {found['eval/low'].last:.3g} to {found['eval/high'].last:.3g}" if sampled else ""
             chosen.append(Tile(label, metric, units.get(metric, ""), note))
     return chosen
 

@@ -10,7 +10,8 @@ import pytest
 from scripted_task import PROBLEM, Scripted, graded
 from tables import every_row
 
-from torchtune_ext.grading import Grader
+from torchtune_ext.grading import Grader, GraderConfig, rehearse
+from torchtune_ext.tasks.jsonl import Jsonl
 from torchtune_ext.tasks.task import Problem, Score
 
 
@@ -185,3 +186,16 @@ def test_ten_thousand_texts_come_back_in_order():
     with Grader(Scripted(), workers=2) as grader:
         outcomes = grader.grade(items)
     assert [outcome.score.reward for outcome in outcomes] == [0.0, 1.0] * 5_000
+
+
+def test_a_grader_that_fails_on_an_empty_text_is_told_before_the_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    (tmp_path / "hasty.py").write_text(
+        "def first(problem, text):\n    return float(text.split()[0] == problem.answer)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rehearse([Jsonl(path=str(tmp_path / "rows.jsonl"), grader="hasty.first")], GraderConfig())
+    assert re.match(
+        r"grader: +Jsonl fails on an empty text, which would count as ungraded: IndexError: .*hasty.py:2",
+        capsys.readouterr().out,
+    )

@@ -29,7 +29,7 @@ def test_what_few_steps_have_and_what_counts_up_is_read_at_its_newest_step():
     assert found["eval/accuracy_sampled"] == Reading(0.0, 0.3, 30, 30)
     assert found["optim/lr"] == Reading(0.0, pytest.approx(3.0), 30, 30)
     assert found["engines/restarts"] == Reading(0.0, 1.0, 30, 30)
-    assert tiles(found, panels) == [Tile("Held-out accuracy", "eval/accuracy_sampled", "", "95% interval 0.3–0.3")]
+    assert tiles(found, panels) == [Tile("Held-out accuracy", "eval/accuracy_sampled", "", "95% interval 0.3 to 0.3")]
 
 
 def test_a_newest_value_may_be_older_than_the_last_step():
