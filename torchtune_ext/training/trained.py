@@ -10,6 +10,7 @@ Adapters     the adapters switched     "adapter": the adapters, and once what th
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -111,14 +112,16 @@ def rounding(
     if coarse == torch.float32:
         return 0.0
 
-    def on_grid(held: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def on_grid() -> Iterator[tuple[str, Tensor]]:
         # What the coarser precision hides of the updates so far is no rounding of the arithmetic. Where both sides lack
         # it, it does not set them apart, however much it would change the policy.
-        return ((name, held(name, weight.to(coarse))) for name, weight in merged_tensors(model))
+        return ((name, weight.to(coarse)) for name, weight in merged_tensors(model))
 
-    exact = scored(rows, on_grid(precision.as_sent), dtype=torch.float32)
-    arithmetic = _apart(exact, scored(rows, on_grid(lambda name, weight: weight), dtype=coarse, fp8=precision.sampler))
-    if not trained.rounded(precision):
+    exact = scored(rows, on_grid(), dtype=torch.float32)
+    arithmetic = _apart(exact, scored(rows, on_grid(), dtype=coarse, fp8=precision.sampler))
+    without_fp8 = copy(precision)  # it is in the arithmetic already, with all that it rounds
+    without_fp8.sampler = None
+    if not trained.rounded(without_fp8):
         return arithmetic
 
     def computed(weight: Tensor) -> Tensor:
@@ -126,7 +129,8 @@ def rounding(
 
     # The one side holds other values than the other computes with. The two errors have nothing to do with each other.
     ours = scored(rows, merged_tensors(model, lambda name, weight: computed(weight), computed), dtype=torch.float32)
-    return math.hypot(arithmetic, _apart(ours, scored(rows, trained.as_sent(model, precision), dtype=torch.float32)))
+    theirs = scored(rows, trained.as_sent(model, without_fp8), dtype=torch.float32)
+    return math.hypot(arithmetic, _apart(ours, theirs))
 
 
 def _apart(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:

@@ -102,6 +102,6 @@ def test_the_magnitude_of_dora_is_rounded_by_nobody(measured, source):
     assert measure() == pytest.approx(without(), rel=0.1)
 
 
-def test_fp8_rounds_more_and_most_where_only_the_engine_has_it(measured):
+def test_fp8_rounds_more_in_whichever_flow(measured):
     sizes = [measured("bfloat16", "bfloat16", flow)[1]() for flow in ("bf16", "fp8_unified", "fp8_rollout")]
-    assert 0 < 2 * sizes[0] < sizes[1] < sizes[2]
+    assert 0 < 2 * sizes[0] < sizes[1] == sizes[2]
