@@ -69,6 +69,6 @@ def test_the_path_with_rows_and_a_pretrained_model(page, tmp_path):
     write_tiny_model(tmp_path / "models" / "SmolLM2-135M-Instruct")
     *typed_words, _ = shown_commands(page, "python make_rows.py")
     printed = [typed(tmp_path, *words) for words in typed_words]
-    assert "\nfits into the main memory" in printed[2] and "held out: Jsonl, 64, every 10 steps" in printed[3]
+    assert "\nfits into the main memory" in printed[2] and "held out: Jsonl held_out by my_reward.near" in printed[3]
     run = tmp_path / "runs" / "smollm2" / "jsonl"
     assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3] and (run / "report.html").exists()
