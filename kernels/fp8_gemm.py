@@ -226,8 +226,8 @@ def _against_deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> st
         return f"its (1x128)x(128x128) kernel returns bfloat16, not {out_dtype}; ask for bfloat16"
     if isinstance(module := _deep_gemm_module(), Exception):
         return (
-            f"DeepGEMM cannot be imported ({module!r}); it compiles at run time and needs nvcc (CUDA_HOME); install "
-            "sgl-deep-gemm, or a GPU build of vLLM, which has a copy"
+            f"DeepGEMM cannot be imported ({module!r}); it compiles at run time and needs nvcc (CUDA_HOME); a GPU "
+            "build of vLLM has a copy"
         )
     return None
 

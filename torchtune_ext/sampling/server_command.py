@@ -52,6 +52,7 @@ CPU_KV_CACHE = 1 << 30  # bytes
 CPU_STEP = 4096  # tokens
 CPU_BLOCK = 32  # tokens of a block of the KV cache
 PARALLEL = 5_000_000  # parameters from which an engine on a CPU gains by threads (benchmarks/engine_threads.py)
+LEAST_SHARE = 0.01  # of a GPU's memory, for an engine whose cache has a size in bytes
 DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 
@@ -244,7 +245,10 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
             "max_num_batched_tokens": max(config.max_num_batched_tokens or CPU_STEP, config.max_model_len),
         }
     else:
-        args |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": config.sleep}
+        # vLLM wants this share of the GPU free when it starts, also where the size of the cache is given and the share says
+        # nothing: beside a trainer, or another engine, it is not.
+        share = LEAST_SHARE if config.kv_cache_bytes else config.gpu_memory_utilization
+        args |= {"gpu_memory_utilization": share, "enable_sleep_mode": config.sleep}
         if config.tensor_parallel_size > 1:
             # Else vLLM counts the GPUs that the trainer sees, and not the engine's.
             args["distributed_executor_backend"] = "mp"
@@ -280,8 +284,9 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
     if on_cpu():
         environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)}
     if config.quantization:
-        # Else vLLM rounds the scales of published weights to powers of two, on Hopper, too.
-        environ |= {"VLLM_USE_DEEP_GEMM_E8M0": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
+        # This leaves CUTLASS. DeepGEMM would round the scales to powers of two, and one that vLLM found beside it sampled
+        # nonsense on an H100.
+        environ |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
     if config.devices is not None:
         environ[CORES if on_cpu() else "CUDA_VISIBLE_DEVICES"] = config.devices
     return environ

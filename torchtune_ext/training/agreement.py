@@ -13,6 +13,7 @@ where p is not.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,9 @@ LEAST_LIMIT = 0.001
 MEASURED_ROWS = 4  # of a rank, on which the rounding is measured
 # The mean of exp(d) may be so far from 1, and so many of its standard errors: it is looked at in every step of a long run.
 FLOOR, ERRORS = 0.005, 5.0
+
+# Of the probability: a sampler that draws from less than this is not truncated, it is another model.
+LEAST_KEPT = 0.1
 RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded
 CARRIERS = 16  # fewest tokens that must carry the effect; a single one would fit the slope exactly and show no noise
 
@@ -328,7 +332,7 @@ def diagnose(
             f"{temperature:g}. Check `temperature`, that the engine reports processed log-probs "
             "(logprobs_mode=processed_logprobs), and that no generation_config.json overrides it"
         )
-    if found.mean < 0 and abs(found.mean) > 0.9 * found.mean_abs:
+    if math.log(LEAST_KEPT) < found.mean < -0.9 * found.mean_abs:
         return (
             "top-p / top-k: the sampler's log-probs are higher than the trainer's on nearly every token, as after "
             f"renormalizing over a part of the vocabulary. {SAMPLER_ADVICE}"

@@ -283,7 +283,7 @@ def test_torchao_gets_what_it_asserts(monkeypatch):
         ((9, 0), "12.8", True, "fprop", torch.bfloat16, "deep_gemm", "CUDA 12.9"),
         ((9, 0), "12.8", True, "fprop", torch.float32, "reference", "returns bfloat16"),
         ((9, 0), "12.8", True, "wgrad", torch.float32, "deep_gemm", "CUDA 12.9"),
-        ((9, 0), "12.8", False, "wgrad", torch.float32, "reference", "install sgl-deep-gemm"),
+        ((9, 0), "12.8", False, "wgrad", torch.float32, "reference", "a GPU build of vLLM has a copy"),
         ((10, 0), "13.0", True, "fprop", torch.bfloat16, "reference", "Hopper"),
         ((8, 0), "13.0", True, "dgrad", torch.bfloat16, "reference", "8.9 or later"),
     ],
@@ -319,7 +319,7 @@ def test_a_deep_gemm_that_asserts_is_an_objection_and_imported_once(tmp_path, mo
             a, b = fake_operands("fprop", 128, 128, 128)
             for _ in range(2):
                 objection = module._against_deep_gemm(a, b, torch.bfloat16)
-                assert "AssertionError('no CUDA_HOME')" in objection and "install sgl-deep-gemm" in objection
+                assert "AssertionError('no CUDA_HOME')" in objection and "a GPU build of vLLM has a copy" in objection
     finally:
         module._deep_gemm_module.cache_clear()
     assert (tmp_path / "deep_gemm" / "tries").read_text() == "x"

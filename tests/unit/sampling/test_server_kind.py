@@ -159,6 +159,14 @@ def test_a_server_has_the_gpus_of_its_shell_and_one_of_the_ports(monkeypatch):
     assert value(server_command("model", alike)[0], "--port") == "8000"
 
 
+def test_an_engine_whose_cache_has_a_size_asks_for_no_share_of_the_gpu(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "the-key")
+    monkeypatch.setattr("torchtune_ext.sampling.server_command.on_cpu", lambda: False)
+    for size, share in ((None, "0.85"), (1 << 30, "0.01")):
+        command, _ = server_command("model", EngineConfig(address=ADDRESS, kv_cache_bytes=size))
+        assert value(command, "--gpu-memory-utilization") == share
+
+
 def test_adapters_and_fp8_have_their_flags(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "the-key")
     config = EngineConfig(
@@ -177,4 +185,4 @@ def test_adapters_and_fp8_have_their_flags(monkeypatch):
         **mine["hf_overrides"],
         "quantization_config": FP8["quantization"],
     }
-    assert value(command, "--load-format") == "dummy" and environ["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+    assert value(command, "--load-format") == "dummy" and environ["VLLM_USE_DEEP_GEMM"] == "0"

@@ -176,6 +176,13 @@ def test_top_p():
         check(table.score(1.0) - kept.log(), table)
 
 
+def test_an_engine_of_nonsense_is_not_called_truncated():
+    """As an H100 showed it: sure of tokens that the trainer holds for less likely than if they were drawn blindly."""
+    table = Table()
+    with pytest.raises(Disagreement, match="model: .*computes another function of its weights"):
+        check(table.score(1.0) + 11.93, table)
+
+
 def test_template():
     table = Table()
     reported = table.score(1.0)
