@@ -176,6 +176,24 @@ def test_top_p():
         check(table.score(1.0) - kept.log(), table)
 
 
+@pytest.mark.parametrize("carried_by", [8, SAMPLES * TOKENS])
+def test_what_chance_may_add_is_no_disagreement(carried_by):
+    """The mean of both is 0.06 nats, three times the rounding. Eight tokens that were rounded far more may be chance, as in a
+    healthy run of SmolLM2 in bfloat16 whose canary had 72 tokens; the same on every token is none."""
+    table, d = Table(), torch.zeros(SAMPLES * TOKENS, dtype=torch.float64)
+    d[:carried_by] = 0.06 * len(d) / carried_by
+    (row,), scores = table.rows(table.score(1.0) + d), [LabelLogprobs(table.score(1.0), torch.zeros(len(d)))]
+    gate = Agreement(lambda rows, temperature: scores, 1.0, "auto", lambda rows: 0.02)
+    if carried_by == len(d):
+        with pytest.raises(Disagreement, match=r"mean \|d log-prob\| 0.06 .*max_mismatch=0.04"):
+            gate.require([row], scores, "step 1")
+    else:
+        found = gate.require([row], scores, "step 1")
+        assert found.mean_abs == pytest.approx(0.06, rel=1e-4)
+        # d of eight tokens in 800: its deviation is 6 sqrt(0.01 * 0.99)
+        assert found.error == pytest.approx(6 * (0.01 * 0.99) ** 0.5 / len(d) ** 0.5, rel=1e-4)
+
+
 def test_an_engine_of_nonsense_is_not_called_truncated():
     """As an H100 showed it: sure of tokens that the trainer holds for less likely than if they were drawn blindly."""
     table = Table()
