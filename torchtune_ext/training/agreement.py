@@ -38,7 +38,7 @@ SAMPLER_ADVICE = (
 # `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
 
-# In a batch of several versions the tokens of the present one are judged if there are so many. Of fewer, one may be the mean.
+# A step's tokens of the present version are judged if there are so many. Of fewer, one may be the mean.
 TOO_FEW = 32
 # Of mean |d|, in nats: float32 on both sides differs by 1e-7 to 1e-5, and the smallest fault by far more.
 LEAST_LIMIT = 0.001
@@ -245,7 +245,7 @@ class Agreement:
         everything = _measured(d, where)
         present = where[1] == AGE_0
         found = everything if present.all() else _measured(d[present], where[:, present])
-        judged = present.all() or found.tokens >= TOO_FEW
+        judged = version is None or found.tokens >= TOO_FEW
         if not judged and not self._told:
             self._told = True
             log.warning(
