@@ -348,7 +348,8 @@ class Supervisor:
                 async with self._control:
                     why = f"{self.name}'s counters could not be taken in: {core.broken!r}"
                     await self._give_up(why, cause=core.broken)
-            elif core.dead:
+            elif core.dead and not core.asleep:
+                # One that dies in its sleep is replaced when it is wanted: a new one would take memory in which the trainer works.
                 await self._found_lost(core, core.ending())
             else:
                 await self._look(core, now)

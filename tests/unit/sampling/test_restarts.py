@@ -138,6 +138,23 @@ def test_an_engine_lost_at_sleep_is_replaced_and_sleeps():
     run(scenario)
 
 
+def test_an_engine_that_dies_in_its_sleep_is_replaced_when_it_is_wanted():
+    """Until then the trainer has the GPU, and a new one would find no room or take it away."""
+
+    async def scenario(bench):
+        bench.write(1)
+        await bench.supervisor.load()
+        await bench.supervisor.sleep()
+        bench.lives[0].kill()
+        await asyncio.sleep(20 * bench.supervisor._tick_s)
+        assert len(bench.lives) == 1
+        bench.write(2)
+        await bench.supervisor.load()
+        assert len(bench.lives) == 2 and bench.lives[1].loads == [([2], [2], 2)] and not bench.lives[1].asleep
+
+    run(scenario)
+
+
 def test_errors_of_our_own_come_out_as_themselves():
     async def scenario(bench):
         bench.lives[0].broken = ZeroDivisionError("division by zero")

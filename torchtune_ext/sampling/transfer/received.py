@@ -84,7 +84,22 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
         group = self.model_update_group
         if group is None:
             raise RuntimeError(NO_GROUP)
-        late = threading.Timer(self.deadline_s, self.shutdown)
+        aborted = threading.Event()
+
+        def abort() -> None:
+            aborted.set()
+            self.shutdown()
+
+        def require_in_time() -> None:
+            if aborted.is_set():
+                raise RuntimeError(f"the weights did not come within {self.deadline_s:g} s")
+
+        def take_received(named: Named) -> None:
+            # An abort ends the wait for the rest of a pack, too, whose bytes are then anything.
+            require_in_time()
+            take(named)
+
+        late = threading.Timer(self.deadline_s, abort)
         late.daemon = True
         late.start()
         columns = zip(update.names, update.dtype_names, update.shapes, strict=True)
@@ -93,15 +108,13 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
                 iterator=((name, (shape, getattr(torch, dtype))) for name, dtype, shape in columns),
                 group=group,
                 src=0,
-                post_unpack_func=take,
+                post_unpack_func=take_received,
                 buffer_size_bytes=self.packed_buffer_size_bytes,
                 num_buffers=self.packed_num_buffers,
                 device=self.device,
             )
-            # What was received is on the device only now, and an aborted receipt is an error only here.
             torch.cuda.synchronize(self.device)
-            if self.model_update_group is None:
-                raise RuntimeError(f"the weights did not come within {self.deadline_s:g} s")
+            require_in_time()  # what was received is on the device only now
         except BaseException:
             self.shutdown()
             raise
