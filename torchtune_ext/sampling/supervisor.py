@@ -349,7 +349,7 @@ class Supervisor:
                     why = f"{self.name}'s counters could not be taken in: {core.broken!r}"
                     await self._give_up(why, cause=core.broken)
             elif core.dead and not core.asleep:
-                # One that dies in its sleep is replaced when it is wanted: a new one would take memory in which the trainer works.
+                # One that dies in its sleep is replaced when it is wanted: a new one would take the memory of the trainer.
                 await self._found_lost(core, core.ending())
             else:
                 await self._look(core, now)

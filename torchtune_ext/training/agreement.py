@@ -269,8 +269,8 @@ class Agreement:
             cause = diagnose(found, limit, self._temperature, at, applied)
             raise Disagreement(
                 f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens: mean |d log-prob| "
-                f"{found.mean_abs:.4g} +- {found.error:.2g} (max_mismatch={limit:.3g}), 99th percentile {found.p99_abs:.4g}, max "
-                f"{found.max_abs:.4g}, signed mean {found.mean:+.4g}. Likely cause: {cause}"
+                f"{found.mean_abs:.4g} +- {found.error:.2g} (max_mismatch={limit:.3g}), 99th percentile {found.p99_abs:.4g}, "
+                f"max {found.max_abs:.4g}, signed mean {found.mean:+.4g}. Likely cause: {cause}"
             )
         if version is not None and self._identity:
             self._require_identity(d[present], when)
