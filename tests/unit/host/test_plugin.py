@@ -190,8 +190,12 @@ TORCHAO = {
 def test_torchao_shim_puts_back_what_is_missing(tmp_path):
     write(tmp_path, TORCHAO["0.18"])
     code = """
+        import logging
         from torchtune_ext.host.torchao_compat import apply
         apply(); apply()
+        # What torch 2.13 says of torchao 0.18, and what torchao says of torch.
+        logging.getLogger("torch.utils._pytree").warning("Calling register_constant() on Enum subclasses is deprecated")
+        logging.getLogger("torchao").warning("Skipping import of cpp extensions due to incompatible torch version")
         from torchao.dtypes.nf4tensor import NF4Tensor, linear_nf4
         from torchao.dtypes import TensorCoreTiledLayout, to_nf4
         from torchao.quantization import Int4WeightOnlyConfig, int4_weight_only, int8_dynamic_activation_int4_weight
@@ -203,7 +207,7 @@ def test_torchao_shim_puts_back_what_is_missing(tmp_path):
                 print(error)
     """
     done = python(code, tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and not done.stderr, done.stderr
     first, second = done.stdout.splitlines()
     assert first.startswith("int8_dynamic_activation_int4_weight was removed") and "torchao<0.16" in second
 
