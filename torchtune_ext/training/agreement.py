@@ -38,8 +38,10 @@ SAMPLER_ADVICE = (
 # `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
 
-# A step's tokens of the present version are judged if there are so many. Of fewer, one may be the mean.
+# Tokens of the present version are judged if there are so many. Of fewer, one may be the mean.
 TOO_FEW = 32
+# So many of them are judged together, too: in small steps each by itself leaves much to chance.
+RECENT = 4096
 # Of mean |d|, in nats: float32 on both sides differs by 1e-7 to 1e-5, and the smallest fault by far more.
 LEAST_LIMIT = 0.001
 MEASURED_ROWS = 4  # of a rank, on which the rounding is measured
@@ -121,8 +123,13 @@ def _measured(d: Tensor, where: Tensor) -> Mismatch:
         ess=(weights.sum().square() / (d.numel() * weights.square().sum())).item(),
         by_bucket=bucket_means(size, where),
         tokens=d.numel(),
-        error=(size.var(correction=0).item() / d.numel()) ** 0.5,
+        error=_mean(size)[1],
     )
+
+
+def _mean(size: Tensor) -> tuple[float, float]:
+    """Returns a mean and its standard error."""
+    return size.mean().item(), (size.var(correction=0).item() / len(size)) ** 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +210,9 @@ class Agreement:
         self._logprobs, self._temperature, self._rounding, self._precision = logprobs, temperature, rounding, precision
         self._auto, self._limit = limit == "auto", 0.0 if limit == "auto" else limit
         self._measured: list[float] = []  # what `rounding` has said
+        self._recent = torch.empty(
+            0, dtype=torch.float64
+        )  # |d| of the latest tokens of the present version of each step
         self._identity = identity
         # Of exp(d) - 1 over the tokens that the present version of each step has sampled.
         self._count, self._sum, self._squares = 0, 0.0, 0.0
@@ -245,8 +255,12 @@ class Agreement:
         everything = _measured(d, where)
         present = where[1] == AGE_0
         found = everything if present.all() else _measured(d[present], where[:, present])
-        judged = version is None or found.tokens >= TOO_FEW
-        if not judged and not self._told:
+        sizes = [d[present].abs()]
+        if version is not None and self._auto:
+            self._recent = torch.cat([self._recent, *sizes])[-RECENT:]
+            sizes.append(self._recent)
+        means = [(*_mean(size), len(size)) for size in sizes if len(size) >= (1 if version is None else TOO_FEW)]
+        if not means and not self._told:
             self._told = True
             log.warning(
                 "%s: %s sampled tokens are of the present version %s, so the canary alone proves that trainer and engine "
@@ -256,34 +270,39 @@ class Agreement:
                 version,
             )
         limit = self._limit
-        # The rounding of a few tokens is another one in the engine than here.
-        chance = ERRORS * found.error if self._auto else 0.0
-        if judged and self._auto and not (self._measured and found.mean_abs <= limit + chance):
+
+        def beyond() -> list[tuple[float, float, int]]:
+            # Of a few tokens others are rounded far in the engine than here.
+            return [each for each in means if not each[0] <= limit + (ERRORS * each[1] if self._auto else 0.0)]
+
+        if means and self._auto and (not self._measured or beyond()):
             limit = self._measure(rows)
-        if (judged and not found.mean_abs <= limit + chance) or any(change.missing for change in applied):
+        if (wrong := beyond()) or any(change.missing for change in applied):
 
             def at(temperature: float) -> Mismatch:
                 d, where = _differences(rows, self._logprobs(rows, temperature), version)
                 return _measured(d[present], where[:, present])
 
             cause = diagnose(found, limit, self._temperature, at, applied)
+            mean, error, tokens = [*wrong, (found.mean_abs, found.error, found.tokens)][0]
             raise Disagreement(
-                f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens: mean |d log-prob| "
-                f"{found.mean_abs:.4g} +- {found.error:.2g} (max_mismatch={limit:.3g}), 99th percentile {found.p99_abs:.4g}, "
-                f"max {found.max_abs:.4g}, signed mean {found.mean:+.4g}. Likely cause: {cause}"
+                f"{when}: trainer and sampler disagree on {tokens} sampled tokens: mean |d log-prob| {mean:.4g} +- {error:.2g} "
+                f"(max_mismatch={limit:.3g}), 99th percentile {found.p99_abs:.4g}, max {found.max_abs:.4g}, signed mean "
+                f"{found.mean:+.4g}. Likely cause: {cause}"
             )
         if version is not None and self._identity:
             self._require_identity(d[present], when)
         return everything
 
     def _measure(self, rows: Sequence[Row]) -> float:
-        """Measures the rounding of these rows, the first ones or some that are beyond the limit, and returns their own limit.
-        Few tokens may be rounded far more than others, so the limit of all rows follows the mean. A collective."""
+        """Measures the rounding of these rows, the first ones or some that are beyond the limit, and returns their own limit,
+        where it is above that of all rows. Few tokens may be rounded far more than others, so the latter follows the mean. A
+        collective."""
         # The gradients of a step may be there, so a few rows have to do for all.
         noise = self._rounding(rows[:MEASURED_ROWS])
         self._measured.append(noise)
-        own = max(LEAST_LIMIT, 2 * noise)
         self._limit = max(LEAST_LIMIT, 2 * sum(self._measured) / len(self._measured))
+        own = max(self._limit, 2 * noise)
         if rank() == 0:
             how = f"{noise:.2g} nats" if noise else "none to speak of"
             here = "" if len(self._measured) == 1 else f" on tokens beyond the limit, so {own:.2g} for these"

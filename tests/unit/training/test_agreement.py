@@ -194,6 +194,18 @@ def test_what_chance_may_add_is_no_disagreement(carried_by):
         assert found.error == pytest.approx(6 * (0.01 * 0.99) ** 0.5 / len(d) ** 0.5, rel=1e-4)
 
 
+def test_small_steps_are_judged_together():
+    """One token in ten is off by 0.6 nats: of 800 tokens that may be chance, of 2,400 it is none."""
+    table, d = Table(), torch.zeros(SAMPLES * TOKENS, dtype=torch.float64)
+    d[::10] = 0.6
+    rows, scores = table.rows(table.score(1.0) + d), [LabelLogprobs(table.score(1.0), torch.zeros(len(d)))]
+    gate = Agreement(lambda rows, temperature: scores, 1.0, "auto", lambda rows: 0.02, identity=False)
+    for step in (1, 2):
+        gate.require(rows, scores, f"step {step}", version=0)
+    with pytest.raises(Disagreement, match=r"step 3: .* on 2400 sampled tokens: mean \|d log-prob\| 0.06 \+- 0.0037"):
+        gate.require(rows, scores, "step 3", version=0)
+
+
 def test_an_engine_of_nonsense_is_not_called_truncated():
     """As an H100 showed it: sure of tokens that the trainer holds for less likely than if they were drawn blindly."""
     table = Table()
@@ -303,8 +315,8 @@ def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
 
 
 def test_the_limit_is_twice_the_rounding(capsys):
-    """Measured on the first tokens, and again on those that are beyond it, which are judged by their own: some are rounded more
-    than others. They do not open the gate for all that come later."""
+    """Measured on the first tokens, and again on those that are beyond it, which are judged by their own where that is more: some
+    are rounded more than others. They do not open the gate for all that come later."""
     table, asked = Table(), []
 
     def rounding(rows):
@@ -324,7 +336,7 @@ def test_the_limit_is_twice_the_rounding(capsys):
     off_by(0.115)
     assert gate.limit == 0.1 and len(asked) == 2
     with pytest.raises(
-        Disagreement, match="max_mismatch=0.08.*precision: small errors of both signs, more than the setti"
+        Disagreement, match="max_mismatch=0.0933.*precision: small errors of both signs, more than the setti"
     ):
         off_by(0.115)
     first, second = capsys.readouterr().out.splitlines()[:2]
