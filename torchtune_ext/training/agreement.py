@@ -210,9 +210,8 @@ class Agreement:
         self._logprobs, self._temperature, self._rounding, self._precision = logprobs, temperature, rounding, precision
         self._auto, self._limit = limit == "auto", 0.0 if limit == "auto" else limit
         self._measured: list[float] = []  # what `rounding` has said
-        self._recent = torch.empty(
-            0, dtype=torch.float64
-        )  # |d| of the latest tokens of the present version of each step
+        # |d| of the latest tokens of the present version of each step
+        self._recent = torch.empty(0, dtype=torch.float64)
         self._identity = identity
         # Of exp(d) - 1 over the tokens that the present version of each step has sampled.
         self._count, self._sum, self._squares = 0, 0.0, 0.0
