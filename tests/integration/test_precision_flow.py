@@ -67,7 +67,7 @@ def test_an_engine_that_cannot_hold_an_update_has_not_lost_it(workplace):
     assert said.count("publish/changed_share 0.1") == 1 and "Set engine.dtype=float32, or dtype=bfloat16" in said
     lines = runs.metrics(workplace / "mixed")[1:]
     assert all(0 < line["publish/changed_share"] < 0.2 for line in lines)
-    assert all(line["canary/mean_abs"] < line["canary/limit"] for line in lines)
+    assert [line["step"] for line in lines] == [1, 2, 3], "the gate has let all canaries pass"
 
 
 @pytest.mark.rest
