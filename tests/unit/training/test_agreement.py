@@ -206,6 +206,28 @@ def test_small_steps_are_judged_together():
         gate.require(rows, scores, "step 3", version=0)
 
 
+def test_a_number_judges_few_tokens_too():
+    """A replay has one, and no canary that could judge in its place."""
+    table = Table()
+    samples = [sampled(table.labels[:3].numpy(), (table.score(1.0)[:3] + 0.2).numpy(), trained=True)]
+    rows = pack([Group(Problem("p", (), None), np.arange(3, dtype=np.int32), tuple(samples))], 64)[0]
+    scores = [LabelLogprobs(table.score(1.0)[:3], torch.zeros(3))]
+    with pytest.raises(Disagreement, match="on 3 sampled tokens"):
+        Agreement(lambda rows, t: scores, 1.0, 0.05, canary=False).require(rows, scores, "step 1", version=0)
+
+
+def test_a_step_without_tokens_of_the_present_version_judges_none_of_before():
+    table, d = Table(), torch.zeros(SAMPLES * TOKENS, dtype=torch.float64)
+    d[::10] = 0.6
+    (row,), scores = table.rows(table.score(1.0) + d), [LabelLogprobs(table.score(1.0), torch.zeros(len(d)))]
+    noises = iter([0.02, 0.04])
+    gate = Agreement(lambda rows, t: scores, 1.0, "auto", lambda rows: next(noises), identity=False)
+    for step in (1, 2, 3):  # the third is beyond the limit of all, and within its own
+        gate.require([row], scores, f"step {step}", version=0)
+    gate._limit = 0.0
+    assert gate.require([row], scores, "step 4", version=1).tokens == len(d)
+
+
 def test_an_engine_of_nonsense_is_not_called_truncated():
     """As an H100 showed it: sure of tokens that the trainer holds for less likely than if they were drawn blindly."""
     table = Table()
