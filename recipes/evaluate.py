@@ -96,6 +96,11 @@ class EvaluateRecipe:
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
                 raise Mistake(f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}")
+        if cfg.sampling.temperature == 0 and cfg.samples_per_problem > 1:
+            raise Mistake(
+                f"sampling.temperature=0 with samples_per_problem={cfg.samples_per_problem}: a greedy answer is the same each "
+                "time; set samples_per_problem=1, or a temperature"
+            )
         model = HFModel(cfg.model_dir)
         self.tokenizer, self.task = instantiate(cfg.tokenizer), instantiate(cfg.task)
         self.sampling = cfg.sampling.stopping_at(self.tokenizer.stop_token_ids)
@@ -106,7 +111,7 @@ class EvaluateRecipe:
         engine = cfg.engine.following(dtype, engine_threads(cfg.engine, parameters, beside=False))
         check_task(self.task, "task", ends=True)
         check_engine(model, engine)
-        check_tokenizer(self.tokenizer, model)
+        check_tokenizer(self.tokenizer, model, stops=self.sampling.stop_token_ids)
         check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine)
         model.require_readable()
         rehearse([self.task], cfg.grader, samples=cfg.samples_per_problem)
@@ -144,7 +149,7 @@ class EvaluateRecipe:
     def standing(self) -> str:
         if self.written is not None:
             return f"written to {self.written}"
-        return "An evaluation keeps nothing until its end: start it again"
+        return "An evaluation keeps nothing until its end, so the next start begins anew"
 
     def cleanup(self) -> None:
         close_all(self.store, self.engine, self.grader, self.folder)

@@ -349,7 +349,7 @@ class GRPORecipe:
 
         # An update without a signal was not made. The learning rate goes on as if it had been.
         self.learner.updates = self.step * self.cfg.updates_per_step
-        return mismatch | over_updates(made) | {"optim/lr": self.learner.learning_rate}
+        return mismatch | over_updates(made)
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy on all held-out problems, sampled and greedy, by rank 0."""

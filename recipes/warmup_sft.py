@@ -193,7 +193,7 @@ class WarmupRecipe:
                 bar.add(1, stats.tokens)
                 self.finished = update + 1
                 if (update + 1) % cfg.log_every == 0 or update + 1 == self.updates:
-                    values |= stats.metrics() | memory_metrics() | {"optim/lr": self.learner.learning_rate}
+                    values |= stats.metrics() | memory_metrics()
                     self.metrics.log(update + 1, values | clock_metrics(values, self.watch.lap()))
         self.saved = self.save()
 
@@ -241,7 +241,7 @@ class WarmupRecipe:
             return labelled(
                 [("model", f"{self.saved}, in Hugging Face's format: train it with model_dir={self.saved}")]
             )
-        return f"It was at update {self.finished}, and a warm-up keeps nothing until its end: start it again"
+        return f"It was at update {self.finished}, and a warm-up keeps nothing until its end, so the next start begins anew"
 
     def cleanup(self) -> None:
         close_all(self.metrics, self.folder)

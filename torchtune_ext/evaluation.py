@@ -10,6 +10,7 @@ import numpy as np
 from torchtune_ext.groups import Group
 from torchtune_ext.run.errors import Mistake
 
+Z = 1.96  # standard errors to an end of a 95% interval
 SOLVED = 1.0 - 1e-9  # the smallest reward that counts as fully right in pass@k
 
 
@@ -41,7 +42,7 @@ class Accuracy:
     """The mean reward over problems, its uncertainty, and the counts behind it."""
 
     mean: float  # mean over problems of the mean reward of their graded samples
-    low: float  # lower end of the 95% interval of the mean (normal approximation, clustered by problem)
+    low: float  # lower end of the 95% interval of the mean over problems; samples of one are not counted as independent
     high: float  # upper end of the 95% interval of the mean
     pass_at: dict[int, float]  # for each k, the probability that at least one of k samples is fully right
     problems: int  # problems with at least one graded sample
@@ -77,14 +78,32 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
         )
         raise Mistake(f"none of {ungraded} samples could be graded. The first one: {next(causes, 'it was not graded')}")
     means = np.array([np.mean(r) for r in rewards])
-    half = 1.96 * means.std(ddof=1) / math.sqrt(len(means)) if len(means) > 1 else math.inf
     pass_at = {
         k: float(np.mean([pass_at_k(len(r), sum(x >= SOLVED for x in r), k) for r in rewards]))
         for k in ks
         if all(len(r) >= k for r in rewards)
     }
-    mean = float(means.mean())
-    return Accuracy(mean, max(mean - half, -math.inf), mean + half, pass_at, len(rewards), ungraded)
+    return Accuracy(float(means.mean()), *interval(means), pass_at, len(rewards), ungraded)
+
+
+def interval(means: np.ndarray) -> tuple[float, float]:
+    """Returns the 95% interval of the mean of independent problems, [problems].
+
+    Where all lie in [0, 1] it is Wilson's (JASA 22, 1927) with the number of problems that would make a share of right
+    answers as uncertain as this mean is (Franco et al., J. Surv. Stat. Methodol. 7, 2019): it stays in [0, 1], and has a
+    width where all problems are alike. Others have that of the normal distribution.
+    """
+    count, mean = len(means), float(means.mean())
+    variance = float(means.var(ddof=1)) / count if count > 1 else math.inf
+    if means.min() < 0 or means.max() > 1:
+        half = Z * math.sqrt(variance)
+        return mean - half, mean + half
+    share = mean * (1 - mean)
+    # No mean of numbers in [0, 1] is less certain than a share of as many right answers.
+    effective = max(count, share / variance) if 0 < variance < math.inf else count
+    center = (mean + Z**2 / (2 * effective)) / (1 + Z**2 / effective)
+    half = Z / (1 + Z**2 / effective) * math.sqrt(share / effective + Z**2 / (4 * effective**2))
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def partly_right(values: Mapping[str, float | None]) -> bool:

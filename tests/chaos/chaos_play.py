@@ -60,7 +60,7 @@ class Fault:
     weight: int = 1  # how often it comes up beside the others
 
 
-STOP = r"Stopped by {signal}.*(resume_from_checkpoint=True|no checkpoint yet: start it again)"
+STOP = r"Stopped by {signal}.*(resume_from_checkpoint=True|no checkpoint yet, so the next start begins anew)"
 FAULTS = (
     Fault("trainer_kill", "ends", PHASES, (137,), weight=3),
     Fault("trainer_pause", "goes on", ("engine", "sampling", "training", "checkpoint")),

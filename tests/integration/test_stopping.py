@@ -104,7 +104,10 @@ def test_ctrl_c_while_it_sets_up(workplace):
     process.send_signal(signal.SIGINT)
     assert process.wait(180) == 130
     said = log.read_text()
-    assert "Stopped by Ctrl-C. It had not begun its first step, and there is no checkpoint yet: start it again" in said
+    assert (
+        "Stopped by Ctrl-C. It had not begun its first step, and there is no checkpoint yet, so the next start begins anew"
+        in said
+    )
     assert "Traceback" not in said, said
 
 

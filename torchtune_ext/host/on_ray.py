@@ -186,5 +186,5 @@ def standing(output_dir: str) -> str:
     """Returns a line that names the newest checkpoint, seen from this machine."""
     found = checkpoint_folders(Path(output_dir, "checkpoints"))
     if not found:
-        return f"There is no checkpoint in {output_dir} yet: start it again"
+        return f"There is no checkpoint in {output_dir} yet, so the next start begins anew"
     return f"The newest checkpoint is {found[-1]}; go on from there with resume_from_checkpoint=True"

@@ -247,9 +247,18 @@ def leave(status: int, at_once: bool = False) -> NoReturn:
     sys.exit(status)
 
 
-def guilty(call: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
-    """Returns the argument without which a call succeeds that failed with all of them, or None if there is no such one."""
-    for name in arguments:
+def guilty(call: Callable[..., Any], arguments: dict[str, Any], text: str) -> str | None:
+    """Returns the argument without which a call succeeds that failed with all of them, or None if there is no such one.
+
+    Args:
+        text: of the error. Arguments whose values it quotes are tried first: without another one, the call may succeed because
+            it does less.
+    """
+
+    def unquoted(name: str) -> bool:
+        return re.search(rf"(?<![\w.]){re.escape(str(arguments[name]))}(?![\w.]*\w)", text) is None
+
+    for name in sorted(arguments, key=unquoted):
         try:
             call(**{key: value for key, value in arguments.items() if key != name})
         except Exception:  # noqa: S112, BLE001 (it failed before, too)

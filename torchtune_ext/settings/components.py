@@ -121,7 +121,7 @@ def _refused(
     if errors.place_of(error):
         return None
     # A component of a library, such as an optimizer, may fail far from the argument that is wrong.
-    wrong = errors.guilty(lambda **given: component(**given, **extra), arguments)
+    wrong = errors.guilty(lambda **given: component(**given, **extra), arguments, str(error))
     if wrong is None:
         return None
     default = getattr(_parameters(component).get(wrong), "default", inspect.Parameter.empty)

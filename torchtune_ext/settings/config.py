@@ -89,6 +89,8 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
         raise Mistake(_unresolved(error)) from None
     refused: list[str] = []
     settings = _made(schema, merged, "", refused)
+    if abs(getattr(settings, "seed", 0)) >= 2**63:
+        refused.append(f"seed={settings.seed} has more than 64 bits; set a smaller one")
     if refused:
         raise Mistake("\n".join(refused))
     setattr(settings, _RECORD, _record(merged, written, cfg, schema))

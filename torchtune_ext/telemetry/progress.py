@@ -249,7 +249,7 @@ _COLUMNS = (
     ("length", 6, "{:.0f}", ("length/mean",)),
     ("cut", 6, "{:.1%}", ("length/truncated",)),
     ("grad", 7, "{:.3g}", ("optim/grad_norm",)),
-    ("mismatch", 8, "{:.1e}", ("canary/mean_abs", "mismatch/mean_abs")),
+    ("canary", 8, "{:.1e}", ("canary/mean_abs", "mismatch/mean_abs")),
     ("tok/s", 8, "{:,.0f}", ("speed/sampled_tokens_s",)),
     ("rho", 5, "{:.2f}", ("pack/rho",)),
     ("seconds", 7, "{:.1f}", ("time/step",)),
@@ -258,4 +258,4 @@ _COLUMNS = (
     ("publish", 7, "{:.1f}", ("time/publish",)),
 )
 # What a narrow terminal does without, one after the other.
-_FIRST_TO_GO = ("rho", "publish", "train", "sample", "grad", "cut", "±", "tok/s", "length", "mismatch")
+_FIRST_TO_GO = ("rho", "publish", "train", "sample", "grad", "cut", "±", "tok/s", "length", "canary")

@@ -47,7 +47,7 @@ class Report:
 
     path: Path
     num_bytes: int
-    steps: int  # So many have metrics.
+    steps: int  # the newest one with metrics
     rollout_steps: int  # So many have rollouts in the page.
     stored_steps: int  # So many have rollouts in the run.
 
@@ -120,6 +120,11 @@ def build_report(
     metrics_path = run_dir / "metrics.jsonl"
     records = read_metrics(metrics_path) if metrics_path.exists() else []
     if not records:
+        if (evaluation := run_dir / "evaluation.json").exists():
+            raise Mistake(
+                f"{run_dir} holds an evaluation, which has no curves: its figures are in {evaluation}, its samples in "
+                f"{run_dir / 'rollouts'} (docs/telemetry.md)"
+            )
         if (above := run_dir.absolute().parent / "metrics.jsonl").exists():
             raise Mistake(f"{run_dir} is a folder of a run, not the run; name {above.parent}")
         if not (run_dir / "run.json").exists():
@@ -135,7 +140,7 @@ def build_report(
     pictures = _pictures(run_dir / ARCHIVE)
     page = _page(_overview(run_dir, run, records, pictures, excerpts, len(paths)), excerpts, pictures)
     write_page(out, page)
-    return Report(out, len(page.encode()), len(records), len(excerpts.blobs), len(paths))
+    return Report(out, len(page.encode()), records[-1]["step"], len(excerpts.blobs), len(paths))
 
 
 # ---------------------------------------------------------------- what the page shows

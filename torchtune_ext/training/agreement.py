@@ -35,6 +35,12 @@ SAMPLER_ADVICE = (
     "(generation_config='vllm')"
 )
 
+# In a replay nothing is sampled, so no setting of an engine can be the cause.
+MOVED = (
+    "the policy of this replay has moved away from the one that sampled, as under other settings it may (the first lines "
+    "name them), or it computes in another precision. If that is meant, set max_mismatch above the figure"
+)
+
 # `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
 
@@ -44,6 +50,8 @@ TOO_FEW = 32
 RECENT = 4096
 # Of mean |d|, in nats: float32 on both sides differs by 1e-7 to 1e-5, and the smallest fault by far more.
 LEAST_LIMIT = 0.001
+# Under other settings a replay moves away from what was sampled, and nothing is wrong.
+REPLAY_LIMIT = 0.05
 MEASURED_ROWS = 4  # of a rank, on which the rounding is measured
 # A mean may be so many of its standard errors from where it should be: it is looked at in every step of a long run.
 ERRORS = 5.0
@@ -190,7 +198,8 @@ class Agreement:
             what chance may add on so few tokens.
         rounding: a function rows -> mean |d| between the coarser precision and float32, a collective.
         precision: in words, for messages.
-        canary: a canary follows each publication. In a replay there is none, since there is no engine.
+        replay: nothing is sampled, so no canary follows a publication, and "auto" allows REPLAY_LIMIT without a look at the
+            rounding.
         identity: whether the mean of exp(d) has to be 1, as it is where both hold the same weights. Where they do not, as in
             mixed precision, d goes with the reward, by which groups are chosen, and the mean says nothing.
     """
@@ -202,22 +211,24 @@ class Agreement:
         limit: float | str,
         rounding: Callable[[Sequence[Row]], float] = lambda rows: 0.0,
         precision: str = "float32",
-        canary: bool = True,
+        replay: bool = False,
         identity: bool = True,
     ):
         self._logprobs, self._temperature, self._rounding, self._precision = logprobs, temperature, rounding, precision
-        self._auto, self._limit = limit == "auto", 0.0 if limit == "auto" else limit
+        self._auto, self._replay = limit == "auto", replay
+        self._least = REPLAY_LIMIT if replay else LEAST_LIMIT  # of "auto"
+        self._limit = limit if not self._auto else REPLAY_LIMIT if replay else 0.0
         self._measured: list[float] = []  # what `rounding` has said
         # |d| of the latest tokens of the present version of each step
         self._recent = torch.empty(0, dtype=torch.float64)
         self._identity = identity
         # Of exp(d) - 1 over the tokens that the present version of each step has sampled.
         self._count, self._sum, self._squares = 0, 0.0, 0.0
-        self._told = not canary  # whether the user knows that no token was of the present version; a replay has none
+        self._told = replay  # whether the user knows that no token was of the present version; a replay has none
 
     @property
     def limit(self) -> float:
-        """Largest mean |d| that is allowed without a look at the rounding, in nats; 0 until it was measured first."""
+        """Largest mean |d| that is allowed without a look at the rounding, in nats; 0: it is measured first."""
         return self._limit
 
     def require(
@@ -272,7 +283,7 @@ class Agreement:
             # Of a few tokens others are rounded far in the engine than here.
             return [each for each in means if not each[0] <= limit + (ERRORS * each[1] if self._auto else 0.0)]
 
-        if means and self._auto and (not self._measured or beyond()):
+        if means and self._auto and (not self._limit or beyond()):
             limit = self._measure(rows)
         if (wrong := beyond()) or any(change.missing for change in applied):
 
@@ -280,7 +291,7 @@ class Agreement:
                 d, where = _differences(rows, self._logprobs(rows, temperature), version)
                 return _measured(d[present], where[:, present])
 
-            cause = diagnose(found, limit, self._temperature, at, applied)
+            cause = MOVED if self._replay else diagnose(found, limit, self._temperature, at, applied)
             mean, error, tokens = [*wrong, (found.mean_abs, found.error, found.tokens)][0]
             raise Disagreement(
                 f"{when}: trainer and sampler disagree on {tokens} sampled tokens: mean |d log-prob| {mean:.4g} +- {error:.2g} "
@@ -298,7 +309,7 @@ class Agreement:
         # The gradients of a step may be there, so a few rows have to do for all.
         noise = self._rounding(rows[:MEASURED_ROWS])
         self._measured.append(noise)
-        self._limit = max(LEAST_LIMIT, 2 * sum(self._measured) / len(self._measured))
+        self._limit = max(self._least, 2 * sum(self._measured) / len(self._measured))
         own = max(self._limit, 2 * noise)
         if rank() == 0:
             how = f"{noise:.2g} nats" if noise else "none to speak of"

@@ -6,7 +6,7 @@ mistake with the line of the file (`run.errors.blame`).
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def check_parts(
     check_loss(loss)
     check_engine(source, engine, model)
     require_rows(row_tokens, engine)
-    check_tokenizer(tokenizer, source, model.tok_embeddings.num_embeddings)
+    check_tokenizer(tokenizer, source, model.tok_embeddings.num_embeddings, sampling.stop_token_ids)
     check_prompts(tasks, tokenizer, sampling, engine)
 
 
@@ -302,14 +302,18 @@ def _asked(task: Task) -> dict[str, str]:
     return asked
 
 
-def check_tokenizer(tokenizer: ChatTokenizer, source: HFModel, width: int | None = None) -> None:
+def check_tokenizer(
+    tokenizer: ChatTokenizer, source: HFModel, width: int | None = None, stops: Sequence[int] = ()
+) -> None:
     """Compares a tokenizer with the model whose text it makes.
 
     Args:
         width: rows of the model's embedding; None: what config.json says.
+        stops: ids with which a completion ends (`sampling.stop_token_ids`).
 
     Raises:
-        ValueError: it has ids that the model lacks, or encodes text otherwise than the tokenizer beside the weights.
+        ValueError: it has ids that the model lacks, or encodes text otherwise than the tokenizer beside the weights, or the
+            model lacks a stop.
     """
     width = int(source.config["vocab_size"]) if width is None else width
     fix = f"they do not belong together: set tokenizer.path={source.path}"
@@ -318,6 +322,11 @@ def check_tokenizer(tokenizer: ChatTokenizer, source: HFModel, width: int | None
     if highest > width:
         raise Mistake(
             f"tokenizer.path={where} has ids up to {highest - 1}, the model in model_dir={source.path} knows {width}; {fix}"
+        )
+    if beyond := [token for token in stops if not 0 <= token < width]:
+        raise Mistake(
+            f"sampling.stop_token_ids names {beyond[0]}, and the model in model_dir={source.path} has ids from 0 to "
+            f"{width - 1}: no completion would end with it; name one of tokenizer.json, or leave stop_token_ids out"
         )
     files = [Path(folder or ".") / "tokenizer.json" for folder in (where, source.path)]
     if where is None or not all(file.is_file() for file in files) or files[0].resolve() == files[1].resolve():

@@ -197,10 +197,11 @@ class Learner:
             if not (math.isfinite(norm) and math.isfinite(gradient.loss)):
                 self.optimizer.zero_grad(set_to_none=True)
                 raise Failure(f"loss is {gradient.loss}, gradient norm {norm}: {advice()}")
+            rate = self.schedule.get_last_lr()[0]
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
-            return {"loss/total": gradient.loss, "optim/grad_norm": norm, **gradient.metrics}
+            return {"loss/total": gradient.loss, "optim/grad_norm": norm, "optim/lr": rate, **gradient.metrics}
 
     @property
     def updates(self) -> int:
@@ -211,10 +212,6 @@ class Learner:
     @updates.setter
     def updates(self, updates: int) -> None:
         move_schedule(self.schedule, updates)
-
-    @property
-    def learning_rate(self) -> float:
-        return self.schedule.get_last_lr()[0]
 
     def _require_labels(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:
         """A loss of the user's own may return what cannot be summed over labels."""

@@ -124,7 +124,7 @@ def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
     newest = checkpoints.latest() if checkpoints is not None else None
     where = f"It was at step {step} of {total}" if step else "It had not begun its first step"
     if newest is None:
-        return f"{where}, and there is no checkpoint yet: start it again"
+        return f"{where}, and there is no checkpoint yet, so the next start begins anew"
     best, report = checkpoints.best(), f"torchtune-ext report {checkpoints.folder.parent}"
     if step_of(newest) < total:
         text = f"{where}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"

@@ -32,9 +32,6 @@ from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.settings import computes_in_bfloat16, release_memory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Mean |trainer's - stored log-prob|, in nats. Under other settings a replay moves away from what was sampled, and nothing is
-# wrong.
-REPLAY_LIMIT = 0.05
 SLOW_STEP_S = 900.0  # of an engine in a dtype in which the processor does not compute
 FLOWS = ("bf16", "fp8_rollout", "fp8_unified")
 
@@ -191,10 +188,10 @@ class Precision:
         return Agreement(
             learner.logprobs,
             learner.temperature,
-            REPLAY_LIMIT if replay and limit == "auto" else limit,
+            limit,
             rounding=rounding,
             precision=self.coarsest_text,
-            canary=not replay,
+            replay=replay,
             identity=not replay and not self.mixed,
         )
 

@@ -201,6 +201,8 @@ class Checkpoints:
         """
         final = self.folder / f"step_{step:06d}"
         partial = partial_of(final)
+        if self._main:
+            self._prune()  # a lower `keep_last` makes room on a disk that was full
         with written_aside(final, self._advice_on_saving), Checksums(partial) as checksums:
             together(lambda: make_empty(partial) if self._main else None)
             together(lambda: export(partial if self._main else None, checksums=checksums))
@@ -236,8 +238,8 @@ class Checkpoints:
             if not isinstance(cause, Exception):
                 raise cause from None
             raise FileMistake(
-                f"{path} could not be loaded: {describe(cause)}. Its files are whole: set `model:` and `optimizer:` "
-                "back to what it was saved with, or begin a new run in another output_dir"
+                f"{path} could not be loaded: {describe(cause).rstrip('.')}. Its files are whole: set `model:` and "
+                "`optimizer:` back to what it was saved with, or begin a new run in another output_dir"
             ) from error
         if self._main and not has_optimizer:
             say(

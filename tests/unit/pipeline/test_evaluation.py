@@ -52,6 +52,23 @@ def test_interval_covers_the_mean_95_percent_of_the_time():
     assert 362 <= covered <= 398
 
 
+@every_row("right, ends", [(0, (0.0, 0.2775)), (1, (0.0179, 0.4042)), (5, (0.2366, 0.7634)), (10, (0.7225, 1.0))])
+def test_interval_of_few_problems_is_wilsons(right, ends):
+    """The ends are those of any table of Wilson's interval for so many of ten."""
+    found = accuracy([group([1.0])] * right + [group([0.0])] * (10 - right))
+    assert (found.low, found.high) == pytest.approx(ends, abs=1e-4)
+
+
+def test_interval_knows_how_far_problems_lie_apart():
+    """Rewards between 0 and 1 say more of their mean than right and wrong answers do; others than these have no bounds."""
+    narrow, wide = accuracy([group([0.4]), group([0.6])] * 20), accuracy([group([0.0]), group([1.0])] * 20)
+    assert narrow.mean == wide.mean and 0.2 == pytest.approx(
+        (narrow.high - narrow.low) / (wide.high - wide.low), abs=0.02
+    )
+    beyond = accuracy([group([2.0]), group([-1.0])] * 20)
+    assert beyond.high - beyond.low == pytest.approx(2 * 1.96 * 1.5 / 39**0.5)
+
+
 def test_nothing_graded_is_an_error():
     with pytest.raises(ValueError, match="none of 1 samples"):
         accuracy([group([None])])

@@ -120,7 +120,7 @@ def test_metrics_without_rollouts_and_a_single_step(tmp_path):
     with Metrics(tmp_path / "run", sinks=()) as metrics:
         metrics.log(7, {"reward/mean": 0.5})
     report = build_report(tmp_path / "run")
-    assert (report.steps, report.rollout_steps) == (1, 0)
+    assert (report.steps, report.rollout_steps) == (7, 0)
 
 
 def test_a_damaged_run_file_is_left_out(tmp_path, caplog):
@@ -184,8 +184,12 @@ def test_command_line(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     assert run_main(run, "--out", tmp_path / "page.html", "--max-steps", 2) == 0
     assert "rollouts of 2 of 4 stored steps" in capsys.readouterr().out
+    evaluated = run / "evaluated"
+    evaluated.mkdir()
+    (evaluated / "evaluation.json").write_text("{}")
     for words, message in (
         ((tmp_path / "nowhere",), "no such folder"),
+        ((evaluated,), "holds an evaluation, which has no curves: its figures are in "),
         ((tmp_path,), "is no folder of a run: it has no run.json"),
         ((run / "rollouts",), "is a folder of a run, not the run; name "),
         ((run, "--groups-per-step", 0), "groups_per_step=0"),

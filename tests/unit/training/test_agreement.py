@@ -136,7 +136,7 @@ def test_where_there_is_no_canary_nothing_is_said_of_one(caplog):
     table = Table()
     (row,) = table.rows(table.score(1.0).double() + 0.3)
     said = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
-    gate = Agreement(lambda rows, t: said, 1.0, 1e-3, canary=False)
+    gate = Agreement(lambda rows, t: said, 1.0, 1e-3, replay=True)
     assert gate.require([row], said, "step 5", version=4).mean_abs == pytest.approx(0.3, abs=1e-6)
     assert not caplog.messages
     with pytest.raises(Disagreement):
@@ -206,14 +206,29 @@ def test_small_steps_are_judged_together():
         gate.require(rows, scores, "step 3", version=0)
 
 
+@pytest.mark.parametrize(("distance", "noise"), [(0.04, None), (0.09, 0.05), (0.11, 0.05)])
+def test_a_replay_measures_the_rounding_where_it_needs_it(distance, noise):
+    """A model of which bfloat16 keeps little is as far from what was sampled as any sampling run of it."""
+    table = Table()
+    (row,) = table.rows(table.score(1.0) + distance)
+    scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+    noises = iter([noise] if noise else [])
+    gate = Agreement(lambda rows, t: scores, 1.0, "auto", lambda rows: next(noises), replay=True, identity=False)
+    if distance > 2 * (noise or 1):
+        with pytest.raises(Disagreement, match=r"max_mismatch=0.1\).*the policy of this replay has moved away"):
+            gate.require([row], scores, "step 2", version=0)
+    else:
+        gate.require([row], scores, "step 2", version=0)
+        assert gate.limit == 2 * (noise or 0.025)
+
+
 def test_a_number_judges_few_tokens_too():
-    """A replay has one, and no canary that could judge in its place."""
     table = Table()
     samples = [sampled(table.labels[:3].numpy(), (table.score(1.0)[:3] + 0.2).numpy(), trained=True)]
     rows = pack([Group(Problem("p", (), None), np.arange(3, dtype=np.int32), tuple(samples))], 64)[0]
     scores = [LabelLogprobs(table.score(1.0)[:3], torch.zeros(3))]
     with pytest.raises(Disagreement, match="on 3 sampled tokens"):
-        Agreement(lambda rows, t: scores, 1.0, 0.05, canary=False).require(rows, scores, "step 1", version=0)
+        Agreement(lambda rows, t: scores, 1.0, 0.05, replay=True).require(rows, scores, "step 1", version=0)
 
 
 def test_a_step_without_tokens_of_the_present_version_judges_none_of_before():

@@ -130,13 +130,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert its.updates == 0 and all(param.grad is None for param in its.policy.trainable())
 
 
-def test_the_learning_rate_goes_where_it_is_told():
+def test_the_learning_rate_goes_where_it_is_told_and_is_measured_where_it_was():
     policy = PackedPolicy(unpacked.tiny_model())
     optimizer = torch.optim.SGD(policy.trainable(), lr=2.0)
     schedule = make_schedule(optimizer, ScheduleConfig(decay="linear"), 8)
     its = alone(policy, Silent(), optimizer=optimizer, schedule=schedule)
     its.updates = 6
-    assert its.updates == 6 and its.learning_rate == optimizer.param_groups[0]["lr"] == 0.5
+    assert its.updates == 6 and optimizer.param_groups[0]["lr"] == 0.5
+    assert its.step(its.forward_backward(rows()), advice=str)["optim/lr"] == 0.5  # with which the weights were moved
+    assert its.updates == 7 and optimizer.param_groups[0]["lr"] == 0.25
 
 
 @every_row("loss", [PolicyLoss(entropy_coef=0.01), PolicyLoss(level="sequence"), NLLLoss()])

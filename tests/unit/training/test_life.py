@@ -238,7 +238,7 @@ class Kept:
 def test_where_a_run_stands(tmp_path):
     kept = Kept(tmp_path / "checkpoints")
     assert life.standing(0, 60, None) == (
-        "It had not begun its first step, and there is no checkpoint yet: start it again"
+        "It had not begun its first step, and there is no checkpoint yet, so the next start begins anew"
     )
     assert life.standing(47, 60, kept) == (
         f"It was at step 47 of 60. The newest checkpoint is {kept.of(40)}; go on from there with "
