@@ -2,7 +2,7 @@
 
 What can happen to the engine, and how it is noticed:
 
-    its process dies           vLLM fails the requests at once; the watch sees it within `TICK_S`
+    its process dies           vLLM fails the requests at once; the watch sees it within `TICK_S`, in a sleep who wants it
     its process hangs or is    it makes no step and does not answer a ping within `probe_deadline_s`; it is killed
     stopped
     a weight update fails      the model is left half-loaded; the engine is ended

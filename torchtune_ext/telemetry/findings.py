@@ -157,7 +157,7 @@ def _agreement(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
         near, drifts = now > 0.9 * limit, first is not None and now > max(2 * first, limit / 10)
         if near or drifts:
             found.append(Finding(f"Trainer and engine are {now:.3g} nats apart, from {first:.3g} at the beginning; "
-                                 f"the run stops at max_mismatch={limit:.2g}.", "Agreement"))  # fmt: skip
+                                 f"the limit, without the room for chance, is {limit:.2g}.", "Agreement"))  # fmt: skip
     share = _recent(records, "mismatch/ess")
     if share is not None and share < _LEAST_ESS:
         found.append(

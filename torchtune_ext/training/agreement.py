@@ -74,7 +74,7 @@ class Mismatch:
     ess: float  # effective sample size of the weights w = exp(d) as a share of the tokens: (sum w)^2 / (n sum w^2)
     by_bucket: dict[str, float]  # mean |d| by place in the completion and by age, as in `bucket_means`
     tokens: int  # number of tokens compared
-    error: float  # standard error of the mean |d|
+    error: float  # standard error of the mean |d|, as of independent tokens
 
     @property
     def first_abs(self) -> float:
@@ -129,13 +129,8 @@ def _measured(d: Tensor, where: Tensor) -> Mismatch:
         ess=(weights.sum().square() / (d.numel() * weights.square().sum())).item(),
         by_bucket=bucket_means(size, where),
         tokens=d.numel(),
-        error=_mean(size)[1],
+        error=(size.var(correction=0).item() / d.numel()) ** 0.5,
     )
-
-
-def _mean(size: Tensor) -> tuple[float, float]:
-    """Returns a mean and its standard error."""
-    return size.mean().item(), (size.var(correction=0).item() / len(size)) ** 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +214,8 @@ class Agreement:
         self._least = REPLAY_LIMIT if replay else LEAST_LIMIT  # of "auto"
         self._limit = limit if not self._auto else REPLAY_LIMIT if replay else 0.0
         self._measured: list[float] = []  # what `rounding` has said
-        # |d| of the latest tokens of the present version of each step
-        self._recent = torch.empty(0, dtype=torch.float64)
+        # d of the latest tokens of the present version of each step, and their buckets
+        self._recent = torch.empty(3, 0, dtype=torch.float64)
         self._identity = identity
         # Of exp(d) - 1 over the tokens that the present version of each step has sampled.
         self._count, self._sum, self._squares = 0, 0.0, 0.0
@@ -228,7 +223,8 @@ class Agreement:
 
     @property
     def limit(self) -> float:
-        """Largest mean |d| that is allowed without a look at the rounding, in nats; 0: it is measured first."""
+        """Twice the mean rounding until now, or the number that was set, in nats; 0: it was not measured yet. Chance may add as
+        much again."""
         return self._limit
 
     def require(
@@ -262,45 +258,54 @@ class Agreement:
         d, where = _differences(rows, said, version)
         everything = _measured(d, where)
         present = where[1] == AGE_0
-        found = everything if present.all() else _measured(d[present], where[:, present])
-        sizes, whole = [d[present].abs()], version is None or (present.all() and not self._auto)
-        if version is not None and self._auto and found.tokens:
-            self._recent = torch.cat([self._recent, *sizes])[-RECENT:]
-            sizes.append(self._recent)
-        means = [(*_mean(size), len(size)) for size in sizes if len(size) >= (1 if whole else TOO_FEW)]
-        if not means and not self._told:
+        now = everything if present.all() else _measured(d[present], where[:, present])
+        # One token of a tail may be rounded far. A canary is short by itself, and a number is meant for any tokens.
+        least = 1 if version is None or (present.all() and not self._auto) else TOO_FEW
+        judged = [now] if now.tokens >= least or math.isnan(now.mean_abs) else []
+        if version is not None and self._auto and now.tokens:
+            latest = torch.cat([d[None], where.double()])[:, present]
+            self._recent = torch.cat([self._recent, latest], dim=1)[:, -RECENT:]
+            # Of a step with more tokens than that, it would be the last few samples, which are rounded like each other.
+            if self._recent.shape[1] > max(now.tokens, TOO_FEW):
+                judged.append(_measured(self._recent[0], self._recent[1:].long()))
+        if not judged and not (self._auto and now.tokens) and not self._told:
             self._told = True
             log.warning(
                 "%s: %s sampled tokens are of the present version %s, so the canary alone proves that trainer and engine "
                 "agree; this is not said again in later steps",
                 when,
-                found.tokens or "no",
+                now.tokens or "no",
                 version,
             )
         limit = self._limit
-
-        def beyond() -> list[tuple[float, float, int]]:
-            # Of a few tokens others are rounded far in the engine than here.
-            return [each for each in means if not each[0] <= limit + (ERRORS * each[1] if self._auto else 0.0)]
-
-        if means and self._auto and (not self._limit or beyond()):
+        if judged and self._auto and (not self._limit or self._beyond(judged, limit)):
             limit = self._measure(rows)
-        if (wrong := beyond()) or any(change.missing for change in applied):
+        wrong = self._beyond(judged, limit)
+        if wrong or any(change.missing for change in applied):
+            worst = wrong[0] if wrong else now
 
             def at(temperature: float) -> Mismatch:
+                if worst is not now:  # tokens of earlier steps, whose rows are gone
+                    return worst
                 d, where = _differences(rows, self._logprobs(rows, temperature), version)
                 return _measured(d[present], where[:, present])
 
-            cause = MOVED if self._replay else diagnose(found, limit, self._temperature, at, applied)
-            mean, error, tokens = [*wrong, (found.mean_abs, found.error, found.tokens)][0]
+            cause = MOVED if self._replay else diagnose(worst, limit, self._temperature, at, applied)
+            which = "" if worst is now else " of the latest steps"
             raise Disagreement(
-                f"{when}: trainer and sampler disagree on {tokens} sampled tokens: mean |d log-prob| {mean:.4g} +- {error:.2g} "
-                f"(max_mismatch={limit:.3g}), 99th percentile {found.p99_abs:.4g}, max {found.max_abs:.4g}, signed mean "
-                f"{found.mean:+.4g}. Likely cause: {cause}"
+                f"{when}: trainer and sampler disagree on {worst.tokens} sampled tokens{which}: mean |d log-prob| "
+                f"{worst.mean_abs:.4g} +- {worst.error:.2g} (max_mismatch={limit:.3g}), 99th percentile {worst.p99_abs:.4g}, "
+                f"max {worst.max_abs:.4g}, signed mean {worst.mean:+.4g}. Likely cause: {cause}"
             )
         if version is not None and self._identity:
             self._require_identity(d[present], when)
         return everything
+
+    def _beyond(self, judged: Sequence[Mismatch], limit: float) -> list[Mismatch]:
+        """Those above the limit by more than chance may add. That is never more than the limit again: a few tokens that are
+        far off make a large error, too."""
+        room = ERRORS if self._auto else 0.0
+        return [each for each in judged if not each.mean_abs <= limit + min(room * each.error, limit)]
 
     def _measure(self, rows: Sequence[Row]) -> float:
         """Measures the rounding of these rows, the first ones or some that are beyond the limit, and returns their own limit,

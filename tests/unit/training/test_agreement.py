@@ -14,6 +14,7 @@ from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import (
     CARRIERS,
+    RECENT,
     TOO_FEW,
     Agreement,
     Disagreement,
@@ -202,7 +203,10 @@ def test_small_steps_are_judged_together():
     gate = Agreement(lambda rows, temperature: scores, 1.0, "auto", lambda rows: 0.02, identity=False)
     for step in (1, 2):
         gate.require(rows, scores, f"step {step}", version=0)
-    with pytest.raises(Disagreement, match=r"step 3: .* on 2400 sampled tokens: mean \|d log-prob\| 0.06 \+- 0.0037"):
+    with pytest.raises(
+        Disagreement,
+        match=r"step 3: .* on 2400 sampled tokens of the latest steps: mean \|d log-prob\| 0.06 \+- 0.0037",
+    ):
         gate.require(rows, scores, "step 3", version=0)
 
 
@@ -220,6 +224,74 @@ def test_a_replay_measures_the_rounding_where_it_needs_it(distance, noise):
     else:
         gate.require([row], scores, "step 2", version=0)
         assert gate.limit == 2 * (noise or 0.025)
+
+
+def gate_of(noise, **options):
+    """A gate with "auto" whose rounding is `noise`, and what it makes of d: each call is a step, or a canary without version."""
+    table = Table()
+    gate = Agreement(lambda rows, t: scores(rows), 1.0, "auto", lambda rows: noise, identity=False, **options)
+
+    def scores(rows):
+        return [LabelLogprobs(table.score(1.0)[: row.num_labels], torch.zeros(row.num_labels)) for row in rows]
+
+    def require(*rows_of_d, version=0):
+        rows = []
+        for d in rows_of_d:
+            labels, logprobs = table.labels[: len(d)].numpy(), (table.score(1.0)[: len(d)] + d).numpy()
+            group = Group(
+                Problem("p", (), None), np.arange(3, dtype=np.int32), (sampled(labels, logprobs, trained=True),)
+            )
+            rows += pack([group], len(d) + 3)[0]
+        return gate.require(rows, scores(rows), "now", version=version)
+
+    return require
+
+
+@pytest.mark.parametrize(
+    ("noise", "tokens", "wrong", "nats"), [(0.0, 512, 16, 5.0), (0.0, 72, 18, 10.0), (0.03, 512, 20, 5.0)]
+)
+def test_a_fault_of_few_tokens_is_not_taken_for_chance(noise, tokens, wrong, nats):
+    """They make the standard error large as well, so that the room for chance has a bound."""
+    d = torch.zeros(tokens, dtype=torch.float64)
+    d[:wrong] = nats
+    with pytest.raises(Disagreement):
+        gate_of(noise)(d, version=None)
+
+
+def test_a_large_step_is_judged_as_a_whole():
+    """Its last samples may be rounded more than the others: they are of one prompt, and no sample of the step."""
+    d = torch.full((800,), 0.02, dtype=torch.float64)
+    assert gate_of(0.02)(*[d] * 7, *[2.5 * d] * 5).tokens == 9600
+
+
+def test_old_tokens_leave_the_latest_ones():
+    d, require = torch.zeros(800, dtype=torch.float64), gate_of(0.02)
+    for _ in range(10):
+        require(d)
+    d[::10] = 0.6
+    for _ in range(4):
+        require(d)
+    with pytest.raises(Disagreement, match=f"on {RECENT} sampled tokens of the latest steps"):
+        require(d)
+        require(d)
+
+
+def test_a_small_step_is_left_to_the_canary_and_to_later_ones(caplog):
+    d, require = torch.full((16,), 0.16, dtype=torch.float64), gate_of(0.02)
+    require(d)
+    assert not caplog.messages
+    with pytest.raises(Disagreement, match="on 48 sampled tokens of the latest steps"):
+        require(d)
+        require(d)
+    with pytest.raises(Disagreement, match="on 16 sampled tokens:"):
+        gate_of(0.02)(d, version=None)
+
+
+def test_nan_in_a_few_tokens_ends_the_run():
+    d = torch.zeros(16, dtype=torch.float64)
+    d[3] = torch.nan
+    with pytest.raises(Disagreement, match="mean .* nan"):
+        gate_of(0.02)(d)
 
 
 def test_a_number_judges_few_tokens_too():

@@ -95,7 +95,8 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
                 raise RuntimeError(f"the weights did not come within {self.deadline_s:g} s")
 
         def take_received(named: Named) -> None:
-            # An abort ends the wait for the rest of a pack, too, whose bytes are then anything.
+            # The bytes are on their way still. An abort ends that wait, too, and they are then anything.
+            torch.cuda.current_stream(self.device).synchronize()
             require_in_time()
             take(named)
 
