@@ -63,6 +63,7 @@ class Config:
     grader: nodes.GraderConfig = nodes.GraderConfig()  # processes that grade, and how long one may take
     preset: str | None = "grpo"  # a published method: its loss, advantage, aggregation, ... where nothing is set here
     loss: Any = MISSING  # objective per label
+    teacher: nodes.TeacherConfig = nodes.TeacherConfig()  # a second model that scores what the policy has sampled
     optimizer: Any = MISSING  # any torch optimizer
     engine: nodes.EngineConfig = nodes.EngineConfig()  # what samples: vLLM, its memory, its GPUs
     sampling: nodes.SamplingConfig = MISSING  # how completions are drawn
@@ -86,7 +87,7 @@ class Config:
     max_grad_norm: float | None = 1.0  # null: not clipped
     activation_checkpointing: bool = False  # recompute layers in the backward
     compile: bool = False  # torch.compile each layer
-    max_mismatch: Any = "auto"  # mean |trainer - sampler log-prob| that stops the run; "auto": twice the rounding
+    max_mismatch: Any = "auto"  # mean |trainer - sampler log-prob| that stops the run; "auto": by the rounding
     checkpoints: nodes.CheckpointConfig = nodes.CheckpointConfig()  # how often they are written, and how many are kept
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
     ranks: nodes.RanksConfig = nodes.RanksConfig()  # how ranks share the weights and watch each other
@@ -106,6 +107,7 @@ class GRPORecipe:
 
         # What rank 0 owns, and what a run that is stopped early may not have yet.
         self.folder = self.engine = self.source = self.metrics = self.rollouts = self.checkpoints = self.profile = None
+        self.teacher = None
         self.graders = []  # of the task, of the held-out task
 
         self.step = self.version = 0
@@ -138,7 +140,7 @@ class GRPORecipe:
             parts.check_start()
             # A replay trains on stored rollouts and samples nothing.
             self.engine = None if parts.replay else Engine(cfg.model_dir, parts.precision.engine, cfg.output_dir)
-            self.folder = parts.open_folder()
+            self.folder, self.teacher = parts.open_folder(), parts.teacher()
         # A checkpoint knows its run, its weights and its adapter, so that one of another is refused by name.
         identity = parts.identity(self.folder.run.id) if self.folder else None
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, cfg.checkpoints)
@@ -151,6 +153,8 @@ class GRPORecipe:
         # The engine loads in a process of its own while the policy is built here.
         if self.engine:
             self.engine.start()
+            if self.teacher:
+                self.teacher.start()
             self.graders = parts.open_graders()
         # What hands out the groups of a step: sampled as far ahead as `staleness` and `depth` allow, or those of a
         # replay.
@@ -167,6 +171,8 @@ class GRPORecipe:
         # busily.
         waited = self.ranks.from_main("wait for the engine", lambda: self.engine and self.engine.wait_ready())
         if self.engine:
+            if self.teacher:
+                waited = max(waited, self.teacher.wait_ready())
             say_ready(waited)
             parts.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
@@ -284,6 +290,9 @@ class GRPORecipe:
             with self.progress.sampling(wanted * cfg.samples_per_prompt) as bar:
                 more, measured = self.source.take(wanted, self.watch, bar, refill)
             values |= measured
+            if self.teacher:
+                with self.watch("teacher"):
+                    more = self.teacher.scored(more)
 
             # A group whose rewards are all equal says nothing about what is better. It is trained on only where the
             # loss has a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by a
@@ -417,7 +426,16 @@ class GRPORecipe:
 
     def cleanup(self) -> None:
         # The lock of the folder goes last.
-        parts = self.source, self.timeline, self.rollouts, self.metrics, self.profile, self.engine, *self.graders
+        parts = (
+            self.source,
+            self.timeline,
+            self.rollouts,
+            self.metrics,
+            self.profile,
+            self.engine,
+            self.teacher,
+            *self.graders,
+        )
         close_all(*parts, self.folder)
 
 

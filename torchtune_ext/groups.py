@@ -23,6 +23,7 @@ class Sample:
     outcome: Outcome | None = None  # what came out of grading; None: the sample was not given to a grader
     advantage: float = 0.0  # set by `with_advantages`
     trained: bool = False  # False: the sample is kept for the record, but not packed
+    teacher_logprobs: np.ndarray | None = None  # [R] float32, nats: of the tokens under a teacher; None: there is none
 
     @property
     def score(self) -> Score | None:
@@ -105,7 +106,10 @@ def _sample_text(sample: Sample) -> str:
         "trained": bool(sample.trained),
         "versions": run_lengths(completion.versions),
     }
-    return f'{json.dumps(head)[:-1]},"tokens":{_ints(completion.tokens)},"logprobs":{_floats(completion.logprobs)}}}'
+    arrays = f'"tokens":{_ints(completion.tokens)},"logprobs":{_floats(completion.logprobs)}'
+    if sample.teacher_logprobs is not None:
+        arrays += f',"teacher_logprobs":{_floats(sample.teacher_logprobs)}'
+    return f"{json.dumps(head)[:-1]},{arrays}}}"
 
 
 def group_of(record: dict[str, Any]) -> Group:
@@ -130,7 +134,7 @@ def _sample(record: dict[str, Any]) -> Sample:
     versions = [version for version, count in record["versions"] for _ in range(count)]
     completion = Completion(
         tokens=np.array(record["tokens"], dtype=np.int32),
-        logprobs=np.array([float(value) for value in record["logprobs"]], dtype=np.float32),
+        logprobs=_array(record["logprobs"]),
         versions=np.array(versions, dtype=np.int32),
         finish_reason=record["finish_reason"],
     )
@@ -140,6 +144,7 @@ def _sample(record: dict[str, Any]) -> Sample:
         outcome=outcome,
         advantage=float(record["advantage"]),
         trained=record["trained"],
+        teacher_logprobs=_array(record["teacher_logprobs"]) if "teacher_logprobs" in record else None,
     )
 
 
@@ -155,6 +160,10 @@ def _number(value: float) -> float | str:
     """Makes a string, which `float()` reads back, of a number that JSON does not have, such as NaN."""
     value = float(value)
     return value if math.isfinite(value) else str(value)
+
+
+def _array(values: Sequence[float | str]) -> np.ndarray:
+    return np.array([float(value) for value in values], dtype=np.float32)
 
 
 def _ints(values_R: np.ndarray) -> str:

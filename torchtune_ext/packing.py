@@ -67,6 +67,7 @@ class Row:
     weights_L: Tensor  # float32, weight of the label in the loss of the update
     versions_L: Tensor  # int32, policy version that sampled the label
     samples_L: Tensor  # int64, index of the label's completion in the row, 0 .. number of completions - 1
+    teacher_logprobs_L: Tensor | None = None  # float32, log-prob of the label under the teacher; None: there is none
 
     @property
     def num_labels(self) -> int:
@@ -82,8 +83,10 @@ class Row:
 
     def to(self, device: torch.device) -> "Row":
         """Returns the row with its tensors on `device`."""
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
-        return Row(segments=self.segments, **moved)
+        tensors = {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
+        return Row(
+            segments=self.segments, **{name: each.to(device, non_blocking=True) for name, each in tensors.items()}
+        )
 
 
 _TENSORS = tuple(name for name in Row.__slots__ if name != "segments")
@@ -325,6 +328,7 @@ def _build(
     """Makes a row of `row_length` places from its parts. This is the only place where labels are made."""
     tokens, positions, group_ids, parent_ids, segments = [], [], [], [], []
     labels, sources, logprobs, advantages, weights, versions, sample_ids = [], [], [], [], [], [], []
+    teacher: list[np.ndarray] = []
     at = next_id = next_sample = 0
     for part in parts:
         group, samples = groups[part.group]
@@ -345,6 +349,8 @@ def _build(
             labels.append(sample.completion.tokens)
             sources.append(np.concatenate([[prompt[1] - 1], np.arange(at, at + length - 1)]))
             logprobs.append(sample.completion.logprobs)
+            if sample.teacher_logprobs is not None:
+                teacher.append(sample.teacher_logprobs)
             advantages.append(np.full(length, sample.advantage))
             weights.append(np.full(length, weight_of(length)))
             versions.append(sample.completion.versions)
@@ -371,6 +377,8 @@ def _build(
         weights_L=_tensor(weights, torch.float32),
         versions_L=_tensor(versions, torch.int32),
         samples_L=_tensor(sample_ids, torch.int64),
+        # A row without labels has nothing that a loss could miss.
+        teacher_logprobs_L=_tensor(teacher, torch.float32) if len(teacher) == len(labels) else None,
     )
 
 

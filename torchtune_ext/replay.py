@@ -44,6 +44,7 @@ APART += (
     "rollouts",
     "ranks",
     "max_mismatch",
+    "teacher",
 )
 NAMED = 8  # settings that differ and that one line names
 BATCHES = 32  # The problems of a first step are among those of so many: of steps ahead, or of refills.

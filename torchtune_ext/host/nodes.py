@@ -5,6 +5,7 @@ from torchtune_ext.evaluation import EvaluationConfig
 from torchtune_ext.grading import GraderConfig
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig
+from torchtune_ext.teacher import TeacherConfig
 from torchtune_ext.telemetry.metrics import LoggingConfig
 from torchtune_ext.training.distributed import RanksConfig
 from torchtune_ext.training.learner import ScheduleConfig
@@ -25,4 +26,5 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "ScheduleConfig",
+    "TeacherConfig",
 ]

@@ -49,6 +49,10 @@ def say_opening(parts: Parts) -> None:
         begun = f"starting, its log: {log}" if count == 1 else f"starting {count} of them, their logs: {log}"
         begun += f"; {engine.threads} threads" if (engine.threads or 1) > 1 else ""
         lines.append(("engine", f"{f'connecting to {engine.address}' if engine.address else begun}{ahead}"))
+        if parts.teacher_model:
+            lines.append(
+                ("teacher", f"{parts.teacher_model.path}, in an engine of its own: {output}/teacher/{log_name(engine)}")
+            )
     evaluated = parts.eval_task is not None and not parts.replay
     every, evaluates = cfg.checkpoints.every, cfg.evaluation.every
     if evaluated and every < cfg.max_steps and every % evaluates:

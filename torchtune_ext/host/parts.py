@@ -4,6 +4,7 @@ weights are loaded; what a run then is made of opens them."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +19,20 @@ from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.replay import Replay
 from torchtune_ext.rollout import GroupStream
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.sampling.engine import Engine, SamplingConfig
+from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import engine_threads
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import named_paths, record
 from torchtune_ext.source import GroupSource, prompt_fault
 from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.tasks.task import Task
+from torchtune_ext.teacher import Teacher
 from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
-from torchtune_ext.training.checks import check_parts, trained_too
+from torchtune_ext.training.checks import check_engine, check_parts, check_tokenizer, trained_too
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.manifest import Identity, identify
@@ -67,6 +71,7 @@ class Parts:
     trained_too: list[str]  # ids of held-out problems that are also trained on
     canary: list[list[int]]  # token ids
     replay: Replay | None
+    teacher_model: HFModel | None  # the teacher's directory
 
     def check_start(self) -> None:
         """Before the folder of a run is touched: tries the graders, and looks for the GPUs that the run asks for and for room
@@ -81,6 +86,8 @@ class Parts:
         if not self.replay:
             require_gpus(engine)
             require_apart(engine, training_gpus() if self.ranks.device.type == "cuda" else [])
+            if self.teacher_model:
+                require_gpus(self.teacher_engine())
         sizes, adapters = (
             {name: p.numel() for name, p in self.meta_model.named_parameters()},
             adapter_names(self.meta_model),
@@ -125,6 +132,30 @@ class Parts:
         not use."""
         cfg, tasks = self.cfg, [self.task, self.eval_task]
         return open_graders(tasks, cfg.grader, beside_training=cfg.staleness > 0, folder=cfg.output_dir)
+
+    def teacher_engine(self) -> EngineConfig:
+        """Returns the settings of the teacher's engine.
+
+        Raises:
+            ValueError: they cannot be; or it would take a GPU of the trainer or of the engine, since none is named.
+        """
+        cfg = self.cfg
+        policy = cfg.engine.following(str(self.precision.dtype)[6:], self.precision.engine.threads)
+        engine = cfg.teacher.engine_config(policy)
+        if self.ranks.device.type == "cuda" and engine.address is None:
+            taken = [*training_gpus(), *self.precision.engine.device_names]
+            if not engine.device_names or set(engine.device_names) & set(taken):
+                raise Mistake(
+                    f"teacher.engine.devices={engine.devices!r}: a teacher needs a GPU that neither trains nor samples (taken: "
+                    f"{', '.join(taken)}); name one"
+                )
+        return engine
+
+    def teacher(self) -> Teacher | None:
+        """Returns what scores samples, not started; None without one."""
+        if self.teacher_model is None:
+            return None
+        return Teacher(self.teacher_model, self.teacher_engine(), Path(self.cfg.output_dir) / "teacher")
 
     def source(self, engine: Engine | None, graders: Sequence[Grader], timeline: Timeline) -> GroupSource | Replay:
         """Returns where the groups of a step come from. Ranks without an engine get none."""
@@ -191,6 +222,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
     if cfg.replay:
         identity = identify("", hf_model, meta_model, trained.spec)
         replay = Replay(cfg.replay, record(cfg), identity, problems, tokenizer)
+    teacher_model = teacher_of(cfg, tokenizer) if cfg.teacher.model_dir and not cfg.replay else None
     held_out = Usable(eval_task, fault=fault, bad=cfg.rollouts.bad_problems)
     return Parts(
         cfg=cfg,
@@ -209,7 +241,27 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
         trained_too=both,
         canary=canary,
         replay=replay,
+        teacher_model=teacher_model,
     )
+
+
+def teacher_of(cfg: Any, tokenizer: ChatTokenizer) -> HFModel:
+    """Returns the teacher's directory. Raises ValueError if there is no model in it, its engine cannot be, or it reads other
+    tokens than the policy writes."""
+    try:
+        teacher = HFModel(cfg.teacher.model_dir)
+        check_engine(teacher, cfg.teacher.engine_config(cfg.engine))
+        teacher.require_readable()
+    except Mistake as error:
+        raise Mistake(f"teacher.{error}" if str(error).startswith(("model_dir", "engine")) else str(error)) from None
+    try:
+        check_tokenizer(tokenizer, teacher)
+    except Mistake:
+        raise Mistake(
+            f"teacher.model_dir={cfg.teacher.model_dir} has another tokenizer than the policy, so it would score other tokens: "
+            "take a teacher of the policy's family"
+        ) from None
+    return teacher
 
 
 def model_parts(

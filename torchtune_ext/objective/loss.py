@@ -9,14 +9,15 @@ an objective knows nothing of rows, padding, ranks or accumulation. A loss of yo
             return -ratio_L * t.advantages_L, {"ratio_max": ratio_L.detach()}
 
 What it needs beside these it says by attributes, which `needs_of` reads: `needs_reference = True` for log-probs under a
-reference policy, `top_k = 16` for those of the proximal policy's 16 likeliest tokens, and `needs_all_groups = True` for a
-term that acts where the advantage is 0 (a KL penalty, an entropy bonus). Without the last one, groups without signal, whose
-advantages are 0, are not trained on. `needs_proximal = False` spares the pass that says `old_logprobs_L`, which is None then.
+reference policy, `needs_teacher = True` for those under a teacher, `top_k = 16` for those of the proximal policy's 16
+likeliest tokens, and `needs_all_groups = True` for a term that acts where the advantage is 0 (a KL penalty, an entropy bonus).
+Without the last one, groups without signal, whose advantages are 0, are not trained on. `needs_proximal = False` spares the
+pass that says `old_logprobs_L`, which is None then.
 """
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -42,6 +43,9 @@ WORDS = {
 }
 
 
+SURPRISE = 0.01  # a token that the teacher holds for less likely counts in `teacher_surprise`
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a loss asks for beside the log-probs of the policy that is trained."""
@@ -50,6 +54,8 @@ class Needs:
     proximal: bool
     # The loss reads log-probs under a reference policy.
     reference: bool
+    # The loss reads log-probs under a teacher.
+    teacher: bool
     # The loss acts on groups without signal, too.
     all_groups: bool
     # The loss reads the log-probs of so many of the proximal policy's likeliest tokens at every label.
@@ -61,6 +67,7 @@ def needs_of(loss: Loss) -> Needs:
     return Needs(
         proximal=bool(getattr(loss, "needs_proximal", True) or getattr(loss, "top_k", None)),
         reference=bool(getattr(loss, "needs_reference", False)),
+        teacher=bool(getattr(loss, "needs_teacher", False)),
         all_groups=bool(getattr(loss, "needs_all_groups", False)),
         top_k=getattr(loss, "top_k", None) or 0,
     )
@@ -70,9 +77,11 @@ def needs_of(loss: Loss) -> Needs:
 class PolicyLoss(Options):
     """The frame of all clipped policy objectives: a ratio, a constraint, an importance weight, KL terms, an entropy bonus.
 
-    loss = -w J_C(r, A) + kl_coef KL(pi, ref) + old_kl_coef KL(pi, old) - entropy_coef H, with r = pi / pi_old at a level
-    (`ratios.py`), J_C the constrained objective (`constraints.py`), w = pi_old / pi_sampler (`importance.py`) and KL an
-    estimator (`kl.py`). Published methods are settings of it: configs/presets/.
+    loss = -w (reward_coef J_C(r, A) + teacher_coef J_C(r, log p_teacher - log pi_old))
+           + kl_coef KL(pi, ref) + old_kl_coef KL(pi, old) - entropy_coef H
+
+    with r = pi / pi_old at a level (`ratios.py`), J_C the constrained objective (`constraints.py`), w = pi_old / pi_sampler
+    (`importance.py`) and KL an estimator (`kl.py`). Published methods are settings of it: configs/presets/.
 
     Beside the fields below, each option of each constraint is a field: `clip_low`, `delta`, `top_k`, ... One that is not given
     has the default of the constraint; one that belongs to other constraints is an error.
@@ -94,6 +103,10 @@ class PolicyLoss(Options):
     importance_low: float | None = None
     # This number takes the place of the method's own upper bound.
     importance_high: float | None = None
+    # This factor multiplies the objective of the rewards' advantages.
+    reward_coef: float = 1.0
+    # This factor multiplies that of log p_teacher - log pi_old at every token. Where it is 0, no teacher is asked.
+    teacher_coef: float = 0.0
     # This factor multiplies the KL to the reference. Where it is 0, no reference is kept.
     kl_coef: float = 0.0
     # This factor multiplies the KL to the old policy.
@@ -115,16 +128,17 @@ class PolicyLoss(Options):
         for name in (*OPTIONS, "importance_low", "importance_high"):
             if getattr(self, name) is not None:
                 _require_number(name, getattr(self, name))
-        for name in ("kl_coef", "old_kl_coef", "entropy_coef"):
+        for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef", "entropy_coef"):
             _require_number(name, getattr(self, name))
         constraint.check(self.level, self.old)
         # The defaults of the constraint become the loss's own, so that whoever reads or compares losses sees the real values.
         for option in fields(constraint):
             object.__setattr__(self, option.name, getattr(constraint, option.name))
         check_importance(self.importance, self.importance_low, self.importance_high, self.level, self.old)
-        for name in ("kl_coef", "old_kl_coef"):
+        for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef"):
             if not getattr(self, name) >= 0.0:
-                raise Mistake(f"loss.{name}={getattr(self, name)} must not be negative; 0 turns the KL term off")
+                term = "KL term" if name.endswith("kl_coef") else "term"
+                raise Mistake(f"loss.{name}={getattr(self, name)} must not be negative; 0 turns the {term} off")
 
     @cached_property
     def _constraint(self) -> Constraint:
@@ -141,6 +155,10 @@ class PolicyLoss(Options):
         for coef, word in ((self.kl_coef, "reference"), (self.old_kl_coef, "old policy")):
             if coef:
                 parts.append(f"{coef:g} KL to the {word} ({self.kl})")
+        if self.teacher_coef:
+            parts.append(f"{self.teacher_coef:g} teacher")
+        if self.reward_coef != 1.0:
+            parts.append(f"{self.reward_coef:g} rewards")
         if self.entropy_coef:
             parts.append(f"entropy {self.entropy_coef:g}")
         return ", ".join(parts)
@@ -156,9 +174,14 @@ class PolicyLoss(Options):
         return bool(self.kl_coef)
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether a second model has to say what it thinks of every sampled token."""
+        return bool(self.teacher_coef)
+
+    @property
     def needs_all_groups(self) -> bool:
-        """KL and entropy act on every sample, also where all rewards of its group are equal."""
-        return any((self.kl_coef, self.old_kl_coef, self.entropy_coef))
+        """KL, entropy and a teacher act on every sample, also where all rewards of its group are equal."""
+        return any((self.teacher_coef, self.kl_coef, self.old_kl_coef, self.entropy_coef))
 
     def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics per label, all [L]. Metrics named `*_max` are reduced by maximum, others by mean over labels.
@@ -169,6 +192,12 @@ class PolicyLoss(Options):
         old_L = old_logprobs(self.old, t)
         token_ratio_L = bounded_exp(t.logprobs_L - old_L)
         objective_L, cut_L = self._constrained(t, old_L, token_ratio_L)
+        objective_L = self.reward_coef * objective_L
+        gap_L = self._teacher_gap(t, old_L)
+        if gap_L is not None:
+            # A surrogate of its own: the constraint cuts each advantage by its own sign.
+            taught_L, taught_cut_L = self._constrained(replace(t, advantages_L=gap_L), old_L, token_ratio_L)
+            objective_L, cut_L = objective_L + self.teacher_coef * taught_L, cut_L | taught_cut_L
         method = METHODS[self.importance].within(self.importance_low, self.importance_high)
         weight_L, masked_L = importance_weights(old_L - t.behavior_logprobs_L, t.samples_L, method)
         loss_L = -weight_L * objective_L
@@ -179,6 +208,9 @@ class PolicyLoss(Options):
             "ratio_max": token_ratio_L.detach(),
             "entropy": t.entropy_L.detach(),
         }
+        if gap_L is not None:
+            metrics["kl_teacher"] = -gap_L
+            metrics["teacher_surprise"] = (t.teacher_logprobs_L < math.log(SURPRISE)).float()
         if self.entropy_coef:
             loss_L = loss_L - self.entropy_coef * t.entropy_L
         if self.old_kl_coef:
@@ -190,6 +222,14 @@ class PolicyLoss(Options):
             loss_L = loss_L + self.kl_coef * kl_L
             metrics["kl_ref"] = kl_L.detach()
         return loss_L, metrics
+
+    def _teacher_gap(self, t: Tokens, old_L: Tensor) -> Tensor | None:
+        """log p_teacher - log pi_old, without gradient; None without a teacher."""
+        if not self.teacher_coef:
+            return None
+        if t.teacher_logprobs_L is None:
+            raise Mistake(f"loss.teacher_coef={self.teacher_coef} needs a teacher's log-probs, but none were computed")
+        return t.teacher_logprobs_L - old_L.detach()
 
     def _constrained(self, t: Tokens, old_L: Tensor, token_ratio_L: Tensor) -> tuple[Tensor, Tensor]:
         """(objective_L, cut_L) of the constraint at the level of the ratio."""

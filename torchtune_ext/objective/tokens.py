@@ -34,5 +34,7 @@ class Tokens:
     old_top_LK: Tensor | None = None
     # These belong to the same K tokens under the policy that is trained, and carry no gradient.
     top_LK: Tensor | None = None
+    # These are under the teacher, or None where there is none.
+    teacher_logprobs_L: Tensor | None = None
     # The version of the proximal policy; `versions_L` count from the same start. It is None where nobody counts.
     version: int | None = None

@@ -51,6 +51,7 @@ CONTENTS = (
     "report.html",
     "archive.jsonl",
     "start",
+    "teacher",  # the log of its engine
 )
 _LOGS = re.compile(r"engine_\d+\.log")  # of several engines, each has its own
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # the name of a checkpoint's folder

@@ -167,11 +167,14 @@ class Call:
         self.ended_by = self.ended_by or "early_stop"
         return True
 
-    def completion(self, reason: str, spans: Iterable[tuple[str, int, int]], cached: int) -> Completion:
+    def completion(
+        self, reason: str, spans: Iterable[tuple[str, int, int]], cached: int, prompt_logprobs: Sequence[float] = ()
+    ) -> Completion:
         """Puts the result together.
 
         Args: reason: the finish reason that the engine gives; spans: (version, first token, last token + 1) for each stretch of
-        tokens from the same weights; cached: prompt tokens that came out of the prefix cache.
+        tokens from the same weights; cached: prompt tokens that came out of the prefix cache; prompt_logprobs: of its tokens
+        from the second on, where the request asks for them.
         """
         versions = np.full(len(self.tokens), self.first_version, np.int32)
         for version, start, end in spans:
@@ -186,6 +189,7 @@ class Call:
             versions=versions[: self.keep],
             finish_reason=reason,
             cached_prompt_tokens=cached,
+            prompt_logprobs=np.array(prompt_logprobs, np.float32) if self.priority is Priority.SCORE else None,
         )
 
     def lose(self) -> None:

@@ -31,7 +31,7 @@ from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.run.parent import die_with_parent, how_it_ended
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
 from torchtune_ext.sampling.child_process import Frames, receive
-from torchtune_ext.sampling.records import Completion, EngineConfig
+from torchtune_ext.sampling.records import Completion, EngineConfig, Priority
 from torchtune_ext.sampling.server_command import CORES, engine_args, on_cpu
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID
 
@@ -191,7 +191,8 @@ class Client:
                 if call.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
                     await self._llm.abort(call.id)  # one more output follows it
             spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
-            return call.completion(part.finish_reason, spans, output.num_cached_tokens or 0)
+            scores = output.prompt_logprobs.logprobs if call.priority is Priority.SCORE else ()
+            return call.completion(part.finish_reason, spans, output.num_cached_tokens or 0, scores)
         except EngineDeadError as error:
             raise CoreLost(self.ending()) from error
         except EngineGenerateError as error:
@@ -217,6 +218,7 @@ class Client:
             ignore_eos=True,
             # It asks for the log-prob of the sampled token and of no others.
             logprobs=0,
+            prompt_logprobs=0 if call.priority is Priority.SCORE else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if call.watch is not None else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,

@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchtune_ext.run.catalog import by_path
@@ -220,6 +221,16 @@ class Engine:
             for p, prompt in enumerate(prompts)
         ]
         return self._thread.result(self._begin(self._pool.draw_all(groups), priority))
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Asks how likely texts are under the weights as they are, at temperature 1 and over the whole vocabulary.
+
+        Args: texts: token ids, two at least of each and fewer than `max_model_len`.
+        Returns: for each text the log-probs, in nats, of its tokens from the second on, float32.
+        Raises: as `sample`.
+        """
+        one = SamplingConfig(max_tokens=1, temperature=0.0)  # vLLM samples one token at least
+        return [row[0].prompt_logprobs for row in self.sample(texts, 1, one, priority=Priority.SCORE)]
 
     def submit(
         self,

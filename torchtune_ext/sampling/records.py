@@ -25,6 +25,7 @@ class Priority(IntEnum):
     CANARY = 0  # waits for no place of the throttle: all wait for it, and it is few and short (CANARY_REQUESTS)
     EVALUATION = 1  # gets the next places; it belongs to one version, so nothing may be published while one is drawn
     SAMPLE = 2  # what is trained on
+    SCORE = 3  # asks for the log-probs of its own prompt, and so for a prefill without the prefix cache
 
 
 class EngineFailed(Failure):
@@ -213,6 +214,8 @@ class Completion:
     versions: np.ndarray  # [R] int32, policy version that produced each token
     finish_reason: str  # "stop", "length", "early_stop", "deadline" or "abort"
     cached_prompt_tokens: int = 0  # prompt tokens that came out of the prefix cache
+    # [P - 1] float32, nats: of the prompt's tokens from the second on, where they were asked for (`Priority.SCORE`)
+    prompt_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

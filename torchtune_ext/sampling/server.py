@@ -24,7 +24,7 @@ import torch
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.alike import require_alike, server_facts
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
-from torchtune_ext.sampling.records import TRANSFERS, Completion, EngineConfig
+from torchtune_ext.sampling.records import TRANSFERS, Completion, EngineConfig, Priority
 from torchtune_ext.sampling.server_command import (
     KEY_VARIABLE,
     LOADER,
@@ -199,6 +199,7 @@ class ServerCore:
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": True,
                 "logprobs": 0,
+                "prompt_logprobs": 0 if call.priority is Priority.SCORE else None,
                 "detokenize": False,
             },
         }
@@ -212,20 +213,22 @@ class ServerCore:
             del self.calls[call.id]
 
     async def _generate(self, call: Call, body: dict[str, Any]) -> Completion:
-        reason, spans, cached = "abort", [], 0
+        reason, spans, cached, scores = "abort", [], 0, []
         async for part in self._open("POST", "/inference/v1/generate", body):
             self.sign_of_life = time.monotonic()
             if "error" in part:
                 raise CoreLost(f"{self.address} failed in a request: {part['error']}")
             details = (part.get("usage") or {}).get("prompt_tokens_details") or {}
             cached = details.get("cached_tokens") or cached
+            # The first token has none. The others have a dict with the one entry of the token.
+            scores += [next(iter(entry.values()))["logprob"] for entry in (part.get("prompt_logprobs") or ())[1:]]
             for choice in part["choices"]:
                 logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
                 if call.add(choice["token_ids"], logprobs) and choice["finish_reason"] is None:
                     await self._abort(call)
                 reason = choice["finish_reason"] or reason
                 spans += [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()]
-        return call.completion(reason, spans, cached)
+        return call.completion(reason, spans, cached, scores)
 
     async def end(self, call: Call, reason: str) -> None:
         """Asks for the end of a running request; `generate` then returns what was sampled until now."""

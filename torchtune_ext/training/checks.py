@@ -128,6 +128,7 @@ def _example(needs: Needs, labels: int, top_k: int) -> Tokens:
         old_logprobs_L=logprobs_L.clone() if needs.proximal else None,
         behavior_logprobs_L=logprobs_L.clone(),
         ref_logprobs_L=logprobs_L.clone() if needs.reference else None,
+        teacher_logprobs_L=logprobs_L.clone() if needs.teacher else None,
         advantages_L=torch.tensor([1.0, 1.0, -1.0])[:labels],
         versions_L=torch.zeros(labels, dtype=torch.int32),
         samples_L=torch.tensor([0, 0, 1])[:labels],

@@ -129,7 +129,7 @@ class Learner:
         """
         device, said = self.ranks.device, []
         values = {"total": torch.zeros((), dtype=torch.float64, device=device)}
-        breakdown = Breakdown(("clip_fraction", "masked_fraction"))
+        breakdown = Breakdown(("clip_fraction", "masked_fraction", "kl_teacher"))
         with self._watch("backward"):
             for i, cpu_row in enumerate(rows):
                 row = cpu_row.to(device)
@@ -147,6 +147,7 @@ class Learner:
                     samples_L=row.samples_L,
                     old_top_LK=before.top_LK,
                     top_LK=now.top_LK,
+                    teacher_logprobs_L=row.teacher_logprobs_L,
                     version=version,
                 )
                 token_loss_L, metrics = self.loss(tokens)

@@ -69,6 +69,7 @@ def check_settings(cfg: Any, loss: Any) -> None:
             f"groups, so some would have none; set updates_per_step={cfg.prompts_per_step} or less"
         )
     check_needs(cfg.loss, needs_of(loss))
+    check_teacher(cfg, needs_of(loss))
     check_sampling(cfg.sampling, cfg.samples_per_prompt, cfg.advantage)
     if cfg.aggregation not in AGGREGATIONS:
         near = nearest(str(cfg.aggregation), AGGREGATIONS)
@@ -126,6 +127,26 @@ def check_staleness(cfg: Any, loss: Any) -> None:
             f"staleness={cfg.staleness}, but nothing in this objective corrects for samples of an older policy: use "
             "preset=decoupled_ppo or preset=grpo, or set loss.importance (full, tis, ...). To train without a correction, say "
             "so: loss.importance=none"
+        )
+
+
+def check_teacher(cfg: Any, needs: Needs) -> None:
+    """Raises ValueError for a teacher that the loss does not ask, a loss that asks one that is not there, and samples that are
+    drawn otherwise than the teacher's log-probs are computed."""
+    if cfg.teacher.model_dir is None and needs.teacher and cfg.replay is None:
+        raise Mistake(
+            f"the loss {cfg.loss.get('_component_')} asks a teacher, and there is none: set teacher.model_dir to a model, or "
+            "loss.teacher_coef=0"
+        )
+    if cfg.teacher.model_dir is not None and not needs.teacher:
+        raise Mistake(
+            f"teacher.model_dir={cfg.teacher.model_dir}, but nothing in this objective asks a teacher: set preset=distill, or "
+            "loss.teacher_coef=1.0 beside the rewards"
+        )
+    if cfg.teacher.model_dir is not None and cfg.sampling.temperature != 1.0:
+        raise Mistake(
+            f"sampling.temperature={cfg.sampling.temperature} with a teacher, whose log-probs are those of temperature 1: they "
+            "could not be compared; set sampling.temperature=1.0"
         )
 
 

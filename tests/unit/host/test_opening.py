@@ -118,6 +118,7 @@ def opened(cfg, every=40, processes=1):
         trained=AllWeights(),
         precision=Flow(EngineConfig(address=cfg.engine.address)),
         replay=None,
+        teacher_model=None,
         meta_model=model,
         hf_model=SimpleNamespace(path=Path("models/q"), config={"model_type": "qwen2", "num_hidden_layers": 4}),
         ranks=Ranks(0, processes, torch.device("cpu")),

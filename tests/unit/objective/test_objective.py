@@ -312,6 +312,25 @@ def test_kl_to_the_reference_and_to_the_old_policy(kl, value, slope):
         assert ("kl_ref" in metrics) == (name == "kl_coef")
 
 
+def test_a_teacher_is_a_surrogate_of_its_own():
+    """The clip cuts it by the sign of its own advantage, here on other labels than that of the rewards."""
+    teacher = [-0.5, -3.0, -0.4, -0.2, -4.0]
+    gaps = [said - old for said, old in zip(teacher, OLD, strict=True)]
+    loss = PolicyLoss(teacher_coef=0.5, reward_coef=2.0)
+    t = tokens(teacher_logprobs_L=torch.tensor(teacher, dtype=torch.float64))
+    clipped, pairs = interval(0.8, 1.2), zip(RATIOS, ADVANTAGES, gaps, strict=True)
+    both = [(clipped(r, a), clipped(r, gap)) for r, a, gap in pairs]
+    values, gradient, metrics = value_and_gradient(loss, t)
+    assert values == pytest.approx([-2.0 * reward - 0.5 * taught for (reward, _), (taught, _) in both])
+    slopes = [-r * (2.0 * reward + 0.5 * taught) for r, ((_, reward), (_, taught)) in zip(RATIOS, both, strict=True)]
+    assert gradient == pytest.approx(slopes) and any(slopes)
+    assert metrics["kl_teacher"] == pytest.approx([-gap for gap in gaps])
+    assert metrics["teacher_surprise"] == [0.0] * 5  # exp(-4) is 1.8%
+    assert str(loss).endswith("0.5 teacher, 2 rewards")
+    with pytest.raises(ValueError, match="loss.teacher_coef=0.5 needs a teacher's log-probs"):
+        loss(tokens())
+
+
 def test_entropy_bonus():
     t = tokens()
     values, _, metrics = value_and_gradient(PolicyLoss(entropy_coef=0.05), t)

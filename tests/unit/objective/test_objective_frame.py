@@ -78,6 +78,7 @@ def random_tokens(seed, num=40, spread=0.4, dtype=torch.float64, top_k=4, length
         samples_L=torch.tensor(samples),
         old_top_LK=tops[0].log_softmax(-1)[:, :top_k],
         top_LK=(tops[0] + 0.2 * tops[1]).log_softmax(-1)[:, :top_k],
+        teacher_logprobs_L=-ref.abs() - 0.1,
         version=7,
     )
 
@@ -222,7 +223,7 @@ def test_far_out_nothing_is_infinite(name, dtype):
     sign = torch.tensor([1.0, -1.0]).repeat_interleave(len(cases)).to(dtype)
     tops = torch.tensor([[-80.0, -60.0], [0.0, -80.0], [-0.5, -1.0]]).to(dtype)[torch.arange(len(new)) % 3]
     t = Tokens(new, sign * 0, old, sampler, ref, sign, torch.zeros(len(new), dtype=torch.int32),
-               torch.arange(len(new)) // 3, tops, tops.flip(0), version=1)  # fmt: skip
+               torch.arange(len(new)) // 3, tops, tops.flip(0), teacher_logprobs_L=ref, version=1)  # fmt: skip
     values, gradients, metrics = run(PolicyLoss(**LOSSES[name]), t)
     assert torch.isfinite(values).all() and torch.isfinite(gradients).all()
     assert all(torch.isfinite(m).all() for m in metrics.values())
@@ -261,7 +262,8 @@ def make_groups(seed=0):
         samples = []
         for n in lengths:
             ids, noise, advantage = rng.integers(0, 60, n), 0.3 * rng.normal(size=n), float(rng.normal())
-            samples.append(sampled(ids, noise - 4, 3 + np.arange(n) % 5, advantage=advantage, trained=True))
+            heard = {"advantage": advantage, "teacher_logprobs": (2 * noise - 4).astype(np.float32)}
+            samples.append(sampled(ids, noise - 4, 3 + np.arange(n) % 5, trained=True, **heard))
         groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, prompt).astype(np.int32), tuple(samples)))
     return groups
 
@@ -271,7 +273,10 @@ def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turn
     """One update after the policy has moved away from its old scores, so that ratios are not one."""
     rows, _ = pack(groups, row_tokens, aggregation, 16, layout=Layout(tile=tile))
     # They carry float32 for a model in float32; the old policy between sampler and trainer wants one dtype.
-    rows = [replace(row, logprobs_L=row.logprobs_L.double()) for row in (rows[::-1] if turned else rows)]
+    rows = [
+        replace(row, logprobs_L=row.logprobs_L.double(), teacher_logprobs_L=row.teacher_logprobs_L.double())
+        for row in (rows[::-1] if turned else rows)
+    ]
     policy = PackedPolicy(tiny_model())
     learner = alone(policy, PolicyLoss(**options))
     old = learner.logprobs(rows, top_k=options.get("top_k") or 0)

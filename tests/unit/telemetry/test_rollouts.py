@@ -49,6 +49,7 @@ def assert_same(a: Group, b: Group):
         assert one.completion.finish_reason == other.completion.finish_reason
         for name in ("text", "advantage", "trained", "outcome"):
             assert getattr(one, name) == getattr(other, name)
+        np.testing.assert_equal(one.teacher_logprobs, other.teacher_logprobs)
 
 
 HOSTILE = ["", "plain", "</script><script>alert(1)</script>", "line\nbreaks\r\n\u2028\x00\x1f", "🙂 我们 \ud800", '"\\']
@@ -58,6 +59,7 @@ def test_round_trip(tmp_path):
     samples = [make_sample(seed=i, text=text) for i, text in enumerate(HOSTILE)]
     samples += [
         make_sample(0),
+        replace(make_sample(4), teacher_logprobs=np.array([-0.1, -2e-7, -np.inf, -30.0], dtype=np.float32)),
         make_sample(9, versions=np.array([3, 3, 3, 4, 4, 3, 7, 7, 7], dtype=np.int32), finish_reason="length"),
         make_sample(outcome=Outcome("infra_failed", None, "OSError: <no>\nworker"), advantage=0.0, trained=False),
         make_sample(outcome=None, advantage=1.0),

@@ -1,5 +1,7 @@
 """The verbs of a learner, and what a loss gets that says what it needs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +61,26 @@ def test_a_loss_of_ones_own_has_a_reference_that_stays():
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_a_teacher_is_heard_token_by_token():
+    """Whatever the order of completions in rows, each label comes with the log-prob that the teacher gave this token."""
+    groups = [
+        replace(g, samples=tuple(replace(s, teacher_logprobs=-s.completion.tokens / np.float32(8)) for s in g.samples))
+        for g in unpacked.make_groups(np.random.default_rng(0), GROUPS)
+    ]
+    heard = []
+
+    class Heard(Silent):
+        def __call__(self, t):
+            heard.append(t.teacher_logprobs_L)
+            return super().__call__(t)
+
+    packed = pack(groups, 20)[0]
+    learner(Heard()).forward_backward(packed)
+    assert len(packed) > 1 and all(map(torch.equal, heard, [-row.labels_L / 8 for row in packed]))
+    first = replace(groups[0], samples=(replace(groups[0].samples[0], teacher_logprobs=None), *groups[0].samples[1:]))
+    assert any(row.teacher_logprobs_L is None for row in pack([first, groups[1]], 40)[0])
+
+
 def test_what_a_loss_does_not_ask_for_it_does_not_get():
     its = learner(Silent())
     assert its.reference([rows(), rows()]) == [None, None]
@@ -82,7 +104,7 @@ def test_what_a_loss_does_not_ask_for_it_does_not_get():
 )
 def test_needs(loss, proximal, reference, all_groups, top_k):
     needs = needs_of(loss)
-    assert needs == Needs(proximal, reference, all_groups, top_k)
+    assert needs == Needs(proximal, reference, False, all_groups, top_k)
 
 
 def test_only_later_updates_ask_the_proximal_policy_beforehand():

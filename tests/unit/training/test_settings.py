@@ -8,6 +8,7 @@ from tables import every_row
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.teacher import TeacherConfig
 from torchtune_ext.training import settings as settings_module
 from torchtune_ext.training.learner import ScheduleConfig
 from torchtune_ext.training.settings import check_settings, chosen_dtype, computes_in_bfloat16, dtype_note
@@ -40,6 +41,8 @@ def check(loss=None, **changed):
         "advantage": AdvantageConfig(),
         "schedule": ScheduleConfig(),
         "loss": fields,
+        "teacher": TeacherConfig(),
+        "replay": None,
         **changed,
     }
     made = PolicyLoss(**fields) if loss is None or isinstance(loss, dict) else loss

@@ -1,0 +1,103 @@
+"""On-policy distillation with a real second engine: its log-probs, a run that comes closer to it, and replays without it."""
+
+import numpy as np
+import pytest
+import recipe_runs as runs
+import torch
+from servers import Server, free_port
+from tiny_runs import write_tiny_model
+from transformers import AutoModelForCausalLM
+
+from torchtune_ext.sampling.engine import Engine, EngineConfig
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SIZES = {"max_model_len": 128, "kv_cache_bytes": 1 << 24, "dtype": "float32"}
+DISTILL = ["preset=distill", "teacher.model_dir=teacher", "task._component_=letters.Generous"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with a policy, and a teacher that has its tokenizer and other weights and sizes."""
+    folder = runs.make_workplace(tmp_path_factory.mktemp("distill"))
+    write_tiny_model(folder / "teacher", hidden_size=96, num_attention_heads=3, num_hidden_layers=3)
+    # Each token depends on those before it, and every fifth one is twenty times as likely as others: that can be learned.
+    model = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3.0 if weight.dim() > 1 else 1.0)
+        embeddings = model.get_input_embeddings().weight
+        embeddings.add_(1.0)
+        embeddings[::5] += 3.0 / embeddings.shape[1]
+    model.save_pretrained(folder / "teacher")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(workplace):
+    """A server of the teacher."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHTUNE_EXT_API_KEY", runs.SERVER_KEY)
+        config = EngineConfig(address=f"http://127.0.0.1:{free_port()}", **SIZES)
+        server = Server(str(workplace / "teacher"), config, workplace / "server.log")
+        try:
+            server.wait()
+            yield config
+        finally:
+            server.kill()
+
+
+def logprobs(folder, texts):
+    """Of the tokens of texts from the second on, by transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        found = [model(torch.tensor([text])).logits[0].log_softmax(-1)[:-1] for text in texts]
+    return [each.gather(1, torch.tensor(text[1:])[:, None])[:, 0] for each, text in zip(found, texts, strict=True)]
+
+
+@pytest.mark.parametrize("where", ["own", "server"])
+def test_scores_are_those_of_transformers(workplace, server, where, tmp_path):
+    texts = [np.random.default_rng(length).integers(5, 300, length).tolist() for length in (2, 17, 127)]
+    texts.append(texts[2][:100] + texts[1])  # a prefix that is in the cache by then, of which vLLM has no log-probs
+    config = server if where == "server" else EngineConfig(**SIZES)
+    with Engine(str(workplace / "teacher"), config, str(tmp_path)) as engine:
+        engine.start()
+        engine.wait_ready()
+        scores = [*engine.score(texts[:3]), *engine.score(texts[3:])]
+    for score, expected in zip(scores, logprobs(workplace / "teacher", texts), strict=True):
+        # Rounding of float32 grows to 1e-4 in weights this large; another token or context is off by 0.1 and more.
+        np.testing.assert_allclose(score, expected, atol=3e-4)
+
+
+@pytest.fixture(scope="module")
+def distilled(workplace, served, server):
+    words = [served, "max_steps=10", "optimizer.lr=1e-2", "evaluation.task=null", *DISTILL]
+    words += [f"teacher.engine.address={server.address}", "teacher.engine.max_model_len=128"]
+    output = runs.run(workplace, "grpo_full", "output_dir=distilled", *words)
+    assert "objective: clip 0.2/0.2 per token, TIS <= 2, 1 teacher, 0 rewards" in output
+    return workplace / "distilled"
+
+
+def test_a_policy_comes_closer_to_its_teacher(distilled):
+    """All rewards are equal: what is learned comes from the teacher."""
+    lines = runs.metrics(distilled)[1:]
+    assert all(line["groups/no_signal"] == 4 and line["pack/labels"] == line["length/tokens"] for line in lines)
+    gaps = [line["loss/kl_teacher"] for line in lines]
+    assert np.mean(gaps[-2:]) < 0.8 * np.mean(gaps[:2])
+
+
+def test_stored_scores_are_the_teachers(distilled, workplace):
+    (group, *_) = read_rollouts(rollout_paths(distilled)[1])
+    texts = [np.concatenate([group.prompt_tokens, s.completion.tokens]).tolist() for s in group.samples]
+    for sample, expected in zip(group.samples, logprobs(workplace / "teacher", texts), strict=True):
+        np.testing.assert_allclose(sample.teacher_logprobs, expected[-len(sample.completion.tokens) :], atol=3e-4)
+
+
+def test_a_replay_needs_no_teacher(distilled, workplace):
+    words = ["preset=distill", "task._component_=letters.Generous", "optimizer.lr=1e-2", "evaluation.task=null"]
+    output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=distilled", "max_steps=10", *words)
+    assert "Set otherwise" not in output
+    last = [max((run / "checkpoints").glob("step_*")) for run in (distilled, workplace / "again")]
+    ours, theirs = ({path.name: path.read_bytes() for path in folder.glob("*.safetensors")} for folder in last)
+    assert ours == theirs != {}
