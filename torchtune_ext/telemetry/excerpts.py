@@ -9,7 +9,7 @@ import gzip
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def excerpts_of(
 
 def pack(data: Any) -> str:
     """Makes the text that the page unpacks: base64 of gzipped JSON, which no completion can break out of."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, default=asdict)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
