@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from torchtune_ext.groups import Group
-from torchtune_ext.telemetry.excerpts import finite, messages_of, pack, rewards_of, sample_facts, short, spaced
+from torchtune_ext.telemetry.excerpts import (
+    finite,
+    groups_of,
+    messages_of,
+    pack,
+    rewards_of,
+    sample_facts,
+    short,
+    spaced,
+)
 from torchtune_ext.telemetry.findings import nonfinite
 from torchtune_ext.telemetry.page_file import page_of, write_page
 from torchtune_ext.telemetry.panels import Panel, panels_for
@@ -27,7 +36,6 @@ from torchtune_ext.telemetry.results import (
     LOW,
     REWARD,
     Target,
-    groups_of,
     result_of,
     tail,
     target_of,

@@ -67,10 +67,8 @@ def excerpts_of(
     pieces: TokenPieces | None = None
     asked = False
     for number, step in enumerate(steps):
-        try:
-            groups = read_rollouts(paths[step])
-        except ValueError as error:
-            log.warning("left out of the report: %s", error)
+        groups = groups_of(paths[step])
+        if not groups:
             continue
         if not asked and (sample := _longest(groups)) is not None:
             pieces, asked = _speller(tokenizers, sample), True
@@ -90,6 +88,15 @@ def excerpts_of(
     if ends:
         found.silent = _causes(silent, *ends)
     return found
+
+
+def groups_of(path: Path) -> list[Group]:
+    """Reads stored rollouts; of a damaged file there are none."""
+    try:
+        return read_rollouts(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("left out of the report: %s", error)
+        return []
 
 
 def pack(data: Any) -> str:

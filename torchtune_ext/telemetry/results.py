@@ -9,26 +9,21 @@ Where m pairs are looked at, each interval is of the level 1 - 0.05 / m (Bonferr
 of 100 cases; only then the pair that looks best may be picked.
 """
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import NormalDist, fmean, stdev, variance
 from typing import Any
 
 import numpy as np
 
 from torchtune_ext.evaluation import partly_right
-from torchtune_ext.groups import Group
-from torchtune_ext.telemetry.excerpts import rewards_of
+from torchtune_ext.telemetry.excerpts import groups_of, rewards_of
 from torchtune_ext.telemetry.heading import flat
-from torchtune_ext.telemetry.readings import PART
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+from torchtune_ext.telemetry.readings import reading_of
+from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.runs import Run, Setting
-
-log = logging.getLogger(__name__)
 
 ACCURACY, LOW, HIGH = "eval/accuracy_sampled", "eval/low", "eval/high"
 GREEDY, REWARD, NLL = "eval/accuracy_greedy", "reward/mean", "loss/nll"
@@ -126,9 +121,8 @@ def result_of(run: Run, target: Target | None) -> Estimate | None:
 
 def tail(run: Run, metric: str) -> float | None:
     """Returns the mean of a metric over the last tenth of the steps; of what few steps have, the newest value."""
-    values = [record[metric] for record in run.records if metric in record]
-    number = max(1, round(len(run.records) / PART)) if 2 * len(values) >= len(run.records) else 1
-    return fmean(values[-number:]) if values else None
+    values = [record.get(metric) for record in run.records]
+    return None if set(values) == {None} else reading_of(range(len(values)), values).last
 
 
 def differently_judged(runs: Sequence[Run], target: Target) -> list[str]:
@@ -142,15 +136,6 @@ def differently_judged(runs: Sequence[Run], target: Target) -> list[str]:
             tasks.append(dict(flat({"task": node.get("task") or {}})))
     keys = dict.fromkeys(key for task in tasks for key in task if key != "task.seed")
     return [key for key in keys if len({task.get(key) for task in tasks}) > 1]
-
-
-def groups_of(path: Path) -> list[Group]:
-    """Reads stored rollouts; of a damaged file there are none."""
-    try:
-        return read_rollouts(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("left out of the report: %s", error)
-        return []
 
 
 def problem_rewards(run: Run, metric: str) -> dict[Any, float]:

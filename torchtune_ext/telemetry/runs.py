@@ -179,14 +179,19 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=repr)
 
 
+def record_of(folder: Path) -> dict[str, Any]:
+    """Returns what `run.json` in `folder` holds: nothing where it is missing or damaged."""
+    try:
+        return read_record(folder) or {}
+    except ValueError as error:
+        log.warning("left out of the report: %s", error)
+        return {}
+
+
 def _read(path: Path, name: str, point: Mapping[str, Any] | None) -> Run:
     """Reads a run. Raises ValueError with the reason why it has nothing to show."""
-    try:
-        record = read_record(path) or {}
-    except ValueError as error:
-        log.warning("the settings of %s are not known: %s", path, error)
-        record = {}
-    config = record.get("config")
+    record = record_of(path)
+    config = record["config"] if isinstance(record.get("config"), Mapping) else None
     versions = (record.get("process") or {}).get("versions") or {}
     file = METRICS if (path / METRICS).exists() else EVALUATION
     try:
