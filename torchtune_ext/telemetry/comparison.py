@@ -4,45 +4,66 @@ comparison = build_comparison([sweep_folder])     # writes sweep_folder/report.h
 print(comparison.summary())                       # which setting is better, and what was left out
 """
 
-import math
 import time
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.telemetry.compared.curves import Columns, chart_record, overlays, seeds_missing
-from torchtune_ext.telemetry.compared.results import (
-    Result,
-    Target,
-    differently_judged,
-    result_of,
-    row_of,
-    target_of,
-    unit_of,
-    unstarted_row,
+import numpy as np
+
+from torchtune_ext.groups import Group
+from torchtune_ext.telemetry.excerpts import (
+    finite,
+    groups_of,
+    messages_of,
+    pack,
+    rewards_of,
+    sample_facts,
+    short,
+    spaced,
 )
-from torchtune_ext.telemetry.compared.runs import Found, OneRun, find_runs, is_several
-from torchtune_ext.telemetry.compared.samples import SampleLimits, shared_samples
-from torchtune_ext.telemetry.compared.settings import Setting, settings_of, short_keys, shown
-from torchtune_ext.telemetry.compared.sweep_file import Point, Sweep
-from torchtune_ext.telemetry.compared.verdict import Verdict, estimates_of, verdict_of
-from torchtune_ext.telemetry.excerpts import pack, short
+from torchtune_ext.telemetry.findings import nonfinite
 from torchtune_ext.telemetry.page_file import page_of, write_page
+from torchtune_ext.telemetry.panels import Panel, panels_for
+from torchtune_ext.telemetry.pieces import cut_text
+from torchtune_ext.telemetry.readings import reading_of
+from torchtune_ext.telemetry.results import (
+    ACCURACY,
+    HIGH,
+    LOW,
+    REWARD,
+    Target,
+    result_of,
+    tail,
+    target_of,
+    verdict_of,
+    word_of,
+)
+from torchtune_ext.telemetry.rollouts import rollout_paths
+from torchtune_ext.telemetry.runs import Run, Setting, find_runs, is_several, settings_of, short_keys
 
 SCRIPTS = ("charts", "shell", "rollouts", "overlay", "tables", "scatter", "comparison")  # of the page, in this order
-_LONGEST = 400  # characters of a value in a table
-
-
-@dataclass(frozen=True, slots=True)
-class ComparisonLimits:
-    """This says how much a page of several runs carries."""
-
-    points: int = 400  # of a curve; where there are more steps, each point is the mean of neighbors
-    shown: int = 8  # So many settings are drawn when the page opens; a click draws others.
-    curves: int = 40  # So many settings have curves at all: the best ones.
-    keys: int = 200  # So many of the settings that differ are in the table.
-    samples: SampleLimits = field(default_factory=SampleLimits)
+POINTS = 400  # of a curve; where there are more steps, each point is the mean of neighbors
+DRAWN = 40  # settings that have curves: the best ones
+LONGEST = 400  # characters of a value of a setting
+STEPS, PROBLEMS, SAMPLED = 3, 6, 12  # whose samples are shown: steps, problems of a step, runs of a step
+CHARACTERS = 3000  # of a text; the middle of longer ones is left out
+# These curves stand first, in this order, with titles of their own; the panels of all others are folded.
+FIRST = {
+    ACCURACY: "Held-out accuracy",
+    REWARD: "Reward",
+    "length/mean": "Completion length",
+    "loss/nll": "Negative log-likelihood",
+    "loss/total": "Loss",
+    "loss/entropy": "Entropy",
+    "length/truncated": "Truncated",
+    "optim/grad_norm": "Gradient norm",
+    "mismatch/mean_abs": "Trainer against sampler",
+    "time/step": "Step time",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,216 +72,231 @@ class Comparison:
 
     path: Path
     num_bytes: int
-    runs: int  # So many are in the page.
-    settings: int  # So many settings they are of.
+    runs: int  # in the page
+    settings: int  # that the runs are of
     verdict: str  # which one is better, and whether that can be told
-    left_out: tuple[str, ...]  # a sentence for each run that has nothing to show
+    left_out: Sequence[str]  # a sentence for each run that has nothing to show
 
     def summary(self) -> str:
         """Returns the lines for the terminal."""
         runs = f"{self.runs} run{'s' * (self.runs != 1)} of {self.settings} setting{'s' * (self.settings != 1)}"
-        first = f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {runs}"
-        return "\n".join([first, *self.left_out, self.verdict])
+        return "\n".join([f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {runs}", *self.left_out, self.verdict])
 
 
-def build_comparison(
-    paths: Sequence[str | Path], out: str | Path | None = None, limits: ComparisonLimits | None = None
-) -> Comparison:
+def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None) -> Comparison:
     """Writes the page of the runs in `paths`.
 
     Args:
         paths: folders of runs, of sweeps (`sweep.json`), and folders that hold folders of runs.
         out: the page; None: `report.html` in the folder of a sweep, or of runs, if it is the only path; else
             `comparison.html` in the working directory.
-        limits: how much the page carries.
 
     Raises:
-        FileNotFoundError: a path does not exist, or no run has anything to show.
-        ValueError: a path is no run, a run is named twice, or a file is of another format.
+        ValueError: a path is no run, a `sweep.json` is damaged, or no run has anything to show.
         OSError: the page cannot be written.
     """
-    limits = limits or ComparisonLimits()
-    found = find_runs(paths)
-    keys, settings = settings_of(found.runs)
-    target = target_of(found.runs, found.sweeps)
-    results = {number: result_of(run, target) for number, run in enumerate(found.runs)}
-    verdict = verdict_of(settings, results, target, differently_judged(found.runs, settings, target))
-    if out is None:
-        out = Path(paths[0]) / "report.html" if len(paths) == 1 and is_several(paths[0]) else Path("comparison.html")
-    overview = _overview(found, keys, settings, target, results, verdict, limits)
-    overview["name"] = _name(paths, found)
-    ranked = _ranked(range(len(settings)), estimates_of(settings, results), target)
-    samples, told = shared_samples(found.runs, [settings[place] for place in ranked], limits.samples)
-    overview["samples"] = told
-    page = page_of(overview["name"], "comparison", SCRIPTS, {"overview": pack(overview), "problems": pack(samples)})
-    write_page(Path(out), page)
-    left_out = tuple(found.left_out)
-    return Comparison(Path(out), len(page.encode()), len(found.runs), len(settings), verdict.headline, left_out)
-
-
-def _name(paths: Sequence[str | Path], found: Found) -> str:
+    runs, sweeps, left_out = find_runs(paths)
+    keys, settings = settings_of(runs)
+    target = target_of(runs, sweeps)
+    verdict = verdict_of(runs, settings, target)
+    higher = target is None or target.higher
+    ranking = sorted(verdict.means, key=lambda place: verdict.means[place].value, reverse=higher)
+    ranking += [place for place in range(len(settings)) if place not in verdict.means]
+    name = f"{len(runs)} runs"
     if len(paths) == 1:
-        return found.sweeps[0].name if found.sweeps else Path(paths[0]).resolve().name
-    names = [run.name for run in found.runs]
-    return " · ".join(names) if sum(map(len, names)) <= 80 else f"{len(names)} runs"
-
-
-def _overview(
-    found: Found,
-    keys: Sequence[str],
-    settings: Sequence[Setting],
-    target: Target | None,
-    results: Mapping[int, Result],
-    verdict: Verdict,
-    limits: ComparisonLimits,
-) -> dict[str, Any]:
-    """Collects all that the page shows but the samples."""
-    runs = found.runs
-    estimates = estimates_of(settings, results)
-    drawn = _drawn(settings, estimates, target, limits.curves)
-    columns = Columns(runs, limits.points)
-    charts = overlays(columns, [settings[place] for place in drawn], target and target.metric)
-    ends = short_keys(keys)
-    of_run = {run: place for place, setting in enumerate(settings) for run in setting.runs}
-    return {
+        name = sweeps[0]["name"] if sweeps else Path(paths[0]).resolve().name
+        out = out or (Path(paths[0]) / "report.html" if is_several(paths[0]) else None)
+    steps, charts = curves_of(runs, settings, ranking[:DRAWN], target)
+    overview = {
         "written": time.time(),
-        "notices": [*found.left_out, *_notices(runs, settings)],
-        "steps": columns.steps,
-        "steps_each": columns.steps_each,
+        "notices": [*left_out, *_notices(runs, settings)],
+        "target": target and asdict(target) | {"unit": next((panel.unit for panel in panels_for([target.metric])), "")},
+        "verdict": verdict.headline,
+        "best": verdict.best,
+        "ranking": ranking,  # the best setting first
         "settings": [
             {
                 "letter": setting.letter,
                 "label": setting.label,
-                "runs": [runs[run].name for run in setting.runs],
-                "seeds": setting.num_seeds,
-                "estimate": None if estimate is None else {name: short(end) for name, end in asdict(estimate).items()},
+                "values": [cut_text(value, LONGEST) for value in setting.values.values()],
+                "runs": [runs[number].name for number in setting.runs],
+                "seeds": len(verdict.seeds.get(place, ())),
+                "mean": verdict.means.get(place),
+                "lead": verdict.leads.get(place),
+                "word": word_of(verdict.leads[place]) if place in verdict.leads else None,
             }
-            for setting, estimate in zip(settings, estimates, strict=True)
+            for place, setting in enumerate(settings)
         ],
-        "drawn": drawn,
-        "shown": _shown(drawn, settings, estimates, target, limits.shown),
-        "charts": [chart_record(chart) for chart in charts],
-        "target": None if target is None else asdict(target) | {"unit": unit_of(target.metric)},
-        "verdict": {
-            "headline": verdict.headline,
-            "notes": verdict.notes,
-            "best": verdict.best,
-            "pairs": [
-                {"other": pair.other, "told": pair.told} | {name: short(end) for name, end in asdict(pair.difference).items()}
-                for pair in verdict.pairs
-            ],
-        },
-        "keys": [[key, ends[key]] for key in keys[: limits.keys]],
-        "more_keys": max(0, len(keys) - limits.keys),
-        "values": [[_value(setting.values.get(key)) for key in keys[: limits.keys]] if setting.values else None
-                   for setting in settings],
-        "rows": _rows(found, of_run, results),
-        "sweeps": [_sweep(sweep, runs, of_run, results) for sweep in found.sweeps],
-    }  # fmt: skip
-
-
-def _drawn(settings: Sequence[Setting], estimates: Sequence, target: Target | None, number: int) -> list[int]:
-    """Returns the settings that have curves, in their own order: the best ones where there are too many."""
-    return sorted(_ranked(list(range(len(settings))), estimates, target)[:number])
-
-
-def _shown(
-    drawn: Sequence[int], settings: Sequence, estimates: Sequence, target: Target | None, number: int
-) -> list[int]:
-    # One or two more than the number are no reason to hide any.
-    return list(drawn) if len(drawn) <= number + 2 else sorted(_ranked(drawn, estimates, target)[:number])
-
-
-def _ranked(places: Sequence[int], estimates: Sequence, target: Target | None) -> list[int]:
-    sign = -1 if target is None or target.higher else 1
-    return sorted(places, key=lambda i: (estimates[i] is None, sign * estimates[i].value if estimates[i] else 0))
-
-
-def _rows(found: Found, of_run: Mapping[int, int], results: Mapping[int, Result]) -> list[dict[str, Any]]:
-    """Returns a row for each run, those of a sweep in its order, with those that wait or failed before their first step."""
-    rows = {run.path: _row(run, number, of_run[number], results[number]) for number, run in enumerate(found.runs)}
-    ordered = []
-    for sweep in found.sweeps:
-        ordered += [rows.pop(point.folder, None) or _unstarted(point) for point in sweep.points]
-    return [*ordered, *rows.values()]
-
-
-def _unstarted(point: Point) -> dict[str, Any]:
-    return unstarted_row(point) | {
-        "run": None, "name": point.id, "setting": None, "seed": None, "state": point.state,
-        "state_text": point.state.replace("_", " "), "cause": point.cause[:_LONGEST],
-        "parameters": ", ".join(f"{key} {shown(value)}" for key, value in point.parameters.items()),
-    }  # fmt: skip
-
-
-def _row(run: OneRun, number: int, setting: int, result: Result) -> dict[str, Any]:
-    state, text, cause = run.state.kind, run.state.text, ""
-    if run.point is not None:
-        state, text, cause = run.point.state, run.point.state.replace("_", " "), run.point.cause
-    seed = None if run.config is None else run.config.get("seed")
-    return row_of(result) | {
-        "run": number, "name": run.name, "setting": setting, "seed": None if seed is None else shown(seed),
-        "state": state, "state_text": text, "cause": cause[:_LONGEST],
-    }  # fmt: skip
-
-
-def _sweep(
-    sweep: Sweep, runs: Sequence[OneRun], of_run: Mapping[int, int], results: Mapping[int, Result]
-) -> dict[str, Any]:
-    """Returns the points of a sweep, each with its value and its interval, for the scatter of each parameter."""
-    numbers = {run.path: number for number, run in enumerate(runs)}
-    swept = sweep.swept()
-    points = []
-    for point in sweep.points:
-        number = numbers.get(point.folder)
-        known = None if number is None else results[number].target
-        points.append({
-            "id": point.id, "run": number, "setting": None if number is None else of_run[number], "state": point.state,
-            "value": short(point.value), "cause": point.cause[:_LONGEST],
-            "low": short(known.low) if known else None, "high": short(known.high) if known else None,
-            "parameters": {key: _value(point.parameters.get(key), raw=True) for key in swept},
-        })  # fmt: skip
-    ends = short_keys(list(swept))
-    return {
-        "name": sweep.name,
-        "method": sweep.method,
-        "metric": sweep.metric,
-        "goal": sweep.goal,
-        "axes": [{"key": key, "label": ends[key], "axis": axis} for key, axis in swept.items()],
-        "points": points,
-        "best": sweep.best.id if sweep.best else None,
+        "keys": list(zip(keys, short_keys(keys), strict=True)),
+        "rows": _rows(runs, settings, sweeps, target),
+        "sweeps": [{"name": sweep["name"], "method": sweep["method"]} for sweep in sweeps],
+        "steps": steps,
+        "charts": charts,
     }
+    problems = shared_problems(runs, [number for place in ranking for number in settings[place].runs])
+    page = page_of(name, "comparison", SCRIPTS, {"overview": pack(overview), "problems": pack(problems)})
+    out = Path(out or "comparison.html")
+    write_page(out, page)
+    return Comparison(out, len(page.encode()), len(runs), len(settings), verdict.headline, left_out)
 
 
-def _value(value: Any, raw: bool = False) -> Any:
-    if raw and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return value
-    return shown(value, _LONGEST)
+def curves_of(
+    runs: Sequence[Run], settings: Sequence[Setting], places: Sequence[int], target: Target | None
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """Returns the common steps and the charts, the most telling ones first, with a line for each setting of `places`.
+
+    Of several runs, a line is their mean, and its band goes from the lowest to the highest. Of one run, the band of held-out
+    accuracy is its interval over problems, and no other curve has one.
+    """
+    every = sorted({record["step"] for run in runs for record in run.records})
+    if every in ([], [0]):
+        return every, []  # These are evaluations of models.
+    parts = np.array_split(every, min(POINTS, len(every)))
+    steps = [int(part[-1]) for part in parts]
+    column = {int(step): number for number, part in enumerate(parts) for step in part}
+
+    def values_of(number: int, metric: str) -> np.ndarray:
+        sums, counts = np.zeros((2, len(steps)))
+        for record in runs[number].records:
+            if metric in record:
+                sums[column[record["step"]]] += record[metric]
+                counts[column[record["step"]]] += 1
+        return np.divide(sums, counts, out=np.full(len(steps), np.nan), where=counts > 0)
+
+    def line_of(place: int, metric: str, panel: Panel) -> dict[str, Any] | None:
+        members = settings[place].runs
+        values = np.stack([values_of(number, metric) for number in members])
+        if np.isnan(values).all():
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # A step that no run has gives NaN, which is meant.
+            mean, band = np.nanmean(values, 0), [np.nanmin(values, 0), np.nanmax(values, 0)]
+        if len(members) == 1:
+            band = [values_of(members[0], end) for end in (LOW, HIGH)] if metric == ACCURACY else []
+        end = np.flatnonzero(~np.isnan(mean))[-1] + 1
+        reading = reading_of(steps[:end], _listed(mean[:end]), panel.newest)
+        edges = [_listed(edge) for edge in band] or None
+        return {"setting": place, "mean": _listed(mean), "band": edges, "reading": reading}
+
+    names = {name for run in runs for record in run.records for name in record} - {"step", "nonfinite", LOW, HIGH}
+    first = list(dict.fromkeys([*([target.metric] if target else []), *FIRST]))
+    series = [(panel, metric, label) for panel in panels_for(names) for metric, label in panel.series]
+    series.sort(key=lambda each: first.index(each[1]) if each[1] in first else len(first))
+    charts = []
+    for panel, metric, label in series:
+        lines = [line for place in places if (line := line_of(place, metric, panel))]
+        if not lines or (panel.quiet and not any(value for line in lines for value in line["mean"])):
+            continue
+        title = panel.title if len(panel.series) == 1 or not label else f"{panel.title}: {label}"
+        charts.append({
+            "section": "" if metric in first else panel.section, "title": FIRST.get(metric, title), "unit": panel.unit,
+            "scale": panel.scale, "zero": panel.zero, "baseline": panel.baseline, "lines": lines,
+        })  # fmt: skip
+    return steps, charts
 
 
-def _notices(runs: Sequence[OneRun], settings: Sequence[Setting]) -> list[str]:
+def _listed(values: np.ndarray) -> list[float | None]:
+    return [None if np.isnan(value) else short(float(value), 5) for value in values]
+
+
+def _rows(
+    runs: Sequence[Run], settings: Sequence[Setting], sweeps: Sequence[Mapping[str, Any]], target: Target | None
+) -> list[dict[str, Any]]:
+    """Returns a row for each run, those of a sweep in its order, with those that wait or failed before their first step."""
+    rows = {}
+    for place, sweep in enumerate(sweeps):
+        for point in sweep["runs"]:
+            kept = {name: point.get(name) for name in ("state", "parameters", "seconds", "cause")}
+            rows[point["path"]] = kept | {"name": point["id"], "sweep": place}
+    for place, setting in enumerate(settings):
+        for number in setting.runs:
+            run = runs[number]
+            row = rows.setdefault(run.path, {"state": run.state.kind, "state_text": run.state.text})
+            accuracies = [(record[ACCURACY], record["step"]) for record in run.records if ACCURACY in record]
+            row |= {
+                "run": number,
+                "name": run.name,
+                "setting": place,
+                "seed": (run.config or {}).get("seed"),
+                "result": result_of(run, target),
+                "best": max(accuracies, default=None, key=lambda pair: pair[0]),
+                "reward": tail(run, REWARD),
+                "steps": run.records[-1]["step"],
+                "seconds": row.get("seconds") or sum(record.get("time/step", 0.0) for record in run.records),
+                "tokens": sum(record.get("length/tokens", 0) for record in run.records),
+            }
+    return list(rows.values())
+
+
+def _notices(runs: Sequence[Run], settings: Sequence[Setting]) -> list[str]:
     """Says what a reader should know before the curves: broken values, seeds that ended early, versions that differ."""
-    told = []
+    notices = []
     for run in runs:
-        broken: dict[str, int] = {}
-        for record in run.records:
-            for name in record.get("nonfinite", ()):
-                broken[name] = broken.get(name, 0) + 1
-        if broken:
-            what = ", ".join(f"{name} at {count} step{'s' * (count > 1)}" for name, count in list(broken.items())[:4])
-            told.append(f"{run.name}: not finite: {what}{' and more' if len(broken) > 4 else ''}.")
+        notices += [f"{run.name}: {finding.text}" for finding in nonfinite(run.records, ())]
     for setting in settings:
-        if ends := seeds_missing(runs, setting):
-            spans = "; ".join(f"{count} to step {end:,}" for end, count in ends.items())
-            told.append(f"{setting.letter}: its seeds end at different steps ({spans}). Behind the end of one, mean and band "
-                        "are of the others.")  # fmt: skip
-    versions: dict[str, set[str]] = {}
+        ends = sorted({runs[number].records[-1]["step"] for number in setting.runs})
+        if len(ends) > 1:
+            notices.append(f"{setting.letter}: its seeds end at different steps ({', '.join(f'{end:,}' for end in ends)}). "
+                           "Behind the end of one, mean and band are of the others.")  # fmt: skip
+    versions = defaultdict(set)
     for run in runs:
-        for name, version in (run.process.get("versions") or {}).items():
-            versions.setdefault(name, set()).add(str(version))
-    if differ := [f"{name} {', '.join(sorted(found))}" for name, found in versions.items() if len(found) > 1]:
-        told.append(f"The runs were made with different versions: {'; '.join(differ)}.")
+        for package, version in run.versions.items():
+            versions[package].add(str(version))
+    differ = [f"{package} {', '.join(sorted(some))}" for package, some in versions.items() if len(some) > 1]
+    if differ:
+        notices.append(f"The runs were made with different versions: {'; '.join(differ)}.")
     unknown = [run.name for run in runs if run.config is None]
     if unknown:
-        told.append(f"The settings of {', '.join(unknown)} are not known: no run.json, or a damaged one.")
-    return told
+        notices.append(f"The settings of {', '.join(unknown)} are not known: no run.json, or a damaged one.")
+    return notices
+
+
+# ---------------------------------------------------------------- samples of the same problem
+
+
+def shared_problems(runs: Sequence[Run], order: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns problems that two or more runs sampled at the same step, with the best and the worst sample of each run: first
+    those whose mean rewards lie farthest apart, at steps evenly spaced over those that most runs have stored.
+
+    Args:
+        runs: all runs of the page.
+        order: the runs, those that are wanted most first.
+    """
+    paths = {number: rollout_paths(runs[number].path) for number in order}
+    counts = Counter(step for found in paths.values() for step in found)
+    most = max(counts.values(), default=0)
+    problems = []
+    for step in spaced(sorted(step for step, count in counts.items() if count == most), STEPS) if most > 1 else []:
+        shared: dict[Any, dict[int, Group]] = defaultdict(dict)
+        for number in [number for number in order if step in paths[number]][:SAMPLED]:
+            for group in groups_of(paths[number][step]):
+                # Two tasks may give different questions the same id.
+                shared[group.problem.id, str(group.problem.messages)].setdefault(number, group)
+        chosen = sorted((groups for groups in shared.values() if len(groups) > 1), key=_apart, reverse=True)
+        problems += [_problem(step, groups) for groups in chosen[:PROBLEMS]]
+    return problems
+
+
+def _apart(groups: Mapping[int, Group]) -> tuple[int, float]:
+    means = [sum(rewards) / len(rewards) for group in groups.values() if (rewards := rewards_of(group))]
+    return len(groups), max(means, default=0.0) - min(means, default=0.0)
+
+
+def _problem(step: int, groups: Mapping[int, Group]) -> dict[str, Any]:
+    first = next(iter(groups.values()))
+    answer = first.problem.answer
+    by_run = []
+    for number, group in groups.items():
+        rewards = rewards_of(group)
+        graded = sorted((s for s in group.samples if s.score is not None), key=lambda s: s.score.reward, reverse=True)
+        ends = [graded[0], graded[-1]] if len(graded) > 1 else graded or group.samples[:1]
+        facts = [sample_facts(sample, CHARACTERS) for sample in ends]
+        mean = finite(sum(rewards) / len(rewards)) if rewards else None
+        by_run.append({"run": number, "count": len(group.samples), "mean": mean, "samples": facts})
+    return {
+        "step": step,
+        "id": first.problem.id,
+        "messages": messages_of(first, CHARACTERS),
+        "answer": cut_text(answer if isinstance(answer, str) else repr(answer), CHARACTERS),
+        "runs": by_run,
+    }

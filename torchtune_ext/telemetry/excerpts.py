@@ -9,7 +9,7 @@ import gzip
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,8 @@ def excerpts_of(
     pieces: TokenPieces | None = None
     asked = False
     for number, step in enumerate(steps):
-        try:
-            groups = read_rollouts(paths[step])
-        except ValueError as error:
-            log.warning("left out of the report: %s", error)
+        groups = groups_of(paths[step])
+        if not groups:
             continue
         if not asked and (sample := _longest(groups)) is not None:
             pieces, asked = _speller(tokenizers, sample), True
@@ -92,9 +90,18 @@ def excerpts_of(
     return found
 
 
+def groups_of(path: Path) -> list[Group]:
+    """Reads stored rollouts; of a damaged file there are none."""
+    try:
+        return read_rollouts(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("left out of the report: %s", error)
+        return []
+
+
 def pack(data: Any) -> str:
     """Makes the text that the page unpacks: base64 of gzipped JSON, which no completion can break out of."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, default=asdict)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 

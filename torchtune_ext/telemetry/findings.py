@@ -77,11 +77,12 @@ def findings(
         onward = " resume_from_checkpoint=True goes on with it." if "resume_from_checkpoint" in config else ""
         text = f"The run ended at step {state.step:,} of {state.total:,}: it crashed, or was stopped.{onward}"
         found.append(Finding(text, ""))
-    found += _nonfinite(records, panels) + _learning(records, silent)
+    found += nonfinite(records, panels) + _learning(records, silent)
     return found + _agreement(records, config) + _engine(records) + _slow_steps(records)
 
 
-def _nonfinite(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel]) -> list[Finding]:
+def nonfinite(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel]) -> list[Finding]:
+    """Returns a finding for each metric that was NaN or infinite at some steps."""
     sections = {metric: panel.section for panel in panels for metric, _ in panel.series}
     broken: dict[str, list[int]] = {}
     for record in records:

@@ -58,14 +58,16 @@ def readings(
         panels: all that the report draws.
     """
     newest = {metric for panel in panels if panel.newest for metric, _ in panel.series}
-    usual = max(1, round(len(steps) / PART))
-    found = {}
-    for name, values in series.items():
-        there = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
-        number = 1 if name in newest or 2 * len(there) < len(steps) else min(usual, len(there))
-        first, last = there[:number], there[-number:]
-        found[name] = Reading(_mean(first), _mean(last), last[0][0], last[-1][0])
-    return found
+    return {name: reading_of(steps, values, name in newest) for name, values in series.items()}
+
+
+def reading_of(steps: Sequence[int], values: Sequence[float | None], newest: bool = False) -> Reading:
+    """Reads one curve, of which at least one value is not None. `newest`: its newest value is the reading."""
+    there = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
+    sparse = 2 * len(there) < len(steps)
+    number = 1 if newest or sparse else min(max(1, round(len(steps) / PART)), len(there))
+    first, last = there[:number], there[-number:]
+    return Reading(_mean(first), _mean(last), last[0][0], last[-1][0])
 
 
 def tiles(found: Mapping[str, Reading], panels: Sequence[Panel]) -> list[Tile]:

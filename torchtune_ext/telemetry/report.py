@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.folder import checkpoint_folders, read_record
-from torchtune_ext.telemetry.compared.runs import is_several
+from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.telemetry.comparison import build_comparison
 from torchtune_ext.telemetry.excerpts import Excerpts, Limits, excerpts_of, pack, short
 from torchtune_ext.telemetry.findings import FOLDED, findings
@@ -27,6 +26,7 @@ from torchtune_ext.telemetry.panels import Panel, panels_for
 from torchtune_ext.telemetry.pieces import TokenPieces, cut_text
 from torchtune_ext.telemetry.readings import PART, readings, tiles
 from torchtune_ext.telemetry.rollouts import rollout_paths
+from torchtune_ext.telemetry.runs import is_several, record_of
 from torchtune_ext.telemetry.timeline import FILE as TRACE
 from torchtune_ext.telemetry.timeline import read_trace, strip_of
 
@@ -131,7 +131,7 @@ def build_report(
             raise Mistake(f"{run_dir} is no folder of a run: it has no run.json; name one, an output_dir")
         raise Mistake(f"{metrics_path}: no metrics yet; a run writes its first line at the end of a step")
     out = Path(out) if out is not None else run_dir / "report.html"
-    paths, run = rollout_paths(run_dir), _record(run_dir)
+    paths, run = rollout_paths(run_dir), record_of(run_dir)
     if tokenizer is not None:
         TokenPieces.from_folder(tokenizer)  # What the user names has to be there.
     tokenizers = [tokenizer] if tokenizer is not None else _tokenizers(run_dir, run)
@@ -144,14 +144,6 @@ def build_report(
 
 
 # ---------------------------------------------------------------- what the page shows
-
-
-def _record(run_dir: Path) -> dict[str, Any]:
-    try:
-        return read_record(run_dir) or {}
-    except ValueError as error:
-        log.warning("left out of the report: %s", error)
-        return {}
 
 
 def _tokenizers(run_dir: Path, run: Mapping[str, Any]) -> list[Path]:
@@ -190,24 +182,23 @@ def _overview(
     warned = {notice.section for notice in notices}
     return {
         "name": _name(run_dir, run),
-        "state": asdict(state),
-        "facts": [asdict(fact) for fact in facts(run_dir, run, records)],
+        "state": state,
+        "facts": facts(run_dir, run, records),
         "made": made_with(run),
         "config": [row for row in flat(config) if row[1] not in ("{}", "[]", "null")],  # what is not set
         "written": time.time(),
         "steps": steps,
         "series": series,
-        "readings": {name: asdict(reading) | {"first": short(reading.first), "last": short(reading.last)}
-                     for name, reading in found.items()},
-        "tiles": [asdict(tile) for tile in tiles(found, panels)],
-        "panels": [asdict(panel) for panel in panels],
+        "readings": found,
+        "tiles": tiles(found, panels),
+        "panels": panels,
         "folded": [section for section in FOLDED if section not in warned],
         "strip": _strip(run_dir / TRACE),
-        "notices": [asdict(notice) for notice in notices],
+        "notices": notices,
         "pair": excerpts.pair,
         "rollouts": excerpts.index,
         "stored": stored,
-    }  # fmt: skip
+    }
 
 
 def _name(run_dir: Path, run: Mapping[str, Any]) -> str:

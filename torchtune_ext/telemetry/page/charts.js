@@ -263,11 +263,14 @@ class Chart {
     }
   }
 
+  // What the numbers beside the title are of, while the pointer is elsewhere.
+  when(means) { return averaged((means[0] ?? this.lines[0]).reading); }
+
   // Read-outs at one step, or the readings that the tiles show, too.
   point(index) {
     if (!this.marks) return;
     const means = this.lines.filter(({ reading }) => reading.since !== reading.until), mixed = means.length && means.length < this.lines.length;
-    this.at.textContent = index == null ? averaged((means[0] ?? this.lines[0]).reading) : `step ${this.steps[index].toLocaleString("en")}`;
+    this.at.textContent = index == null ? this.when(means) : `step ${this.steps[index].toLocaleString("en")}`;
     this.marks.replaceChildren();
     const visible = index != null && this.steps[index] >= this.stepAt(LEFT) - 1e-9 && this.steps[index] <= this.stepAt(this.width - this.margin) + 1e-9;
     if (visible) {
@@ -279,7 +282,7 @@ class Chart {
       const value = index == null ? line.reading.last : line.raw[place];
       const alone = index == null && mixed && line.reading.since === line.reading.until ? ` at step ${line.reading.until.toLocaleString("en")}` : "";
       this.numbers[i].replaceChildren(format(value, this.panel.unit), ...(alone ? [el("span", { class: "name" }, alone)] : []));
-      if (visible && value != null && this.panel.style !== "stack" && !(this.panel.scale === "log" && value <= 0) && this.x(this.steps[place]) >= LEFT) {
+      if (visible && !line.hidden && value != null && this.panel.style !== "stack" && !(this.panel.scale === "log" && value <= 0) && this.x(this.steps[place]) >= LEFT) {
         this.marks.appendChild(svg("circle", { class: "dot", cx: this.x(this.steps[place]), cy: this.y(value), r: 4, style: `fill:${line.color}` }));
       }
     });

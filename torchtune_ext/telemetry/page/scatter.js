@@ -1,125 +1,65 @@
-// Of a sweep: each swept parameter against the metric, a point for each run.
+// Of a sweep: a parameter against the result, a point for each run.
 
-const FAILED = 18; // pixels above the axis that belong to runs without a value
+const FEW_VALUES = 8; // So many values of a parameter stand at equal distances, as those of a grid do.
+const SPAN = 20; // Of more values, the axis is logarithmic where the largest is so many times the smallest.
+const FAILED = 18; // pixels above the axis for runs without a result
 
-class Scatter {
-  constructor(axis, sweep, overview) {
-    this.axis = axis;
-    this.sweep = sweep;
-    this.overview = overview;
-    this.unit = overview.target?.unit ?? "";
-    this.points = sweep.points.filter(({ parameters }) => parameters[axis.key] != null);
-    this.plot = el("div", { class: "plot" });
-    this.tip = document.getElementById("tip");
-    this.node = el("figure", { class: "panel" }, el("h3", {}, axis.label, el("span", { class: "at" }, axis.axis === "log" ? "log axis" : axis.axis === "category" ? "values" : "")), this.plot);
-    this.width = 0;
-    onResize(this.plot, () => {
-      const width = Math.round(this.plot.clientWidth);
-      if (!width || width === this.width) return;
-      this.width = width;
-      this.draw();
-    });
-  }
+function scatter(key, rows, { target, settings, best }) {
+  const plot = el("div", { class: "plot" }), height = 230, bottom = height - BOTTOM, floor = bottom - FAILED;
+  const valueOf = ({ parameters: { [key]: value } }) => (typeof value === "object" ? JSON.stringify(value) : value);
+  const kinds = [...new Set(rows.map(valueOf))].sort((a, b) => (a > b) - (a < b));
+  const even = kinds.length <= FEW_VALUES || kinds.some((value) => typeof value !== "number");
+  const log = !even && kinds[0] > 0 && kinds.at(-1) > SPAN * kinds[0];
+  const place = even ? (value) => kinds.indexOf(value) : log ? Math.log : (value) => value;
+  const [x0, x1] = even ? [-0.5, kinds.length - 0.5] : [place(kinds[0]), place(kinds.at(-1))];
+  const ticksX = even ? kinds : log ? logTicks(kinds[0], kinds.at(-1)) : linearTicks(x0, x1, 4);
+  const ends = rows.flatMap(({ result }) => (result ? [result.value, result.low ?? result.value, result.high ?? result.value] : []));
+  const pad = 0.1 * (Math.max(...ends) - Math.min(...ends)) || 0.1;
+  const [y0, y1] = ends.length ? [Math.min(...ends) - pad, Math.max(...ends) + pad] : [0, 1];
+  const y = (value) => floor - ((value - y0) / (y1 - y0)) * (floor - TOP);
+  const text = (value) => (typeof value === "number" ? plain(value) : String(value));
 
-  draw() {
-    const { axis, points } = this, height = 230, right = this.width - RIGHT, bottom = height - BOTTOM - 14;
-    const root = svg("svg", { viewBox: `0 0 ${this.width} ${height}`, role: "img", "aria-label": `${this.sweep.metric} by ${axis.key}`, style: `height:${height}px` });
-    const add = (tag, attributes, text) => {
+  const draw = () => {
+    const right = plot.clientWidth - RIGHT, x = (value) => LEFT + 10 + ((place(value) - x0) / (x1 - x0 || 1)) * (right - LEFT - 20);
+    const viewBox = `0 0 ${plot.clientWidth} ${height}`, style = `height:${height}px`;
+    const root = svg("svg", { viewBox, role: "img", "aria-label": `${target.metric} by ${key}`, style });
+    const add = (tag, attributes, words) => {
       const node = root.appendChild(svg(tag, attributes));
-      if (text != null) node.textContent = text;
+      if (words != null) node.textContent = words;
       return node;
     };
-    const valued = points.filter(({ value }) => value != null), floor = valued.length < points.length ? bottom - FAILED : bottom;
-    const ends = valued.flatMap(({ value, low, high }) => [value, low ?? value, high ?? value]);
-    let [y0, y1] = ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1];
-    const pad = 0.1 * (y1 - y0) || Math.abs(y1) * 0.1 || 1;
-    [y0, y1] = [y0 - pad, y1 + pad];
-    this.y = (value) => (value == null ? bottom - FAILED / 2 : floor - ((value - y0) / (y1 - y0)) * (floor - TOP));
-    this.across(right);
-    this.dodge();
     for (const tick of linearTicks(y0, y1, 4)) {
-      add("line", { class: "gridline", x1: LEFT, x2: right, y1: this.y(tick), y2: this.y(tick) });
-      add("text", { x: LEFT - 7, y: this.y(tick) + 4, "text-anchor": "end" }, format(tick, this.unit));
+      add("line", { class: "gridline", x1: LEFT, x2: right, y1: y(tick), y2: y(tick) });
+      add("text", { x: LEFT - 7, y: y(tick) + 4, "text-anchor": "end" }, format(tick, target.unit));
     }
     add("line", { class: "axis", x1: LEFT, x2: right, y1: bottom, y2: bottom });
-    let free = -Infinity;
-    for (const [x, words] of this.ticks) {
-      const wide = 3.2 * words.length, at = Math.min(Math.max(x, LEFT - 10 + wide), right + 8 - wide);
-      if (at - wide < free) continue; // a label that would lie upon the one before it
-      add("line", { class: "axis", x1: x, x2: x, y1: bottom, y2: bottom + 4 });
-      add("text", { x: at, y: bottom + 17, "text-anchor": "middle" }, words);
-      free = at + wide + 8;
+    const room = Math.max(3, Math.floor((right - LEFT) / ticksX.length / 6.6));
+    for (const tick of ticksX) add("text", { x: x(tick), y: bottom + 16, "text-anchor": "middle" }, text(tick).slice(0, room));
+    for (const row of rows) {
+      // Runs of one value stand beside each other.
+      const beside = rows.filter((other) => valueOf(other) === valueOf(row) && !other.result === !row.result);
+      const at = x(valueOf(row)) + (beside.indexOf(row) - (beside.length - 1) / 2) * Math.min(14, (0.7 * (right - LEFT)) / rows.length);
+      const { result, setting, state } = row;
+      if (!result) {
+        const failed = state === "failed";
+        add("text", { class: failed ? "failed" : "", x: at, y: bottom - 5, "text-anchor": "middle" }, failed ? "✕" : "○");
+        continue;
+      }
+      const { letter } = settings[setting], { color } = look(setting);
+      if (result.low != null) add("line", { class: "spread", x1: at, x2: at, y1: y(result.low), y2: y(result.high), style: `stroke:${color}` });
+      if (setting === best) add("circle", { class: "best", cx: at, cy: y(result.value), r: 9 });
+      if (rows.length <= 16) add("text", { class: "letter", x: at, y: y(result.high ?? result.value) - 11, "text-anchor": "middle", style: `fill:${color}` }, letter);
+      const mark = add("circle", { cx: at, cy: y(result.value), r: 4.6, class: "point", style: `fill:${color}` });
+      mark.addEventListener("pointerenter", () => choice.point(setting));
+      mark.addEventListener("pointerleave", () => choice.point(null));
+      const title = `${letter} ${row.name}, ${state}\n${key} ${text(valueOf(row))}\n${target.metric} ${digits(result.value)}`;
+      mark.appendChild(svg("title")).textContent = title;
     }
-    add("text", { class: "axis-name", x: right, y: height - 3, "text-anchor": "end" }, axis.key.length > this.width / 8 ? axis.label : axis.key);
-    for (const point of points) this.mark(add, point);
-    this.plot.replaceChildren(root);
-    root.addEventListener("pointermove", (event) => this.hover(event, root));
-    root.addEventListener("pointerleave", () => { this.tip.hidden = true; choice.point(null); });
-  }
-
-  // Where a value of the parameter stands, and the ticks.
-  across(right) {
-    const { axis } = this, values = this.points.map(({ parameters }) => parameters[axis.key]), inner = [LEFT + 44, right - 44];
-    if (axis.axis === "category") {
-      const kinds = [...new Set(values.map(String))].sort((a, b) => (isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b)), each = (right - LEFT) / kinds.length;
-      this.x = (value) => LEFT + (kinds.indexOf(String(value)) + 0.5) * each;
-      const room = Math.max(3, Math.floor(each / 6.6));
-      this.ticks = kinds.map((kind) => [this.x(kind), kind.length > room ? `${kind.slice(0, room - 1)}…` : kind]);
-      return;
-    }
-    const warp = axis.axis === "log" ? Math.log : (value) => value, [low, high] = [Math.min(...values), Math.max(...values)];
-    this.x = (value) => inner[0] + ((warp(value) - warp(low)) / (warp(high) - warp(low) || 1)) * (inner[1] - inner[0]);
-    const kinds = [...new Set(values)].sort((a, b) => a - b);
-    // A grid has ticks where its points are.
-    const ticks = kinds.length <= 6 ? kinds : axis.axis === "log" ? logTicks(low, high) : linearTicks(low, high, 4);
-    this.ticks = ticks.map((tick) => [this.x(tick), plain(tick)]);
-  }
-
-  // Points of one value of the parameter stand beside each other.
-  dodge() {
-    const columns = new Map();
-    for (const point of this.points) {
-      const key = `${this.x(point.parameters[this.axis.key])} ${point.value == null}`; // crosses have a row of their own
-      columns.set(key, [...(columns.get(key) ?? []), point]);
-    }
-    const places = [...new Set([...columns.keys()].map(parseFloat))].sort((a, b) => a - b), near = Math.min(this.width / 2, ...places.slice(1).map((x, i) => x - places[i]));
-    this.at = new Map([...columns].flatMap(([key, points]) => {
-      const x = parseFloat(key);
-      const each = Math.min(18, (0.8 * near) / points.length);
-      return points.map((point, i) => [point, Math.min(Math.max(x + (i - (points.length - 1) / 2) * each, LEFT + 5), this.width - RIGHT - 5)]);
-    }));
-  }
-
-  mark(add, point) {
-    const x = this.at.get(point), y = this.y(point.value), color = point.setting == null ? "var(--faint)" : look(point.setting).color;
-    if (point.value == null) {
-      const size = 4, failed = point.state === "failed";
-      if (failed) add("path", { class: "failed", d: `M${x - size},${y - size}L${x + size},${y + size}M${x - size},${y + size}L${x + size},${y - size}` });
-      else add("circle", { class: "waiting", cx: x, cy: y, r: 4 });
-      return;
-    }
-    if (point.low != null && point.high != null) add("line", { class: "spread", x1: x, x2: x, y1: this.y(point.low), y2: this.y(point.high), style: `stroke:${color}` });
-    const best = point.id === this.sweep.best;
-    if (best) add("circle", { class: "best", cx: x, cy: y, r: 9 });
-    add("circle", { class: point.state === "finished" ? "point" : "point early", cx: x, cy: y, r: 4.6, style: `fill:${color}` });
-    if (this.points.length <= 16 && point.setting != null) {
-      const top = this.y(point.high ?? point.value) - (point.high == null ? 9 : 4);
-      add("text", { class: "letter", x, y: Math.max(top, 9), "text-anchor": "middle", style: `fill:${color}` }, this.overview.settings[point.setting].letter);
-    }
-  }
-
-  hover(event, root) {
-    const box = root.getBoundingClientRect();
-    const away = (point) => Math.hypot(this.at.get(point) - (event.clientX - box.left), this.y(point.value) - (event.clientY - box.top));
-    const point = this.points.reduce((best, each) => (best == null || away(each) < away(best) ? each : best), null);
-    this.tip.hidden = !point || away(point) > 30;
-    choice.point(this.tip.hidden ? null : point.setting);
-    if (this.tip.hidden) return;
-    const { settings } = this.overview, range = point.low == null ? "" : `  ${between(point.low, point.high)}`;
-    this.tip.replaceChildren(el("div", { class: "tip-head" }, ...(point.setting == null ? [] : [named(point.setting, settings[point.setting].letter), " "]), point.id, ` · ${point.state.replace("_", " ")}`),
-      ...Object.entries(point.parameters).map(([key, value]) => el("div", { class: "tip-row" }, el("span", { class: "name" }, key), el("span", { class: "number" }, typeof value === "number" ? plain(value) : String(value)))),
-      el("div", { class: "tip-row hot" }, el("span", { class: "name" }, this.sweep.metric), el("span", { class: "number" }, `${digits(point.value)}${range}`)),
-      ...(point.cause ? [el("div", { class: "tip-head" }, point.cause)] : []));
-    showTip(this.tip, event);
-  }
+    plot.replaceChildren(root);
+  };
+  let width = 0;
+  onResize(plot, () => {
+    if (plot.clientWidth && plot.clientWidth !== width) draw(width = plot.clientWidth);
+  });
+  return el("figure", { class: "panel" }, el("h3", {}, key, el("span", { class: "at" }, log ? "log axis" : "")), plot);
 }

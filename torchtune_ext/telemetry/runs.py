@@ -1,0 +1,255 @@
+"""The runs of a comparison: found in the folders that the user names, read once, and grouped into settings."""
+
+import json
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.folder import DEFAULT, RECORD, changes, read_record
+from torchtune_ext.telemetry.heading import State, state_of
+from torchtune_ext.telemetry.metrics import read_metrics
+
+log = logging.getLogger(__name__)
+
+METRICS, EVALUATION, SWEEP = "metrics.jsonl", "evaluation.json", "sweep.json"
+SWEEP_FORMAT = 1
+NEAR = 5  # runs that a message about a wrong path names
+# Two runs that differ in nothing but these are one setting: where a run lies, how it was started, who is told of it.
+BESIDE = ("seed", "output_dir", "name", "id", "resume_from_checkpoint", "logging", "profile", "dry_run")
+LABELED = 3  # A label has so many keys; where more differ, settings are named by their runs.
+LONGEST = 60  # characters of a label
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of the comparison, or an evaluation of a model."""
+
+    path: Path
+    name: str  # its path below the folder that all runs share
+    id: str
+    config: Mapping[str, Any] | None  # None: no run.json, or a damaged one
+    versions: Mapping[str, str]  # of packages
+    records: Sequence[Mapping[str, Any]]  # the metrics of each step; of an evaluation of a model, those of a step 0
+    state: State
+    point: Mapping[str, Any] | None  # what `sweep.json` holds of it
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Runs that differ in nothing but their seed."""
+
+    letter: str
+    label: str  # "lr 1e-06"
+    values: Mapping[str, str]  # the keys that differ between the runs of the page
+    runs: Sequence[int]  # by their place on the page
+
+
+def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[dict[str, Any]], list[str]]:
+    """Reads the runs in `paths`: folders of runs, of sweeps, and folders that hold folders of runs.
+
+    Returns:
+        The runs, what `read_sweep` returns of each sweep, and a sentence for each run that cannot be shown.
+
+    Raises:
+        ValueError: a path is no run, a `sweep.json` is damaged, or no run has anything to show.
+    """
+    sweeps = []
+    points: dict[Path, Mapping[str, Any] | None] = {}
+    for path in map(Path, paths):
+        if (path / SWEEP).exists():
+            sweeps.append(read_sweep(path))
+            points |= {point["path"]: point for point in sweeps[-1]["runs"]}
+        elif folders := [path] if _is_run(path) else _runs_in(path):
+            for folder in folders:
+                points.setdefault(folder.resolve(), None)
+        else:
+            raise _no_run(path)
+    runs: list[Run] = []
+    left_out = []
+    above = os.path.commonpath([path.parent for path in points]) if points else ""
+    for path, point in points.items():
+        name = os.path.relpath(path, above)
+        try:
+            run = _read(path, name, point)
+            # The copy of a run would count as a second seed. A copy that went on with other settings is another run.
+            for other in runs:
+                if (other.id, other.config) == (run.id, run.config) and run.config is not None:
+                    raise Mistake(f"it is the same run as {other.name} ({RECORD} has the id {run.id})")
+            runs.append(run)
+        except (OSError, ValueError) as error:
+            # A run of a sweep that waits, or failed before its first step, has a row with its state.
+            if point is None:
+                left_out.append(f"{name} is left out: {error}.")
+    if not runs and not any(sweep["runs"] for sweep in sweeps):
+        raise Mistake(f"{', '.join(map(str, paths))}: nothing to show yet. {' '.join(left_out)}".strip())
+    return runs, sweeps, left_out
+
+
+def is_several(path: str | Path) -> bool:
+    """Tells whether `path` is the folder of a sweep, or holds two runs or more and is none."""
+    path = Path(path)
+    return (path / SWEEP).exists() or (not _is_run(path) and len(_runs_in(path)) > 1)
+
+
+def read_sweep(folder: Path) -> dict[str, Any]:
+    """Reads `folder/sweep.json`, which `torchtune-ext sweep` keeps.
+
+    Returns:
+        What it holds, with a name, and with the `path` of each of its `runs`.
+
+    Raises:
+        ValueError: it is damaged, or of another format.
+    """
+    path = folder / SWEEP
+    try:
+        sweep = json.loads(path.read_bytes())
+        version = sweep["format"]
+        sweep["name"] = sweep["name"] or folder.resolve().name
+        sweep["method"], sweep["metric"]["name"]
+        for run in sweep["runs"]:
+            run["id"], run["state"], dict(run["parameters"])
+            run["path"] = (folder / run["folder"]).resolve()
+            if not run["path"].is_relative_to(folder.resolve()):
+                raise KeyError(f"the run {run['id']} lies outside of the sweep's folder")
+    except (ValueError, KeyError, TypeError) as error:
+        raise Mistake(f"{path} is damaged ({error!r}): name the folders of its runs instead") from error
+    if version != SWEEP_FORMAT:
+        raise Mistake(
+            f"{path} has format {version!r}, and this version of torchtune-ext reads format {SWEEP_FORMAT}: make the report "
+            "with the version that ran the sweep, or name the folders of its runs"
+        )
+    return sweep
+
+
+def settings_of(runs: Sequence[Run]) -> tuple[list[str], list[Setting]]:
+    """Groups runs into settings.
+
+    Returns:
+        The keys whose values differ between the runs, and the settings in the order of their first run. A run whose
+        configuration is not known is a setting of its own.
+    """
+    configs = [None if run.config is None else _comparable(run.config) for run in runs]
+    known = [config for config in configs if config is not None]
+    every = dict.fromkeys(key for config in known for key in config)
+    keys = [key for key in every if len({config.get(key, DEFAULT) for config in known}) > 1]
+    members: dict[Any, list[int]] = {}
+    for number, config in enumerate(configs):
+        same = number if config is None else tuple(config.get(key, DEFAULT) for key in keys)
+        members.setdefault(same, []).append(number)
+    settings = []
+    for place, inside in enumerate(members.values()):
+        config = configs[inside[0]]
+        values = {} if config is None else {key: config.get(key, DEFAULT) for key in keys}
+        label = ", ".join(f"{end} {value}" for end, value in zip(short_keys(keys), values.values(), strict=False))
+        if not 0 < len(values) <= LABELED or len(label) > LONGEST:
+            label = ", ".join(runs[number].name for number in inside)
+        settings.append(Setting(ascii_uppercase[place % 26] + str(place // 26 or ""), label, values, inside))
+    return keys, settings
+
+
+def short_keys(keys: Sequence[str]) -> list[str]:
+    """Returns the last part of each dotted key, or all of it where that part says too little: "lr" of "optimizer.lr"."""
+    ends = [key.rpartition(".")[2] for key in keys]
+    counts = Counter([*ends, "_component_", "_component_"])
+    return [end if counts[end] == 1 else key for key, end in zip(keys, ends, strict=True)]
+
+
+def _comparable(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the settings as text by dotted key. Paths in the run's own folder no longer name it."""
+    kept = {key: value for key, value in config.items() if key not in BESIDE}
+    rows = {change.key: _text(change.now) for change in changes({}, kept)}
+    if home := str(config.get("output_dir", "")).rstrip("/"):
+        for key, text in rows.items():
+            if text.startswith(f"{home}/"):
+                rows[key] = "{output_dir}" + text.removeprefix(home)
+    return rows
+
+
+def _text(value: Any) -> str:
+    """Values of six equal digits are the same."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value, default=repr)
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """Returns what `run.json` in `folder` holds: nothing where it is missing or damaged."""
+    try:
+        return read_record(folder) or {}
+    except ValueError as error:
+        log.warning("left out of the report: %s", error)
+        return {}
+
+
+def _read(path: Path, name: str, point: Mapping[str, Any] | None) -> Run:
+    """Reads a run. Raises ValueError with the reason why it has nothing to show."""
+    record = record_of(path)
+    config = record["config"] if isinstance(record.get("config"), Mapping) else None
+    versions = (record.get("process") or {}).get("versions") or {}
+    file = METRICS if (path / METRICS).exists() else EVALUATION
+    try:
+        found = [_evaluation(path / file)] if file == EVALUATION else read_metrics(path / file)
+        records = [_finite(each) for each in found]
+    except FileNotFoundError:
+        records = []
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Mistake(f"{file} is damaged ({error})") from error
+    if not records:
+        raise Mistake("no metrics yet; a run writes its first line at the end of a step")
+    if file == EVALUATION:
+        state = State("evaluated", "evaluated", 0, None)
+    else:
+        state = state_of(path, config or {}, records[-1]["step"])
+    return Run(path, name, str(record.get("id", name)), config, versions, records, state, point)
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the metrics of a step without what is no finite number: somebody may have edited the file."""
+    if not isinstance(record["step"], int):
+        raise Mistake(f"a step is {record['step']!r}")
+    numbers = {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+    return {"nonfinite": record.get("nonfinite", []), **numbers}
+
+
+def _evaluation(path: Path) -> dict[str, Any]:
+    """Returns what `evaluate` found out about a model, by the names that a recipe gives such metrics."""
+    record: dict[str, Any] = {"step": 0}
+    for name, accuracy in json.loads(path.read_bytes()).items():
+        if isinstance(accuracy, Mapping):
+            kind = "greedy" if name == "greedy" else "sampled"
+            record |= {
+                f"eval/accuracy_{kind}": accuracy["mean"],
+                f"eval/solved_{kind}": accuracy.get("pass_at", {}).get("1"),
+            }
+            record |= {"eval/low": accuracy["low"], "eval/high": accuracy["high"]} if kind == "sampled" else {}
+    return record
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in (RECORD, METRICS, EVALUATION))
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Returns the runs in a folder, without the earlier ones that were set aside in it."""
+    folders = sorted(path.iterdir()) if path.is_dir() else []
+    return [folder for folder in folders if not folder.name.startswith("old-") and _is_run(folder)]
+
+
+def _no_run(path: Path) -> Mistake:
+    message = f"{path}: no such folder"
+    if path.exists():
+        message = f"{path} is no run: the folder of a run holds {RECORD} and {METRICS}, that of a sweep {SWEEP}"
+    if near := _runs_in(path.parent)[:NEAR]:
+        message += f"; runs in {path.parent}: {', '.join(folder.name for folder in near)}"
+    return Mistake(message)
