@@ -38,7 +38,7 @@ def adopt_orphans() -> None:
 
 def children() -> dict[int, bool]:
     """Lists the living children of this process, and says of each whether it is a resource tracker of Python's."""
-    found, me = {}, str(os.getpid()).encode()
+    pids, me = {}, str(os.getpid()).encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             # The name in the brackets is whatever the process has called itself, so it is taken as bytes.
@@ -46,11 +46,11 @@ def children() -> dict[int, bool]:
                 state, parent = file.read().rsplit(b")", 1)[1].split()[:2]
             if parent == me and state not in (b"Z", b"X"):
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    found[int(pid)] = janitor.TRACKER in file.read()
+                    pids[int(pid)] = janitor.TRACKER in file.read()
         except OSError:
             # It has ended meanwhile.
             continue
-    return found
+    return pids
 
 
 def bury(patience_s: float) -> None:

@@ -222,7 +222,7 @@ def model_parts(
         shards: into how many parts the weights are cut.
 
     Raises:
-        ValueError: the model, its adapters or its precision cannot be.
+        ValueError: the model, its adapters or its precision are not supported.
     """
     source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
     trained = trained_part(model, source, asked=cfg.model, adapters=cfg.adapters, shards=shards)
