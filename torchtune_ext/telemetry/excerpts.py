@@ -61,35 +61,37 @@ def excerpts_of(
             did is taken; one that does not would show other words than those that were sampled.
         latest: steps from this one on are "the latest" for `Excerpts.silent`.
     """
-    found = Excerpts()
+    excerpts = Excerpts()
     steps = spaced(sorted(paths), limits.max_steps) if limits.max_mib > 0 else []
     left, ids, silent, ends = limits.max_mib * 2**20, set(), [], []
     pieces: TokenPieces | None = None
-    asked = False
+    tried = False
     for number, step in enumerate(steps):
         try:
             groups = read_rollouts(paths[step])
         except ValueError as error:
             log.warning("left out of the report: %s", error)
             continue
-        if not asked and (sample := _longest(groups)) is not None:
-            pieces, asked = _speller(tokenizers, sample), True
+        if not tried and (sample := _longest(groups)) is not None:
+            pieces, tried = _speller(tokenizers, sample), True
         records, blob = _fit(groups, limits, pieces, left / (len(steps) - number))
         left -= len(blob)
-        found.blobs[step] = blob
+        excerpts.blobs[step] = blob
         signals = sum(group.has_signal for group in groups)
-        found.index.append({"step": step, "groups": len(groups), "signals": signals, "ids": [r["id"] for r in records]})
+        excerpts.index.append(
+            {"step": step, "groups": len(groups), "signals": signals, "ids": [r["id"] for r in records]}
+        )
         ids.update(token for record in records for sample in record["samples"] for token in sample["ids"])
-        found.pair = _pair(step, groups) or found.pair
+        excerpts.pair = _pair(step, groups) or excerpts.pair
         ends += [reward for group in groups for reward in rewards_of(group)]
         ends = [min(ends), max(ends)] if ends else []
         if step >= latest:
             silent += [group for group in groups if not group.has_signal]
     if pieces is not None:
-        found.pieces = {token: pieces.one(token) for token in sorted(ids)}
+        excerpts.pieces = {token: pieces.one(token) for token in sorted(ids)}
     if ends:
-        found.silent = _causes(silent, *ends)
-    return found
+        excerpts.silent = _causes(silent, *ends)
+    return excerpts
 
 
 def pack(data: Any) -> str:

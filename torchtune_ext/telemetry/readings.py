@@ -59,26 +59,26 @@ def readings(
     """
     newest = {metric for panel in panels if panel.newest for metric, _ in panel.series}
     usual = max(1, round(len(steps) / PART))
-    found = {}
+    curves = {}
     for name, values in series.items():
         there = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
         number = 1 if name in newest or 2 * len(there) < len(steps) else min(usual, len(there))
         first, last = there[:number], there[-number:]
-        found[name] = Reading(_mean(first), _mean(last), last[0][0], last[-1][0])
-    return found
+        curves[name] = Reading(_mean(first), _mean(last), last[0][0], last[-1][0])
+    return curves
 
 
-def tiles(found: Mapping[str, Reading], panels: Sequence[Panel]) -> list[Tile]:
+def tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[Tile]:
     """Returns the tiles of the metrics that the run has."""
     units = {metric: panel.unit for panel in panels for metric, _ in panel.series}
     chosen = []
     for label, metrics in _TILES:
-        metric = next((metric for metric in metrics if metric in found), None)
+        metric = next((metric for metric in metrics if metric in curves), None)
         if metric is not None:
-            if label == _EVALUATED and partly_right({name: reading.last for name, reading in found.items()}):
+            if label == _EVALUATED and partly_right({name: reading.last for name, reading in curves.items()}):
                 label = "Held-out reward"
-            sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= found.keys()
-            note = f"95% interval {found['eval/low'].last:.3g} to {found['eval/high'].last:.3g}" if sampled else ""
+            sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= curves.keys()
+            note = f"95% interval {curves['eval/low'].last:.3g} to {curves['eval/high'].last:.3g}" if sampled else ""
             chosen.append(Tile(label, metric, units.get(metric, ""), note))
     return chosen
 

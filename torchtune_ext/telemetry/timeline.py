@@ -227,9 +227,9 @@ def _cut_torn_line(file: BinaryIO) -> None:
     while end:
         begin = max(0, end - block)
         file.seek(begin)
-        found = file.read(end - begin).rfind(b"\n") + 1
-        if found:
-            file.truncate(begin + found)
+        length = file.read(end - begin).rfind(b"\n") + 1
+        if length:
+            file.truncate(begin + length)
             return
         end = begin
     file.truncate(0)
@@ -279,8 +279,8 @@ def strip_of(events: Iterable[Mapping[str, Any]], max_bins: int = MAX_BINS) -> d
         begin, end = life.bounds
         later = length - begin  # Each life begins where the one before it ends.
         for all_spans, spans in ((works, life.works), (phases, life.phases)):
-            for name, found in spans.items():
-                all_spans[name] += [(since + later, until + later) for since, until in found]
+            for name, intervals in spans.items():
+                all_spans[name] += [(since + later, until + later) for since, until in intervals]
         steps += [(step, since + later, until + later) for step, (since, until) in life.steps.items()]
         length += end - begin
         cuts.append(length)
