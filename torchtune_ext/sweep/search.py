@@ -37,7 +37,7 @@ def suggest(
 
     Args:
         tried: the points until then. One whose run goes on counts as a bad one, so that runs side by side differ.
-        warm_up: the first points, so many, are random.
+        warm_up: how many points at the beginning are random.
     """
     if number < warm_up:
         return draw(parameters, seed, number)
@@ -60,8 +60,8 @@ def suggest(
                 state=states.RUNNING if point.value is None else states.COMPLETE,
             )
         )
-    asked = study.ask(space).params
-    return _point(parameters, {each.name: _off_axis(each, asked[each.name]) for each in drawn})
+    params = study.ask(space).params
+    return _point(parameters, {each.name: _off_axis(each, params[each.name]) for each in drawn})
 
 
 def require_optuna() -> None:
@@ -118,12 +118,12 @@ class Hyperband:
         """Returns which of the running runs are stopped.
 
         Args:
-            histories: what each run has logged of the metric, in order, those that have ended among them. Values are finite.
+            histories: what each run has logged of the metric, in order, also of runs that have ended. Values are finite.
             running: those that can be stopped.
         """
         sign = -1.0 if maximize else 1.0
         losses = {run: [sign * value for value in values] for run, values in histories.items() if values}
-        found = []
+        losers = []
         for run in running:
             own = losses.get(run, [])
             reached = [band for band in self.bands if band <= len(own)]
@@ -132,8 +132,8 @@ class Hyperband:
             there = sorted(values[reached[-1] - 1] for values in losses.values() if len(values) >= reached[-1])
             threshold = there[int(1.0 / self.eta * len(there))]
             if (own[reached[-1] - 1] if self.strict else min(own)) > threshold:
-                found.append(run)
-        return found
+                losers.append(run)
+        return losers
 
 
 def hyperband_of(given: object) -> Hyperband:
