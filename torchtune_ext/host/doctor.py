@@ -297,8 +297,8 @@ def check_sandbox(facts: Facts) -> list[Finding]:
         ]
     for layer in facts.layers:
         name = f"sandbox: {layer.name}"
-        if layer.found:
-            findings.append(Finding(OK, name, layer.found))
+        if layer.support:
+            findings.append(Finding(OK, name, layer.support))
         elif layer.needed:
             text = f"missing, so that no program is measured: {layer.missing}"
             fix = f"{layer.fix}; or, for programs of people whom you trust, say sandbox: none"

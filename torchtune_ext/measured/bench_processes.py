@@ -29,7 +29,7 @@ from torchtune_ext.run.worker_process import BEGUN, WAITING
 
 MAX_KERNELS = 8  # kernels for which a process keeps something
 TURN_S = 0.03  # between two timings; others who wait for the cores look every 0.02 s whether they are free
-SIGN_S = 1.0  # seconds between two signs of life of who waits
+SIGN_S = 1.0  # seconds between two signs of life of a process that waits
 # What is computed by numpy here must not spread over the cores that are timed on.
 VARIABLES = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -220,12 +220,12 @@ class _Clock:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._start, self._begun = time.monotonic(), None
-        self._told = self._start
+        self._sign_at = self._start
 
     def waits(self) -> None:
-        """It still waits. Not every call of this is worth a message."""
-        if time.monotonic() > self._told + SIGN_S:
-            self._told = time.monotonic()
+        """Says that it still waits, at most once in SIGN_S seconds."""
+        if time.monotonic() > self._sign_at + SIGN_S:
+            self._sign_at = time.monotonic()
             self._tell(WAITING)
 
     def begin(self) -> None:

@@ -46,10 +46,10 @@ class Cache:
 
     def get(self, key: str) -> Result | None:
         """Returns the result, marked as cached."""
-        found = self._results.get(key)
-        if found is not None:
+        result = self._results.get(key)
+        if result is not None:
             self._results.move_to_end(key)
-        return found
+        return result
 
     def put(self, key: str, result: Result) -> None:
         """Keeps a result, if another attempt would end in the same way."""
@@ -86,13 +86,13 @@ class Cache:
             for line in lines:
                 is_whole = line.endswith(b"\n")
                 try:
-                    found = json.loads(line)
-                    fields = found["result"]
+                    record = json.loads(line)
+                    fields = record["result"]
                     timing = None if fields["timing"] is None else Timing(**fields["timing"])
                     fields |= {"timing": timing, "is_cached": True, "techniques": tuple(fields["techniques"])}
-                    self._keep(found["key"], Result(**fields))
+                    self._keep(record["key"], Result(**fields))
                 except (ValueError, TypeError, KeyError):
-                    # Whoever wrote it was killed in the middle, or had other fields.
+                    # The process that wrote it was killed in the middle, or had other fields.
                     damaged += 1
         if not is_whole:
             os.write(self._out, b"\n")

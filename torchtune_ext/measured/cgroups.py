@@ -85,27 +85,27 @@ class Cgroups:
             raise
 
     def new(self, memory_bytes: int, processes: int) -> Group:
-        """Makes a group whose members may use so much memory together, and be so many processes and threads.
+        """Makes a group whose members together may use `memory_bytes`, and be `processes` processes and threads.
 
         Raises:
             OSError: it cannot be made.
         """
         self._number += 1
-        made: list[tuple[Place, Path]] = []
+        folders: list[tuple[Place, Path]] = []
         try:
             # Two threads may come with the same number, and two processes after a fork.
             name = f"{os.getpid()}-{self._number}-{time.monotonic_ns()}"
             for place, own in self._own:
                 folder = own.path / name
                 folder.mkdir(mode=0o755)
-                made.append((place, folder))
+                folders.append((place, folder))
                 for file, value in _limits(place, memory_bytes, processes):
                     if (folder / file).exists():
                         (folder / file).write_text(str(value))
         except BaseException:
-            Group(tuple(made)).close()
+            Group(tuple(folders)).close()
             raise
-        return Group(tuple(made))
+        return Group(tuple(folders))
 
     def close(self) -> None:
         """Removes all groups, and kills who is still in them."""

@@ -315,8 +315,8 @@ class Child:
             data, extra = b"", []
         if not data:
             self._fail(locked_in)
-        found = _MESSAGE.unpack(data) if len(data) == _MESSAGE.size else (0, 0, 0, 0)
-        if found[0] != kind or (kind == _DONE and found[2] != self._number):
+        message = _MESSAGE.unpack(data) if len(data) == _MESSAGE.size else (0, 0, 0, 0)
+        if message[0] != kind or (kind == _DONE and message[2] != self._number):
             self.close()
             raise ChildFailed("runtime_error", "it answered what nobody had asked: it meddles with the measurement")
         if kind == _READY:
@@ -330,7 +330,7 @@ class Child:
                     self._schedule = os.open(f"{folder}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             except (ProcessLookupError, FileNotFoundError):
                 self._fail()
-        return found[3]
+        return message[3]
 
     def _fail(self, locked_in: bool = True) -> NoReturn:
         """Raises what the end of the process means."""
@@ -339,10 +339,10 @@ class Child:
         except subprocess.TimeoutExpired:
             self.close()
             raise ChildFailed("runtime_error", "it closed its connection: it meddles with the measurement") from None
-        said = os.pread(self._errors, 2000, 0).decode(errors="replace").strip()
+        output = os.pread(self._errors, 2000, 0).decode(errors="replace").strip()
         self.close()
         if not locked_in:
-            raise SandboxError(f"a process could not be locked in: {said or exit_cause(status)}")
+            raise SandboxError(f"a process could not be locked in: {output or exit_cause(status)}")
         if status > 128:
             status = 128 - status  # bubblewrap's way to say that a signal ended its child
         cause = (
@@ -350,7 +350,7 @@ class Child:
             if status < 0
             else "it ended the process by itself" + (f" with exit status {status}" if status else "")
         )
-        raise ChildFailed("runtime_error", f"{cause}; it said: {said}" if said else cause)
+        raise ChildFailed("runtime_error", f"{cause}; it said: {output}" if output else cause)
 
     def _fail_awake(self) -> NoReturn:
         self._late("its threads still work after the call, until its deadline")

@@ -119,8 +119,8 @@ def _measure(args: argparse.Namespace) -> int:
         raise Mistake(f"--optimization {args.optimization}: use {', '.join(OPTIMIZATIONS)}")
     if args.size is not None and args.size < 1:
         raise Mistake(f"--size {args.size} must be at least 1")
-    wanted = None if args.cores is None else _numbers(args.cores)
-    cores = choose_cores(wanted, args.threads)
+    numbers = None if args.cores is None else _numbers(args.cores)
+    cores = choose_cores(numbers, args.threads)
     compiler = Compiler.find(args.compiler)
     if args.exploits:
         return _attack(compiler, cores)
@@ -227,12 +227,12 @@ def _kernel(file: str, source: str, args: argparse.Namespace) -> Kernel:
     """Returns the kernel of a program: the named one, or the one whose function it defines."""
     name = args.problem
     if name is None:
-        found = [each for each in KERNELS if re.search(rf"\bvoid\s+{each}\s*\(", source)]
-        if len(found) != 1:
+        names = [each for each in KERNELS if re.search(rf"\bvoid\s+{each}\s*\(", source)]
+        if len(names) != 1:
             raise Mistake(
-                f"{_where(file)} defines {' and '.join(found) or 'none'} of {', '.join(KERNELS)}; say which with --problem"
+                f"{_where(file)} defines {' and '.join(names) or 'none'} of {', '.join(KERNELS)}; say which with --problem"
             )
-        name = found[0]
+        name = names[0]
     return KERNELS[name]() if args.size is None else KERNELS[name](args.size)
 
 

@@ -179,17 +179,17 @@ def run(
 
 def _read(selector: selectors.BaseSelector, parts: dict[str, list[bytes]], end: float, max_bytes: int) -> bool:
     """Reads until all ends are closed or `max_bytes` have come. Returns whether that was before `end`."""
-    said = 0
+    size = 0
     while selector.get_map():
         ready = selector.select(max(0.0, end - time.monotonic()))
         if not ready and time.monotonic() >= end:
             return False
         for key, _ in ready:
             data = os.read(key.fd, 1 << 16)
-            said += len(data)
+            size += len(data)
             parts[key.data].append(data)
             if not data:
                 selector.unregister(key.fileobj)
-        if said > max_bytes:
+        if size > max_bytes:
             return True
     return True

@@ -48,15 +48,15 @@ def left_behind(parent: Path, prefix: str) -> Iterator[list[Path]]:
 
     Folders of other users are never among them, nor is one that is only linked to.
     """
-    found: dict[Path, int] = {}
+    locks: dict[Path, int] = {}
     try:
         for path in parent.glob(prefix + "*"):
             file = _lock(path)
             if file is not None:
-                found[path] = file
-        yield list(found)
+                locks[path] = file
+        yield list(locks)
     finally:
-        for file in found.values():
+        for file in locks.values():
             os.close(file)
 
 

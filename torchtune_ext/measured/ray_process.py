@@ -204,13 +204,13 @@ class Driver:
 
     async def _live(self, name: str, life: Life) -> None:
         """Lives one life of an actor to its end. Raises Refused if the machine cannot be used."""
-        wanted, taken = version(), f"does another program use its {self._resource}?"
+        ours, taken = version(), f"does another program use its {self._resource}?"
         with self._losing(life, f"Ray had no place for an actor within {PLACE_S:g} s; {taken}"):
             async with asyncio.timeout(PLACE_S):
-                state, found = await life.actor.version.remote()
-            if state == "refused" or found != wanted:
-                there = found if state == "refused" else f"torchtune_ext {found} is installed there"
-                raise Refused(f"{there}, and {wanted} here: install the same")
+                state, answer = await life.actor.version.remote()
+            if state == "refused" or answer != ours:
+                there = answer if state == "refused" else f"torchtune_ext {answer} is installed there"
+                raise Refused(f"{there}, and {ours} here: install the same")
         if life.lost.is_set():
             return
         with self._losing(life, f"the actor was not ready within {START_S:g} s"):

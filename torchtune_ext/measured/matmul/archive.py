@@ -95,7 +95,7 @@ def entry_of(
     gflops: float,
     found: int,
 ) -> Entry:
-    """Makes an entry of what a checker and a timer say. Raises as `Entry` does."""
+    """Makes an entry from the answers of a checker and a timer. Raises as `Entry` does."""
     return Entry(
         machine,
         kernel,
@@ -187,7 +187,7 @@ class Archive:
             None if no neighboring cell holds such a program.
         """
         own = set(cell.techniques)
-        found = []
+        neighbors = []
         for other, entry in self.cells().items():
             if (other.machine, other.kernel, other.size) != (cell.machine, cell.kernel, cell.size):
                 continue
@@ -195,8 +195,8 @@ class Archive:
                 continue
             apart = len(own ^ set(other.techniques))
             if apart == 1 or (apart == 0 and abs(other.band - cell.band) == 1):
-                found.append(entry)
-        return rng.choice(found) if found else None
+                neighbors.append(entry)
+        return rng.choice(neighbors) if neighbors else None
 
     def of_others(self, machine: str) -> list[Entry]:
         """Returns the elites that were measured elsewhere, to be measured again here or left out."""

@@ -124,10 +124,10 @@ class Curriculum:
 
     def counts(self) -> dict[str, int]:
         """Returns how many of the problems seen so far are at each stage."""
-        found = dict.fromkeys(self.stages, 0)
+        numbers = dict.fromkeys(self.stages, 0)
         for state in self._problems.values():
-            found[self.stages[state.stage]] += 1
-        return found
+            numbers[self.stages[state.stage]] += 1
+        return numbers
 
     def observe(self, problem: str, visit: Visit) -> Move | None:
         """Takes in one group of a problem. Returns the move to another stage, if there is one.
