@@ -5,7 +5,7 @@
 Ray kills an actor without a word, and at its end also the children of the actor, but nothing below them. So the command has
 this process as its parent, which is no child of the actor: it forks, and writes the exit status into the pipe FD (`-`: neither;
 the exit status is its own). It reads lines from stdin: the number of a signal for the command, or `end SECONDS`: the command
-gets SIGTERM, and after so many seconds SIGKILL. Where stdin ends, the actor is gone, and that is `end PATIENCE`: a trainer then
+gets SIGTERM, and SIGKILL SECONDS later. Where stdin ends, the actor is gone, and that is `end PATIENCE`: a trainer then
 still saves the step that it is in. When the command has ended, whatever it started and left behind is killed. The exit status
 is that of the command; where signal N ended it, 128 + N. If this process itself is killed, Linux kills the command.
 """

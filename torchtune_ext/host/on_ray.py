@@ -104,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
 
 @contextmanager
 def ours_alone() -> Iterator[tuple[TextIO, TextIO]]:
-    """Gives stdout and stderr to the block alone: Ray prints a page for each machine that is lost."""
+    """Gives stdout and stderr only to the block: Ray prints a page for each machine that is lost."""
     out, err = sys.stdout, sys.stderr
     with open(os.devnull, "w", encoding="utf-8") as null:
         sys.stdout = sys.stderr = null

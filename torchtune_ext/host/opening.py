@@ -64,7 +64,7 @@ def say_opening(parts: Parts) -> None:
 
 
 def say_ready(seconds: float) -> None:
-    """Prints that the engine is ready, so many seconds after its start."""
+    """Prints that the engine is ready, and how many seconds after its start."""
     say(f"{ENGINE_READY} {seconds:.0f} s")
 
 

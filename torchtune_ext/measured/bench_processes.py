@@ -163,7 +163,7 @@ class TimeKeeping:
             clock.begin()
 
         if not TIMERS:
-            # Whoever started this process may have kept off some of them.
+            # The process that started this one may keep off some of them.
             os.sched_setaffinity(0, {*self.settings.check_cores, *cores})
         try:
             time.sleep(TURN_S)

@@ -14,7 +14,7 @@ from torchtune_ext.run.errors import Mistake
 
 log = logging.getLogger(__name__)
 
-MAX_RESULTS = 16_384  # kept in memory; the ones that nobody has asked for the longest are dropped
+MAX_RESULTS = 16_384  # kept in memory; the least recently used ones are dropped
 # What another attempt may end with in another way: it says something about the machine at that moment.
 PASSING = ("timeout", NOISY)
 # How gcc says that a part of it was killed: perhaps the machine's memory was full.

@@ -161,7 +161,7 @@ def _roomy(own: Path, point: Path) -> Path | None:
     above = [own.parent] if own != point and _read(own / "memory.max") in ("", "max") else []
     for folder in [own, *above]:
         enabled = _read(folder / "cgroup.subtree_control").split()
-        # Whoever moves a process needs the right for the group that lies above both.
+        # To move a process takes the right to write to the group above both.
         if set(CONTROLLERS) <= set(enabled) and all(os.access(p, os.W_OK) for p in (folder, folder / "cgroup.procs")):
             return folder
     return None
@@ -181,7 +181,7 @@ def _kill(folder: Path) -> None:
     """Kills the members of a group."""
     if _write(folder / "cgroup.kill", "1"):
         return
-    # Version 1, or Linux before 5.14. Without the limit somebody could start processes faster than we read their numbers.
+    # Version 1, or Linux before 5.14. Without the limit a program could start processes faster than we read their numbers.
     _write(folder / "pids.max", "0")
     end = time.monotonic() + END_S
     while (members := _read(folder / "cgroup.procs").split()) and time.monotonic() < end:

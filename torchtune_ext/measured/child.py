@@ -205,7 +205,7 @@ class Child:
         self._require_untouched(inputs, views)
         cpu_ns, self._owed_ns, self._idle_ns = self._owed_ns + asleep_ns - self._idle_ns, 0, asleep_ns
         ran_ns, waited_ns = (now - then for now, then in zip(self._scheduled_ns(), (ran_ns, waited_ns), strict=True))
-        # While other threads of its own ran, nobody else may have been in its way.
+        # Where it waited while other threads of its own ran, those may have been in its way.
         waited_ns = max(0, waited_ns - max(0, asleep_ns - before_ns - ran_ns))
         return Call((end - start + owed_ns) * 1e-9, cpu_ns * 1e-9, waited_ns * 1e-9, outputs)
 
@@ -246,7 +246,7 @@ class Child:
         try:
             state, threads = _state(self._stat)
             if state in (b"Z", b"X") and threads <= 1:
-                self._fail()  # it has ended, and only nobody has waited for it
+                self._fail()  # it has ended, but has not been waited for
             if state != b"S" or threads == 1:
                 return state == b"S"
             for thread in os.listdir(f"/proc/{self._pid}/task"):
@@ -266,7 +266,7 @@ class Child:
             self._fail()
 
     def _scheduled_ns(self) -> tuple[int, int]:
-        """Returns for how long the first thread has run, and has wanted to and could not; zeros where nobody counts it."""
+        """Returns for how long the first thread has run, and was ready to but could not; zeros if the kernel counts neither."""
         if self._schedule < 0:
             return 0, 0
         try:

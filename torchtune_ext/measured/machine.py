@@ -100,7 +100,7 @@ def kept_off(cores: Sequence[int]) -> Iterator[None]:
 
 
 def _pin(cores: Set[int]) -> None:
-    """Lets all threads of this process run on these cores alone."""
+    """Lets all threads of this process run only on these cores."""
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), cores)
@@ -125,18 +125,18 @@ def _open_lock(path: Path) -> int:
         try:
             file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            continue  # somebody was faster
+            continue  # another process was faster
         os.fchmod(file, 0o644)  # other users wait for it, too, whatever the umask is
         return file
 
 
 def nobody() -> None:
-    """Who is told that somebody still waits, where nobody wants to know."""
+    """Does nothing: the default where a wait is not reported."""
 
 
 @contextmanager
 def alone_on(cores: Sequence[int], deadline_s: float, tell: Callable[[], None] = nobody) -> Iterator[None]:
-    """Keeps every other timing of this machine off these cores, whoever asks for it. The kernel ends it with this process.
+    """Keeps the timings of all other processes off these cores. The kernel ends this with the process.
 
     `tell` is called again and again while this waits, and once when it need not wait any more.
 

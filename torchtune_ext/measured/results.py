@@ -53,7 +53,7 @@ class BenchConfig:
 
     workers: int | None = None  # processes that check; None: one for each core that is not timed on
     cores: list[int] | None = None  # cores to time on; None: those that no engine may use, or the last ones
-    threads: int = 1  # threads that a program may use; it is timed on so many cores
+    threads: int = 1  # threads that a program may use, and cores that it is timed on
     optimization: str = "-O3"  # "-O0" to "-O3"
     compiler: str | None = None  # "gcc" or "clang", or a path; None: as found
     budget_s: float = 10.0  # seconds for one timing

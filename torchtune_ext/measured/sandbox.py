@@ -31,7 +31,7 @@ SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their he
 SYSTEM_FILES = ("/etc/ld.so.cache",)
 PREFIX = cgroups.PREFIX  # how the names of the folders begin
 NAMESPACES_PROCESSES = 2  # bubblewrap runs as two beside the command
-MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: so many may come to those that run
+MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: these may come on top of those that run
 
 
 class SandboxError(Failure):

@@ -209,7 +209,7 @@ class Timer:
                     return self._time(child)
             except ChildFailed as failed:
                 if self._reference.has_ended() or self._probe.child.has_ended():
-                    # Whatever ended ours, too, did not choose the program's.
+                    # What also ended a process of ours was not aimed at the program's.
                     raise SandboxError(f"processes of ours ended while a program was timed: {failed}") from failed
                 raise
 

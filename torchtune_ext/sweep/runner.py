@@ -32,7 +32,7 @@ SAVE_S = 10.0  # seconds from one record to the next: a sweep that is killed kno
 NEWS_S = 60.0  # seconds from one line about a run that works to the next
 END_S = 600.0  # seconds that a run has to end after SIGTERM: the end of its step, its checkpoint, its cleanup
 LONGEST_CAUSE = 300  # characters
-WARM_UP = 5  # the first points of a search that learns are random, at most so many
+WARM_UP = 5  # random points, at most, at the beginning of a search that learns
 
 
 @dataclass(slots=True)

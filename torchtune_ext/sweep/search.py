@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sweep.space import Parameter, Point
 
-BANDS = 100  # W&B makes so many from min_iter on, most of them beyond every run
+BANDS = 100  # W&B makes this many from min_iter on, most of them beyond every run
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def require_optuna() -> None:
 
 
 def _point(parameters: Sequence[Parameter], quantiles: dict[str, float]) -> tuple[Point, dict[str, float]]:
-    # Without a quantile there is one value alone.
+    # A parameter without a quantile has only one value.
     return {each.name: each.at(quantiles.get(each.name, 0.0)) for each in parameters}, quantiles
 
 

@@ -130,7 +130,7 @@ class Parameter:
 
 
 def _place(u: float, count: int) -> int:
-    """Returns which of so many equally likely values the quantile u is, from 0."""
+    """Returns which of `count` equally likely values the quantile u is, from 0."""
     return min(max(math.ceil(u * count) - 1, 0), count - 1)
 
 

@@ -198,7 +198,7 @@ class Usable:
 
     Args:
         task, fault, bad: as in `ProblemStream`.
-        among: of so many problems, from the first; None: of all.
+        among: how many problems, from the first, are looked at; None: all.
     """
 
     def __init__(self, task: Task | None, fault: Fault = no_fault, bad: str = "skip", among: int | None = None):

@@ -31,7 +31,7 @@ _SAME = 0.01  # Rewards that are nearer than this share of the run's range count
 class Limits:
     """This says how much of the rollouts a page carries; the curves are always whole."""
 
-    max_steps: int = 80  # So many steps have rollouts, evenly spaced, first and last among them.
+    max_steps: int = 80  # This many steps have rollouts, evenly spaced, first and last among them.
     groups_per_step: int = 12  # Those with a signal go first, evenly spaced over the reward spread.
     samples_per_group: int = 16  # They are evenly spaced over the reward, best and worst among them.
     max_tokens: int = 2000  # The middle of a sample that is longer is left out.
@@ -111,7 +111,7 @@ def short(value: float | None, digits: int = 6) -> float | None:
 def _fit(
     groups: Sequence[Group], limits: Limits, pieces: TokenPieces | None, budget: float
 ) -> tuple[list[dict[str, Any]], str]:
-    """Takes as many groups as `budget` bytes hold. Where one alone is too large it has fewer samples, then fewer tokens."""
+    """Takes as many groups as `budget` bytes hold. If even one is too large it has fewer samples, then fewer tokens."""
     num_groups, num_samples, num_tokens = limits.groups_per_step, limits.samples_per_group, limits.max_tokens
     while True:
         chosen = _chosen(groups, num_groups)

@@ -16,11 +16,11 @@ _MOST_SILENT = 0.5  # share of groups without a signal, above which it is said
 _MOST_CUT = 0.2  # share of samples at the token limit
 _LEAST_ESS = 0.9
 _RISEN = 0.05  # Of a reward, and as a share of what it was: above it the reward has risen.
-_SLOW = 3  # A step that takes so many times the median is far beyond it,
+_SLOW = 3  # A step that takes this many times the median is far beyond it,
 _LOST = 0.05  # and said so where what such steps took beyond it is more than this share of all seconds.
 _PHASES = ("sample", "pack", "train", "publish")  # of every step; some also evaluate or save
-_FAR = 0.5  # The engine shows the last update less, or more, by so much of its effect.
-_ALIKE = 2 / 3  # Where so many of the groups without a signal are of one kind, that kind alone is named.
+_FAR = 0.5  # The engine shows the last update less, or more, by this share of its effect.
+_ALIKE = 2 / 3  # Where this share of the groups without a signal is of one kind, only that kind is named.
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,7 @@ def _devices(run_dir: Path, config: Mapping[str, Any], records: Sequence[Mapping
 
 
 def _duration(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Fact | None:
-    """The steps alone count: not the start of the engine, nor the time between a stop and a resume."""
+    """Only the steps count: not the start of the engine, nor the time between a stop and a resume."""
     seconds = sum(record.get("time/step") or 0.0 for record in records)
     started = run.get("started")
     since = f"started {_day(started)}" if isinstance(started, int | float) else ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torchtune_ext.evaluation import partly_right
 from torchtune_ext.telemetry.panels import Panel
 
-PART = 10  # A reading is the mean over one part in so many of the steps.
+PART = 10  # A reading is the mean over a tenth of the steps.
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,8 @@ class Report:
     path: Path
     num_bytes: int
     steps: int  # the newest one with metrics
-    rollout_steps: int  # So many have rollouts in the page.
-    stored_steps: int  # So many have rollouts in the run.
+    rollout_steps: int  # how many have rollouts in the page
+    stored_steps: int  # how many have rollouts in the run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 FILE = "trace.json"
 TRACKS = ("engine", "graders", "buffer")  # where a group can be, in this order
-COUNTS = 50  # At most so many events of a flush say how many groups are where.
+COUNTS = 50  # events of a flush, at most, that say how many groups are where
 MERGED_S = 0.01  # Two waits for groups with less between them are drawn as one.
 _PLACE = {"pid": 1, "tid": 1}  # Chrome's format wants a process and a thread, whatever they mean.
 _LONGEST_ID = 80  # characters of a problem's id

@@ -153,7 +153,7 @@ def _file_name(entry: Entry, number: int, taken: Set[str]) -> str:
 
 
 def _comment(entry: Entry) -> str:
-    """The head of a file. What comes from elsewhere is one line of a comment whatever it holds."""
+    """The head of a file. Text from elsewhere stays one line of a comment, whatever it holds."""
     lines = (
         f"{entry.kernel}, {size_in_words(entry.size)}, found at step {entry.found}",
         f"{_speed(entry)} when it was found: measure it again before you report that",
@@ -188,7 +188,7 @@ def _index(files: dict[Path, tuple[int, Entry]], archive: Path) -> str:
 
 
 def _write_new(path: Path, text: str) -> None:
-    # "x" leaves a file alone that came to be since we looked. A text may hold half characters, which no file can.
+    # "x" does not overwrite a file that has appeared since we looked. A text may hold half characters, which no file can.
     with open(path, "xb") as file:
         file.write(text.encode("utf-8", "replace"))
 

@@ -15,8 +15,8 @@ from torchtune_ext.measured.matmul.stages import STAGES, permitted
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Problem, Score
 
-# One program in 40 for dgemm is permitted by the first stage, and none is rarer: so many draws miss all of them with a
-# probability of e^-25.
+# One program in 40 for dgemm is permitted by the first stage, and none is rarer: this many draws miss all of them with
+# a probability of e^-25.
 MOST_DRAWS = 1000
 
 

@@ -1,7 +1,7 @@
 """Programs in C for matrix multiplication and other kernels, rewarded by their measured speed.
 
 The techniques that a prompt permits follow a staged curriculum (stages.py), and what was found is kept in an archive of the
-fastest programs (archive.py). Both are functions of the graded groups alone. So a run that is resumed, or that replays stored
+fastest programs (archive.py). Both depend only on the graded groups. So a run that is resumed, or that replays stored
 rollouts, asks the same questions.
 """
 
@@ -220,7 +220,7 @@ class Matmul(MeasuredTask):
     def _keep(self, kernel: Kernel, source: str, score: Score, step: int) -> None:
         parts, self.machine = score.parts, score.facts["machine"]
         spread = parts["speedup_spread"]
-        # A program that was timed in one block alone, or hardly, could never be replaced by one that is surely faster.
+        # A program that was timed in one block only, or hardly, could never be replaced by one that is surely faster.
         if 0 < spread < 1:
             used = [word for word in score.facts["techniques"].split(",") if word]
             self.archive.add(
