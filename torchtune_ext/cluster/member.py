@@ -23,13 +23,13 @@ class Plan:
 
     recipe: str
     config: str  # as the user named it
-    file: str  # of the config, if it is the user's own; "" for one of ours
+    file: str  # the config's, if it is the user's own; "" for one of ours
     words: tuple[str, ...]  # settings, key=value
     engine: EngineConfig
     request: Request
     folder: str  # in which it is started, on each machine
     variables: Mapping[str, str]  # of the environment of trainer and servers
-    key: str  # of the servers
+    key: str  # that the servers ask for
     patience_s: float  # seconds that the trainer has to end after a signal
     wait_s: float  # seconds to wait for GPUs that are in use
     waits_for_machines: bool  # whether it also waits for what the cluster does not have yet
@@ -50,7 +50,7 @@ class Member:
     begun: str = ""  # a line of its output that has no end yet
     announced: bool = False  # whether the user knows that it has ended
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
-    question: Any = None  # what Ray has promised
+    question: Any = None  # Ray's handle of an answer that is still to come
     answered_at: float = 0.0  # time.monotonic() of the last answer; 0: it was not started
 
     @property

@@ -46,7 +46,7 @@ class Machine:
 class Layout:
     """The bundles of a run."""
 
-    amounts: tuple[int, ...]  # of each bundle
+    amounts: tuple[int, ...]  # GPUs or cores of each bundle
     machines: int  # the trainer's; the bundle of machine i is bundle i
     ranks: int  # on each of these
 

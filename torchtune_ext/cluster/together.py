@@ -356,7 +356,7 @@ class Together:
     def _show(self, member: Member, text: str) -> None:
         """Keeps the last lines. Prints what rank 0 says, and with their address the lines of the trainer's other machines."""
         *lines, begun = (member.begun + text).split("\n")
-        # Of a progress bar, which begins its line again and again, the newest state is kept.
+        # A progress bar begins its line again and again: its newest state is kept.
         member.begun = begun[begun.rfind("\r") + 1 :]
         member.tail.extend(lines)
         if member is self.trainers[0]:

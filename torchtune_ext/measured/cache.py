@@ -37,7 +37,7 @@ class Cache:
         if file is not None:
             try:
                 self._out = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-                if Path(file).is_file():  # what is none may have no end, as /dev/full
+                if Path(file).is_file():  # anything else may have no end, as /dev/full
                     self._read(Path(file))
             except OSError as error:
                 raise Mistake(

@@ -110,7 +110,7 @@ class Child:
         self._places: tuple[Place, ...] = ()
         self._number = 0  # of the last message
         self._closed = False
-        # Of the process that runs the candidate: a handle, and what the kernel says of its first thread.
+        # A handle of the process that runs the candidate, and the kernel's files on its first thread.
         self._pidfd = self._stat = self._schedule = -1
         # Its CPU clock when it was last seen asleep, and what it used meanwhile, between two calls.
         self._idle_ns = self._owed_ns = 0

@@ -53,7 +53,7 @@ class Row:
         if (t := self.timing) is None:
             return [*cells, *[""] * 6, _shortened(self.note)]
         cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
-        # Of one block there is no interval.
+        # One block gives no interval.
         cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}" if t.ratio_spread else "?"]
         return [*cells, self._remark(t)]
 

@@ -25,7 +25,7 @@ from torchtune_ext.run.errors import Failure
 DISTURBED_REGISTERS, DISTURBED_MEMORY = 0.1, 0.25
 WILD = 0.2  # share by which the fixed kernel may vary at the start
 CALM_TRIES = 10  # series of 20 looks, one of which has to be calm
-CALLS = 5  # of each part at a look
+CALLS = 5  # calls of each part at a look
 # Calls before those: other processes have filled the caches, and units of the processor for vectors have to wake up.
 WARM_REGISTERS, WARM_MEMORY = 1, 4
 CHUNK, KEPT_S = 20, 3600.0  # times that are looked at together, and seconds for which a quiet chunk is remembered

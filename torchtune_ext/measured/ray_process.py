@@ -63,13 +63,13 @@ class Driver:
         ray.cloudpickle.register_pickle_by_value(ray_host)
         self._host_class = ray.remote(ray_host.Host)
         self._dispatch = Dispatch()
-        self._payloads: dict[int, bytes] = {}  # of the texts that are not done
-        self._calls: dict[int, Any] = {}  # what Ray has promised for each text that is at work
+        self._payloads: dict[int, bytes] = {}  # texts that are not done
+        self._calls: dict[int, Any] = {}  # Ray's handle of the answer for each text that is at work
         self._tries: Counter[int] = Counter()
-        self._keepers: dict[str, asyncio.Task] = {}  # of each machine, by Ray's name of it
+        self._keepers: dict[str, asyncio.Task] = {}  # one for each machine, by Ray's name of it
         self._lives: dict[str, Life] = {}  # of machines that are ready
         self._reasons: dict[str, str] = {}  # why a machine cannot be used
-        self._stats: dict[str, Mapping[str, float]] = {}  # of each machine
+        self._stats: dict[str, Mapping[str, float]] = {}  # by machine
         self._past: Counter[str] = Counter(moved=0)  # counters of lives that have ended
         self._tasks: set[asyncio.Task] = set()  # the loop itself keeps tasks weakly
         self._is_ready = False

@@ -14,7 +14,7 @@ from torchtune_ext.run.errors import Failure, Mistake
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
 NOISY = "noisy"
-# Of the settings below: the types that a value may have, and what to write. "or null" stands where None is one of them.
+# The types that a value of each setting below may have, and what to write. "or null" stands where None is one of them.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "workers": (Integral, "a whole number, or null for one on each core"),
     "cores": (Collection, "a list of whole numbers, as [2, 3], or null to have them chosen"),

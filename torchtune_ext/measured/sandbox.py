@@ -218,7 +218,7 @@ def compile_sandbox(compiler: str, folder: Path) -> Path:
     program = folder / "sandbox"
     command = [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"]
     done = _ended(command)
-    if done.returncode != 0 or not program.exists():  # what is no compiler may end well and make nothing
+    if done.returncode != 0 or not program.exists():  # a program that is no compiler may exit with 0 and make nothing
         raise SandboxError(
             f"{compiler} cannot compile the sandbox: {done.stderr.strip()[-1000:] or exit_cause(done.returncode)}"
         )

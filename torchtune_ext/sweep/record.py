@@ -37,7 +37,7 @@ class SweepRun:
     low: float | None = None  # the 95% interval of that value, where the recipe logs one
     high: float | None = None
     cause: str = ""  # why it failed, or has no value: one line
-    seconds: float = 0.0  # that it ran, all its starts together
+    seconds: float = 0.0  # how long it ran, all its starts together
     quantiles: dict[str, float] = field(default_factory=dict)  # of the drawn parameters, for a search that learns
 
 

@@ -76,7 +76,7 @@ class ProblemStream:
         self._task, self._seed, self._adapts = task, seed, hasattr(task, "observe")
         self._fault, self._bad = fault, bad
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
-        self._ahead: Future[dict[int, _Candidate]] | None = None  # of the places that come next
+        self._ahead: Future[dict[int, _Candidate]] | None = None  # candidates for the next places
 
     def take(self, count: int) -> list[Problem]:
         """Returns the next `count` problems. Raises what `draw` raises."""

@@ -30,7 +30,7 @@ SPLITS = ("train", "heldout")
 REWARDS = ("solved", "credit")
 BLOCK = 100  # problems of one instance of a generator; some make all of them in advance
 DRAWS = 400  # questions that are drawn before a split is said to have none
-SOLVED = 1.0 - 1e-9  # of the generator's own score
+SOLVED = 1.0 - 1e-9  # the generator's own score from which a problem counts as solved
 WINDOW = 32  # groups of a generator that a curriculum looks back on
 # These draw from sets, some of them seldom, whose order is another one in every process unless PYTHONHASHSEED is set.
 BY_HASH = ("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder")
