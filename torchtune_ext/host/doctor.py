@@ -174,7 +174,7 @@ def check_torchao(facts: Facts) -> list[Finding]:
 
 
 def check_peft(facts: Facts) -> list[Finding]:
-    """PEFT is needed by nothing but tests; the pairs were found by loading our adapters in it."""
+    """Only tests need PEFT; the pairs were found by loading our adapters in it."""
     pair = f"peft {facts.versions.get('peft')} does not load adapters with torchao {facts.versions.get('torchao')}"
     if at_least(facts, "peft", "0.19") and before(facts, "torchao", "0.16"):
         return [Finding(WARN, "peft", pair, 'pip install "peft>=0.18,<0.19"')]

@@ -34,7 +34,7 @@ LOST_RANK_STATUS = 76  # exit status of a rank that ends because another one is 
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = ("site-packages", "dist-packages")
 
-# What people write who come from other trainers, and what it is here. Names of arguments stand without their node.
+# What users of other trainers write, and its name here. Names of arguments stand without their node.
 THOUGHT = {
     "learning_rate": "lr",
     "num_generations": "samples_per_prompt",
@@ -73,7 +73,7 @@ class Mistake(ValueError):
 
 
 class FileMistake(Mistake, OSError):
-    """A file or a disk that the user has to look after. Who expects that files fail catches it as an OSError."""
+    """A file or a disk that the user has to look after. Code that expects files to fail catches it as an OSError."""
 
 
 class Failure(RuntimeError):

@@ -35,7 +35,7 @@ _NO_READS = ("output_dir", "logging")  # keys whose values never name a file tha
 _RECORD = "_record"  # the attribute in which settings carry what `record` returns
 
 TYPE_TEXTS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-# What to do in the place of a value of a wrong type.
+# What to do instead of giving a value of a wrong type.
 INSTEAD = {
     "resume_from_checkpoint": "; true goes on from the newest checkpoint of output_dir; to begin anew from any: model_dir=PATH",
     "evaluation.every": "; without held-out problems: evaluation.task=null",
