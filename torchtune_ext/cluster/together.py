@@ -2,7 +2,7 @@
 
 Ray gives places, GPUs and an actor on each of them (keeper.py). What an actor runs is the command that a user would type there:
 `torchtune-ext run` for the trainer, under torchrun where it has several ranks, and vLLM's server. So ranks, signals and exit
-statuses are those of every other run. Nothing is started a second time: who is lost ends the run.
+statuses are those of every other run. Nothing is started a second time: the run ends without its trainer, or its last server.
 """
 
 import signal

@@ -28,7 +28,7 @@ from torchtune_ext.telemetry.panels import PANELS
 from torchtune_ext.training.checks import check_optimizer
 from torchtune_ext.training.settings import check_settings
 
-# What the sweep itself says to each of its runs.
+# Settings that the sweep itself gives each of its runs.
 OURS = {
     "output_dir": "each run of a sweep has a folder of its own, OUT/RUN here (--out) and <output_dir>/<WANDB_RUN_ID> under "
     "`wandb agent`; with one that is fixed, a run would set the one before it aside",

@@ -194,7 +194,7 @@ class Runner:
         if goes_on:
             words.append("resume_from_checkpoint=True")
         inherited = {name: value for name, value in environment().items() if name not in (SWEEP_VARIABLE, RUN_VARIABLE)}
-        # Runs with an account stand together there, too.
+        # Runs that log to W&B are one group there.
         variables = {"WANDB_RUN_GROUP": self.sweep.name, **self._variables, **inherited}
         at = ", ".join(
             f"{each.name}={shown(run.parameters[each.name])}" for each in self.sweep.parameters if not each.fixed

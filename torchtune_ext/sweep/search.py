@@ -104,7 +104,7 @@ def _off_axis(parameter: Parameter, place: float | int) -> float:
 
 # Which runs a sweep stops early, by the rule of W&B (`early_terminate: {type: hyperband}`).
 #
-# A run is looked at when it has logged the metric so often as a band says. There, the values of all runs that came so far are
+# A run is looked at when it has logged the metric as often as a band says. There, the values of all runs that came that far are
 # compared: a run stays only if it is among the best 1/eta of them.
 @dataclass(frozen=True, slots=True)
 class Hyperband:

@@ -103,7 +103,7 @@ class Parameter:
         q = self.given.get("q")
         if q is None:
             return value
-        # Of 0.30000000000000004 nobody can read which multiple of 0.1 it is.
+        # 0.30000000000000004 does not read as a multiple of 0.1.
         steps = round(value / q)
         return steps * q if isinstance(q, int) else float(f"{steps * q:.12g}")
 
