@@ -117,8 +117,8 @@ class ProblemStream:
         return problems
 
     def first(self, count: int) -> list[Problem]:
-        """Returns the first problems of the task that can be used, at most `count`, in the order of their indices. It takes
-        them from nobody: the run will meet them as if they had not been asked for.
+        """Returns the first problems of the task that can be used, at most `count`, in the order of their indices. The
+        run will still meet them, as if they had not been asked for.
 
         Raises:
             ValueError: none can be used, or one cannot and `bad` is "error".

@@ -43,7 +43,7 @@ class Stopwatch:
             with nullcontext() if outer else self._context(name), torch.profiler.record_function(self._inside):
                 yield
                 if torch.cuda.is_initialized():
-                    # What a phase gives a device to do is done in its own seconds.
+                    # The seconds of a phase include the work that it gives the device.
                     torch.cuda.synchronize()
         finally:
             end = time.monotonic()

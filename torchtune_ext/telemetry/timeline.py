@@ -48,7 +48,7 @@ MERGED_S = 0.01  # Two waits for groups with less between them are drawn as one.
 _PLACE = {"pid": 1, "tid": 1}  # Chrome's format wants a process and a thread, whatever they mean.
 _LONGEST_ID = 80  # characters of a problem's id
 MAX_BINS = 20_000  # So the strip adds at most 0.25 MiB to a page: that is with another value in each bin of nine rows.
-_LEAST_S = 0.001  # A bin is at least so long.
+_LEAST_S = 0.001  # A bin is at least this long.
 _WORKS = ("engine", "graders")
 _Spans = dict[str, list[tuple[float, float]]]  # name -> begin and end of each, in seconds
 
