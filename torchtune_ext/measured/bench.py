@@ -268,8 +268,8 @@ class Bench:
     def _hand_over(self, stage: str, job: Job) -> None:
         d, settings = self._settings.deadlines, self._settings
         check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
-        # A kernel's checker probes the machine and checks the kernel's own program. Who makes a timer, or waits for the
-        # cores or for an engine, is never as long without a sign of life.
+        # A kernel's checker probes the machine and checks the kernel's own program. A process that makes a timer, or
+        # waits for the cores or for an engine, is never as long without a sign of life.
         wait_s = 4 * PROBE_S + check_s
         if stage == CHECK:
             pool, what, timeout_s = "checking", (job.text, job.permitted), check_s

@@ -92,7 +92,7 @@ class Failed:
 
 
 class Kept(Generic[Thing]):
-    """What was made for a kernel, for the kernels that were asked for last."""
+    """Keeps what was made for each of the most recently used kernels."""
 
     def __init__(self) -> None:
         self._things: OrderedDict[str, Thing] = OrderedDict()
@@ -118,13 +118,13 @@ class Kept(Generic[Thing]):
             self.drop(key)
 
 
-# Of this process. They cannot be sent to it, so they are no part of the objects below.
+# They belong to this process. They cannot be pickled, so they are no part of the objects below.
 CHECKERS: "Kept[Checker]" = Kept()
 TIMERS: "Kept[OwningTimer]" = Kept()
 
 
 class Checking:
-    """Checks programs on the cores for that."""
+    """Checks programs on the cores for checks."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -239,5 +239,5 @@ class _Clock:
 
 
 def _failed(error: Exception) -> Failed:
-    # Who has waited for long in vain is not sent to wait again.
+    # After a long wait in vain there is no second one.
     return Failed(f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))

@@ -305,7 +305,7 @@ class Checker:
         done = compilers.compile_library(self.sandbox, self.compiler, self.flags, folder, self.deadlines.compile_s)
         _require_end(done)
         if done.status != 0:
-            # The words alone may be the candidate's.
+            # Only the disk tells: the words may be the candidate's.
             if FULL in done.errors and shutil.disk_usage(folder).free < compilers.LIMITS.file_bytes:
                 raise SandboxError(f"the disk of {folder} is full: {done.errors.strip()[-300:]}")
             raise _Refused("compile_error", done.errors.strip() or exit_cause(done.status))

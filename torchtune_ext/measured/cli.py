@@ -242,7 +242,7 @@ def _shortened(note: str) -> str:
     A compiler names a function, or warns, before it comes to the error.
     """
     lines = note.split("\n")
-    # That the linker has failed is said after why.
+    # The linker gives the reason before it says that it has failed.
     errors = (line for line in lines if _TELLING.search(line) and not _LINKER.match(line))
     line = next(errors, lines[0])
     return line if len(line) <= NOTE else f"{line[: NOTE - 1]}…"

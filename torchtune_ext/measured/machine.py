@@ -18,7 +18,7 @@ SAMPLER = b"torchtune_ext.sampling.client_process"  # the engine's process is a 
 # For each time that this process keeps off some cores: those that it could run on before.
 _kept_off: list[frozenset[int]] = []
 _LOCK_RETRY_S = 0.02
-_TELL_S = 15.0  # seconds of waiting for a lock after which a line of the log says so: one timing takes less mostly
+_TELL_S = 15.0  # seconds of waiting for a lock after which a line of the log says so: most timings take less
 _WINDOW_S, _WINDOWS = 0.05, 2  # an engine is idle after _WINDOWS windows of _WINDOW_S seconds without computing
 _BUSY_SHARE = 0.2  # of one core in a window: below, an engine only looks for work
 _LOOK_S = 0.2  # seconds between two looks at an engine that computes

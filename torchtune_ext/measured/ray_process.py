@@ -298,7 +298,7 @@ class Driver:
         return True
 
     def _forget(self, number: int) -> Any:
-        """Drops what is kept of a text. Returns what Ray has promised for it, or None."""
+        """Drops what is kept of a text. Returns Ray's handle of its answer, or None."""
         self._payloads.pop(number, None)
         self._tries.pop(number, None)
         return self._calls.pop(number, None)
