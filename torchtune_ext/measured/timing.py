@@ -297,9 +297,9 @@ class Timer:
         while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(LEAST_CALLS, most)):
             inputs = draw_inputs(kernel, size, "biased", self.rng)
             call = child.call(size, inputs, self.checker.deadlines.verify_s)
-            comparison = compare(kernel, expect(kernel, size, inputs), call.outputs)
-            if not comparison.ok:
-                raise ChildFailed("wrong_result", f"in a timed call: {explained(comparison, size, 'biased')}")
+            result = compare(kernel, expect(kernel, size, inputs), call.outputs)
+            if not result.ok:
+                raise ChildFailed("wrong_result", f"in a timed call: {explained(result, size, 'biased')}")
             calls.append(call)
             seconds += call.seconds
         return calls

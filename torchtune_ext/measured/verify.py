@@ -178,12 +178,10 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
                     raise ChildFailed(failed.outcome, note, failed.cpu_s) from None
                 spent_s += call.seconds  # what drawing and comparing takes is not the program's fault
                 computed_s += call.cpu_s
-                comparison = compare(
-                    kernel, expected if inputs is first else expect(kernel, size, inputs), call.outputs
-                )
-                if not comparison.ok:
-                    raise ChildFailed("wrong_result", explained(comparison, size, kind))
-                worst = max(worst, comparison.worst)
+                result = compare(kernel, expected if inputs is first else expect(kernel, size, inputs), call.outputs)
+                if not result.ok:
+                    raise ChildFailed("wrong_result", explained(result, size, kind))
+                worst = max(worst, result.worst)
     return worst
 
 
