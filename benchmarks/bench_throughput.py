@@ -81,7 +81,7 @@ def measure_starts(count: int) -> None:
                     continue
                 if not grouped:
                     checker.sandbox.close_groups()
-                elif not next(layer for layer in checker.sandbox.layers if layer.name == "cgroup").found:
+                elif not next(layer for layer in checker.sandbox.layers if layer.name == "cgroup").support:
                     print(f"{name:36s} no cgroup can be made here")
                     continue
                 _, library = stack.enter_context(checker.checked(checker.kernel.naive, extracted=True))

@@ -368,7 +368,7 @@ def without_a_layer(program: Exploit) -> bool:
 def test_a_group_stops_what_passes_without_seccomp():
     """No process is above its own limit, so nothing else would stop them."""
     with Checker(KERNELS["dgemm"](32), namespaces=False) as checker:
-        if not next(layer for layer in checker.sandbox.layers if layer.name == "cgroup").found:
+        if not next(layer for layer in checker.sandbox.layers if layer.name == "cgroup").support:
             pytest.skip("this user may make no cgroups here")
     program = BY_NAME["memory_bomb_processes"]
     assert not without_a_layer(replace(program, control="without seccomp"))

@@ -186,15 +186,15 @@ class ChatTemplate:
         """
         if self._frame is not None:
             return self._frame
-        asked = [{"role": "user", "content": "x"}]
-        before, prompt = self.render(asked), self.render(asked, generation_prompt=True)
+        messages = [{"role": "user", "content": "x"}]
+        before, prompt = self.render(messages), self.render(messages, generation_prompt=True)
         if not prompt.startswith(before):
             raise self._no_place("a generation prompt behind the user's message (variable `add_generation_prompt`)")
         prompt = prompt[len(before) :]
-        forms = [self.render([*asked, {"role": "assistant", "content": "x"}])]
+        forms = [self.render([*messages, {"role": "assistant", "content": "x"}])]
         for extra in ({"content": "<think>\nx\n</think>\n\ny"}, {"content": "", "tool_calls": _NoCalls()}):
             try:
-                forms.append(self.render([*asked, {"role": "assistant", **extra}]))
+                forms.append(self.render([*messages, {"role": "assistant", **extra}]))
             except ValueError:
                 # This template has no such form, so the form says nothing about the header.
                 continue

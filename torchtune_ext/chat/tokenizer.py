@@ -162,12 +162,12 @@ class ChatTokenizer:
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
         """Returns the end tokens: of the tokenizer, of generation_config.json and config.json, and of a turn."""
-        found: list[int | None] = [self._tokenizer.eos_token_id]
+        ids: list[int | None] = [self._tokenizer.eos_token_id]
         for name in ("generation_config.json", "config.json"):
             file = self.path / name
             given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-            found += given if isinstance(given, list) else [given]
-        stop_ids = tuple(dict.fromkeys(i for i in [*found, self._turn_end_id()] if i is not None))
+            ids += given if isinstance(given, list) else [given]
+        stop_ids = tuple(dict.fromkeys(i for i in [*ids, self._turn_end_id()] if i is not None))
         if not stop_ids:
             raise Mistake(
                 f"{str(self.path)!r} names no end token: no `eos_token` in tokenizer_config.json, no `eos_token_id` in "

@@ -5,7 +5,7 @@
 Ray kills an actor without a word, and at its end also the children of the actor, but nothing below them. So the command has
 this process as its parent, which is no child of the actor: it forks, and writes the exit status into the pipe FD (`-`: neither;
 the exit status is its own). It reads lines from stdin: the number of a signal for the command, or `end SECONDS`: the command
-gets SIGTERM, and after so many seconds SIGKILL. Where stdin ends, the actor is gone, and that is `end PATIENCE`: a trainer then
+gets SIGTERM, and SIGKILL SECONDS later. Where stdin ends, the actor is gone, and that is `end PATIENCE`: a trainer then
 still saves the step that it is in. When the command has ended, whatever it started and left behind is killed. The exit status
 is that of the command; where signal N ended it, 128 + N. If this process itself is killed, Linux kills the command.
 """
@@ -38,7 +38,7 @@ def adopt_orphans() -> None:
 
 def children() -> dict[int, bool]:
     """Lists the living children of this process, and says of each whether it is a resource tracker of Python's."""
-    found, me = {}, str(os.getpid()).encode()
+    pids, me = {}, str(os.getpid()).encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             # The name in the brackets is whatever the process has called itself, so it is taken as bytes.
@@ -46,11 +46,11 @@ def children() -> dict[int, bool]:
                 state, parent = file.read().rsplit(b")", 1)[1].split()[:2]
             if parent == me and state not in (b"Z", b"X"):
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    found[int(pid)] = janitor.TRACKER in file.read()
+                    pids[int(pid)] = janitor.TRACKER in file.read()
         except OSError:
             # It has ended meanwhile.
             continue
-    return found
+    return pids
 
 
 def bury(patience_s: float) -> None:

@@ -23,7 +23,7 @@ class Keeper:
         self._process: subprocess.Popen | None = None
         self._ended: int | None = None  # the exit status of the command
         self._output, self._room = bytearray(), threading.Condition()
-        self._asked_at = time.monotonic()
+        self._last_look = time.monotonic()
 
     def about(self, folder: str, file: str) -> tuple[str, dict[str, str]]:
         """Returns ("ready", facts of this machine and process), or ("refused", {"why": ...}).
@@ -37,8 +37,8 @@ class Keeper:
         except ImportError as error:
             return "refused", {"why": f"torchtune_ext cannot be imported there ({error})"}
         if not os.path.isfile(os.path.join(folder, file)) if file else not os.path.isdir(folder):
-            found = os.path.join(folder, file) if file else folder
-            return "refused", {"why": f"{found} is not there: the run needs a folder that all machines see"}
+            path = os.path.join(folder, file) if file else folder
+            return "refused", {"why": f"{path} is not there: the run needs a folder that all machines see"}
         # Ray has led the output of this process to a file of its session.
         return "ready", {"version": version(), "python": sys.executable, "log": os.readlink("/proc/self/fd/1")}
 
@@ -52,7 +52,7 @@ class Keeper:
         """Starts `python WORDS`. Returns "", or why it cannot be started.
 
         Args:
-            variables: of the driver's shell and of the run. They go before those that this machine has of the same name.
+            variables: of the driver's shell and of the run. They replace this machine's of the same name.
             folder: where it is started.
             patience_s: seconds that it has after SIGTERM, if this actor is killed.
             log: whether what it prints goes to the log of this actor, too.
@@ -82,17 +82,17 @@ class Keeper:
             os.close(theirs)
         # The guard goes on without a parent, so that Ray, which kills the children of an actor, leaves it alone.
         self._process.wait()
-        self._asked_at = time.monotonic()
+        self._last_look = time.monotonic()
         self._reader = threading.Thread(target=self._read, args=[log], daemon=True)
         self._reader.start()
         threading.Thread(target=self._watch, daemon=True).start()
         return ""
 
     def look(self) -> tuple[bytes, int | None]:
-        """Returns what the command has printed since the last look, and its exit status once it has ended and said all."""
-        self._asked_at = time.monotonic()
+        """Returns what the command has printed since the last look, and its exit status once it has ended and all is read."""
+        self._last_look = time.monotonic()
         if not self._reader.is_alive() and self._ended is None:
-            # Where the guard was killed, it has said nothing, and Linux has killed the command.
+            # A guard that was killed has written no status, and Linux has killed the command.
             self._ended = int(os.read(self._status, 16) or b"137")
         with self._room:
             text = bytes(self._output)
@@ -120,7 +120,7 @@ class Keeper:
     def _watch(self) -> None:
         """Runs in a thread: ends the command when nobody asks for it any more."""
         while self._reader.is_alive():
-            if time.monotonic() > self._asked_at + SILENT_S:
+            if time.monotonic() > self._last_look + SILENT_S:
                 self._process.stdin.close()
                 return
             time.sleep(1.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torchtune_ext
-from torchtune_ext.cluster.placement import Asked, Layout, Machine
+from torchtune_ext.cluster.placement import Layout, Machine, Request
 from torchtune_ext.sampling.records import EngineConfig
 
 LAST_LINES = 20  # lines of a server's output that are shown if it ends
@@ -23,13 +23,13 @@ class Plan:
 
     recipe: str
     config: str  # as the user named it
-    file: str  # of the config, if it is the user's own; "" for one of ours
+    file: str  # the config's, if it is the user's own; "" for one of ours
     words: tuple[str, ...]  # settings, key=value
     engine: EngineConfig
-    asked: Asked
+    request: Request
     folder: str  # in which it is started, on each machine
     variables: Mapping[str, str]  # of the environment of trainer and servers
-    key: str  # of the servers
+    key: str  # that the servers ask for
     patience_s: float  # seconds that the trainer has to end after a signal
     wait_s: float  # seconds to wait for GPUs that are in use
     waits_for_machines: bool  # whether it also waits for what the cluster does not have yet
@@ -48,9 +48,9 @@ class Member:
     lost: str = ""  # why nothing is known of it any more
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     begun: str = ""  # a line of its output that has no end yet
-    told: bool = False  # whether the user knows that it has ended
+    announced: bool = False  # whether the user knows that it has ended
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
-    question: Any = None  # what Ray has promised
+    question: Any = None  # Ray's handle of an answer that is still to come
     answered_at: float = 0.0  # time.monotonic() of the last answer; 0: it was not started
 
     @property
@@ -58,11 +58,11 @@ class Member:
         return bool(self.answered_at) and self.status is None and not self.lost
 
     def end(self) -> str:
-        """Says how it ended."""
+        """Returns how it ended."""
         if self.lost:
             return f"{self.title} is lost: {self.lost}"
-        said = [*self.tail, *filter(None, [self.begun])]
-        text = "; the last that it said:\n" + "\n".join(f"    {line}" for line in said) if said else ""
+        lines = [*self.tail, *filter(None, [self.begun])]
+        text = "; the last that it said:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
         return f"{self.title} ended with status {self.status}{text}"
 
 
@@ -71,17 +71,17 @@ def host_title(member: Member) -> str:
     return f"{member.machine.address}, its log there: {member.log}"
 
 
-def launch(made: Layout, number: int, meet: str) -> list[str]:
+def launch(bundles: Layout, number: int, meet: str) -> list[str]:
     """Returns the options of torchrun on the trainer's machine with this number, from 0.
 
     Args:
-        meet: HOST:PORT on the first machine, where the ranks of several machines meet. torchtune takes an address for the
-            rendezvous alone, since without one it starts torchrun as for one machine.
+        meet: HOST:PORT on the first machine, where the ranks of several machines meet. It is given as the rendezvous,
+            without which torchtune starts torchrun as for one machine.
     """
-    if made.machines == 1:
-        return ["--nproc_per_node", str(made.ranks)] if made.ranks > 1 else []
-    found = ["--nnodes", str(made.machines), "--node_rank", str(number), "--nproc_per_node", str(made.ranks)]
-    return [*found, "--rdzv_backend", "static", "--rdzv_endpoint", meet]
+    if bundles.machines == 1:
+        return ["--nproc_per_node", str(bundles.ranks)] if bundles.ranks > 1 else []
+    options = ["--nnodes", str(bundles.machines), "--node_rank", str(number), "--nproc_per_node", str(bundles.ranks)]
+    return [*options, "--rdzv_backend", "static", "--rdzv_endpoint", meet]
 
 
 def version() -> str:

@@ -1,4 +1,4 @@
-"""What a run asks of a cluster, as the bundles of one placement group. Ray alone decides where they go.
+"""What a run asks of a cluster, as the bundles of one placement group. Only Ray decides where they go.
 
 A bundle is what has to be on one machine. All of them are in one group, which Ray places as a whole or not at all: two groups
 of two runs could each wait for what the other one has.
@@ -12,7 +12,7 @@ KINDS = {"gpus": ("GPU", "GPUs"), "cpus": ("CPU", "cores")}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Request:
     """What a run asks for."""
 
     kind: str  # "gpus" or "cpus"
@@ -46,7 +46,7 @@ class Machine:
 class Layout:
     """The bundles of a run."""
 
-    amounts: tuple[int, ...]  # of each bundle
+    amounts: tuple[int, ...]  # GPUs or cores of each bundle
     machines: int  # the trainer's; the bundle of machine i is bundle i
     ranks: int  # on each of these
 
@@ -60,30 +60,30 @@ class Layout:
         return self.machines + number if self.serves_anywhere else 0
 
 
-def layout(asked: Asked, there: Sequence[Machine]) -> Layout:
-    """Lays the trainer out on as few machines as hold it, with equally many ranks on each, and the servers where it was asked.
+def layout(request: Request, there: Sequence[Machine]) -> Layout:
+    """Lays the trainer out on as few machines as hold it, equally many ranks on each, and the servers where `request` says.
 
-    Where no layout can be held, this is one whose largest bundle fits, as far as there is one: the cluster may grow, and
-    `why_never` says what is missing.
+    If the machines can hold no layout, this is one whose largest bundle fits a machine, if there is one: the cluster may
+    grow, and `why_never` says what is missing.
     """
-    beside = {"beside": [True], "anywhere": [False], "auto": [True, False]}[asked.where]
-    tried = [_on(asked, m, at) for m in range(1, asked.ranks + 1) if asked.ranks % m == 0 for at in beside]
+    beside = {"beside": [True], "anywhere": [False], "auto": [True, False]}[request.where]
+    candidates = [_on(request, m, at) for m in range(1, request.ranks + 1) if request.ranks % m == 0 for at in beside]
     largest = max((machine.total for machine in there), default=0)
-    held = next((made for made in tried if holds(made, there)), None)
-    return held or next((made for made in tried if max(made.amounts) <= largest), tried[0])
+    fitting = next((bundles for bundles in candidates if holds(bundles, there)), None)
+    return fitting or next((bundles for bundles in candidates if max(bundles.amounts) <= largest), candidates[0])
 
 
-def _on(asked: Asked, machines: int, beside: bool) -> Layout:
-    ranks = asked.ranks // machines
-    first = asked.servers * asked.each if beside else 0
-    servers = () if beside else (asked.each,) * asked.servers
+def _on(request: Request, machines: int, beside: bool) -> Layout:
+    ranks = request.ranks // machines
+    first = request.servers * request.each if beside else 0
+    servers = () if beside else (request.each,) * request.servers
     return Layout((ranks + first, *(ranks,) * (machines - 1), *servers), machines, ranks)
 
 
-def holds(made: Layout, there: Sequence[Machine]) -> bool:
-    """Returns whether the machines can hold all bundles, the trainer's on different ones, whoever uses them now."""
-    first, share, server = made.amounts[0], made.ranks, made.amounts[-1]
-    servers = len(made.amounts) - made.machines
+def holds(bundles: Layout, there: Sequence[Machine]) -> bool:
+    """Returns whether the machines, once they are free, can hold all bundles, the trainer's on different machines."""
+    first, share, server = bundles.amounts[0], bundles.ranks, bundles.amounts[-1]
+    servers = len(bundles.amounts) - bundles.machines
     totals = [machine.total for machine in there]
     # Machines of the same size are as good as each other for the first bundle.
     for place in {total: i for i, total in enumerate(totals) if total >= first}.values():
@@ -91,16 +91,16 @@ def holds(made: Layout, there: Sequence[Machine]) -> bool:
         room = (totals[place] - first) // server + sum(total // server for total in others)
         # The other ranks go where they take the place of the fewest servers.
         taken = sorted(total // server - (total - share) // server for total in others if total >= share)
-        shares = made.machines - 1
+        shares = bundles.machines - 1
         if len(taken) >= shares and room - sum(taken[:shares]) >= servers:
             return True
     return False
 
 
-def there_is(asked: Asked, there: Sequence[Machine]) -> str:
+def there_is(request: Request, there: Sequence[Machine]) -> str:
     """Returns what the cluster has: "12 GPUs on 2 machines (10.0.0.1: 8, 10.0.0.2: 4)"."""
     having = sorted((machine for machine in there if machine.total), key=lambda machine: -machine.total)
-    what = KINDS[asked.kind][1]
+    what = KINDS[request.kind][1]
     if not having:
         return f"no {what} on its {_machines(len(there))}"
     each = ", ".join(f"{machine.address}: {machine.total}" for machine in having[:8]) + (", ..." * (len(having) > 8))
@@ -108,25 +108,25 @@ def there_is(asked: Asked, there: Sequence[Machine]) -> str:
     return f"{total} {what if total > 1 else what[:-1]} on {_machines(len(having))} ({each})"
 
 
-def why_never(asked: Asked, made: Layout, there: Sequence[Machine]) -> str | None:
-    """Returns why the cluster can never hold the bundles, whoever else uses it, or None where it may be able to."""
-    what = KINDS[asked.kind][1]
-    if holds(made, there):
+def why_never(request: Request, bundles: Layout, there: Sequence[Machine]) -> str | None:
+    """Returns why the cluster cannot hold the bundles even when it is free, or None if it may be able to."""
+    what = KINDS[request.kind][1]
+    if holds(bundles, there):
         return None
-    if sum(made.amounts) > sum(machine.total for machine in there):
-        return f"{sum(made.amounts)} {what} are asked for"
-    largest = max(made.amounts)
+    if sum(bundles.amounts) > sum(machine.total for machine in there):
+        return f"{sum(bundles.amounts)} {what} are asked for"
+    largest = max(bundles.amounts)
     if largest <= max(machine.total for machine in there):
-        parts = ", ".join(map(str, made.amounts))
+        parts = ", ".join(map(str, bundles.amounts))
         return (
             f"no place for parts of {parts} {what}: each has to be on one machine, and the trainer's, equally many ranks in "
             "each, on different ones"
         )
-    if made.serves_anywhere:
+    if bundles.serves_anywhere:
         return f"{largest} of the {what} have to be on one machine"
     return (
-        f"{largest} of the {what} have to be on one machine: the trainer's {made.ranks} and beside them the servers' "
-        f"{largest - made.ranks}, since with --servers {asked.where} the weights travel through the memory of that machine"
+        f"{largest} of the {what} have to be on one machine: the trainer's {bundles.ranks} and beside them the servers' "
+        f"{largest - bundles.ranks}, since with --servers {request.where} the weights travel through the memory of that machine"
     )
 
 

@@ -2,7 +2,7 @@
 
 Ray gives places, GPUs and an actor on each of them (keeper.py). What an actor runs is the command that a user would type there:
 `torchtune-ext run` for the trainer, under torchrun where it has several ranks, and vLLM's server. So ranks, signals and exit
-statuses are those of every other run. Nothing is started a second time: who is lost ends the run.
+statuses are those of every other run. Nothing is started a second time: the run ends without its trainer, or its last server.
 """
 
 import signal
@@ -38,7 +38,7 @@ NETWORK = {"gpus": "nccl", "cpus": "gloo"}  # by what ranks and servers compute 
 
 
 class HeadLost(Failure):
-    """The head of the cluster gives no answer. Whatever is asked of Ray now may wait until Ray ends this process."""
+    """The head of the cluster gives no answer. Any call of Ray may now wait until Ray ends this process."""
 
 
 class Together:
@@ -52,9 +52,9 @@ class Together:
         self._began = False  # whether the trainer has found all its servers
         self.cause = ""  # why the run is ended before its time, other than by a signal
         self._signals: list[int] = []
-        self._told = 0  # of the signals
+        self._signals_sent = 0  # how many of them have gone to the trainers
         self._others_at = self._kill_at = float("inf")
-        self._nodes: Sequence[Mapping[str, Any]] = ()  # what the head said last of the machines
+        self._nodes: Sequence[Mapping[str, Any]] = ()  # the machines, as the head last listed them
         self._head_at = time.monotonic()  # when that was
         self._over = threading.Event()
         self._looked_at = time.monotonic()
@@ -69,11 +69,11 @@ class Together:
         """
         with self._asking_the_head(), self._hearing():
             try:
-                made = self._place()
-                if made is None:
+                bundles = self._place()
+                if bundles is None:
                     return 128 + self._signals[0]
-                self._make(made)
-                self._start(made)
+                self._make(bundles)
+                self._start(bundles)
                 self._follow()
             finally:
                 self._end_all()
@@ -100,7 +100,7 @@ class Together:
     # -- places -------------------------------------------------------------------------------------------------------
 
     def _machines(self) -> list[Machine]:
-        resource = self.plan.asked.resource
+        resource = self.plan.request.resource
         return [
             Machine(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get(resource, 0)))
             for node in self._nodes
@@ -137,38 +137,38 @@ class Together:
         Raises:
             ValueError: the cluster has too little, or it is in use.
         """
-        plan, asked, made, seen = self.plan, self.plan.asked, None, None
+        plan, request, bundles, previous = self.plan, self.plan.request, None, None
         give_up_at = time.monotonic() + plan.wait_s
         while True:
             machines = self._machines()
-            there = there_is(asked, machines)
-            if there != seen:
+            there = there_is(request, machines)
+            if there != previous:
                 self._say(labelled([("ray", f"{self.address}, {there}")]))
-                seen = there
-            if made is None or why_never(asked, made, machines):
-                anew = layout(asked, machines)
-                never = why_never(asked, anew, machines)
+                previous = there
+            if bundles is None or why_never(request, bundles, machines):
+                anew = layout(request, machines)
+                never = why_never(request, anew, machines)
                 if never and not plan.waits_for_machines:
                     raise Mistake(
-                        f"{asked.words()}: {never}, and the Ray cluster at {self.address} has {there}; "
+                        f"{request.words()}: {never}, and the Ray cluster at {self.address} has {there}; "
                         "ask for less, add machines, or give it --wait SECONDS to grow"
                     )
-                if anew != made:
+                if anew != bundles:
                     # A cluster that grows by itself sees from the group what is missing.
                     self._remove_group()
                     self._group = self.ray.util.placement_group(
-                        [{asked.resource: amount} for amount in anew.amounts], strategy="PACK"
+                        [{request.resource: amount} for amount in anew.amounts], strategy="PACK"
                     )
-                    made = anew
+                    bundles = anew
             if self._group.wait(min(1.0, plan.wait_s)):
-                return made
+                return bundles
             if self._signals:
                 return None
             if time.monotonic() > give_up_at:
-                free = int(self.ray.available_resources().get(asked.resource, 0))
-                never = why_never(asked, made, machines)
+                free = int(self.ray.available_resources().get(request.resource, 0))
+                never = why_never(request, bundles, machines)
                 raise Mistake(
-                    f"{asked.words()}: no place within {plan.wait_s:g} s{f' ({never})' if never else ''}. The Ray cluster at "
+                    f"{request.words()}: no place within {plan.wait_s:g} s{f' ({never})' if never else ''}. The Ray cluster at "
                     f"{self.address} has {there}, of which {free} are free; wait longer with --wait SECONDS, or see with "
                     "`ray status` who has them"
                 )
@@ -178,19 +178,19 @@ class Together:
             self.ray.util.remove_placement_group(self._group)
             self._group = None
 
-    def _make(self, made: Layout) -> None:
+    def _make(self, bundles: Layout) -> None:
         """Starts an actor for each command, and asks each what its machine has.
 
         Raises:
             ValueError: a machine cannot run its part.
             RuntimeError: a machine is gone.
         """
-        plan, group, several = self.plan, self._group, made.machines > 1
+        plan, group, several = self.plan, self._group, bundles.machines > 1
         # By value: a machine with another version of torchtune_ext must be able to say so.
         self.ray.cloudpickle.register_pickle_by_value(keeper)
         actor = self.ray.remote(keeper.Keeper)
         where = self.ray.util.placement_group_table(group)["bundles_to_node_id"]
-        # A machine that has just joined has a place before the head was asked for it again.
+        # A machine that has just joined may hold a bundle before the head has listed it.
         self._nodes = self.ray.nodes()
         known = {machine.name: machine for machine in self._machines()}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -199,19 +199,19 @@ class Together:
             machine = known.get(where[bundle])
             if machine is None:
                 raise Failure(f"the machine of {title} has left the cluster before the run began; start it again")
-            options = {"num_gpus": amount, "num_cpus": 0} if plan.asked.kind == "gpus" else {"num_cpus": amount}
+            options = {"num_gpus": amount, "num_cpus": 0} if plan.request.kind == "gpus" else {"num_cpus": amount}
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            made_one = actor.options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
-            return Member(f"{title} on {machine.address}", machine, made_one)
+            handle = actor.options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
+            return Member(f"{title} on {machine.address}", machine, handle)
 
-        for i in range(made.machines):
-            self.trainers.append(member(f"trainer {i}" if several else "the trainer", i, made.ranks))
-        for i in range(plan.asked.servers):
-            self.servers.append(member(f"server {i}", made.bundle_of_server(i), plan.asked.each))
-        wanted = version()
+        for i in range(bundles.machines):
+            self.trainers.append(member(f"trainer {i}" if several else "the trainer", i, bundles.ranks))
+        for i in range(plan.request.servers):
+            self.servers.append(member(f"server {i}", bundles.bundle_of_server(i), plan.request.each))
+        ours = version()
         for each, (state, facts) in self._ask("about", plan.folder, plan.file):
-            if state == "ready" and facts["version"] != wanted:
-                state, facts = "refused", {"why": f"torchtune_ext {facts['version']} is there and {wanted} here"}
+            if state == "ready" and facts["version"] != ours:
+                state, facts = "refused", {"why": f"torchtune_ext {facts['version']} is there and {ours} here"}
             if state == "refused":
                 raise Mistake(f"{each.title}: {facts['why']}; all machines of the cluster need the same")
             each.log = facts["log"]
@@ -219,34 +219,34 @@ class Together:
     def _ask(self, method: str, *arguments: Any, of: Sequence[Member] = ()) -> list[tuple[Member, Any]]:
         """Calls a method of each actor, and returns what they say. Raises RuntimeError."""
         promised = [(each, getattr(each.keeper, method).remote(*arguments)) for each in of or self._all()]
-        found, give_up_at = [], time.monotonic() + START_S
+        answers, give_up_at = [], time.monotonic() + START_S
         for each, question in promised:
             try:
-                found.append((each, self.ray.get(question, timeout=max(0.1, give_up_at - time.monotonic()))))
+                answers.append((each, self.ray.get(question, timeout=max(0.1, give_up_at - time.monotonic()))))
             except self.ray.exceptions.RayError as error:
                 raise Failure(f"{each.title} could not be started: {short(error)}") from error
-        return found
+        return answers
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
-    def _start(self, made: Layout) -> None:
+    def _start(self, bundles: Layout) -> None:
         """Starts all commands. Raises RuntimeError, ValueError."""
         plan, first, addresses = self.plan, self.trainers[0], []
-        found = route(first.machine.address, [server.machine.address for server in self.servers], plan.asked.kind)
-        for server, host in zip(self.servers, found.hosts, strict=True):
+        way = route(first.machine.address, [server.machine.address for server in self.servers], plan.request.kind)
+        for server, host in zip(self.servers, way.hosts, strict=True):
             ((_, port),) = self._ask("free_port", host, of=[server])
             addresses.append(f"http://{host}:{port}")
-            own = engine_words(plan.engine, addresses[-1:], found.transfer)
+            own = engine_words(plan.engine, addresses[-1:], way.transfer)
             server.python_words = server_words(plan.recipe, plan.config, plan.words, own, host)
             self._say(labelled([(f"server {len(addresses) - 1}", f"{addresses[-1]} on {host_title(server)}")]))
         meet = ""
-        if made.machines > 1:
+        if bundles.machines > 1:
             ((_, port),) = self._ask("free_port", first.machine.address, of=[first])
             meet = f"{first.machine.address}:{port}"
-        settings = ["--config", plan.config, *plan.words, *engine_words(plan.engine, addresses, found.transfer)]
+        settings = ["--config", plan.config, *plan.words, *engine_words(plan.engine, addresses, way.transfer)]
         for i, trainer in enumerate(self.trainers):
-            trainer.python_words = ["-m", "torchtune_ext", "run", *launch(made, i, meet), plan.recipe, *settings]
-        ranks = f"{plan.asked.ranks} ranks" if plan.asked.ranks > 1 else "1 rank"
+            trainer.python_words = ["-m", "torchtune_ext", "run", *launch(bundles, i, meet), plan.recipe, *settings]
+        ranks = f"{plan.request.ranks} ranks" if plan.request.ranks > 1 else "1 rank"
         self._say(labelled([("trainer", f"{ranks} on {', '.join(each.machine.address for each in self.trainers)}")]))
         variables = {**plan.variables, "RAY_ADDRESS": self.address, KEY_VARIABLE: plan.key}
         for each in self._all():
@@ -266,12 +266,12 @@ class Together:
     def _judge(self) -> None:
         """Decides whether the run goes on."""
         now, running = time.monotonic(), [each for each in self.trainers if each.runs]
-        for number in self._signals[self._told :]:
-            self._told += 1
+        for number in self._signals[self._signals_sent :]:
+            self._signals_sent += 1
             # A second signal waits for nothing.
-            self._tell(running, f"{int(number)}" if self._told == 1 else "end 0")
+            self._tell(running, f"{int(number)}" if self._signals_sent == 1 else "end 0")
             self._kill_at = min(self._kill_at, now + self.plan.patience_s)
-        if not self.cause and self._told == 0:
+        if not self.cause and self._signals_sent == 0:
             lost = next((each for each in self.trainers if each.lost), None)
             gone = [each for each in self.servers if not each.runs]
             if lost or (running and len(gone) == len(self.servers)):
@@ -282,10 +282,10 @@ class Together:
             elif running and self._head_is_lost:
                 self.cause = f"the head of the Ray cluster at {self.address} gives no answer for {HEAD_S:g} s"
             for each in gone if not self.cause else ():
-                if not each.told:
+                if not each.announced:
                     left = len(self.servers) - len(gone)
                     self._say(f"ray: {each.end()}\nray: the run goes on with {left} of {len(self.servers)} servers")
-                each.told = True
+                each.announced = True
             if self.cause:
                 say(f"ray: {self.cause.splitlines()[0]}; the run ends", self.err)
                 self._tell(running, f"end {self.plan.patience_s}")
@@ -356,7 +356,7 @@ class Together:
     def _show(self, member: Member, text: str) -> None:
         """Keeps the last lines. Prints what rank 0 says, and with their address the lines of the trainer's other machines."""
         *lines, begun = (member.begun + text).split("\n")
-        # Of a progress bar, which begins its line again and again, the newest state is kept.
+        # A progress bar begins its line again and again: its newest state is kept.
         member.begun = begun[begun.rfind("\r") + 1 :]
         member.tail.extend(lines)
         if member is self.trainers[0]:
@@ -376,7 +376,7 @@ class Route:
 
 
 def route(trainer: str, servers: Sequence[str], kind: str) -> Route:
-    """Returns how servers are reached. On rank 0's machine they read its memory, and listen for that machine alone; if one is
+    """Returns how servers are reached. On rank 0's machine they read its memory, and listen to that machine only; if one is
     elsewhere, the weights of all travel over the network.
 
     Args:
@@ -407,12 +407,12 @@ def engine_words(engine: EngineConfig, addresses: Sequence[str], transfer: str) 
 
     The GPUs that the config names are those of an engine on the trainer's machine, and Ray numbers them anew.
     """
-    found = [f"engine.address={addresses[0] if len(addresses) == 1 else '[' + ','.join(addresses) + ']'}"]
-    found.append(f"engine.transfer={transfer}")
+    words = [f"engine.address={addresses[0] if len(addresses) == 1 else '[' + ','.join(addresses) + ']'}"]
+    words.append(f"engine.transfer={transfer}")
     if engine.devices is not None:
-        found.append("engine.devices=null")
+        words.append("engine.devices=null")
     if engine.count is not None:
-        found.append("engine.count=null")
+        words.append("engine.count=null")
     if engine.sleep:
-        found.append("engine.sleep=false")
-    return found
+        words.append("engine.sleep=false")
+    return words

@@ -184,5 +184,5 @@ class GradingWatch:
 
 
 def is_failure(outcome: Outcome) -> bool:
-    """Tells whether a text could not be graded, by the fault of its grader. A machine that is disturbed is none of it."""
+    """Tells whether a text could not be graded, by the fault of its grader. A disturbed machine is not its fault."""
     return outcome.score is None and outcome.kind != "noisy"

@@ -107,7 +107,7 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
                     f"{key}: {name} cannot grade {what} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the first "
                     f"{len(problems)} problems can be graded"
                 )
-            # A model that has not learned anything says nothing soon enough.
+            # An untrained model will soon sample an empty text.
             silent = grader.submit(problems[0], *[""] * texts).result()[0]
             if silent.score is None:
                 text = f"{name} fails on an empty text, which would count as ungraded: {silent.cause}"

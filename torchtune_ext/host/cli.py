@@ -34,7 +34,7 @@ OWN_WORDS = {
     ),
     "sweeps": ("torchtune_ext.sweep.listing", "list the sweeps, or print one: sweeps [NAME]"),
 }
-# Their main takes the words, too, that their parser does not know.
+# Their main also takes the words that their parser does not know.
 PASSED_ON = {"serve", "sweep"}
 TUNE_WORDS = {
     "ls": "list recipes and configs",

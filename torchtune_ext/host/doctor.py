@@ -120,12 +120,12 @@ def check_versions(facts: Facts) -> list[Finding]:
         return [Finding(WARN, "torchtune-ext", "not installed: its requirements were not checked", fix)]
     findings = []
     for name in dict.fromkeys([*SHOWN, *needed]):
-        found, requirement = facts.versions.get(name), needed.get(name)
-        if found is not None and (requirement is None or requirement.specifier.contains(found, prereleases=True)):
+        version, requirement = facts.versions.get(name), needed.get(name)
+        if version is not None and (requirement is None or requirement.specifier.contains(version, prereleases=True)):
             if name in SHOWN:
-                findings.append(Finding(OK, name, found))
+                findings.append(Finding(OK, name, version))
         elif requirement is not None:
-            text = f"{found or 'missing'}, needs {requirement.specifier or 'any version'}"
+            text = f"{version or 'missing'}, needs {requirement.specifier or 'any version'}"
             findings.append(Finding(FAIL, name, text, f'pip install "{requirement}"'))
     return findings
 
@@ -174,7 +174,7 @@ def check_torchao(facts: Facts) -> list[Finding]:
 
 
 def check_peft(facts: Facts) -> list[Finding]:
-    """PEFT is needed by nothing but tests; the pairs were found by loading our adapters in it."""
+    """Only tests need PEFT; the pairs were found by loading our adapters in it."""
     pair = f"peft {facts.versions.get('peft')} does not load adapters with torchao {facts.versions.get('torchao')}"
     if at_least(facts, "peft", "0.19") and before(facts, "torchao", "0.16"):
         return [Finding(WARN, "peft", pair, 'pip install "peft>=0.18,<0.19"')]
@@ -297,8 +297,8 @@ def check_sandbox(facts: Facts) -> list[Finding]:
         ]
     for layer in facts.layers:
         name = f"sandbox: {layer.name}"
-        if layer.found:
-            findings.append(Finding(OK, name, layer.found))
+        if layer.support:
+            findings.append(Finding(OK, name, layer.support))
         elif layer.needed:
             text = f"missing, so that no program is measured: {layer.missing}"
             fix = f"{layer.fix}; or, for programs of people whom you trust, say sandbox: none"
@@ -434,15 +434,15 @@ def probe(code: str, deadline_s: float) -> tuple[str, str]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the version of every installed distribution by its name. `huggingface_hub` is always spelled so."""
-    found = {}
+    """Returns the version of every installed distribution by its name. `huggingface_hub` always has its underscore."""
+    versions = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
         if name:
-            found.setdefault(
+            versions.setdefault(
                 "huggingface_hub" if name.lower() == "huggingface-hub" else name.lower(), distribution.version
             )
-    return found
+    return versions
 
 
 def own_requirements() -> tuple[str, ...]:

@@ -136,12 +136,12 @@ def _of_word(recipe: str, word: str) -> list[Section]:
     if word in knobs:
         return _of_knob(recipe, knobs[word])
     keys = [key for knob in knobs.values() for key in _keys(knob)]
-    if not (asked := _named(word, keys)):
-        # To read components takes longer: they are imported.
+    if not (matches := _named(word, keys)):
+        # Components come second: they have to be imported to be read.
         keys += [key for knob in knobs.values() if is_component(knob) for key in _arguments(recipe, knob)]
-        asked = _named(word, keys)
-    if asked:
-        return [Section(f"{recipe}, {word}:", asked)]
+        matches = _named(word, keys)
+    if matches:
+        return [Section(f"{recipe}, {word}:", matches)]
     if "." in word and word.partition(".")[0] not in knobs:
         return _of_component(word)
     recipes = [each.name for each in recipe_files(folder("recipes"), folder("configs"))]
@@ -186,13 +186,13 @@ def _keys(knob: Knob) -> list[Knob]:
 def _of_component(path: str) -> list[Section]:
     from torchtune_ext.run.catalog import by_path
 
-    found = by_path(path, path)
-    if not callable(found):
+    component = by_path(path, path)
+    if not callable(component):
         raise Mistake(f"{path}: it is neither a class nor a function")
-    summary = _doc(found).partition("\n")[0]
-    options = options_of(found)
+    summary = _doc(component).partition("\n")[0]
+    options = options_of(component)
     apart = {knob.name for knobs in options.values() for knob in knobs}
-    own = [knob for knob in arguments_of(found) if knob.name not in apart]
+    own = [knob for knob in arguments_of(component) if knob.name not in apart]
     sections = [Section(f"_component_: {path}  {summary}".rstrip(), own)]
     return sections + [Section(f"with {title}", knobs) for title, knobs in options.items()]
 
@@ -260,8 +260,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def fields_of(record: Any) -> list[Knob]:
-    """Returns the fields of a dataclass in their order. Args: record: the class, or one of it that has the defaults."""
-    kind, texts, found = record if inspect.isclass(record) else type(record), {}, []
+    """Returns the fields of a dataclass in their order. Args: record: the class, or an instance with the defaults."""
+    kind, texts, knobs = record if inspect.isclass(record) else type(record), {}, []
     for base in reversed(kind.__mro__):
         if is_dataclass(base):
             texts |= argument_texts(_doc(base)) | _comments(base)
@@ -269,8 +269,8 @@ def fields_of(record: Any) -> list[Knob]:
         default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
         default = default if record is kind else getattr(record, spec.name)
         node = (default if is_dataclass(default) else spec.type) if is_dataclass(spec.type) else None
-        found.append(Knob(spec.name, "{...}" if node else _written(default), spec.type, texts.get(spec.name, ""), node))
-    return found
+        knobs.append(Knob(spec.name, "{...}" if node else _written(default), spec.type, texts.get(spec.name, ""), node))
+    return knobs
 
 
 def _written(default: Any) -> str:
@@ -283,7 +283,7 @@ def _comments(kind: type) -> dict[str, str]:
         lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
     except (OSError, TypeError):
         return {}  # `make_dataclass` made it
-    found = {}
+    comments = {}
     for node in ast.parse("\n".join(lines)).body[0].body:
         if isinstance(node, ast.AnnAssign):
             # The offsets of `ast` count bytes.
@@ -294,26 +294,26 @@ def _comments(kind: type) -> dict[str, str]:
                     break
                 above.insert(0, line.strip().lstrip("# "))
             if text := behind.lstrip("# ") or " ".join(above):
-                found[node.target.id] = text
-    return found
+                comments[node.target.id] = text
+    return comments
 
 
-def _doc(found: Any) -> str:
+def _doc(component: Any) -> str:
     """Returns the docstring, but not the one that Python makes for a dataclass."""
-    doc = inspect.cleandoc(found.__doc__ or "")
-    return "" if doc.startswith(f"{found.__name__}(") else doc
+    doc = inspect.cleandoc(component.__doc__ or "")
+    return "" if doc.startswith(f"{component.__name__}(") else doc
 
 
-def arguments_of(found: Callable[..., Any]) -> list[Knob]:
-    """Returns what a class or function takes, without what a recipe gives it: an optimizer its `params`."""
-    if is_dataclass(found):
-        return fields_of(found)
-    texts = argument_texts(_doc(found))
-    if inspect.isclass(found):
-        texts |= argument_texts(inspect.cleandoc(found.__init__.__doc__ or ""))
+def arguments_of(component: Callable[..., Any]) -> list[Knob]:
+    """Returns the arguments of a class or function, without `params`, which a recipe gives an optimizer."""
+    if is_dataclass(component):
+        return fields_of(component)
+    texts = argument_texts(_doc(component))
+    if inspect.isclass(component):
+        texts |= argument_texts(inspect.cleandoc(component.__init__.__doc__ or ""))
     return [
         Knob(name, _written(taken.default), taken.annotation, _followed(name, texts))
-        for name, taken in inspect.signature(found).parameters.items()
+        for name, taken in inspect.signature(component).parameters.items()
         if name != "params"
     ]
 
@@ -331,12 +331,12 @@ def _followed(name: str, texts: dict[str, str]) -> str:
     return argument_texts(_doc(other)).get(name, text) if other is not None else text
 
 
-def options_of(found: Any) -> dict[str, list[Knob]]:
+def options_of(component: Any) -> dict[str, list[Knob]]:
     """Returns the options of each constraint, which `PolicyLoss` takes as keys of its own, by its name and formula."""
     from torchtune_ext.objective.constraints import CONSTRAINTS
     from torchtune_ext.objective.loss import PolicyLoss
 
-    if found is not PolicyLoss:
+    if component is not PolicyLoss:
         return {}
     return {
         f"constraint: {name}  {_doc(kind).partition(chr(10))[0]}": fields_of(kind) for name, kind in CONSTRAINTS.items()
@@ -349,7 +349,7 @@ def argument_texts(doc: str) -> dict[str, str]:
     start = next((number for number, line in enumerate(lines) if line.strip() == "Args:"), None)
     if start is None:
         return {}
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     indent, current = None, []
     for line in lines[start + 1 :]:
         depth = len(line) - len(line.lstrip())
@@ -362,10 +362,10 @@ def argument_texts(doc: str) -> dict[str, str]:
             current.append(line.strip())
         elif stated := _SEVERAL.match(line.strip()):
             current = [stated[2]] if stated[2] else []
-            found |= dict.fromkeys(stated[1].split(", "), current)
+            texts |= dict.fromkeys(stated[1].split(", "), current)
         else:
             current = []
-    return {name: " ".join(parts) for name, parts in found.items()}
+    return {name: " ".join(parts) for name, parts in texts.items()}
 
 
 def as_yaml(value: Any) -> str:

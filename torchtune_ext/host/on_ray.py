@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from torchtune_ext.cluster.member import Plan
-from torchtune_ext.cluster.placement import KINDS, Asked
+from torchtune_ext.cluster.placement import KINDS, Request
 from torchtune_ext.cluster.together import HeadLost, Together
 from torchtune_ext.measured.ray_bench import SETTINGS
 from torchtune_ext.measured.ray_connect import Refused, connect
@@ -104,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
 
 @contextmanager
 def ours_alone() -> Iterator[tuple[TextIO, TextIO]]:
-    """Gives stdout and stderr to the block alone: Ray prints a page for each machine that is lost."""
+    """Gives stdout and stderr only to the block: Ray prints a page for each machine that is lost."""
     out, err = sys.stdout, sys.stderr
     with open(os.devnull, "w", encoding="utf-8") as null:
         sys.stdout = sys.stderr = null
@@ -134,16 +134,16 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
         )
     if args.wait is not None and not 0 < args.wait < float("inf"):
         raise Mistake(f"--wait={args.wait}: it has to be a positive number of seconds")
-    asked = asked_of(args, cfg.engine.tensor_parallel_size)
+    request = request_of(args, cfg.engine.tensor_parallel_size)
     return Plan(
         recipe=args.recipe or owner(args.config),
         config=args.config,
         file="" if config_name(Path(config_path(args.config))) else args.config,
         words=tuple(args.words),
         engine=cfg.engine,
-        asked=asked,
+        request=request,
         folder=str(Path.cwd()),
-        variables=variables_of(asked),
+        variables=variables_of(request),
         key=server_key() or secrets.token_urlsafe(32),
         patience_s=cfg.checkpoints.stop_grace_s + REACTION_S + CLEANUP_S,
         wait_s=args.wait or WAIT_S,
@@ -151,7 +151,7 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
     )
 
 
-def asked_of(args: argparse.Namespace, each: int) -> Asked:
+def request_of(args: argparse.Namespace, each: int) -> Request:
     """Returns what the command asks of the cluster. Args: each: GPUs of a server. Raises ValueError."""
     pairs = {kind: (getattr(args, f"train_{kind}"), getattr(args, f"engine_{kind}")) for kind in KINDS}
     given = [kind for kind, pair in pairs.items() if pair != (None, None)]
@@ -170,21 +170,21 @@ def asked_of(args: argparse.Namespace, each: int) -> Asked:
         raise Mistake(
             f"--engine-gpus={engine} is no multiple of engine.tensor_parallel_size={each}, the GPUs of a server"
         )
-    return Asked(kind, train, engine // each, each, args.servers)
+    return Request(kind, train, engine // each, each, args.servers)
 
 
-def variables_of(asked: Asked) -> dict[str, str]:
+def variables_of(request: Request) -> dict[str, str]:
     """Returns the variables of this shell that the run gets on every machine, as under Slurm, and what else it needs."""
-    found = {name: value for name, value in environment().items() if not OF_THE_MACHINE.fullmatch(name)}
-    if asked.kind == "cpus":
-        # A rank has asked for one core.
-        found = {"OMP_NUM_THREADS": "1", **found, "CUDA_VISIBLE_DEVICES": ""}
-    return {name: value for name, value in found.items() if name not in SETTINGS}
+    variables = {name: value for name, value in environment().items() if not OF_THE_MACHINE.fullmatch(name)}
+    if request.kind == "cpus":
+        # A rank asks Ray for one core, so it runs one thread.
+        variables = {"OMP_NUM_THREADS": "1", **variables, "CUDA_VISIBLE_DEVICES": ""}
+    return {name: value for name, value in variables.items() if name not in SETTINGS}
 
 
 def standing(output_dir: str) -> str:
     """Returns a line that names the newest checkpoint, seen from this machine."""
-    found = checkpoint_folders(Path(output_dir, "checkpoints"))
-    if not found:
+    checkpoints = checkpoint_folders(Path(output_dir, "checkpoints"))
+    if not checkpoints:
         return f"There is no checkpoint in {output_dir} yet, so the next start begins anew"
-    return f"The newest checkpoint is {found[-1]}; go on from there with resume_from_checkpoint=True"
+    return f"The newest checkpoint is {checkpoints[-1]}; go on from there with resume_from_checkpoint=True"

@@ -68,7 +68,7 @@ def say_opening(parts: Parts) -> None:
 
 
 def say_ready(seconds: float) -> None:
-    """Prints that the engine is ready, so many seconds after its start."""
+    """Prints that the engine is ready, and how many seconds after its start."""
     say(f"{ENGINE_READY} {seconds:.0f} s")
 
 
@@ -145,9 +145,9 @@ def overridden(cfg: Any, loss: Any) -> list[str]:
     if cfg.preset is None:
         return []
     preset = load_preset(cfg.preset, [spec.name for spec in fields(cfg)])
-    found = _changed("loss", lambda: instantiate(Component(preset["loss"], "loss")), loss) if "loss" in preset else []
-    found += _changed("advantage", lambda: AdvantageConfig(**preset.get("advantage", {})), cfg.advantage)
-    return found + [
+    keys = _changed("loss", lambda: instantiate(Component(preset["loss"], "loss")), loss) if "loss" in preset else []
+    keys += _changed("advantage", lambda: AdvantageConfig(**preset.get("advantage", {})), cfg.advantage)
+    return keys + [
         key for key in ("aggregation", "refill_rounds") if key in preset and preset[key] != getattr(cfg, key)
     ]
 

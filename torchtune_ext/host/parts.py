@@ -1,5 +1,5 @@
-"""The parts of a GRPO run before it starts: made of its settings, and tried with each other. No process starts here, and no
-weights are loaded; what a run then is made of opens them."""
+"""The parts of a GRPO run before it starts: made from its settings, and tried with each other. No process starts and no weights
+are loaded until the methods of `Parts` are called."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ from torchtune_ext.training.trained import Adapters, AllWeights, rounding, train
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What fits together. The methods open what needs it: files, and objects around a started engine and a built learner."""
+    """Parts that fit together. The methods open files, and make objects around a started engine and a built learner."""
 
     cfg: Any  # the recipe's Config
     ranks: Ranks
@@ -104,7 +104,7 @@ class Parts:
             save_merged=cfg.adapters.save_merged,
             resumes=cfg.resume_from_checkpoint,
         )
-        # What the optimizer keeps is found out by a step of it, which is made only where it matters.
+        # One step of the optimizer shows what it keeps. It is made only where that matters.
         usual = need(optimizer_bytes=ADAMW_BYTES)
         scarce = usual.free < usual.total
         make_optimizer = partial(instantiate, cfg.optimizer)
@@ -274,7 +274,7 @@ def model_parts(
         shards: into how many parts the weights are cut.
 
     Raises:
-        ValueError: the model, its adapters or its precision cannot be.
+        ValueError: the model, its adapters or its precision are not supported.
     """
     source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
     trained = trained_part(model, source, asked=cfg.model, adapters=cfg.adapters, shards=shards)

@@ -72,8 +72,8 @@ def guide(cli) -> None:
 
 
 def copy_all(cli) -> None:
-    """Wraps what `tune cp` (the module `torchtune._cli.cp`) knows: it also copies configs that belong to no recipe, presets by
-    their bare names, too."""
+    """Wraps what `tune cp` (the module `torchtune._cli.cp`) knows: it also copies configs that belong to no recipe, and presets
+    by their bare names."""
     from types import SimpleNamespace
 
     from torchtune_ext.run.catalog import config_files, folder

@@ -95,11 +95,11 @@ class Bench:
         usable = usable_cores()
         timed = choose_cores(chosen, threads)
         checked = sorted(usable - set(timed)) or sorted(usable)
-        found = Compiler.find(compiler)
-        # A machine that cannot lock programs in is found out now, and not by each of them.
-        Sandbox(found.path, namespaces, floor=sandbox == "floor").close()
+        toolchain = Compiler.find(compiler)
+        # A machine that cannot lock programs in fails here, and not at each program.
+        Sandbox(toolchain.path, namespaces, floor=sandbox == "floor").close()
         self._settings = Settings(
-            found,
+            toolchain,
             optimization,
             threads,
             budget_s,
@@ -268,8 +268,8 @@ class Bench:
     def _hand_over(self, stage: str, job: Job) -> None:
         d, settings = self._settings.deadlines, self._settings
         check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
-        # A kernel's checker probes the machine and checks the kernel's own program. Who makes a timer, or waits for the
-        # cores or for an engine, is never as long without a sign of life.
+        # A kernel's checker probes the machine and checks the kernel's own program. A process that makes a timer, or
+        # waits for the cores or for an engine, is never as long without a sign of life.
         wait_s = 4 * PROBE_S + check_s
         if stage == CHECK:
             pool, what, timeout_s = "checking", (job.text, job.permitted), check_s
@@ -296,12 +296,12 @@ class Bench:
             self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
         self._advance()
 
-    def _deal_with(self, stage: str, job: Job, found: Any) -> None:
-        if not isinstance(found, Failed):
-            self._take(stage, job, found)
+    def _deal_with(self, stage: str, job: Job, answer: Any) -> None:
+        if not isinstance(answer, Failed):
+            self._take(stage, job, answer)
             return
         job.attempts += 1
-        is_final = found.is_final or job.attempts > RETRIES
+        is_final = answer.is_final or job.attempts > RETRIES
         with self._lock:
             self._schedule.ended(stage, job)
             self._counts["failed" if is_final else "retried"] += 1
@@ -309,30 +309,30 @@ class Bench:
                 self._schedule.add(stage, job, first=True)
         attempts = f" (attempt {job.attempts})" if job.attempts > 1 else ""
         if is_final:
-            message = f"the {stage} of a program for {job.kernel_name} failed{attempts}: {found.cause}"
+            message = f"the {stage} of a program for {job.kernel_name} failed{attempts}: {answer.cause}"
             self._finish(job, lambda future: future.set_exception(BenchError(message)))
         else:
-            log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, found.cause)
+            log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, answer.cause)
 
-    def _take(self, stage: str, job: Job, found: Any) -> None:
-        """Takes what became of a program in a stage."""
-        seconds = found.verdict.seconds if stage == CHECK else found.seconds
-        is_right = stage == CHECK and found.verdict.outcome == "ok"
-        is_disturbed = stage != CHECK and found.outcome == NOISY and not job.is_timed_again
+    def _take(self, stage: str, job: Job, answer: Any) -> None:
+        """Takes the answer of a stage on a program."""
+        seconds = answer.verdict.seconds if stage == CHECK else answer.seconds
+        is_right = stage == CHECK and answer.verdict.outcome == "ok"
+        is_disturbed = stage != CHECK and answer.outcome == NOISY and not job.is_timed_again
         for name, value in seconds.items():
             job.seconds[name] = job.seconds.get(name, 0.0) + value
         with self._lock:
             self._schedule.ended(stage, job)
             self._counts.update({f"seconds_{name}": value for name, value in seconds.items()})
             if is_right:
-                job.library, job.techniques = found.library, found.verdict.techniques
+                job.library, job.techniques = answer.library, answer.verdict.techniques
                 self._schedule.add("time", job)
             elif is_disturbed:
                 job.is_timed_again = True
                 self._schedule.add_again(job)
         if is_right or is_disturbed:
             return
-        end = found.verdict if isinstance(found, Checked) else found
+        end = answer.verdict if isinstance(answer, Checked) else answer
         result = Result(
             job.kernel_name,
             end.outcome,

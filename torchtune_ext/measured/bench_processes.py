@@ -29,7 +29,7 @@ from torchtune_ext.run.worker_process import BEGUN, WAITING
 
 MAX_KERNELS = 8  # kernels for which a process keeps something
 TURN_S = 0.03  # between two timings; others who wait for the cores look every 0.02 s whether they are free
-SIGN_S = 1.0  # seconds between two signs of life of who waits
+SIGN_S = 1.0  # seconds between two signs of life of a process that waits
 # What is computed by numpy here must not spread over the cores that are timed on.
 VARIABLES = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -92,7 +92,7 @@ class Failed:
 
 
 class Kept(Generic[Thing]):
-    """What was made for a kernel, for the kernels that were asked for last."""
+    """Keeps what was made for each of the most recently used kernels."""
 
     def __init__(self) -> None:
         self._things: OrderedDict[str, Thing] = OrderedDict()
@@ -118,13 +118,13 @@ class Kept(Generic[Thing]):
             self.drop(key)
 
 
-# Of this process. They cannot be sent to it, so they are no part of the objects below.
+# They belong to this process. They cannot be pickled, so they are no part of the objects below.
 CHECKERS: "Kept[Checker]" = Kept()
 TIMERS: "Kept[OwningTimer]" = Kept()
 
 
 class Checking:
-    """Checks programs on the cores for that."""
+    """Checks programs on the cores for checks."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -163,7 +163,7 @@ class TimeKeeping:
             clock.begin()
 
         if not TIMERS:
-            # Whoever started this process may have kept off some of them.
+            # The process that started this one may keep off some of them.
             os.sched_setaffinity(0, {*self.settings.check_cores, *cores})
         try:
             time.sleep(TURN_S)
@@ -220,12 +220,12 @@ class _Clock:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._start, self._begun = time.monotonic(), None
-        self._told = self._start
+        self._sign_at = self._start
 
     def waits(self) -> None:
-        """It still waits. Not every call of this is worth a message."""
-        if time.monotonic() > self._told + SIGN_S:
-            self._told = time.monotonic()
+        """Says that it still waits, at most once in SIGN_S seconds."""
+        if time.monotonic() > self._sign_at + SIGN_S:
+            self._sign_at = time.monotonic()
             self._tell(WAITING)
 
     def begin(self) -> None:
@@ -239,5 +239,5 @@ class _Clock:
 
 
 def _failed(error: Exception) -> Failed:
-    # Who has waited for long in vain is not sent to wait again.
+    # After a long wait in vain there is no second one.
     return Failed(f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))

@@ -14,7 +14,7 @@ from torchtune_ext.run.errors import Mistake
 
 log = logging.getLogger(__name__)
 
-MAX_RESULTS = 16_384  # kept in memory; the ones that nobody has asked for the longest are dropped
+MAX_RESULTS = 16_384  # kept in memory; the least recently used ones are dropped
 # What another attempt may end with in another way: it says something about the machine at that moment.
 PASSING = ("timeout", NOISY)
 # How gcc says that a part of it was killed: perhaps the machine's memory was full.
@@ -37,7 +37,7 @@ class Cache:
         if file is not None:
             try:
                 self._out = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-                if Path(file).is_file():  # what is none may have no end, as /dev/full
+                if Path(file).is_file():  # anything else may have no end, as /dev/full
                     self._read(Path(file))
             except OSError as error:
                 raise Mistake(
@@ -46,10 +46,10 @@ class Cache:
 
     def get(self, key: str) -> Result | None:
         """Returns the result, marked as cached."""
-        found = self._results.get(key)
-        if found is not None:
+        result = self._results.get(key)
+        if result is not None:
             self._results.move_to_end(key)
-        return found
+        return result
 
     def put(self, key: str, result: Result) -> None:
         """Keeps a result, if another attempt would end in the same way."""
@@ -86,13 +86,13 @@ class Cache:
             for line in lines:
                 is_whole = line.endswith(b"\n")
                 try:
-                    found = json.loads(line)
-                    fields = found["result"]
+                    record = json.loads(line)
+                    fields = record["result"]
                     timing = None if fields["timing"] is None else Timing(**fields["timing"])
                     fields |= {"timing": timing, "is_cached": True, "techniques": tuple(fields["techniques"])}
-                    self._keep(found["key"], Result(**fields))
+                    self._keep(record["key"], Result(**fields))
                 except (ValueError, TypeError, KeyError):
-                    # Whoever wrote it was killed in the middle, or had other fields.
+                    # The process that wrote it was killed in the middle, or had other fields.
                     damaged += 1
         if not is_whole:
             os.write(self._out, b"\n")

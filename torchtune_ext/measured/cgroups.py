@@ -85,27 +85,27 @@ class Cgroups:
             raise
 
     def new(self, memory_bytes: int, processes: int) -> Group:
-        """Makes a group whose members may use so much memory together, and be so many processes and threads.
+        """Makes a group whose members together may use `memory_bytes`, and be `processes` processes and threads.
 
         Raises:
             OSError: it cannot be made.
         """
         self._number += 1
-        made: list[tuple[Place, Path]] = []
+        folders: list[tuple[Place, Path]] = []
         try:
             # Two threads may come with the same number, and two processes after a fork.
             name = f"{os.getpid()}-{self._number}-{time.monotonic_ns()}"
             for place, own in self._own:
                 folder = own.path / name
                 folder.mkdir(mode=0o755)
-                made.append((place, folder))
+                folders.append((place, folder))
                 for file, value in _limits(place, memory_bytes, processes):
                     if (folder / file).exists():
                         (folder / file).write_text(str(value))
         except BaseException:
-            Group(tuple(made)).close()
+            Group(tuple(folders)).close()
             raise
-        return Group(tuple(made))
+        return Group(tuple(folders))
 
     def close(self) -> None:
         """Removes all groups, and kills who is still in them."""
@@ -161,7 +161,7 @@ def _roomy(own: Path, point: Path) -> Path | None:
     above = [own.parent] if own != point and _read(own / "memory.max") in ("", "max") else []
     for folder in [own, *above]:
         enabled = _read(folder / "cgroup.subtree_control").split()
-        # Whoever moves a process needs the right for the group that lies above both.
+        # To move a process takes the right to write to the group above both.
         if set(CONTROLLERS) <= set(enabled) and all(os.access(p, os.W_OK) for p in (folder, folder / "cgroup.procs")):
             return folder
     return None
@@ -181,7 +181,7 @@ def _kill(folder: Path) -> None:
     """Kills the members of a group."""
     if _write(folder / "cgroup.kill", "1"):
         return
-    # Version 1, or Linux before 5.14. Without the limit somebody could start processes faster than we read their numbers.
+    # Version 1, or Linux before 5.14. Without the limit a program could start processes faster than we read their numbers.
     _write(folder / "pids.max", "0")
     end = time.monotonic() + END_S
     while (members := _read(folder / "cgroup.procs").split()) and time.monotonic() < end:

@@ -294,18 +294,18 @@ class Checker:
         from torchtune_ext.measured.techniques import uses, violations
 
         try:
-            found = uses(preprocessed, self.kernel, openmp=self.threads > 1)
+            techniques = uses(preprocessed, self.kernel, openmp=self.threads > 1)
         except Unreadable as error:
             raise _Refused("forbidden", f"line 1: the program cannot be read: {error}") from None
-        if others := violations(found, permitted):
+        if others := violations(techniques, permitted):
             raise _Refused("forbidden", "\n".join(others))
-        return tuple(sorted(use.technique for use in found))
+        return tuple(sorted(use.technique for use in techniques))
 
     def _compile(self, folder: Path) -> None:
         done = compilers.compile_library(self.sandbox, self.compiler, self.flags, folder, self.deadlines.compile_s)
         _require_end(done)
         if done.status != 0:
-            # The words alone may be the candidate's.
+            # Only the disk tells: the words may be the candidate's.
             if FULL in done.errors and shutil.disk_usage(folder).free < compilers.LIMITS.file_bytes:
                 raise SandboxError(f"the disk of {folder} is full: {done.errors.strip()[-300:]}")
             raise _Refused("compile_error", done.errors.strip() or exit_cause(done.status))
@@ -358,13 +358,13 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 def extract(text: str) -> str | None:
     """Returns the C source in an answer: the content of its last closed block that is fenced as C, or as nothing.
 
-    What a model thinks aloud is no part of its answer. A fence with a language always begins a block, so
+    A model's thoughts are no part of its answer. A fence with a language always begins a block, so
     a block that was never closed (the model changed its mind) swallows nothing.
 
     Returns:
         The lines between the fences, or None if there is no such block, or none that says anything.
     """
-    found, fence, language, lines = None, "", "", []
+    source, fence, language, lines = None, "", "", []
     for line in (line.removesuffix("\r") for line in spoken(text).split("\n")):
         match = _FENCE.fullmatch(line)
         if match is None:
@@ -373,8 +373,8 @@ def extract(text: str) -> str | None:
             fence, language, lines = match[1], match[2].lower(), []
         elif match[1].startswith(fence):
             if language in C_NAMES and any(each.strip() for each in lines):
-                found = "\n".join(lines) + "\n"
+                source = "\n".join(lines) + "\n"
             fence = ""
         else:
             lines.append(line)
-    return found
+    return source

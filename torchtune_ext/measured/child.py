@@ -110,7 +110,7 @@ class Child:
         self._places: tuple[Place, ...] = ()
         self._number = 0  # of the last message
         self._closed = False
-        # Of the process that runs the candidate: a handle, and what the kernel says of its first thread.
+        # A handle of the process that runs the candidate, and the kernel's files on its first thread.
         self._pidfd = self._stat = self._schedule = -1
         # Its CPU clock when it was last seen asleep, and what it used meanwhile, between two calls.
         self._idle_ns = self._owed_ns = 0
@@ -205,7 +205,7 @@ class Child:
         self._require_untouched(inputs, views)
         cpu_ns, self._owed_ns, self._idle_ns = self._owed_ns + asleep_ns - self._idle_ns, 0, asleep_ns
         ran_ns, waited_ns = (now - then for now, then in zip(self._scheduled_ns(), (ran_ns, waited_ns), strict=True))
-        # While other threads of its own ran, nobody else may have been in its way.
+        # Where it waited while other threads of its own ran, those may have been in its way.
         waited_ns = max(0, waited_ns - max(0, asleep_ns - before_ns - ran_ns))
         return Call((end - start + owed_ns) * 1e-9, cpu_ns * 1e-9, waited_ns * 1e-9, outputs)
 
@@ -246,7 +246,7 @@ class Child:
         try:
             state, threads = _state(self._stat)
             if state in (b"Z", b"X") and threads <= 1:
-                self._fail()  # it has ended, and only nobody has waited for it
+                self._fail()  # it has ended, but has not been waited for
             if state != b"S" or threads == 1:
                 return state == b"S"
             for thread in os.listdir(f"/proc/{self._pid}/task"):
@@ -266,7 +266,7 @@ class Child:
             self._fail()
 
     def _scheduled_ns(self) -> tuple[int, int]:
-        """Returns for how long the first thread has run, and has wanted to and could not; zeros where nobody counts it."""
+        """Returns for how long the first thread has run, and was ready to but could not; zeros if the kernel counts neither."""
         if self._schedule < 0:
             return 0, 0
         try:
@@ -315,8 +315,8 @@ class Child:
             data, extra = b"", []
         if not data:
             self._fail(locked_in)
-        found = _MESSAGE.unpack(data) if len(data) == _MESSAGE.size else (0, 0, 0, 0)
-        if found[0] != kind or (kind == _DONE and found[2] != self._number):
+        message = _MESSAGE.unpack(data) if len(data) == _MESSAGE.size else (0, 0, 0, 0)
+        if message[0] != kind or (kind == _DONE and message[2] != self._number):
             self.close()
             raise ChildFailed("runtime_error", "it answered what nobody had asked: it meddles with the measurement")
         if kind == _READY:
@@ -330,7 +330,7 @@ class Child:
                     self._schedule = os.open(f"{folder}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             except (ProcessLookupError, FileNotFoundError):
                 self._fail()
-        return found[3]
+        return message[3]
 
     def _fail(self, locked_in: bool = True) -> NoReturn:
         """Raises what the end of the process means."""
@@ -339,10 +339,10 @@ class Child:
         except subprocess.TimeoutExpired:
             self.close()
             raise ChildFailed("runtime_error", "it closed its connection: it meddles with the measurement") from None
-        said = os.pread(self._errors, 2000, 0).decode(errors="replace").strip()
+        output = os.pread(self._errors, 2000, 0).decode(errors="replace").strip()
         self.close()
         if not locked_in:
-            raise SandboxError(f"a process could not be locked in: {said or exit_cause(status)}")
+            raise SandboxError(f"a process could not be locked in: {output or exit_cause(status)}")
         if status > 128:
             status = 128 - status  # bubblewrap's way to say that a signal ended its child
         cause = (
@@ -350,7 +350,7 @@ class Child:
             if status < 0
             else "it ended the process by itself" + (f" with exit status {status}" if status else "")
         )
-        raise ChildFailed("runtime_error", f"{cause}; it said: {said}" if said else cause)
+        raise ChildFailed("runtime_error", f"{cause}; it said: {output}" if output else cause)
 
     def _fail_awake(self) -> NoReturn:
         self._late("its threads still work after the call, until its deadline")

@@ -53,7 +53,7 @@ class Row:
         if (t := self.timing) is None:
             return [*cells, *[""] * 6, _shortened(self.note)]
         cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
-        # Of one block there is no interval.
+        # One block gives no interval.
         cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}" if t.ratio_spread else "?"]
         return [*cells, self._remark(t)]
 
@@ -119,8 +119,8 @@ def _measure(args: argparse.Namespace) -> int:
         raise Mistake(f"--optimization {args.optimization}: use {', '.join(OPTIMIZATIONS)}")
     if args.size is not None and args.size < 1:
         raise Mistake(f"--size {args.size} must be at least 1")
-    wanted = None if args.cores is None else _numbers(args.cores)
-    cores = choose_cores(wanted, args.threads)
+    numbers = None if args.cores is None else _numbers(args.cores)
+    cores = choose_cores(numbers, args.threads)
     compiler = Compiler.find(args.compiler)
     if args.exploits:
         return _attack(compiler, cores)
@@ -227,12 +227,12 @@ def _kernel(file: str, source: str, args: argparse.Namespace) -> Kernel:
     """Returns the kernel of a program: the named one, or the one whose function it defines."""
     name = args.problem
     if name is None:
-        found = [each for each in KERNELS if re.search(rf"\bvoid\s+{each}\s*\(", source)]
-        if len(found) != 1:
+        names = [each for each in KERNELS if re.search(rf"\bvoid\s+{each}\s*\(", source)]
+        if len(names) != 1:
             raise Mistake(
-                f"{_where(file)} defines {' and '.join(found) or 'none'} of {', '.join(KERNELS)}; say which with --problem"
+                f"{_where(file)} defines {' and '.join(names) or 'none'} of {', '.join(KERNELS)}; say which with --problem"
             )
-        name = found[0]
+        name = names[0]
     return KERNELS[name]() if args.size is None else KERNELS[name](args.size)
 
 
@@ -242,7 +242,7 @@ def _shortened(note: str) -> str:
     A compiler names a function, or warns, before it comes to the error.
     """
     lines = note.split("\n")
-    # That the linker has failed is said after why.
+    # The linker gives the reason before it says that it has failed.
     errors = (line for line in lines if _TELLING.search(line) and not _LINKER.match(line))
     line = next(errors, lines[0])
     return line if len(line) <= NOTE else f"{line[: NOTE - 1]}…"

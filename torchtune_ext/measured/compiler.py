@@ -109,7 +109,7 @@ def _run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: flo
         locked_in = sandbox.run_compiler(command, folder, LIMITS, started, group)
         done = run(locked_in, environment, str(folder), deadline_s, MAX_OUTPUT_BYTES, (started,), group)
         os.set_blocking(ready, False)
-        # Whatever else it says may be the candidate's words.
+        # Anything else that it prints may be the candidate's words.
         if not select.select([ready], [], [], 0)[0] or not os.read(ready, 1):
             raise SandboxError(f"a compiler could not be locked in: {done.cause or done.errors.strip()[-1000:]}")
         return done
@@ -169,7 +169,7 @@ def run(
                 pass
             process.wait()
             group.close()
-            # What was killed is gone when nobody holds the other ends any more.
+            # The killed processes are gone when all other ends are closed.
             _read(selector, {"output": [], "errors": []}, time.monotonic() + END_S, max_bytes=1 << 30)
     if timed_out:
         cause = f"it did not end within {deadline_s:g} s"
@@ -179,17 +179,17 @@ def run(
 
 def _read(selector: selectors.BaseSelector, parts: dict[str, list[bytes]], end: float, max_bytes: int) -> bool:
     """Reads until all ends are closed or `max_bytes` have come. Returns whether that was before `end`."""
-    said = 0
+    size = 0
     while selector.get_map():
         ready = selector.select(max(0.0, end - time.monotonic()))
         if not ready and time.monotonic() >= end:
             return False
         for key, _ in ready:
             data = os.read(key.fd, 1 << 16)
-            said += len(data)
+            size += len(data)
             parts[key.data].append(data)
             if not data:
                 selector.unregister(key.fileobj)
-        if said > max_bytes:
+        if size > max_bytes:
             return True
     return True

@@ -105,7 +105,7 @@ class _Counts:
     programs: int = 0
     noisy: int = 0
     cached: int = 0
-    seconds: float = 0.0  # of all stages of what was measured
+    seconds: float = 0.0  # all stages together
     queue: float = 0.0  # programs that waited at most
 
     def joined(self, more: "_Counts") -> "_Counts":

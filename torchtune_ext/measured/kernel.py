@@ -122,12 +122,12 @@ def require_sound(kernel: Kernel) -> None:
     shapes = kernel.shapes(ones)
     inputs = {parameter.name: np.ones(shapes[parameter.name]) for parameter in inputs_of(kernel)}
     for method in ("reference", "bound"):
-        found = called(method, ones, inputs)
+        arrays = called(method, ones, inputs)
         for parameter in outputs_of(kernel):
-            array = found.get(parameter.name) if isinstance(found, Mapping) else None
+            array = arrays.get(parameter.name) if isinstance(arrays, Mapping) else None
             fits = isinstance(array, np.ndarray) and array.shape == shapes[parameter.name]
             require(fits, method, f"has no array {parameter.name} of shape {shapes[parameter.name]} for {ones}")
-            # Whatever is compared with infinity would pass.
+            # Every result would pass against a bound of infinity.
             is_bound = method != "bound" or bool(np.isfinite(array).all() and (array >= 0).all())
             require(is_bound, method, f"{parameter.name} must be finite and not below 0, and is {array} for {ones}")
 

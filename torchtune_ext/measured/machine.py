@@ -18,11 +18,11 @@ SAMPLER = b"torchtune_ext.sampling.client_process"  # the engine's process is a 
 # For each time that this process keeps off some cores: those that it could run on before.
 _kept_off: list[frozenset[int]] = []
 _LOCK_RETRY_S = 0.02
-_TELL_S = 15.0  # seconds of waiting for a lock after which a line of the log says so: one timing takes less mostly
-_WINDOW_S, _WINDOWS = 0.05, 2  # an engine is idle if it computes in none of so many windows of so many seconds
-_BUSY_SHARE = 0.2  # of one core in a window: below, it only looks whether there is something to do
+_TELL_S = 15.0  # seconds of waiting for a lock after which a line of the log says so: most timings take less
+_WINDOW_S, _WINDOWS = 0.05, 2  # an engine is idle after _WINDOWS windows of _WINDOW_S seconds without computing
+_BUSY_SHARE = 0.2  # of one core in a window: below, an engine only looks for work
 _LOOK_S = 0.2  # seconds between two looks at an engine that computes
-_told: set[int] = set()  # engines that a line of the log has named
+_logged: set[int] = set()  # processes of engines that the log has named
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,45 +39,45 @@ def usable_cores() -> frozenset[int]:
 
 
 def engines() -> list[User]:
-    """Finds the engines of this machine, whoever started them, and the cores that they may run on."""
-    found = []
+    """Finds the engines of all users of this machine, and the cores that they may run on."""
+    users = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
                 if SAMPLER in words:
-                    found.append(User(int(folder.name), frozenset(os.sched_getaffinity(int(folder.name)))))
+                    users.append(User(int(folder.name), frozenset(os.sched_getaffinity(int(folder.name)))))
             except OSError:
                 continue  # it has ended, or belongs to somebody else
-    return found
+    return users
 
 
-def choose_cores(wanted: Sequence[int] | None, count: int) -> list[int]:
-    """Returns the cores to time on: those that are wanted, or `count` of those that no engine may use, or the last ones.
+def choose_cores(cores: Sequence[int] | None, count: int) -> list[int]:
+    """Returns the cores to time on: `cores`, or `count` of those that no engine may use, or the last ones.
 
     Raises:
-        ValueError: there are fewer than `count`, or a wanted core does not exist here or is an engine's.
+        ValueError: there are fewer than `count`, or one of `cores` does not exist here or is an engine's.
     """
     usable = sorted(usable_cores())
     if count > len(usable):
         raise Mistake(f"threads={count}, but this process may run on {len(usable)} cores")
     users = engines()
-    if wanted is None:
+    if cores is None:
         taken = frozenset[int]().union(*(user.cores for user in users))
         free = [core for core in usable if core not in taken]
         return (free if len(free) >= count else usable)[-count:]
-    if not wanted or not set(wanted) <= set(usable):
-        raise Mistake(f"cores={list(wanted)}: use some of {usable}, which this process may run on")
-    if len(set(wanted)) != count:
-        raise Mistake(f"cores={list(wanted)}: threads={count} needs {count} different core{'s' * (count > 1)}")
+    if not cores or not set(cores) <= set(usable):
+        raise Mistake(f"cores={list(cores)}: use some of {usable}, which this process may run on")
+    if len(set(cores)) != count:
+        raise Mistake(f"cores={list(cores)}: threads={count} needs {count} different core{'s' * (count > 1)}")
     for user in users:
         # An engine that may run anywhere has no core of its own.
-        if len(user.cores) < (os.cpu_count() or 1) and (shared := user.cores & set(wanted)):
+        if len(user.cores) < (os.cpu_count() or 1) and (shared := user.cores & set(cores)):
             raise Mistake(
-                f"cores={list(wanted)}: {sorted(shared)} are those of an engine (process {user.pid}); "
+                f"cores={list(cores)}: {sorted(shared)} are those of an engine (process {user.pid}); "
                 f"use others of {sorted(set(usable) - user.cores)}, or give the engine others (taskset)"
             )
-    return sorted(wanted)
+    return sorted(cores)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def kept_off(cores: Sequence[int]) -> Iterator[None]:
 
 
 def _pin(cores: Set[int]) -> None:
-    """Lets all threads of this process run on these cores alone."""
+    """Lets all threads of this process run only on these cores."""
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), cores)
@@ -125,18 +125,18 @@ def _open_lock(path: Path) -> int:
         try:
             file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            continue  # somebody was faster
+            continue  # another process was faster
         os.fchmod(file, 0o644)  # other users wait for it, too, whatever the umask is
         return file
 
 
 def nobody() -> None:
-    """Who is told that somebody still waits, where nobody wants to know."""
+    """Does nothing: the default where a wait is not reported."""
 
 
 @contextmanager
 def alone_on(cores: Sequence[int], deadline_s: float, tell: Callable[[], None] = nobody) -> Iterator[None]:
-    """Keeps every other timing of this machine off these cores, whoever asks for it. The kernel ends it with this process.
+    """Keeps the timings of all other processes off these cores. The kernel ends this with the process.
 
     `tell` is called again and again while this waits, and once when it need not wait any more.
 
@@ -181,7 +181,7 @@ def _holder(file: int) -> str:
 def wait_until_idle(cores: Sequence[int], deadline_s: float, tell: Callable[[], None] = nobody) -> float:
     """Waits until no engine that may run on one of these cores computes, and returns the seconds that this took.
 
-    Counted is the CPU time of engines and of their workers, which are in an engine's session (setsid(2)). `tell` is called
+    What counts is the CPU time of engines and of their workers, which are in an engine's session (setsid(2)). `tell` is called
     again and again while this waits.
 
     Raises:
@@ -206,8 +206,8 @@ def wait_until_idle(cores: Sequence[int], deadline_s: float, tell: Callable[[], 
                 f"an engine (process {busiest}) still computes on cores {sorted(cores)} after {deadline_s:g} s: "
                 "time on cores that it may not use, or give it others (taskset)"
             )
-        if busiest not in _told:
-            _told.add(busiest)
+        if busiest not in _logged:
+            _logged.add(busiest)
             log.warning("timing on cores %s waits until an engine (process %d) is idle", sorted(cores), busiest)
         time.sleep(_LOOK_S)
     return time.monotonic() - begin

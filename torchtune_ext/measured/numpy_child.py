@@ -55,7 +55,7 @@ class NumpyChild:
             raise
 
     def restless_s(self) -> float:
-        """Returns 0: it is ours, and wants nobody's harm."""
+        """Returns 0: it runs no code of a candidate."""
         return 0.0
 
     def place(self, places: Sequence[Place]) -> None:

@@ -1,8 +1,8 @@
 """Folders that belong to a process while it lives, and that the next one removes when it was killed.
 
-A folder is owned by whoever holds the lock on it (flock(2) on the folder itself). The kernel takes the lock away with the
-process, whatever it dies of; the number of a process may by then be another's, so it is never asked. A process that was
-forked holds the lock, too, so a folder is not taken from those who may still use it.
+A folder is owned by the process that holds the lock on it (flock(2) on the folder itself). The kernel ends the lock with the
+process, however it dies. The number of a process, which may be another's by then, is never used. A process that was forked
+holds the lock, too, so a folder is not taken from those who may still use it.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ class Owned:
             self.path = parent / (prefix + secrets.token_hex(8))
             self.path.mkdir(mode=0o700)
             self._file = _lock(self.path)
-            # Before it was locked, somebody who cleans up may have taken it for left behind.
+            # Before it was locked, another process that cleans up may have removed it.
             if self._file is not None:
                 return
 
@@ -48,15 +48,15 @@ def left_behind(parent: Path, prefix: str) -> Iterator[list[Path]]:
 
     Folders of other users are never among them, nor is one that is only linked to.
     """
-    found: dict[Path, int] = {}
+    locks: dict[Path, int] = {}
     try:
         for path in parent.glob(prefix + "*"):
             file = _lock(path)
             if file is not None:
-                found[path] = file
-        yield list(found)
+                locks[path] = file
+        yield list(locks)
     finally:
-        for file in found.values():
+        for file in locks.values():
             os.close(file)
 
 
@@ -70,7 +70,7 @@ def _lock(path: Path) -> int | None:
         if os.fstat(file).st_uid != os.geteuid():
             raise FileMistake(f"{path} is another user's")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.stat()  # whoever held it may have removed it meanwhile
+        path.stat()  # its owner may have removed it meanwhile
     except OSError:
         os.close(file)
         return None

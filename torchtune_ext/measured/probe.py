@@ -25,8 +25,8 @@ from torchtune_ext.run.errors import Failure
 DISTURBED_REGISTERS, DISTURBED_MEMORY = 0.1, 0.25
 WILD = 0.2  # share by which the fixed kernel may vary at the start
 CALM_TRIES = 10  # series of 20 looks, one of which has to be calm
-CALLS = 5  # of each part at a look
-# Calls before those: whoever ran before has filled the caches with what is his, and vectors wake up units of the processor.
+CALLS = 5  # calls of each part at a look
+# Calls before those: other processes have filled the caches, and units of the processor for vectors have to wake up.
 WARM_REGISTERS, WARM_MEMORY = 1, 4
 CHUNK, KEPT_S = 20, 3600.0  # times that are looked at together, and seconds for which a quiet chunk is remembered
 OWN_CPU_S = 1e9  # CPU seconds of programs of ours, which serve for days
@@ -114,7 +114,7 @@ class Probe:
         self.child.close()
 
     def measure_peak(self) -> None:
-        """Measures `peak_gflops` once more: what somebody has slowed down is no peak, so the highest figure counts."""
+        """Measures `peak_gflops` again. A neighbor may slow a measurement down, so the highest one counts."""
         self.peak_gflops = max(self.peak_gflops, self._peak_gflops())
 
     def look(self) -> Look:
@@ -156,7 +156,7 @@ class Probe:
             raise SandboxError(f"the fixed kernel has failed: {failed}") from failed
 
     def _require_calm(self) -> None:
-        """A burst of somebody else's work is waited for. What does not end is a machine on which nothing can be timed."""
+        """Waits for the end of a burst of other work. On a machine where it does not end, nothing can be timed."""
         self.look()
         for _ in range(CALM_TRIES):
             looks = [self.look() for _ in range(20)]

@@ -40,7 +40,7 @@ LOST_S = 600.0  # seconds without any machine after which the service has failed
 CLOSE_S = 20.0  # seconds for everything to end in good order
 WAKE_S = 1.0  # seconds between two looks at the clock
 MAX_PRINTED = 2000  # bytes of what Ray's process has printed, if it ends badly
-_LOST = (EOFError, OSError, pickle.UnpicklingError)  # what reading gives when the process has ended
+_LOST = (EOFError, OSError, pickle.UnpicklingError)  # what reading raises when the process has ended
 # No message to Ray's makers, no environment that `uv run` would build on each machine, and no warning about either.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -85,7 +85,7 @@ class RayBench:
         self._hello = (address, resource, pickle.dumps(settings), tuple(sys.path))
         self._resource = resource
         self._lock = threading.Lock()  # guards the following
-        self._waiting: dict[int, tuple[Future, str | int | None, bytes]] = {}  # what is not done, by number
+        self._waiting: dict[int, tuple[Future, str | int | None, bytes]] = {}  # texts that are not done, by number
         self._unsaid: deque[tuple] = deque()
         self._next = 0
         self._ended: BenchError | None = None  # why nothing is accepted any more

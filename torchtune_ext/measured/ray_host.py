@@ -111,10 +111,10 @@ class Host:
 
 def _as_nice_as_ray() -> None:
     """Takes back that Ray makes its workers nicer (by 15): a neighbor of ordinary priority would starve what is timed."""
-    wanted = os.getpriority(os.PRIO_PROCESS, os.getppid())
-    if os.getpriority(os.PRIO_PROCESS, 0) > wanted:
+    priority = os.getpriority(os.PRIO_PROCESS, os.getppid())
+    if os.getpriority(os.PRIO_PROCESS, 0) > priority:
         try:
-            os.setpriority(os.PRIO_PROCESS, 0, wanted)
+            os.setpriority(os.PRIO_PROCESS, 0, priority)
         except PermissionError:
             logging.getLogger("torchtune_ext.measured.ray_host").warning(
                 "programs are measured at the low priority that Ray gives its workers, so that neighbors disturb them: "

@@ -63,13 +63,13 @@ class Driver:
         ray.cloudpickle.register_pickle_by_value(ray_host)
         self._host_class = ray.remote(ray_host.Host)
         self._dispatch = Dispatch()
-        self._payloads: dict[int, bytes] = {}  # of the texts that are not done
-        self._calls: dict[int, Any] = {}  # what Ray has promised for each text that is at work
+        self._payloads: dict[int, bytes] = {}  # texts that are not done
+        self._calls: dict[int, Any] = {}  # Ray's handle of the answer for each text that is at work
         self._tries: Counter[int] = Counter()
-        self._keepers: dict[str, asyncio.Task] = {}  # of each machine, by Ray's name of it
+        self._keepers: dict[str, asyncio.Task] = {}  # one for each machine, by Ray's name of it
         self._lives: dict[str, Life] = {}  # of machines that are ready
         self._reasons: dict[str, str] = {}  # why a machine cannot be used
-        self._stats: dict[str, Mapping[str, float]] = {}  # of each machine
+        self._stats: dict[str, Mapping[str, float]] = {}  # by machine
         self._past: Counter[str] = Counter(moved=0)  # counters of lives that have ended
         self._tasks: set[asyncio.Task] = set()  # the loop itself keeps tasks weakly
         self._is_ready = False
@@ -204,13 +204,13 @@ class Driver:
 
     async def _live(self, name: str, life: Life) -> None:
         """Lives one life of an actor to its end. Raises Refused if the machine cannot be used."""
-        wanted, taken = version(), f"does another program use its {self._resource}?"
+        ours, taken = version(), f"does another program use its {self._resource}?"
         with self._losing(life, f"Ray had no place for an actor within {PLACE_S:g} s; {taken}"):
             async with asyncio.timeout(PLACE_S):
-                state, found = await life.actor.version.remote()
-            if state == "refused" or found != wanted:
-                there = found if state == "refused" else f"torchtune_ext {found} is installed there"
-                raise Refused(f"{there}, and {wanted} here: install the same")
+                state, answer = await life.actor.version.remote()
+            if state == "refused" or answer != ours:
+                there = answer if state == "refused" else f"torchtune_ext {answer} is installed there"
+                raise Refused(f"{there}, and {ours} here: install the same")
         if life.lost.is_set():
             return
         with self._losing(life, f"the actor was not ready within {START_S:g} s"):
@@ -298,7 +298,7 @@ class Driver:
         return True
 
     def _forget(self, number: int) -> Any:
-        """Drops what is kept of a text. Returns what Ray has promised for it, or None."""
+        """Drops what is kept of a text. Returns Ray's handle of its answer, or None."""
         self._payloads.pop(number, None)
         self._tries.pop(number, None)
         return self._calls.pop(number, None)

@@ -14,7 +14,7 @@ from torchtune_ext.run.errors import Failure, Mistake
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
 NOISY = "noisy"
-# Of the settings below: the types that a value may have, and what to write. "or null" stands where None is one of them.
+# The types that a value of each setting below may have, and what to write. "or null" stands where None is one of them.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "workers": (Integral, "a whole number, or null for one on each core"),
     "cores": (Collection, "a list of whole numbers, as [2, 3], or null to have them chosen"),
@@ -53,7 +53,7 @@ class BenchConfig:
 
     workers: int | None = None  # processes that check; None: one for each core that is not timed on
     cores: list[int] | None = None  # cores to time on; None: those that no engine may use, or the last ones
-    threads: int = 1  # threads that a program may use; it is timed on so many cores
+    threads: int = 1  # threads that a program may use, and cores that it is timed on
     optimization: str = "-O3"  # "-O0" to "-O3"
     compiler: str | None = None  # "gcc" or "clang", or a path; None: as found
     budget_s: float = 10.0  # seconds for one timing

@@ -31,7 +31,7 @@ SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their he
 SYSTEM_FILES = ("/etc/ld.so.cache",)
 PREFIX = cgroups.PREFIX  # how the names of the folders begin
 NAMESPACES_PROCESSES = 2  # bubblewrap runs as two beside the command
-MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: so many may come to those that run
+MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: these may come on top of those that run
 
 
 class SandboxError(Failure):
@@ -43,7 +43,7 @@ class Layer:
     """One thing that stands between a candidate and the machine."""
 
     name: str
-    found: str  # what the machine has, "" if it has none
+    support: str  # what the machine has, "" if it has none
     missing: str  # what it costs if the layer is missing
     fix: str  # how a machine gets it
     needed: bool = False  # it belongs to the floor: without it no program is run
@@ -87,8 +87,8 @@ class Sandbox:
             self.folder.chmod(0o711)  # root's children are other users, who may pass but not look around
             self.program = compile_sandbox(compiler, self.folder)
             self.layers = probe(self.program)
-            found = {layer.name: layer.found for layer in self.layers}
-            if floor and (bad := [layer for layer in self.layers if layer.needed and not layer.found]):
+            layers = {layer.name: layer.support for layer in self.layers}
+            if floor and (bad := [layer for layer in self.layers if layer.needed and not layer.support]):
                 lost = "; ".join(f"no {layer.name}: {layer.missing}" for layer in bad)
                 raise SandboxError(
                     f"this machine cannot lock programs in ({lost}). Use a kernel with it, or, if every program comes "
@@ -97,11 +97,11 @@ class Sandbox:
             if not floor:
                 _warn_of_no_sandbox()
             self.without = [] if floor else _each("--without", [layer.name for layer in self.layers if layer.needed])
-            if namespaces and not found["namespaces"]:
+            if namespaces and not layers["namespaces"]:
                 raise SandboxError("namespaces: true, but bubblewrap is missing or cannot make them here")
-            self.namespaces = bool(found["namespaces"]) and floor if namespaces is None else namespaces
-            self.other_users = bool(found["another user"])
-            if found["cgroup"]:
+            self.namespaces = bool(layers["namespaces"]) and floor if namespaces is None else namespaces
+            self.other_users = bool(layers["another user"])
+            if layers["cgroup"]:
                 self._cgroups = Cgroups(cgroups.find())
         except BaseException:
             self.close()
@@ -218,7 +218,7 @@ def compile_sandbox(compiler: str, folder: Path) -> Path:
     program = folder / "sandbox"
     command = [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"]
     done = _ended(command)
-    if done.returncode != 0 or not program.exists():  # what is no compiler may end well and make nothing
+    if done.returncode != 0 or not program.exists():  # a program that is no compiler may exit with 0 and make nothing
         raise SandboxError(
             f"{compiler} cannot compile the sandbox: {done.stderr.strip()[-1000:] or exit_cause(done.returncode)}"
         )
@@ -229,8 +229,8 @@ def compile_sandbox(compiler: str, folder: Path) -> Path:
 def probe(program: Path) -> list[Layer]:
     """Finds out which layers this machine has. Raises SandboxError if that does not end."""
     done = _ended([str(program), "probe"])
-    found = dict(line.split() for line in done.stdout.splitlines())
-    version = int(found.get("landlock", -1))
+    answers = dict(line.split() for line in done.stdout.splitlines())
+    version = int(answers.get("landlock", -1))
     change = [str(program), "enter", "--user", str(PASSING_USERS[0]), "--"]
     other_users = os.geteuid() == 0 and _succeeds([*change, "/bin/true"])
     bwrap = [*(change if other_users else []), *_bubblewrap(SYSTEM_FOLDERS, program), "--"]
@@ -246,7 +246,7 @@ def probe(program: Path) -> list[Layer]:
         ),
         Layer(
             "seccomp",
-            "filter" if found.get("seccomp") == "1" else "",
+            "filter" if answers.get("seccomp") == "1" else "",
             "a program can start processes, use the network and debug other processes",
             "use a kernel with CONFIG_SECCOMP_FILTER, in a container whose profile allows seccomp",
             needed=True,

@@ -153,7 +153,7 @@ class _Reader:
         try:
             tree = parse(self.bytes, lambda: time.monotonic() >= self.end)
         except ValueError:
-            # What it raises when the callback ends it.
+            # The parser raises it when the callback ends it.
             self._in_time()
             raise
         for node in tree.root_node.children:
@@ -165,9 +165,9 @@ class _Reader:
             if leaving:
                 if node.type in _BLOCKS:
                     self.local.subtract(self.scopes.pop())
-            elif found := self._enter(node):
+            elif fault := self._enter(node):
                 row = node.start_point.row
-                return f"line {self.text.numbers[row]}: {found}"
+                return f"line {self.text.numbers[row]}: {fault}"
         return ""
 
     def _in_time(self) -> None:
@@ -176,16 +176,16 @@ class _Reader:
 
     def _enter(self, node: tree_sitter.Node) -> str:
         kind = node.type
-        found = ""
+        fault = ""
         if kind in ("function_definition", "declaration") and not self.scopes:
-            found = self._defines(node)
+            fault = self._defines(node)
         if kind in _BLOCKS:
             self.scopes.append(set())
         if kind == "function_definition":
             self._hide(self._parameters(node))
         elif self.scopes and kind in ("declaration", "parameter_declaration") and not self._is_extern(node):
             self._hide({name for name, is_function in declared(node).items() if not is_function})
-        return found if found or node.child_count else self._leaf(node)
+        return fault if fault or node.child_count else self._leaf(node)
 
     def _hide(self, names: set[str]) -> None:
         """Notes names that mean something of this block until it ends."""
@@ -238,12 +238,12 @@ class _Reader:
 
     def _parameters(self, function: tree_sitter.Node) -> set[str]:
         """Returns the names of the parameters of a function that is defined here."""
-        declarator, found = function.child_by_field_name("declarator"), set()
+        declarator, names = function.child_by_field_name("declarator"), set()
         while declarator is not None and declarator.type != "identifier":
             if parameters := declarator.child_by_field_name("parameters"):
-                found = {name for each in parameters.named_children for name in declared(each)}
+                names = {name for each in parameters.named_children for name in declared(each)}
             declarator = inner_declarator(declarator)
-        return found
+        return names
 
 
 @lru_cache(maxsize=4096)

@@ -42,7 +42,7 @@ WAITED = 0.02  # share of a block for which its processes wanted to run and coul
 # CPU seconds that a program may use while the reference and the probe run. One whose threads sleep uses none.
 RESTLESS_S = 1e-4
 BLOCK_CALLS, BLOCK_S = 12, 0.06  # calls of a block at most, and seconds after which it ends (but for LEAST_CALLS)
-FIRST_CALLS, LEAST_CALLS = 2, 3  # that are not counted, and of a block
+FIRST_CALLS, LEAST_CALLS = 2, 3  # calls that are not counted, and the least calls of a block
 MOST_LATE_CALLS = FIRST_CALLS + LEAST_CALLS  # of a program whose every call takes as long as it may
 MIN_BLOCKS = 6  # of a timing; from fewer ratios no interval of their median reaches 95%
 BELIEVED = 1.05  # times as fast as the roofline allows; above, a figure is no speed
@@ -155,7 +155,7 @@ class Timer:
             raise Mistake(f"budget_s={budget_s} must be more than 0 seconds")
         self.checker, self.kernel, self.budget_s = checker, checker.kernel, budget_s
         self.rng = np.random.default_rng()
-        self._quiet = Quiet()  # of the reference
+        self._quiet = Quiet()  # the reference's
         with ExitStack() as stack:
             stack.enter_context(kept_off(checker.cores))
             with alone_on(checker.cores, LOCK_S, tell):
@@ -209,7 +209,7 @@ class Timer:
                     return self._time(child)
             except ChildFailed as failed:
                 if self._reference.has_ended() or self._probe.child.has_ended():
-                    # Whatever ended ours, too, did not choose the program's.
+                    # What also ended a process of ours was not aimed at the program's.
                     raise SandboxError(f"processes of ours ended while a program was timed: {failed}") from failed
                 raise
 
@@ -261,7 +261,7 @@ class Timer:
 
     def _timing(self, blocks: Sequence[_Block], kept: Sequence[_Block]) -> Timing:
         own, ratios = [block.seconds for block in kept], [block.ratio for block in kept]
-        # Of one block there is nothing but its calls.
+        # The interval of one block is that of its calls.
         seconds, (low, high) = median(own), interval_of_median(own if len(own) > 1 else kept[0].calls)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
         if seconds * BELIEVED < self._probe.roofline_s(self.kernel):
@@ -297,9 +297,9 @@ class Timer:
         while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(LEAST_CALLS, most)):
             inputs = draw_inputs(kernel, size, "biased", self.rng)
             call = child.call(size, inputs, self.checker.deadlines.verify_s)
-            found = compare(kernel, expect(kernel, size, inputs), call.outputs)
-            if not found.ok:
-                raise ChildFailed("wrong_result", f"in a timed call: {explained(found, size, 'biased')}")
+            result = compare(kernel, expect(kernel, size, inputs), call.outputs)
+            if not result.ok:
+                raise ChildFailed("wrong_result", f"in a timed call: {explained(result, size, 'biased')}")
             calls.append(call)
             seconds += call.seconds
         return calls

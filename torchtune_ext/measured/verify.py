@@ -132,10 +132,10 @@ def compare(kernel: Kernel, expected: Expected, outputs: Arrays) -> Comparison:
     """Compares results with what they should be, number by number."""
     ok, worst = True, Comparison(True, 0.0, "", 0.0, 0.0)
     for parameter in outputs_of(kernel):
-        found, reference = outputs[parameter.name], expected.references[parameter.name]
+        output, reference = outputs[parameter.name], expected.references[parameter.name]
         allowed = expected.allowed[parameter.name]
         with np.errstate(all="ignore"):
-            error = found - reference
+            error = output - reference
             np.abs(error, out=error)
             ok = ok and bool((error <= allowed).all())
             units = np.divide(error, allowed, out=error, where=error > 0)
@@ -143,7 +143,7 @@ def compare(kernel: Kernel, expected: Expected, outputs: Arrays) -> Comparison:
         units_there = math.inf if np.isnan(units[index]) else float(units[index])
         if units_there >= worst.worst:
             where = f"{parameter.name}[{', '.join(map(str, index))}]"
-            worst = Comparison(ok, units_there, where, float(found[index]), float(reference[index]))
+            worst = Comparison(ok, units_there, where, float(output[index]), float(reference[index]))
     return replace(worst, ok=ok)
 
 
@@ -178,10 +178,10 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
                     raise ChildFailed(failed.outcome, note, failed.cpu_s) from None
                 spent_s += call.seconds  # what drawing and comparing takes is not the program's fault
                 computed_s += call.cpu_s
-                found = compare(kernel, expected if inputs is first else expect(kernel, size, inputs), call.outputs)
-                if not found.ok:
-                    raise ChildFailed("wrong_result", explained(found, size, kind))
-                worst = max(worst, found.worst)
+                result = compare(kernel, expected if inputs is first else expect(kernel, size, inputs), call.outputs)
+                if not result.ok:
+                    raise ChildFailed("wrong_result", explained(result, size, kind))
+                worst = max(worst, result.worst)
     return worst
 
 
@@ -190,10 +190,10 @@ def described(size: Size) -> str:
     return ", ".join(f"{name} = {value}" for name, value in size.items())
 
 
-def explained(found: Comparison, size: Size, kind: str) -> str:
+def explained(comparison: Comparison, size: Size, kind: str) -> str:
     """Says in one line what is wrong with a result."""
-    text = f"{found.where} is {found.got!r} and should be {found.expected!r}"
-    if math.isnan(found.got):
-        text = f"{found.where} was not written, or is no number; it should be {found.expected!r}"
-    units = f", {found.worst:.3g} times the allowed error" if math.isfinite(found.worst) else ""
+    text = f"{comparison.where} is {comparison.got!r} and should be {comparison.expected!r}"
+    if math.isnan(comparison.got):
+        text = f"{comparison.where} was not written, or is no number; it should be {comparison.expected!r}"
+    units = f", {comparison.worst:.3g} times the allowed error" if math.isfinite(comparison.worst) else ""
     return f"{text}{units} ({described(size)}, {kind} inputs)"

@@ -48,8 +48,8 @@ def folder(name: str) -> Path:
 
 def config_files(configs: Path) -> dict[str, Path]:
     """Returns the path of every YAML file below `configs`, by the name of the config, sorted by name."""
-    found = {path.relative_to(configs).with_suffix("").as_posix(): path for path in configs.rglob("*.yaml")}
-    return dict(sorted(found.items()))
+    files = {path.relative_to(configs).with_suffix("").as_posix(): path for path in configs.rglob("*.yaml")}
+    return dict(sorted(files.items()))
 
 
 def recipe_of(name: str) -> str | None:
@@ -74,14 +74,14 @@ def owner(config: str) -> str | None:
 def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
     """Returns every recipe of the folder `recipes` under each of its names, with its configs, sorted by name."""
     files = config_files(configs)
-    found = []
+    entries = []
     for path in recipes.glob("[!_]*.py"):
         lines = path.read_text(encoding="utf-8").splitlines()
         named = next((line.removeprefix(NAMES_LINE) for line in lines if line.startswith(NAMES_LINE)), None)
         for recipe in literal_eval(named) if named else [path.stem]:
             own = {config: file for config, file in files.items() if recipe_of(config) == recipe}
-            found.append(RecipeFile(recipe, path, own, SINGLE_DEVICE_LINE not in lines))
-    return sorted(found, key=lambda recipe: recipe.name)
+            entries.append(RecipeFile(recipe, path, own, SINGLE_DEVICE_LINE not in lines))
+    return sorted(entries, key=lambda recipe: recipe.name)
 
 
 def config_path(given: str) -> str:
@@ -105,11 +105,11 @@ def config_path(given: str) -> str:
     raise Mistake(f"--config {given}: neither a file nor a config of ours; did you mean {', '.join(near)}? (`tune ls`)")
 
 
-def by_path(path: str, said: str) -> Any:
+def by_path(path: str, where: str) -> Any:
     """Imports what a dotted path names: the longest part of it that is a module, and then attributes.
 
     Args:
-        said: where it was named, for messages.
+        where: the place that names it, for messages.
 
     Raises:
         ValueError: there is no such module or attribute, or the module cannot be imported.
@@ -118,28 +118,28 @@ def by_path(path: str, said: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     parts = path.split(".")
-    found, depth = None, 0
+    target, depth = None, 0
     for depth in range(1, len(parts)):
         module = ".".join(parts[:depth])
         try:
-            found = importlib.import_module(module)
+            target = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not (module + ".").startswith(error.name + "."):
-                raise Blamed(f"{said}: importing {module} raised {text_of(error)}") from error
-            if found is None:
-                raise Mistake(f"{said}: {_no_module(parts[0])}") from None
+                raise Blamed(f"{where}: importing {module} raised {text_of(error)}") from error
+            if target is None:
+                raise Mistake(f"{where}: {_no_module(parts[0])}") from None
             depth -= 1
             break
         except Exception as error:
-            raise Blamed(f"{said}: importing {module} raised {text_of(error)}") from error
+            raise Blamed(f"{where}: importing {module} raised {text_of(error)}") from error
     for i, part in enumerate(parts[depth:], depth):
-        if not hasattr(found, part):
-            inside = [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]
-            near = nearest(part, [each for each in [*dir(found), *inside] if not each.startswith("_")])
+        if not hasattr(target, part):
+            inside = [module.name for module in pkgutil.iter_modules(getattr(target, "__path__", None) or [])]
+            near = nearest(part, [each for each in [*dir(target), *inside] if not each.startswith("_")])
             hint = f"; did you mean {near!r}?" if near else ""
-            raise Mistake(f"{said}: {'.'.join(parts[:i])} has no {part!r}{hint}")
-        found = getattr(found, part)
-    return found
+            raise Mistake(f"{where}: {'.'.join(parts[:i])} has no {part!r}{hint}")
+        target = getattr(target, part)
+    return target
 
 
 def _no_module(name: str) -> str:

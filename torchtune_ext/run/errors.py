@@ -34,7 +34,7 @@ LOST_RANK_STATUS = 76  # exit status of a rank that ends because another one is 
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = ("site-packages", "dist-packages")
 
-# What people write who come from other trainers, and what it is here. Names of arguments stand without their node.
+# What users of other trainers write, and its name here. Names of arguments stand without their node.
 THOUGHT = {
     "learning_rate": "lr",
     "num_generations": "samples_per_prompt",
@@ -73,7 +73,7 @@ class Mistake(ValueError):
 
 
 class FileMistake(Mistake, OSError):
-    """A file or a disk that the user has to look after. Who expects that files fail catches it as an OSError."""
+    """A file or a disk that the user has to look after. Code that expects files to fail catches it as an OSError."""
 
 
 class Failure(RuntimeError):
@@ -158,9 +158,9 @@ def text_of(error: BaseException) -> str:
     """Returns an error in one line: its kind, its text and, in a file of the user, its place."""
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     kind = type(error).__name__
-    said = text if isinstance(error, ValueError) and text else f"{kind}: {text}" if text else kind
+    line = text if isinstance(error, ValueError) and text else f"{kind}: {text}" if text else kind
     place = place_of(error)
-    return f"{said[:600]} ({place})" if place else said[:600]
+    return f"{line[:600]} ({place})" if place else line[:600]
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def _say(error: Exception, status: int, who: str) -> None:
     if traceback_wanted():
         traceback.print_exception(error)
     else:
-        # What an engine says at its end may have many lines, which all count.
+        # The last message of an engine may have many lines, and all of them count.
         kind = "" if type(error) in (Failure, Late) else f"{type(error).__name__}: "
         text = message(error) if status == STATUS else f"{kind}{error}"
         # Notes say how the run stands now (`training.life`).
@@ -269,5 +269,5 @@ def guilty(call: Callable[..., Any], arguments: dict[str, Any], text: str) -> st
 
 def leading_argument(text: str) -> str | None:
     """Returns the name at the beginning of a message "name=value ..." or "name.key=value ...", or None."""
-    found = re.match(r"([A-Za-z_]\w*)(\.\w+)*=", text)
-    return found[1] if found else None
+    match = re.match(r"([A-Za-z_]\w*)(\.\w+)*=", text)
+    return match[1] if match else None

@@ -45,15 +45,15 @@ def sweep(folder: Path) -> list[Path]:
     Nobody else may write into the folder meanwhile. What was half written or half deleted is removed. A folder that was
     moved out of the way for another one comes back if its place is still empty.
     """
-    found = sorted(path for path in folder.glob(".*") if _STRAYS.fullmatch(path.name) or path.name.startswith(REPLACED))
-    for path in found:
+    paths = sorted(path for path in folder.glob(".*") if _STRAYS.fullmatch(path.name) or path.name.startswith(REPLACED))
+    for path in paths:
         place = folder / path.name.removeprefix(REPLACED)
         if path.name.startswith(REPLACED) and not os.path.lexists(place):
             path.rename(place)
             log.warning("%s had not been replaced when the run was killed: it is back in its place", place)
         else:
             remove(path)
-    return found
+    return paths
 
 
 def remove(path: Path) -> None:

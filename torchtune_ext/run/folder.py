@@ -105,10 +105,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for key, value in node.items():
-        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-    return found
+        leaves += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return leaves
 
 
 class RunFolder:
@@ -156,16 +156,16 @@ class RunFolder:
             return None
         return record and record["id"]
 
-    def resumes(self, wanted: bool) -> bool:
-        """Tells whether the run in the folder goes on: it is wanted, and there is a checkpoint, whole or damaged."""
-        found = bool(checkpoint_folders(self.path / "checkpoints"))
-        if wanted and not found:
+    def resumes(self, resume: bool) -> bool:
+        """Tells whether the run in the folder goes on: `resume` is set and there is a checkpoint, whole or damaged."""
+        has_checkpoint = bool(checkpoint_folders(self.path / "checkpoints"))
+        if resume and not has_checkpoint:
             aside = sorted({str(path.parent.parent) for path in self.path.glob("old-*/checkpoints/step_*")})
             hint = f"; earlier runs have some: output_dir={', output_dir='.join(aside)}" if aside else ""
             log.warning(
                 "resume_from_checkpoint: no checkpoint in %s, so the run begins at its first step%s", self.path, hint
             )
-        return wanted and found
+        return resume and has_checkpoint
 
     def begin(self, settings: Mapping[str, Any], resuming: bool, reads: Iterable[str | Path] = ()) -> Run:
         """Makes the folder ready for a run, and returns the run.
@@ -334,9 +334,9 @@ def read_record(folder: str | Path) -> dict[str, Any] | None:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Returns the folders of the checkpoints in a run's folder of them, whole or damaged, the oldest first."""
-    found = [path for path in folder.glob("step_*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    """Returns the checkpoints in a run's folder `checkpoints`, whole or damaged, the oldest first."""
+    folders = [path for path in folder.glob("step_*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -474,21 +474,21 @@ def commit(path: Path) -> dict[str, Any] | None:
     """Returns the commit of the git repository in which a folder lies, and whether tracked files differ from it. None where
     there is no repository or no git, or git takes too long."""
     try:
-        found = _git(path, "rev-parse", "HEAD")
-        return {"id": found, "changed": bool(_git(path, "status", "--porcelain", "--untracked-files=no"))}
+        head = _git(path, "rev-parse", "HEAD")
+        return {"id": head, "changed": bool(_git(path, "status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that are installed."""
-    found = {"python": sys.version.split()[0]}
+    by_package = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            by_package[name] = version(name)
         except PackageNotFoundError:
             pass
-    return found
+    return by_package
 
 
 def _git(path: Path, *words: str) -> str:

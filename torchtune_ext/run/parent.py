@@ -30,8 +30,8 @@ def environment() -> dict[str, str]:
     Every new process must be given such a copy. Without it, exec reads the table that the C library keeps. If another
     thread changes the environment at that moment, as vLLM's configuration does, exec fails with "Bad address".
     """
-    found = {name: os.environ.get(name) for name in list(os.environ)}
-    return {name: value for name, value in found.items() if value is not None}
+    variables = {name: os.environ.get(name) for name in list(os.environ)}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def how_it_ended(code: int | None, what: str) -> str:

@@ -348,7 +348,7 @@ class _Worker:
             remove(self.folder)
 
     def _allow(self, seconds: float) -> None:
-        """The process has so many seconds for its next message."""
+        """Gives the process this many seconds for its next message."""
         self.allowed_s = seconds
         self.deadline = time.monotonic() + seconds
 

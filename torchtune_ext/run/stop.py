@@ -160,11 +160,11 @@ class StopSignals:
             return self._came_at
         return NEVER if self._saving or self._agreed else self._came_at + self._grace_s
 
-    def _note(self, found: signal.Signals) -> None:
+    def _note(self, new: signal.Signals) -> None:
         """Records a signal. The handler and the thread both call this for every signal, in either order."""
         # Ctrl-C or SIGHUP after SIGTERM replaces it: the run then no longer waits for the end of the step.
-        if self.signal is None or (self.signal == signal.SIGTERM and found != signal.SIGTERM):
-            self.signal, self._came_at = found, time.monotonic()
+        if self.signal is None or (self.signal == signal.SIGTERM and new != signal.SIGTERM):
+            self.signal, self._came_at = new, time.monotonic()
 
     def _handle(self, number: int, frame: object) -> None:
         """Handles a signal. Python calls this in the main thread."""
@@ -176,7 +176,7 @@ class StopSignals:
 
     def _watch(self) -> None:
         """Runs in the second thread: reads the signals as they come, and keeps the deadlines."""
-        told, called_at = False, NEVER
+        announced, called_at = False, NEVER
         while True:
             ready, _, _ = select.select([self._ours], [], [], 0.05 if self.requested else None)
             data = self._ours.recv(256) if ready else b""
@@ -197,8 +197,8 @@ class StopSignals:
                     signal.pthread_kill(threading.main_thread().ident, self.signal)
                 elif now > called_at + self._reaction_s:
                     self._end("in the midst of a call")
-            elif self.requested and self.speaks and not told:
-                told = True
+            elif self.requested and self.speaks and not announced:
+                announced = True
                 _tell(
                     f"SIGTERM: the run ends with this step, if the step ends within {self._grace_s:g} s (stop_grace_s)"
                 )

@@ -1,4 +1,4 @@
-"""How wide a terminal is, and text in colour where it has any (NO_COLOR, https://no-color.org, is obeyed)."""
+"""How wide a terminal is, and text in color where it has any (NO_COLOR, https://no-color.org, is obeyed)."""
 
 import logging
 import os
@@ -26,5 +26,5 @@ def styled(text: str, style: str, stream: TextIO | None) -> str:
 
 
 def show_warnings() -> None:
-    """Lets warnings, which logging prints as they are where nobody has configured it, stand out on a terminal."""
+    """Makes warnings stand out on a terminal, unless the user has configured logging."""
     logging.lastResort.setFormatter(logging.Formatter(styled("%(message)s", YELLOW, sys.stderr)))

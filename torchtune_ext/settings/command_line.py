@@ -192,7 +192,7 @@ def _check_setting(word: str) -> None:
     if word.startswith("--"):
         raise Mistake(f"{word}: a setting is written key=value, without dashes: {word.lstrip('-') or 'max_steps=3'}")
     if word.startswith("~"):
-        # It removes a key, as torchtune says.
+        # This is how torchtune removes a key.
         return
     if "=" not in word or word.startswith("="):
         raise Mistake(
@@ -203,8 +203,8 @@ def _check_setting(word: str) -> None:
     try:
         OmegaConf.from_dotlist([word])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        said = " ".join(str(getattr(error, "problem", None) or error).split())[:200]
-        raise Mistake(f"{word}: the value is no YAML ({said}); quote it, or set it in the file") from None
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())[:200]
+        raise Mistake(f"{word}: the value is no YAML ({problem}); quote it, or set it in the file") from None
 
 
 def _checked_config(given: str, recipe: str | None) -> str:
@@ -233,8 +233,8 @@ def _require_keys(given: str, path: Path) -> None:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{given}:{mark.line + 1}, column {mark.column + 1}" if mark is not None else given
-        said = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise Mistake(f"{where}: no YAML ({said}); mend this line or the one before it") from None
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise Mistake(f"{where}: no YAML ({problem}); mend this line or the one before it") from None
     except UnicodeDecodeError as error:
         raise Mistake(f"{given}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
     except (OSError, OmegaConfBaseException) as error:

@@ -37,9 +37,9 @@ def instantiate(node: Mapping[str, Any], **extra: Any) -> Any:
     try:
         return component(**arguments, **extra)
     except Exception as error:
-        found = _refused(component, path, name, arguments, extra, error)
-        if found is not None:
-            raise Mistake(found) from error
+        message = _refused(component, path, name, arguments, extra, error)
+        if message is not None:
+            raise Mistake(message) from error
         raise Blamed(f"`{name}:` {path} raised {errors.text_of(error)}") from error
 
 
@@ -158,12 +158,12 @@ def _in_recipe(name: str) -> Any:
     return None
 
 
-def recipe_module(recipe: str, said: str) -> ModuleType:
+def recipe_module(recipe: str, prefix: str) -> ModuleType:
     """Returns the module of a recipe: ours by its name, or another by its file or its dotted name.
 
     Args:
         recipe: the name, the file or the module.
-        said: what stands before `recipe` in messages.
+        prefix: what stands before `recipe` in messages.
 
     Raises:
         ValueError: there is no such recipe.
@@ -175,14 +175,14 @@ def recipe_module(recipe: str, said: str) -> ModuleType:
             return import_module(name)
         except ModuleNotFoundError as error:
             raise Mistake(
-                f"{said}{name} is no recipe ({error}); your own is written with its ending: my_grpo.py"
+                f"{prefix}{name} is no recipe ({error}); your own is written with its ending: my_grpo.py"
             ) from error
-    # It need not be on the path of Python.
+    # The file need not be on Python's path.
     spec = spec_from_file_location("recipe_of_a_user", name)
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
     try:
         spec.loader.exec_module(module)
     except FileNotFoundError:
-        raise Mistake(f"{said}{name}: no such file, seen from {Path.cwd()}") from None
+        raise Mistake(f"{prefix}{name}: no such file, seen from {Path.cwd()}") from None
     return module

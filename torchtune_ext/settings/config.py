@@ -34,8 +34,8 @@ _BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quot
 _NO_READS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
 _RECORD = "_record"  # the attribute in which settings carry what `record` returns
 
-WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-# What to do in the place of a value of a wrong type.
+TYPE_TEXTS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+# What to do instead of giving a value of a wrong type.
 INSTEAD = {
     "resume_from_checkpoint": "; true goes on from the newest checkpoint of output_dir; to begin anew from any: model_dir=PATH",
     "evaluation.every": "; without held-out problems: evaluation.task=null",
@@ -88,7 +88,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     except OmegaConfBaseException as error:
         raise Mistake(_unresolved(error)) from None
     refused: list[str] = []
-    settings = _made(schema, merged, "", refused)
+    settings = _instance(schema, merged, "", refused)
     if abs(getattr(settings, "seed", 0)) >= 2**63:
         refused.append(f"seed={settings.seed} has more than 64 bits; set a smaller one")
     if refused:
@@ -193,13 +193,13 @@ def _merged(schema: type, cfg: DictConfig) -> DictConfig:
         raise Mistake(_wrong_type(error, cfg, schema)) from None
     except TypeError as error:
         # OmegaConf does not say where: a list or a plain value is needed, and there is a mapping, or the other way round.
-        found = ", ".join(
+        keys = ", ".join(
             f"{node}.{key}"
             for node in _nodes(schema)
             for key, value in (cfg.get(node) or {}).items()
             if OmegaConf.is_config(value)
         )
-        raise Mistake(f"one of {found} is a mapping and should not be, or is none and should be: {error}") from None
+        raise Mistake(f"one of {keys} is a mapping and should not be, or is none and should be: {error}") from None
 
 
 def _nodes(schema: type) -> dict[str, type]:
@@ -207,13 +207,13 @@ def _nodes(schema: type) -> dict[str, type]:
     return {spec.name: spec.type for spec in fields(schema) if is_dataclass(spec.type)}
 
 
-def _made(kind: type, node: DictConfig, where: str, refused: list[str]) -> Any:
-    """Makes a record, and those in it, of typed values. The messages of records that refuse their values go to `refused`."""
+def _instance(kind: type, node: DictConfig, where: str, refused: list[str]) -> Any:
+    """Makes a record, and those in it, from typed values. The messages of records that refuse theirs go to `refused`."""
     values = {}
     for spec in fields(kind):
         key, value = f"{where}{spec.name}", node[spec.name]
         if is_dataclass(spec.type):
-            values[spec.name] = _made(spec.type, value, f"{key}.", refused)
+            values[spec.name] = _instance(spec.type, value, f"{key}.", refused)
             continue
         plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         if get_origin(spec.type) is tuple:
@@ -231,17 +231,17 @@ def _made(kind: type, node: DictConfig, where: str, refused: list[str]) -> Any:
 
 
 def _unknown(key: str, schema: type, cfg: DictConfig) -> str:
-    """Returns the message for an unknown key. One that stands at the top, but belongs into a node, is told its place."""
+    """Returns the message for an unknown key. For one at the top that belongs in a node, it says where."""
     node, dot, below = key.partition(".")
     nodes, names = _nodes(schema), [spec.name for spec in fields(schema)]
     if dot:
         inside = [spec.name for spec in fields(nodes[node])]
-        said = unknown_key(key, names if below == "n" else inside, f"`{node}:`")
+        message = unknown_key(key, names if below == "n" else inside, f"`{node}:`")
         if node == "sampling" and below.startswith("stop"):
-            return f"{said} There are no stop strings: a completion ends with one of these token ids"
-        if node == "engine" and "did you mean" not in said:
+            return f"{message} There are no stop strings: a completion ends with one of these token ids"
+        if node == "engine" and "did you mean" not in message:
             return f"unknown key {key!r} in `engine:`; an argument of vLLM itself is engine.extra_args.{below}"
-        return said
+        return message
     inside = [f"{node}.{spec.name}" for node, kind in nodes.items() for spec in fields(kind)]
     components = [(name, cfg[name]) for name in names if name not in nodes and isinstance(cfg.get(name), DictConfig)]
     arguments = [f"{name}.{argument}" for name, node in components for argument in takes(node)]
@@ -274,9 +274,9 @@ def _wrong_type(error: ValidationError, cfg: DictConfig, schema: type) -> str:
         return f"{key}={value!r} must be a list: {key}=[{value}]"
     if get_origin(kinds[0]) is dict:
         return f"{key}={value!r} must be a mapping, as in {key}.NAME=VALUE; leave it out, where nothing is set"
-    if kinds[0] not in WANTED:
+    if kinds[0] not in TYPE_TEXTS:
         return f"{error.full_key}: {error.msg or error}".split("\n")[0]
-    return f"{key}={value} must be {WANTED[kinds[0]]}{', or null' if kind != kinds[0] else ''}{instead}"
+    return f"{key}={value} must be {TYPE_TEXTS[kinds[0]]}{', or null' if kind != kinds[0] else ''}{instead}"
 
 
 def _whose(cfg: DictConfig) -> str:
@@ -324,17 +324,17 @@ def _record(merged: DictConfig, written: dict[str, Any], cfg: DictConfig, schema
 
 def named_paths(cfg: Any) -> list[Path]:
     """Returns the existing files and folders that the settings name, without `output_dir`: a run may read them."""
-    found: list[Path] = []
+    paths: list[Path] = []
 
     def walk(node: Any) -> None:
         if isinstance(node, dict | list | tuple):
             for value in node.values() if isinstance(node, dict) else node:
                 walk(value)
         elif isinstance(node, str) and node and len(node) < 4096 and "\0" not in node and os.path.exists(node):
-            found.append(Path(node))
+            paths.append(Path(node))
 
     walk({key: value for key, value in asdict(cfg).items() if key not in _NO_READS})
-    return found
+    return paths
 
 
 def _marked(node: Any) -> Any:
@@ -350,27 +350,27 @@ def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
 
     The function reads each value once. A value comes from the environment if reading it calls the resolver `_MARK`.
     """
-    found: dict[tuple, str] = {}
+    references: dict[tuple, str] = {}
     for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
         if OmegaConf.is_missing(node, key):
             continue
-        _asked.clear()
+        _lookups.clear()
         try:
             value = node[key]
         except Exception:
             # Another resolver may fail when it gets a reference in place of a value. That is no fault of the settings,
             # which have been resolved before.
             value = None
-        if _asked:
+        if _lookups:
             whole = isinstance(value, str) and f"${{{_MARK}:" in value
             text = value if whole else str(node._get_node(key)._value())
-            found[(key,)] = text.replace(f"${{{_MARK}:", "${oc.env:")
+            references[(key,)] = text.replace(f"${{{_MARK}:", "${oc.env:")
         elif isinstance(value, DictConfig | ListConfig):
-            found |= {(key, *path): text for path, text in _references(value).items()}
-    return found
+            references |= {(key, *path): text for path, text in _references(value).items()}
+    return references
 
 
-_asked: list[str] = []  # the references that the resolver below was given since the list was cleared
+_lookups: list[str] = []  # the references that the resolver below was given since the list was cleared
 
 
 def _reference(*arguments: Any) -> str:
@@ -380,7 +380,7 @@ def _reference(*arguments: Any) -> str:
         return json.dumps(value, default=str)
 
     text = f"${{{_MARK}:{','.join(map(written, arguments))}}}"
-    _asked.append(text)
+    _lookups.append(text)
     return text
 
 

@@ -28,7 +28,7 @@ from torchtune_ext.telemetry.panels import PANELS
 from torchtune_ext.training.checks import check_optimizer
 from torchtune_ext.training.settings import check_settings
 
-# What the sweep itself says to each of its runs.
+# Settings that the sweep itself gives each of its runs.
 OURS = {
     "output_dir": "each run of a sweep has a folder of its own, OUT/RUN here (--out) and <output_dir>/<WANDB_RUN_ID> under "
     "`wandb agent`; with one that is fixed, a run would set the one before it aside",
@@ -203,10 +203,10 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Any
     if ours and recipe == "warmup_sft" and group not in OF_A_WARM_UP:
         raise Mistake(f"metric: {metric} is never logged by {recipe}; did you mean loss/nll?")
     if metric not in known and not patterns:
-        said = f"metric: {metric} is no metric of {recipe}; {hint}"
+        message = f"metric: {metric} is no metric of {recipe}; {hint}"
         if ours:
-            raise Mistake(said)
-        notes.append(f"{said} A recipe of your own may log it")
+            raise Mistake(message)
+        notes.append(f"{message} A recipe of your own may log it")
     elif metric not in known:
         also = f"; {hint}" if near else ""
         notes.append(
@@ -222,7 +222,7 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Any
         and "staleness" not in {each.name for each in sweep.parameters}
     ):
         raise Mistake(f"metric: {metric} is never logged with staleness=0")
-    if not sweep.metric.said:
+    if not sweep.metric.has_goal:
         notes.append(
             f"metric: {metric} is minimized, since the file names no goal; write goal: maximize if more is better"
         )
@@ -231,8 +231,8 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Any
 
 def _without(target: Target, sweep: Sweep) -> dict[str, Any]:
     """Returns the values that the config gives the parameters itself, as far as it names them."""
-    found = values_of(as_tune_reads(target.config, []), [each.name for each in sweep.parameters])
-    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+    values = values_of(as_tune_reads(target.config, []), [each.name for each in sweep.parameters])
+    return {name: value for name, value in values.items() if isinstance(value, bool | int | float | str)}
 
 
 def cores() -> int:

@@ -121,8 +121,8 @@ def _check_words(sweep: Sweep, words: Sequence[str]) -> None:
 
 
 def _tries(sweep: Sweep, seed: int) -> list[Point]:
-    """Returns points whose settings are tried before the start: all that are known, and the ends of what will be drawn. Of more
-    than TRIED points these are fewer: each value of each parameter is in one of them."""
+    """Returns points whose settings are tried before the start: all that are known, and the ends of what will be drawn. If
+    there are more than TRIED points, these are some of them that together have each value of each parameter."""
     if sweep.method == "bayes":
         first, _ = draw(sweep.parameters, seed, 0)
         drawn = [each for each in sweep.parameters if not each.fixed]
@@ -134,11 +134,11 @@ def _tries(sweep: Sweep, seed: int) -> list[Point]:
         points = [draw(sweep.parameters, seed, number)[0] for number in range(sweep.runs)]
     if len(points) <= TRIED:
         return points
-    seen: set[tuple[str, str]] = set()
+    pairs: set[tuple[str, str]] = set()
     chosen = []
     for point in points:
         values = {(name, str(value)) for name, value in point.items()}
-        if not values <= seen and len(chosen) < TRIED:
+        if not values <= pairs and len(chosen) < TRIED:
             chosen.append(point)
-            seen |= values
+            pairs |= values
     return chosen

@@ -38,7 +38,7 @@ class Metric:
 
     name: str
     maximize: bool
-    said: bool  # whether the file says the goal; W&B minimizes otherwise
+    has_goal: bool  # whether the file says the goal; W&B minimizes otherwise
     target: float | None  # no further run starts once one has reached it
     impute: str  # one of IMPUTE
 
@@ -221,7 +221,7 @@ def expanded(command: Sequence[Any], values: dict[str, Any], program: str, json_
     }
     words = []
     for chunk in command:
-        word = _ENVVAR.sub(lambda found: os.environ.get(found[1], found[1]), str(chunk))
+        word = _ENVVAR.sub(lambda match: os.environ.get(match[1], match[1]), str(chunk))
         macro = _MACRO.fullmatch(word)
         if macro is None:
             words.append(word)

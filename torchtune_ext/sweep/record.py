@@ -37,7 +37,7 @@ class SweepRun:
     low: float | None = None  # the 95% interval of that value, where the recipe logs one
     high: float | None = None
     cause: str = ""  # why it failed, or has no value: one line
-    seconds: float = 0.0  # that it ran, all its starts together
+    seconds: float = 0.0  # how long it ran, all its starts together
     quantiles: dict[str, float] = field(default_factory=dict)  # of the drawn parameters, for a search that learns
 
 
@@ -66,7 +66,7 @@ class SweepFolder:
         with explained(
             f"{path} cannot be made or written", "Choose another folder (--out), or make room and set its rights"
         ):
-            self._made = [each for each in (path, *path.parents) if not each.exists()]
+            self._new_folders = [each for each in (path, *path.parents) if not each.exists()]
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -116,7 +116,7 @@ class SweepFolder:
         """Gives up the folder. If the sweep did not begin, nothing of it stays."""
         if not (self.path / RECORD).exists():
             (self.path / LOCK).unlink(missing_ok=True)
-            for folder in self._made:
+            for folder in self._new_folders:
                 if not any(folder.iterdir()):
                     folder.rmdir()
         os.close(self._lock)
@@ -162,10 +162,10 @@ def history(folder: Path, metric: str) -> list[dict[str, float]]:
         # Not begun; or a line is being cut away, and the next look finds the file whole.
         return []
     low, high = INTERVALS.get(metric, ("", ""))
-    found = []
+    values = []
     for record in records:
         value = record.get(metric)
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             ends = {"low": record.get(low), "high": record.get(high)}
-            found.append({"value": value, **{key: end for key, end in ends.items() if end is not None}})
-    return found
+            values.append({"value": value, **{key: end for key, end in ends.items() if end is not None}})
+    return values

@@ -32,7 +32,7 @@ SAVE_S = 10.0  # seconds from one record to the next: a sweep that is killed kno
 NEWS_S = 60.0  # seconds from one line about a run that works to the next
 END_S = 600.0  # seconds that a run has to end after SIGTERM: the end of its step, its checkpoint, its cleanup
 LONGEST_CAUSE = 300  # characters
-WARM_UP = 5  # the first points of a search that learns are random, at most so many
+WARM_UP = 5  # random points, at most, at the beginning of a search that learns
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class _Process:
     process: subprocess.Popen
     before: float  # seconds that it ran in earlier starts
     since: float  # time.monotonic()
-    told_at: float | None = None  # when it was told to end
-    early: bool = False  # whether it was told so because others are better
+    signaled_at: float | None = None  # when it got the signal to end
+    early: bool = False  # whether it got that because others are better
 
 
 class Runner:
@@ -96,9 +96,9 @@ class Runner:
         """Runs until all runs have ended, or a signal came. Returns whether the sweep is at its end."""
         handlers = {number: signal.getsignal(number) for number in NAMES}
         for number, handler in handlers.items():
-            # Started by nohup, or in the background of a shell: what was ignored stays ignored.
+            # Under nohup, or in the background of a shell, a signal that was ignored stays ignored.
             if handler != signal.SIG_IGN:
-                signal.signal(number, self._told)
+                signal.signal(number, self._on_signal)
         try:
             self.folder.begin()
             while self._step():
@@ -118,7 +118,7 @@ class Runner:
             if each.process.poll() is not None:
                 self._running.remove(each)
                 self._ended(each)
-            elif each.told_at is not None and time.monotonic() > each.told_at + END_S:
+            elif each.signaled_at is not None and time.monotonic() > each.signaled_at + END_S:
                 say(f"{each.run.id} has not ended within {END_S:g} s of SIGTERM: it is killed")
                 _end(each.process, signal.SIGKILL)
         if self.stopped_by is None:
@@ -171,7 +171,7 @@ class Runner:
         values = [run.value for run in runs if run.value is not None and run.state != "failed"]
         worst, best = (min, max) if metric.maximize else (max, min)
         imputed = {"worst": worst, "best": best}.get(metric.impute, lambda _: None)
-        found = []
+        points = []
         for run in runs:
             value = run.value
             if run.state == "failed" and (metric.impute != "latest" or value is None):
@@ -183,8 +183,8 @@ class Runner:
                 value = None
             elif value is None:
                 continue
-            found.append(Tried(run.quantiles, value))
-        return found
+            points.append(Tried(run.quantiles, value))
+        return points
 
     def _start(self, run: SweepRun) -> None:
         place = self.folder.path / run.folder
@@ -194,7 +194,7 @@ class Runner:
         if goes_on:
             words.append("resume_from_checkpoint=True")
         inherited = {name: value for name, value in environment().items() if name not in (SWEEP_VARIABLE, RUN_VARIABLE)}
-        # Runs with an account stand together there, too.
+        # Runs that log to W&B are one group there.
         variables = {"WANDB_RUN_GROUP": self.sweep.name, **self._variables, **inherited}
         at = ", ".join(
             f"{each.name}={shown(run.parameters[each.name])}" for each in self.sweep.parameters if not each.fixed
@@ -234,7 +234,7 @@ class Runner:
         if status == 0:
             run.state = "finished"
             run.cause = "" if logged else f"it logged no {self.sweep.metric.name}"
-        elif self.stopped_by is not None and each.told_at is not None and not each.early:
+        elif self.stopped_by is not None and each.signaled_at is not None and not each.early:
             run.state = "waiting"
         elif each.early:
             run.state = "stopped_early"
@@ -254,7 +254,7 @@ class Runner:
             return
         metric = self.sweep.metric
         logged = {run.id: self._logged(run) for run in self.folder.runs}
-        can = {each.run.id: each for each in self._running if each.told_at is None}
+        can = {each.run.id: each for each in self._running if each.signaled_at is None}
         for name in self.sweep.early.stopped(logged, list(can), metric.maximize):
             say(f"{name} is stopped early: others are better where it is ({metric.name}, early_terminate)")
             can[name].early = True
@@ -267,14 +267,14 @@ class Runner:
             state = (place / "metrics.jsonl").stat()
         except FileNotFoundError:
             return []
-        seen, values = self._histories.get(run.id, (None, []))
-        if seen != (now := (state.st_mtime_ns, state.st_size)):
+        previous, values = self._histories.get(run.id, (None, []))
+        if previous != (now := (state.st_mtime_ns, state.st_size)):
             values = [each["value"] for each in history(place, self.sweep.metric.name)]
             self._histories[run.id] = (now, values)
         return values
 
-    def _told(self, number: int, frame: object) -> None:
-        """Notes a signal. Whatever this process is doing, it hands it on at its next look."""
+    def _on_signal(self, number: int, frame: object) -> None:
+        """Notes a signal, which `_step` hands on to the runs."""
         self._signals.append(signal.Signals(number))
 
     def _hand_on(self, number: signal.Signals) -> None:
@@ -287,7 +287,7 @@ class Runner:
             self._tell(each, signal.SIGINT if again else signal.SIGTERM)
 
     def _tell(self, each: _Process, number: signal.Signals) -> None:
-        each.told_at = each.told_at or time.monotonic()
+        each.signaled_at = each.signaled_at or time.monotonic()
         each.process.send_signal(number)
 
 
@@ -314,9 +314,9 @@ def cause(output: Path, status: int) -> str:
         text = ""
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     errors = [line for line in lines if re.match(r"(error:|[\w.]*(Error|Exception)\b)", line)]
-    said = (errors or lines or ["it printed nothing"])[-1][:LONGEST_CAUSE]
+    line = (errors or lines or ["it printed nothing"])[-1][:LONGEST_CAUSE]
     ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-    return f"{said.removeprefix('error: ')} ({ended})"
+    return f"{line.removeprefix('error: ')} ({ended})"
 
 
 def shown(value: object) -> str:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sweep.space import Parameter, Point
 
-BANDS = 100  # W&B makes so many from min_iter on, most of them beyond every run
+BANDS = 100  # W&B makes this many from min_iter on, most of them beyond every run
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def suggest(
 
     Args:
         tried: the points until then. One whose run goes on counts as a bad one, so that runs side by side differ.
-        warm_up: the first points, so many, are random.
+        warm_up: how many points at the beginning are random.
     """
     if number < warm_up:
         return draw(parameters, seed, number)
@@ -60,8 +60,8 @@ def suggest(
                 state=states.RUNNING if point.value is None else states.COMPLETE,
             )
         )
-    asked = study.ask(space).params
-    return _point(parameters, {each.name: _off_axis(each, asked[each.name]) for each in drawn})
+    params = study.ask(space).params
+    return _point(parameters, {each.name: _off_axis(each, params[each.name]) for each in drawn})
 
 
 def require_optuna() -> None:
@@ -73,7 +73,7 @@ def require_optuna() -> None:
 
 
 def _point(parameters: Sequence[Parameter], quantiles: dict[str, float]) -> tuple[Point, dict[str, float]]:
-    # Without a quantile there is one value alone.
+    # A parameter without a quantile has only one value.
     return {each.name: each.at(quantiles.get(each.name, 0.0)) for each in parameters}, quantiles
 
 
@@ -104,7 +104,7 @@ def _off_axis(parameter: Parameter, place: float | int) -> float:
 
 # Which runs a sweep stops early, by the rule of W&B (`early_terminate: {type: hyperband}`).
 #
-# A run is looked at when it has logged the metric so often as a band says. There, the values of all runs that came so far are
+# A run is looked at when it has logged the metric as often as a band says. There, the values of all runs that came that far are
 # compared: a run stays only if it is among the best 1/eta of them.
 @dataclass(frozen=True, slots=True)
 class Hyperband:
@@ -118,12 +118,12 @@ class Hyperband:
         """Returns which of the running runs are stopped.
 
         Args:
-            histories: what each run has logged of the metric, in order, those that have ended among them. Values are finite.
+            histories: what each run has logged of the metric, in order, also of runs that have ended. Values are finite.
             running: those that can be stopped.
         """
         sign = -1.0 if maximize else 1.0
         losses = {run: [sign * value for value in values] for run, values in histories.items() if values}
-        found = []
+        losers = []
         for run in running:
             own = losses.get(run, [])
             reached = [band for band in self.bands if band <= len(own)]
@@ -132,8 +132,8 @@ class Hyperband:
             there = sorted(values[reached[-1] - 1] for values in losses.values() if len(values) >= reached[-1])
             threshold = there[int(1.0 / self.eta * len(there))]
             if (own[reached[-1] - 1] if self.strict else min(own)) > threshold:
-                found.append(run)
-        return found
+                losers.append(run)
+        return losers
 
 
 def hyperband_of(given: object) -> Hyperband:

@@ -103,7 +103,7 @@ class Parameter:
         q = self.given.get("q")
         if q is None:
             return value
-        # Of 0.30000000000000004 nobody can read which multiple of 0.1 it is.
+        # 0.30000000000000004 does not read as a multiple of 0.1.
         steps = round(value / q)
         return steps * q if isinstance(q, int) else float(f"{steps * q:.12g}")
 
@@ -130,7 +130,7 @@ class Parameter:
 
 
 def _place(u: float, count: int) -> int:
-    """Returns which of so many equally likely values the quantile u is, from 0."""
+    """Returns which of `count` equally likely values the quantile u is, from 0."""
     return min(max(math.ceil(u * count) - 1, 0), count - 1)
 
 
@@ -143,7 +143,7 @@ def parameters_of(node: Any, above: tuple[str, ...] = ()) -> list[Parameter]:
     where = ".".join(("parameters", *above))
     if not isinstance(node, dict) or not node:
         raise Mistake(f"{where}: needs at least one parameter, for instance optimizer.lr: {{values: [1.0e-3, 2.0e-3]}}")
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     for key, given in sorted(node.items(), key=lambda item: str(item[0])):
         path = (*above, str(key))
         name = ".".join(path)
@@ -154,14 +154,14 @@ def parameters_of(node: Any, above: tuple[str, ...] = ()) -> list[Parameter]:
         if "parameters" in given:
             if others := [other for other in given if other != "parameters"]:
                 raise Mistake(f"parameters: {name} has `parameters:` and {others[0]!r}; it is a node or a parameter")
-            found += parameters_of(given["parameters"], path)
+            parameters += parameters_of(given["parameters"], path)
         else:
-            found.append(_parameter(path, given))
-    if not above and len({each.name for each in found}) < len(found):
-        names = [each.name for each in found]
+            parameters.append(_parameter(path, given))
+    if not above and len({each.name for each in parameters}) < len(parameters):
+        names = [each.name for each in parameters]
         twice = next(name for name in names if names.count(name) > 1)
         raise Mistake(f"parameters: {twice} is there twice, nested and with a dot; keep one of them")
-    return found
+    return parameters
 
 
 def _parameter(path: tuple[str, ...], given: dict[str, Any]) -> Parameter:
@@ -171,10 +171,10 @@ def _parameter(path: tuple[str, ...], given: dict[str, Any]) -> Parameter:
         raise Mistake(f"parameters: {name}: distribution: {kind}: {ELSEWHERE[kind]}")
     if kind not in DISTRIBUTIONS:
         near = nearest(str(kind), DISTRIBUTIONS)
-        said = f"distribution: {kind} is unknown" if "distribution" in given else "has no values"
+        problem = f"distribution: {kind} is unknown" if "distribution" in given else "has no values"
         hint = f"did you mean {near}?" if near else f"there are {', '.join(DISTRIBUTIONS)}"
         fix = hint if "distribution" in given else "write values: [...], value: ..., or min: and max:"
-        raise Mistake(f"parameters: {name}: {said}; {fix}")
+        raise Mistake(f"parameters: {name}: {problem}; {fix}")
     needed, optional = DISTRIBUTIONS[kind]
     for key in needed:
         if key not in given:
@@ -277,10 +277,10 @@ def grid(parameters: list[Parameter]) -> list[Point]:
 
 def nested(parameters: list[Parameter], point: Point) -> dict[str, Any]:
     """Returns a point as W&B hands it to its agent: parameters that the file nests are one mapping."""
-    found: dict[str, Any] = {}
+    root: dict[str, Any] = {}
     for each in parameters:
-        node = found
+        node = root
         for key in each.path[:-1]:
             node = node.setdefault(key, {})
         node[each.path[-1]] = point[each.name]
-    return found
+    return root

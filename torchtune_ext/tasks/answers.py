@@ -82,17 +82,17 @@ def last_box(text: str) -> str | None:
 
 def last_boxes(text: str) -> list[str] | None:
     """Returns what the boxes hold in the last sentence with a box, in order, or None in the cases of `last_box`."""
-    found, until = [], len(text)
+    boxes, until = [], len(text)
     for box in reversed(list(_BOX.finditer(text))):
         held = _held(text, box, until)
         # The last box is never closed, or an earlier box contains the one after it.
         if held is None:
             break
-        if found and _parts(text[held[1] : until]):
+        if boxes and _parts(text[held[1] : until]):
             break
-        found.append(held[0])
+        boxes.append(held[0])
         until = box.start()
-    return found[::-1] or None
+    return boxes[::-1] or None
 
 
 def _held(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
@@ -124,8 +124,8 @@ def after_hashes(text: str) -> str | None:
     Earlier lines do not count, because `####` may begin a heading there.
     """
     lines = text.rstrip().rsplit("\n", 1)
-    found = _HASHES.match(lines[-1])
-    return _GROUPED.sub("", found[1].strip()) if found else None
+    match = _HASHES.match(lines[-1])
+    return _GROUPED.sub("", match[1].strip()) if match else None
 
 
 def after_phrase(text: str) -> str | None:
@@ -149,8 +149,8 @@ def extract(text: str, require_box: bool = False, brackets: bool = False) -> str
     if require_box or "\\boxed" in text or "\\fbox" in text:
         boxes = last_boxes(text)
         return None if boxes is None else ", ".join(dict.fromkeys(boxes))
-    if brackets and (found := _BRACKETS.findall(text)):
-        return found[-1].strip()
+    if brackets and (contents := _BRACKETS.findall(text)):
+        return contents[-1].strip()
     hashes = after_hashes(text)
     return hashes if hashes is not None else after_phrase(text)
 
@@ -165,8 +165,8 @@ def gold_answer(value: Any) -> str:
         raise Mistake(f"is {value!r:.60}, neither text nor a number")
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a table may hold 145.0 where 145 is meant
-    found = extract(str(value))
-    answer = str(value).strip() if found is None else found
+    final = extract(str(value))
+    answer = str(value).strip() if final is None else final
     if not tidy(answer):
         raise Mistake(f"is {value!r:.60}, which holds no answer")
     if last_box(f"\\boxed{{{answer}}}") != answer:
@@ -245,10 +245,10 @@ def search(text: str) -> list:
     return library.parse(_SYMBOL.sub(r" \1", text), [_latex(), library.ExprExtractionConfig()], parsing_timeout=None)
 
 
-def verified(gold: str, found: list) -> bool:
-    """Tells whether the first item of `found` equals `gold`. Only one item counts, so that a text has one guess."""
+def verified(gold: str, guesses: list) -> bool:
+    """Tells whether the first of `guesses` equals `gold`. Only one counts, so that a text has one guess."""
     right = _gold_expressions(tidy(gold))
-    return _library().verify(right, found[:1], float_rounding=_decimals(right), timeout_seconds=None)
+    return _library().verify(right, guesses[:1], float_rounding=_decimals(right), timeout_seconds=None)
 
 
 def unmarked(gold: str, tail: str) -> tuple[bool, bool]:
@@ -370,20 +370,20 @@ class MathGrader:
         expression("1")
 
     def __call__(self, gold: str, text: str) -> Score:
-        said = spoken(text) if not self.require_thinking or "</think>" in text else ""
-        boxes = last_boxes(said)
-        answer = extract(said, self.require_box, self.brackets)
+        reply = spoken(text) if not self.require_thinking or "</think>" in text else ""
+        boxes = last_boxes(reply)
+        answer = extract(reply, self.require_box, self.brackets)
         if answer is not None:
-            found = bool(tidy(answer))
+            has_answer = bool(tidy(answer))
             right = all_equal(gold, [answer] if boxes is None else boxes)
-        elif self.require_box or "\\boxed" in said or "\\fbox" in said:
-            found, right = False, False
+        elif self.require_box or "\\boxed" in reply or "\\fbox" in reply:
+            has_answer, right = False, False
         else:
-            found, right = unmarked(gold, said[-TAIL_CHARS:])
-        boxed = found and boxes is not None
+            has_answer, right = unmarked(gold, reply[-TAIL_CHARS:])
+        boxed = has_answer and boxes is not None
         well_formed = float(boxed if self.format == "box" else thinks(text))
         reward = (1.0 - self.format_reward) * right + self.format_reward * well_formed
-        return Score(reward, {"accuracy": float(right), "format": well_formed, "failed": float(not found)})
+        return Score(reward, {"accuracy": float(right), "format": well_formed, "failed": float(not has_answer)})
 
 
 def grade(answer: Any, text: str) -> Score:

@@ -109,9 +109,9 @@ class Arithmetic:
 
     def grade(self, problem: Problem, text: str) -> Score:
         """Grades a text. The parts are "accuracy" and "failed" (1.0 if the text does not end with an integer)."""
-        said = last_integer(text)
-        right = float(said == problem.answer[-1])
-        return Score(right, {"accuracy": right, "failed": float(said is None)})
+        guess = last_integer(text)
+        right = float(guess == problem.answer[-1])
+        return Score(right, {"accuracy": right, "failed": float(guess is None)})
 
     def solution(self, problem: Problem) -> str:
         """Returns the intermediate values and the answer, with reward 1.0; for the share `guessed` it is a guess."""

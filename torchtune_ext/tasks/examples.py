@@ -58,8 +58,8 @@ def _no_file(path: str) -> str:
         return "no file; download it first"
     if "$" in path:
         return "no such file; a variable of the environment is written ${oc.env:NAME}"
-    said = f"no such file, seen from {Path.cwd()}"
-    return f"{said}; a data set of the hub is named by hub: {path}" if re.fullmatch(r"[\w.-]+/[\w-]+", path) else said
+    text = f"no such file, seen from {Path.cwd()}"
+    return f"{text}; a data set of the hub is named by hub: {path}" if re.fullmatch(r"[\w.-]+/[\w-]+", path) else text
 
 
 def _json_object(where: str, line: str) -> Example:

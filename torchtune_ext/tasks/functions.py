@@ -49,25 +49,25 @@ def by_path(path: str, key: str, what: str) -> Callable:
     Raises:
         ValueError: there is no such module or function, its file cannot be run, or it does not take two arguments.
     """
-    asked = f"{key}={path!r}"
+    setting = f"{key}={path!r}"
     module_name, _, name = path.removesuffix("()").rpartition(".")
     if not module_name or name == "py" or "/" in path or ":" in path:
-        raise Mistake(f"{asked}: write FILE.FUNCTION, {key}=my_reward.f for the function f of my_reward.py")
+        raise Mistake(f"{setting}: write FILE.FUNCTION, {key}=my_reward.f for the function f of my_reward.py")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         # Importing runs the user's code, which may raise any error.
-        raise Mistake(f"{asked}: {_why_not(module_name, error)}") from error
+        raise Mistake(f"{setting}: {_why_not(module_name, error)}") from error
     if not hasattr(module, name):
         known = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
         near = nearest(name, known)
         hint = f"; did you mean {near!r}?" if near else f"; it has {', '.join(known) or 'no function'}"
-        raise Mistake(f"{asked}: {getattr(module, '__file__', module_name)} has no {name!r}{hint}")
+        raise Mistake(f"{setting}: {getattr(module, '__file__', module_name)} has no {name!r}{hint}")
     function = getattr(module, name)
     if not callable(function):
-        raise Mistake(f"{asked} is a {type(function).__name__}; name a function f(problem, {what})")
+        raise Mistake(f"{setting} is a {type(function).__name__}; name a function f(problem, {what})")
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -76,11 +76,11 @@ def by_path(path: str, key: str, what: str) -> Callable:
     try:
         signature.bind(None, None)
     except TypeError as error:
-        raise Mistake(f"{asked} takes {signature}; it must take two arguments, f(problem, {what})") from error
+        raise Mistake(f"{setting} takes {signature}; it must take two arguments, f(problem, {what})") from error
     if next(iter(signature.parameters)) == "answer":
         # It would compare its text with a problem, and find every answer wrong.
         raise Mistake(
-            f"{asked} takes an answer first, but it is given the problem: f(problem, {what}), and problem.answer"
+            f"{setting} takes an answer first, but it is given the problem: f(problem, {what}), and problem.answer"
         )
     return function
 

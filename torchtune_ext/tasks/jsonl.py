@@ -180,7 +180,7 @@ class Jsonl(Questions):
         super().__init__(source, prompt, system, count, first, "", grader, group_grader, fields)
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text alone. The function `grader` stands in the place of this method, so that a `group_grader` is left."""
+        """Grades one text. The function `grader` replaces this method, so that a `group_grader` is left."""
         return score_of(self.grade_group(problem, [text])[0])
 
 
@@ -189,7 +189,7 @@ def _answer(source: Source, example: Example, where: str) -> Any:
 
 
 def _chosen(fields: Sequence[str] | None, example: Example, where: str) -> Example:
-    """Returns the example with these fields alone; None: with all."""
+    """Returns the example with only these fields; None: with all."""
     return example if fields is None else {name: value_of(name, example, where) for name in fields}
 
 

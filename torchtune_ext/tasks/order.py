@@ -43,8 +43,8 @@ def problem_index(cursor: int, length: int, seed: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a task gave when it was asked for a problem, and whether that can be used."""
+class _Candidate:
+    """A problem that a task gave, and why it cannot be used, if so."""
 
     index: int
     problem: Problem | None  # None: the task gave none
@@ -76,7 +76,7 @@ class ProblemStream:
         self._task, self._seed, self._adapts = task, seed, hasattr(task, "observe")
         self._fault, self._bad = fault, bad
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
-        self._ahead: Future[dict[int, _Asked]] | None = None  # of the places that come next
+        self._ahead: Future[dict[int, _Candidate]] | None = None  # candidates for the next places
 
     def take(self, count: int) -> list[Problem]:
         """Returns the next `count` problems. Raises what `draw` raises."""
@@ -88,37 +88,37 @@ class ProblemStream:
         Raises:
             ValueError: no problem of the task can be used, or one cannot and `bad` is "error".
         """
-        ahead, found, bad = self._ahead.result() if self._ahead else {}, [], []
+        ahead, problems, bad = self._ahead.result() if self._ahead else {}, [], []
         place, in_a_row, known = self.cursor, 0, set(self.skipped)
         if not self._adapts and len(known) >= len(self._task):
             raise Mistake(
                 f"all {len(self._task)} problems of the task are passed over, as the checkpoint says; set task as it was, or "
                 "begin a new run in another output_dir"
             )
-        while len(found) < count:
+        while len(problems) < count:
             index = self._index(place)
             if self._adapts or index not in known:
                 # A prompt is measured in this thread, since others use the tokenizer as well.
-                asked = _checked(ahead.get(place) or self._ask(index, place), self._fault)
-                in_a_row = in_a_row + 1 if asked.reason else 0
-                if asked.reason:
-                    bad.append(asked)
+                candidate = _checked(ahead.get(place) or self._ask(index, place), self._fault)
+                in_a_row = in_a_row + 1 if candidate.reason else 0
+                if candidate.reason:
+                    bad.append(candidate)
                     known.add(index)
-                    self._require_others(asked, len(known), in_a_row)
+                    self._require_others(candidate, len(known), in_a_row)
                 else:
-                    found.append((place, asked.problem))
+                    problems.append((place, candidate.problem))
             place += 1
         # Only now, so that a run that ends with an error above has passed over nothing.
-        self.cursor, self.skipped = place, self.skipped + [asked.index for asked in bad]
+        self.cursor, self.skipped = place, self.skipped + [candidate.index for candidate in bad]
         if bad:
             log.warning("%s", _named("skipped", bad))
         if not self._adapts:
             self._ahead = self._thread.submit(self._make, range(place, place + count), frozenset(self.skipped))
-        return found
+        return problems
 
     def first(self, count: int) -> list[Problem]:
-        """Returns the first problems of the task that can be used, at most `count`, in the order of their indices. It takes
-        them from nobody: the run will meet them as if they had not been asked for.
+        """Returns the first problems of the task that can be used, at most `count`, in the order of their indices. The
+        run will still meet them, as if they had not been asked for.
 
         Raises:
             ValueError: none can be used, or one cannot and `bad` is "error".
@@ -126,13 +126,13 @@ class ProblemStream:
         return _usable(self._task, self._fault, self._bad, count, len(self._task))[0]
 
     def at(self, place: int) -> Problem | None:
-        """Returns the problem that was, or will be, at this place of the order, once more; of a task that adapts, what it asks
-        there now. None: it cannot be used."""
+        """Returns the problem at this place of the order again, or None if it cannot be used. A task that adapts gives what it
+        asks there now."""
         index = self._index(place)
         if index in self.skipped and not self._adapts:
             return None
-        asked = _checked(self._ask(index, place), self._fault)
-        return None if asked.reason else asked.problem
+        candidate = _checked(self._ask(index, place), self._fault)
+        return None if candidate.reason else candidate.problem
 
     def again(self, place: int, stored: Problem) -> Problem | None:
         """Returns the problem at this place of the order, of which one was stored, or None if the task has changed since. One
@@ -171,19 +171,19 @@ class ProblemStream:
     def _index(self, place: int) -> int:
         return problem_index(place, len(self._task), self._seed)
 
-    def _make(self, places: range, skipped: frozenset[int]) -> dict[int, _Asked]:
+    def _make(self, places: range, skipped: frozenset[int]) -> dict[int, _Candidate]:
         indices = {place: self._index(place) for place in places}
         return {place: self._ask(index, place) for place, index in indices.items() if index not in skipped}
 
-    def _ask(self, index: int, place: int) -> _Asked:
-        return _asked(index, lambda: self._task.ask(index, place) if self._adapts else self._task[index])
+    def _ask(self, index: int, place: int) -> _Candidate:
+        return _candidate(index, lambda: self._task.ask(index, place) if self._adapts else self._task[index])
 
-    def _require_others(self, last: _Asked, known: int, in_a_row: int) -> None:
+    def _require_others(self, last: _Candidate, known: int, in_a_row: int) -> None:
         """Raises ValueError if the run cannot do without the last bad problem, or has no other ones.
 
         Args:
             known: how many indices have a bad problem, as far as the run knows.
-            in_a_row: how many bad ones came after each other.
+            in_a_row: how many bad ones came one after the other.
         """
         if self._bad == "error":
             raise Mistake(_refusal(last))
@@ -198,7 +198,7 @@ class Usable:
 
     Args:
         task, fault, bad: as in `ProblemStream`.
-        among: of so many problems, from the first; None: of all.
+        among: how many problems, from the first, are looked at; None: all.
     """
 
     def __init__(self, task: Task | None, fault: Fault = no_fault, bad: str = "skip", among: int | None = None):
@@ -208,10 +208,10 @@ class Usable:
     def problems(self) -> list[Problem]:
         """The problems. Raises ValueError if there are none, or one is bad and `bad` is "error"."""
         among = self._number
-        found, bad = _usable(self._task, self._fault, self._bad, among, among)
+        problems, bad = _usable(self._task, self._fault, self._bad, among, among)
         if bad:
             log.warning("%s", _named(f"left out of the {among:,} of {type(self._task).__name__}", bad))
-        return found
+        return problems
 
     def require(self) -> None:
         """Asks for the problems now. Raises ValueError as `problems`. Without a task nothing happens."""
@@ -228,55 +228,55 @@ class Usable:
         return len(self._task) if self._among is None else self._among
 
 
-def _usable(task: Task, fault: Fault, on_bad: str, count: int, among: int) -> tuple[list[Problem], list[_Asked]]:
+def _usable(task: Task, fault: Fault, on_bad: str, count: int, among: int) -> tuple[list[Problem], list[_Candidate]]:
     """Returns the first `count` problems that can be used of the first `among` ones of a task, and the bad ones before them."""
-    found, bad = [], []
+    problems, bad = [], []
     for index in range(among):
-        if len(found) == count:
+        if len(problems) == count:
             break
-        asked = _checked(_asked(index, lambda index=index: task[index]), fault)
-        if not asked.reason:
-            found.append(asked.problem)
+        candidate = _checked(_candidate(index, lambda index=index: task[index]), fault)
+        if not candidate.reason:
+            problems.append(candidate.problem)
             continue
-        bad.append(asked)
+        bad.append(candidate)
         if on_bad == "error":
-            raise Mistake(_refusal(asked))
-        if not found and len(bad) >= GIVE_UP:
+            raise Mistake(_refusal(candidate))
+        if not problems and len(bad) >= GIVE_UP:
             break
-    if not found and bad:
+    if not problems and bad:
         what = f"all {among} problems" if len(bad) == among else f"the first {len(bad)} problems"
         raise Mistake(_none_left(what, bad[-1]))
-    return found, bad
+    return problems, bad
 
 
-def _asked(index: int, ask: Callable[[], Any]) -> _Asked:
-    """Asks a task for a problem. Whatever its code raises makes the problem a bad one."""
+def _candidate(index: int, ask: Callable[[], Any]) -> _Candidate:
+    """Asks a task for a problem. Any error of its code makes the problem a bad one."""
     try:
         problem = ask()
     except Exception as error:  # noqa: BLE001 (the user's code; the error is named)
-        return _Asked(index, None, text_of(error))
+        return _Candidate(index, None, text_of(error))
     if not isinstance(problem, Problem):
-        return _Asked(index, None, f"the task gave {type(problem).__name__}, not a Problem")
-    return _Asked(index, problem)
+        return _Candidate(index, None, f"the task gave {type(problem).__name__}, not a Problem")
+    return _Candidate(index, problem)
 
 
-def _checked(asked: _Asked, fault: Fault) -> _Asked:
-    """Returns what a task gave, with the reason why it cannot be used, if there is one."""
-    return asked if asked.reason else replace(asked, reason=fault(asked.problem))
+def _checked(candidate: _Candidate, fault: Fault) -> _Candidate:
+    """Returns the candidate, with the reason why it cannot be used, if there is one."""
+    return candidate if candidate.reason else replace(candidate, reason=fault(candidate.problem))
 
 
-def _named(what: str, bad: Sequence[_Asked]) -> str:
+def _named(what: str, bad: Sequence[_Candidate]) -> str:
     count = "1 problem is" if len(bad) == 1 else f"{len(bad)} problems are"
     more = [repr(each.index if each.problem is None else each.problem.id) for each in bad[NAMED:]]
     rest = f"; and {', '.join(more)}" if more else ""
     return f"{count} {what}: {'; '.join(map(str, bad[:NAMED]))}{rest}"
 
 
-def _refusal(bad: _Asked) -> str:
+def _refusal(bad: _Candidate) -> str:
     return f"problem {bad}. Mend it, or set rollouts.bad_problems=skip, which passes over such problems"
 
 
-def _none_left(what: str, last: _Asked) -> str:
+def _none_left(what: str, last: _Candidate) -> str:
     return f"{what} of the task cannot be used; the last one is {last}"
 
 

@@ -6,7 +6,7 @@
         spell_backward: {min_word_len: 3, max_word_len: 4}
         letter_counting: {weight: 2, max_words: 5}
 
-Nothing is downloaded, and nothing is stored: a problem is made again from its index, by whoever needs it.
+Nothing is downloaded, and nothing is stored: a problem is made again from its index where it is needed.
 """
 
 import json
@@ -28,9 +28,9 @@ ENDLESS = 2**31 - 1  # the length of the task without a count
 HELD_OUT = 8  # one question in 8 is held out
 SPLITS = ("train", "heldout")
 REWARDS = ("solved", "credit")
-BLOCK = 100  # problems of one instance of a generator; some make all of them beforehand
+BLOCK = 100  # problems of one instance of a generator; some make all of them in advance
 DRAWS = 400  # questions that are drawn before a split is said to have none
-SOLVED = 1.0 - 1e-9  # of the generator's own score
+SOLVED = 1.0 - 1e-9  # the generator's own score from which a problem counts as solved
 WINDOW = 32  # groups of a generator that a curriculum looks back on
 # These draw from sets, some of them seldom, whose order is another one in every process unless PYTHONHASHSEED is set.
 BY_HASH = ("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder")

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torchtune_ext.run.errors import Mistake
 
-LARGEST = 1e30  # of a reward, up or down: advantages are float32, and a sum of larger ones may not be one
+LARGEST = 1e30  # the largest reward, up or down: advantages are float32, and a sum of larger ones may not be one
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,12 +144,12 @@ def joined_values(text: str) -> list[str]:
     Values are numbers, number words, and formulas with a digit.
     """
     line, values = _last_line(text)
-    found = values[-1:]
+    tail = values[-1:]
     for value, following in zip(values[-2::-1], values[:0:-1], strict=True):
         if not _joins(line[value.end() : following.start()]):
             break
-        found.append(value)
-    return [value[0] for value in found[::-1]]
+        tail.append(value)
+    return [value[0] for value in tail[::-1]]
 
 
 def _last_line(text: str) -> tuple[str, list[re.Match]]:

@@ -31,7 +31,7 @@ _SAME = 0.01  # Rewards that are nearer than this share of the run's range count
 class Limits:
     """This says how much of the rollouts a page carries; the curves are always whole."""
 
-    max_steps: int = 80  # So many steps have rollouts, evenly spaced, first and last among them.
+    max_steps: int = 80  # This many steps have rollouts, evenly spaced, first and last among them.
     groups_per_step: int = 12  # Those with a signal go first, evenly spaced over the reward spread.
     samples_per_group: int = 16  # They are evenly spaced over the reward, best and worst among them.
     max_tokens: int = 2000  # The middle of a sample that is longer is left out.
@@ -61,33 +61,35 @@ def excerpts_of(
             did is taken; one that does not would show other words than those that were sampled.
         latest: steps from this one on are "the latest" for `Excerpts.silent`.
     """
-    found = Excerpts()
+    excerpts = Excerpts()
     steps = spaced(sorted(paths), limits.max_steps) if limits.max_mib > 0 else []
     left, ids, silent, ends = limits.max_mib * 2**20, set(), [], []
     pieces: TokenPieces | None = None
-    asked = False
+    tried = False
     for number, step in enumerate(steps):
         groups = groups_of(paths[step])
         if not groups:
             continue
-        if not asked and (sample := _longest(groups)) is not None:
-            pieces, asked = _speller(tokenizers, sample), True
+        if not tried and (sample := _longest(groups)) is not None:
+            pieces, tried = _speller(tokenizers, sample), True
         records, blob = _fit(groups, limits, pieces, left / (len(steps) - number))
         left -= len(blob)
-        found.blobs[step] = blob
+        excerpts.blobs[step] = blob
         signals = sum(group.has_signal for group in groups)
-        found.index.append({"step": step, "groups": len(groups), "signals": signals, "ids": [r["id"] for r in records]})
+        excerpts.index.append(
+            {"step": step, "groups": len(groups), "signals": signals, "ids": [r["id"] for r in records]}
+        )
         ids.update(token for record in records for sample in record["samples"] for token in sample["ids"])
-        found.pair = _pair(step, groups) or found.pair
+        excerpts.pair = _pair(step, groups) or excerpts.pair
         ends += [reward for group in groups for reward in rewards_of(group)]
         ends = [min(ends), max(ends)] if ends else []
         if step >= latest:
             silent += [group for group in groups if not group.has_signal]
     if pieces is not None:
-        found.pieces = {token: pieces.one(token) for token in sorted(ids)}
+        excerpts.pieces = {token: pieces.one(token) for token in sorted(ids)}
     if ends:
-        found.silent = _causes(silent, *ends)
-    return found
+        excerpts.silent = _causes(silent, *ends)
+    return excerpts
 
 
 def groups_of(path: Path) -> list[Group]:
@@ -116,7 +118,7 @@ def short(value: float | None, digits: int = 6) -> float | None:
 def _fit(
     groups: Sequence[Group], limits: Limits, pieces: TokenPieces | None, budget: float
 ) -> tuple[list[dict[str, Any]], str]:
-    """Takes as many groups as `budget` bytes hold. Where one alone is too large it has fewer samples, then fewer tokens."""
+    """Takes as many groups as `budget` bytes hold. If even one is too large it has fewer samples, then fewer tokens."""
     num_groups, num_samples, num_tokens = limits.groups_per_step, limits.samples_per_group, limits.max_tokens
     while True:
         chosen = _chosen(groups, num_groups)

@@ -16,11 +16,11 @@ _MOST_SILENT = 0.5  # share of groups without a signal, above which it is said
 _MOST_CUT = 0.2  # share of samples at the token limit
 _LEAST_ESS = 0.9
 _RISEN = 0.05  # Of a reward, and as a share of what it was: above it the reward has risen.
-_SLOW = 3  # A step that takes so many times the median is far beyond it,
+_SLOW = 3  # A step that takes this many times the median is far beyond it,
 _LOST = 0.05  # and said so where what such steps took beyond it is more than this share of all seconds.
 _PHASES = ("sample", "pack", "train", "publish")  # of every step; some also evaluate or save
-_FAR = 0.5  # The engine shows the last update less, or more, by so much of its effect.
-_ALIKE = 2 / 3  # Where so many of the groups without a signal are of one kind, that kind alone is named.
+_FAR = 0.5  # The engine shows the last update less, or more, by this share of its effect.
+_ALIKE = 2 / 3  # Where this share of the groups without a signal is of one kind, only that kind is named.
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def findings(
     state: State,
     silent: Silent | None = None,
 ) -> list[Finding]:
-    """Returns what is worth a look, what stopped the run first.
+    """Returns what is worth a look, beginning with what stopped the run.
 
     Args:
         records: the metrics of each step; the last tenth of them are "the latest".
@@ -71,14 +71,14 @@ def findings(
         state: how far the run came.
         silent: what the latest groups without a signal are like; None: the page has no rollouts of them.
     """
-    found = []
+    notices = []
     if state.kind == "stopped":
         # A warm-up has no such knob: it begins anew.
         onward = " resume_from_checkpoint=True goes on with it." if "resume_from_checkpoint" in config else ""
         text = f"The run ended at step {state.step:,} of {state.total:,}: it crashed, or was stopped.{onward}"
-        found.append(Finding(text, ""))
-    found += nonfinite(records, panels) + _learning(records, silent)
-    return found + _agreement(records, config) + _engine(records) + _slow_steps(records)
+        notices.append(Finding(text, ""))
+    notices += nonfinite(records, panels) + _learning(records, silent)
+    return notices + _agreement(records, config) + _engine(records) + _slow_steps(records)
 
 
 def nonfinite(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel]) -> list[Finding]:
@@ -97,32 +97,34 @@ def nonfinite(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel]) -> 
 
 
 def _learning(records: Sequence[Mapping[str, Any]], silent: Silent | None) -> list[Finding]:
-    found = []
+    notices = []
     infra = sum(record.get("groups/infra_failed") or 0 for record in records)
     if infra:
         text = f"{_count(int(infra), 'sample')} could not be graded (grader raised, hung or crashed)."
-        found.append(Finding(text, "Learning"))
+        notices.append(Finding(text, "Learning"))
     for name, kind in (("problems/skipped", "problem"), ("eval/skipped", "held-out problem")):
-        # It counts since the run began, and nothing is written while there are none.
+        # The metric counts from the beginning of the run, and is not written while it is 0.
         skipped = max((record.get(name) or 0 for record in records), default=0)
         if skipped:
             text = f"{_count(int(skipped), kind)} left out: broken, or too long for the engine; the log names each."
-            found.append(Finding(text, "Learning"))
+            notices.append(Finding(text, "Learning"))
     without, groups = _recent(records, "groups/no_signal"), _recent(records, "groups/used")
     if without is not None and without > _MOST_SILENT * (without + (groups or 0.0)):
         share = f"{without / (without + (groups or 0.0)):.0%} of the latest groups carry no signal"
-        found.append(Finding(f"{share}{_cause(silent)}", "Learning"))
+        notices.append(Finding(f"{share}{_cause(silent)}", "Learning"))
     then, now = _early(records, "reward/mean"), _recent(records, "reward/mean")
     solved = [(_early(records, name), _recent(records, name)) for name in ("eval/solved_sampled", "reward/solved")]
     before, after = next((pair for pair in solved if None not in pair), (None, None))
     if None not in (after, then, now) and now - then > max(_RISEN, _RISEN * abs(then)) and after <= before:
         shares = f"the share of solved problems did not ({before:.1%}, then {after:.1%})"
         text = f"The reward rose from {then:.3g} to {now:.3g}, {shares}: read what the best samples are rewarded for."
-        found.append(Finding(text, "Learning"))
+        notices.append(Finding(text, "Learning"))
     cut = _recent(records, "length/truncated")
     if cut is not None and cut > _MOST_CUT:
-        found.append(Finding(f"{cut:.0%} of the latest samples hit the token limit (sampling.max_tokens).", "Learning"))
-    return found
+        notices.append(
+            Finding(f"{cut:.0%} of the latest samples hit the token limit (sampling.max_tokens).", "Learning")
+        )
+    return notices
 
 
 def _cause(silent: Silent | None) -> str:
@@ -135,7 +137,7 @@ def _cause(silent: Silent | None) -> str:
         return "."
     most = max(counts, key=counts.__getitem__)
     kinds = [most] if counts[most] >= _ALIKE * total else [kind for kind, count in counts.items() if count]
-    told = []
+    sentences = []
     for kind in kinds:
         cause, advice = _CAUSES[kind]
         if counts[kind] == total:
@@ -144,12 +146,12 @@ def _cause(silent: Silent | None) -> str:
             who = "Most of them are"
         else:
             who = f"{counts[kind]} of {total} {'is' if counts[kind] == 1 else 'are'}"
-        told.append(f"{who} {cause.format(highest=silent.highest, lowest=silent.lowest)}; {advice}.")
-    return f". {' '.join(told)}"
+        sentences.append(f"{who} {cause.format(highest=silent.highest, lowest=silent.lowest)}; {advice}.")
+    return f". {' '.join(sentences)}"
 
 
 def _agreement(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    found, limit = [], _recent(records, "canary/limit") or config.get("max_mismatch")
+    notices, limit = [], _recent(records, "canary/limit") or config.get("max_mismatch")
     # Older tokens differ by what the policy has learned since, and only those of age 0 are held to the limit.
     ahead = any(record.get("async/age_mean") is not None for record in records)
     name = "mismatch/mean_abs_age_0" if ahead else "mismatch/mean_abs"
@@ -157,37 +159,37 @@ def _agreement(records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
     if now is not None and isinstance(limit, int | float):
         near, drifts = now > 0.9 * limit, first is not None and now > max(2 * first, limit / 10)
         if near or drifts:
-            found.append(Finding(f"Trainer and engine are {now:.3g} nats apart, from {first:.3g} at the beginning; "
-                                 f"the limit, without the room for chance, is {limit:.2g}.", "Agreement"))  # fmt: skip
+            notices.append(Finding(f"Trainer and engine are {now:.3g} nats apart, from {first:.3g} at the beginning; "
+                                   f"the limit, without the room for chance, is {limit:.2g}.", "Agreement"))  # fmt: skip
     share = _recent(records, "mismatch/ess")
     if share is not None and share < _LEAST_ESS:
-        found.append(
+        notices.append(
             Finding(f"The importance weights leave {share:.0%} of the tokens as effective sample size.", "Agreement")
         )
     for name, what in (("canary/update_applied", "the last update"), ("canary/adapter_applied", "the adapter")):
         shown = _recent(records, name)
         if shown is not None and abs(shown - 1) > _FAR:
-            found.append(Finding(f"The engine shows {shown:.0%} of the effect of {what}.", "Agreement"))
-    return found
+            notices.append(Finding(f"The engine shows {shown:.0%} of the effect of {what}.", "Agreement"))
+    return notices
 
 
 def _engine(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    found = []
+    notices = []
     restarts = max((record.get("engines/restarts") or 0 for record in records), default=0)
     if restarts:
-        found.append(Finding(f"The engine was restarted {_count(int(restarts), 'time')}.", "Machine"))
+        notices.append(Finding(f"The engine was restarted {_count(int(restarts), 'time')}.", "Machine"))
     retired = max((record.get("engines/retired") or 0 for record in records), default=0)
     if retired:
-        found.append(Finding(f"{_count(int(retired), 'engine')} failed too often and sampled no more.", "Machine"))
+        notices.append(Finding(f"{_count(int(retired), 'engine')} failed too often and sampled no more.", "Machine"))
     counted = [
         record["engine/preemptions"] for record in _latest(records) if record.get("engine/preemptions") is not None
     ]
     # A process that goes on with the run counts from zero again, so the count may fall.
     more = sum(max(0, after - before) for before, after in zip(counted, counted[1:], strict=False))
     if more:
-        found.append(Finding(f"{_count(int(more), 'request')} left the engine's cache in the latest steps and were done "
+        notices.append(Finding(f"{_count(int(more), 'request')} left the engine's cache in the latest steps and were done "
                              "again: it is short of memory for keys and values.", "Machine"))  # fmt: skip
-    return found
+    return notices
 
 
 def _slow_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:

@@ -60,12 +60,12 @@ def facts(run_dir: Path, run: Mapping[str, Any], records: Sequence[Mapping[str, 
         records: the metrics of each step.
     """
     config = _node(run, "config")
-    found = [_model(run_dir, config), _task(config), _objective(config), _learning_rate(config), _batch(config)]
-    found += [_devices(run_dir, config, records), _duration(run, records), _commit(run)]
-    return [fact for fact in found if fact is not None]
+    candidates = [_model(run_dir, config), _task(config), _objective(config), _learning_rate(config), _batch(config)]
+    candidates += [_devices(run_dir, config, records), _duration(run, records), _commit(run)]
+    return [fact for fact in candidates if fact is not None]
 
 
-def made_with(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+def origin(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns what `run.json` says about how the run was started (versions, commit, command line), as rows of name and text."""
     # `process` holds what the last process of the run was started with.
     rest = {name: value for name, value in run.items() if name not in ("name", "config", "started", "process")}
@@ -154,13 +154,13 @@ def _task(config: Mapping[str, Any]) -> Fact | None:
     name = str(task.pop("_component_", "")).rpartition(".")[2]
     if not name:
         return None
-    told = []
+    words = []
     for key, value in task.items():
         if key == "path" and isinstance(value, str):
-            told.append(Path(value).name)
+            words.append(Path(value).name)
         elif key != "seed" and isinstance(value, str | int | float) and not isinstance(value, bool):
-            told.append(f"{key} {value}")
-    return Fact("Task", name, _cut(", ".join(told)))
+            words.append(f"{key} {value}")
+    return Fact("Task", name, _cut(", ".join(words)))
 
 
 def _objective(config: Mapping[str, Any]) -> Fact | None:
@@ -203,7 +203,7 @@ def _devices(run_dir: Path, config: Mapping[str, Any], records: Sequence[Mapping
 
 
 def _duration(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Fact | None:
-    """The steps alone count: not the start of the engine, nor the time between a stop and a resume."""
+    """Only the steps count: not the start of the engine, nor the time between a stop and a resume."""
     seconds = sum(record.get("time/step") or 0.0 for record in records)
     started = run.get("started")
     since = f"started {_day(started)}" if isinstance(started, int | float) else ""

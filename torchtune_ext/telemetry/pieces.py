@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torchtune_ext.run.errors import FileMistake
 
 _BROKEN = "\ufffd"  # A decoder writes this for bytes that are no character yet.
-_LONGEST = 6  # So many ids may have to come together to make one character.
+_LONGEST = 6  # ids that one character may be made of
 
 
 class _Decoder(Protocol):

@@ -21,8 +21,8 @@ from torchtune_ext.run.terminal import width
 
 log = logging.getLogger(__name__)
 
-_HEADER_EVERY = 25  # A header is printed again after so many lines.
-_IDLE_STEPS = 5  # So many steps without a signal, one after the other, are worth a warning.
+_HEADER_EVERY = 25  # lines after which the header is printed again
+_IDLE_STEPS = 5  # steps in a row without a signal that are worth a warning
 _MOST_CUT = 0.5  # A larger share of samples without an end is worth a warning.
 _ZERO = 1e-9  # Rewards whose standard deviation is below this are equal.
 
@@ -201,7 +201,7 @@ class Progress:
 
 
 def _columns(room: int | None) -> tuple[tuple, ...]:
-    """Returns the columns that a line of so many characters holds; None: all."""
+    """Returns the columns that a line of `room` characters holds; None: all."""
     columns = _COLUMNS
     for title in _FIRST_TO_GO:
         if room is None or sum(column[1] + 2 for column in columns) - 2 <= room:

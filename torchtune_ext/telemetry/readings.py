@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torchtune_ext.evaluation import partly_right
 from torchtune_ext.telemetry.panels import Panel
 
-PART = 10  # A reading is the mean over one part in so many of the steps.
+PART = 10  # A reading is the mean over a tenth of the steps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,17 @@ def reading_of(steps: Sequence[int], values: Sequence[float | None], newest: boo
     return Reading(_mean(first), _mean(last), last[0][0], last[-1][0])
 
 
-def tiles(found: Mapping[str, Reading], panels: Sequence[Panel]) -> list[Tile]:
+def tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[Tile]:
     """Returns the tiles of the metrics that the run has."""
     units = {metric: panel.unit for panel in panels for metric, _ in panel.series}
     chosen = []
     for label, metrics in _TILES:
-        metric = next((metric for metric in metrics if metric in found), None)
+        metric = next((metric for metric in metrics if metric in curves), None)
         if metric is not None:
-            if label == _EVALUATED and partly_right({name: reading.last for name, reading in found.items()}):
+            if label == _EVALUATED and partly_right({name: reading.last for name, reading in curves.items()}):
                 label = "Held-out reward"
-            sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= found.keys()
-            note = f"95% interval {found['eval/low'].last:.3g} to {found['eval/high'].last:.3g}" if sampled else ""
+            sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= curves.keys()
+            note = f"95% interval {curves['eval/low'].last:.3g} to {curves['eval/high'].last:.3g}" if sampled else ""
             chosen.append(Tile(label, metric, units.get(metric, ""), note))
     return chosen
 

@@ -19,7 +19,7 @@ from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.telemetry.comparison import build_comparison
 from torchtune_ext.telemetry.excerpts import Excerpts, Limits, excerpts_of, pack, short
 from torchtune_ext.telemetry.findings import FOLDED, findings
-from torchtune_ext.telemetry.heading import facts, flat, made_with, state_of
+from torchtune_ext.telemetry.heading import facts, flat, origin, state_of
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.page_file import page_of, write_page
 from torchtune_ext.telemetry.panels import Panel, panels_for
@@ -48,8 +48,8 @@ class Report:
     path: Path
     num_bytes: int
     steps: int  # the newest one with metrics
-    rollout_steps: int  # So many have rollouts in the page.
-    stored_steps: int  # So many have rollouts in the run.
+    rollout_steps: int  # how many have rollouts in the page
+    stored_steps: int  # how many have rollouts in the run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,7 +163,7 @@ def _overview(
     excerpts: Excerpts,
     stored: int,
 ) -> dict[str, Any]:
-    """Collects all but the rollouts: the series as columns, the panels, what is said of them, which rollouts there are."""
+    """Collects all but the rollouts: the series as columns, the panels, the notices, and which rollouts there are."""
     names = {name for record in records for name in record if name not in ("step", "nonfinite")}
     series = {name: [short(record.get(name)) for record in records] for name in sorted(names)}
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
@@ -177,20 +177,20 @@ def _overview(
         ]
     panels = [panel for panel in panels if not panel.quiet or _any(panel, series)]
     config = run["config"] if isinstance(run.get("config"), dict) else {}
-    state, found = state_of(run_dir, config, steps[-1]), readings(series, steps, panels)
+    state, curves = state_of(run_dir, config, steps[-1]), readings(series, steps, panels)
     notices = findings(records, panels, config, state, excerpts.silent)
     warned = {notice.section for notice in notices}
     return {
         "name": _name(run_dir, run),
         "state": state,
         "facts": facts(run_dir, run, records),
-        "made": made_with(run),
+        "made": origin(run),
         "config": [row for row in flat(config) if row[1] not in ("{}", "[]", "null")],  # what is not set
         "written": time.time(),
         "steps": steps,
         "series": series,
-        "readings": found,
-        "tiles": tiles(found, panels),
+        "readings": curves,
+        "tiles": tiles(curves, panels),
         "panels": panels,
         "folded": [section for section in FOLDED if section not in warned],
         "strip": _strip(run_dir / TRACE),
@@ -260,9 +260,9 @@ def pictures_of(path: Path) -> list[dict[str, Any]]:
     for cell, entry in elites.items():
         problems[cell.kernel, cell.size, cell.machine].append((cell, entry))
     pictures = []
-    for (kernel, size, machine), found in sorted(problems.items()):
-        rows = sorted({cell.techniques for cell, _ in found}, key=lambda techniques: (len(techniques), techniques))
-        bands = _bands({cell.band for cell, _ in found})
+    for (kernel, size, machine), entries in sorted(problems.items()):
+        rows = sorted({cell.techniques for cell, _ in entries}, key=lambda techniques: (len(techniques), techniques))
+        bands = _bands({cell.band for cell, _ in entries})
         cells = [
             {
                 "row": rows.index(cell.techniques),
@@ -274,7 +274,7 @@ def pictures_of(path: Path) -> list[dict[str, Any]]:
                 "found": entry.found,
                 "source": cut_text(entry.source, limit),
             }
-            for cell, entry in found
+            for cell, entry in entries
         ]
         words = [techniques_in_words(techniques) for techniques in rows]
         problem = {"kernel": kernel, "size": size_in_words(size), "machine": machine}
@@ -283,10 +283,10 @@ def pictures_of(path: Path) -> list[dict[str, Any]]:
 
 
 def filled(pictures: Sequence[dict[str, Any]], steps: Sequence[int]) -> list[int]:
-    """Counts, for each step, the cells whose program had been found by then. Of a cell whose program was replaced, only the
-    later one is known."""
-    found = sorted(cell["found"] for picture in pictures for cell in picture["cells"])
-    return [bisect_right(found, step) for step in steps]
+    """Counts, for each step, the cells whose program had been found by then. Where a program was replaced, only the later one
+    is known."""
+    cell_steps = sorted(cell["found"] for picture in pictures for cell in picture["cells"])
+    return [bisect_right(cell_steps, step) for step in steps]
 
 
 def _bands(used: set[int]) -> list[int]:

@@ -100,8 +100,8 @@ class RolloutStore:
 
 def rollout_paths(run_dir: str | Path) -> dict[int, Path]:
     """Returns the file of the stored rollouts of each step, in the order of the steps."""
-    found = ((_FILE_NAME.fullmatch(path.name), path) for path in (Path(run_dir) / FOLDER).glob("step_*.jsonl.gz"))
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    matches = ((_FILE_NAME.fullmatch(path.name), path) for path in (Path(run_dir) / FOLDER).glob("step_*.jsonl.gz"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def pack_rollouts(step: int, groups: Sequence[Group]) -> bytes:

@@ -19,19 +19,19 @@ class Stopwatch:
     """Adds up seconds by phase: `with watch("train"): ...`.
 
     A phase inside another one is a detail of it and is named after both: "backward" inside "train" is "train/backward". So
-    the phases without a slash add up to the step, and details to their phase but for what no detail covers.
+    the phases without a slash add up to the step, and details to their phase except for what no detail covers.
 
     Args:
-        told: called with the name of each phase, not of its details, gives a context that is open as long as the phase
-            (for instance `Ranks.phase`). Ranks in one phase may well be in different details of it.
-        timeline: is told when each phase and each detail began and ended.
+        context: returns, for the name of a phase but not of a detail, a context that is open as long as the phase (for
+            instance `Ranks.phase`). Ranks in one phase may well be in different details of it.
+        timeline: records when each phase and each detail began and ended.
     """
 
     def __init__(
-        self, told: Callable[[str], AbstractContextManager] = nullcontext, timeline: Timeline | None = None
+        self, context: Callable[[str], AbstractContextManager] = nullcontext, timeline: Timeline | None = None
     ) -> None:
-        self._told, self._timeline, self._inside = told, timeline, ""
-        self.seconds: dict[str, float] = defaultdict(float)  # These are the seconds since the last lap, by phase.
+        self._context, self._timeline, self._inside = context, timeline, ""
+        self.seconds: dict[str, float] = defaultdict(float)  # since the last lap, by phase
         self._begin = time.monotonic()
 
     @contextmanager
@@ -40,10 +40,10 @@ class Stopwatch:
         self._inside = f"{outer}/{name}" if outer else name
         try:
             # The name stands in the traces of torch's profiler, too.
-            with nullcontext() if outer else self._told(name), torch.profiler.record_function(self._inside):
+            with nullcontext() if outer else self._context(name), torch.profiler.record_function(self._inside):
                 yield
                 if torch.cuda.is_initialized():
-                    # What a phase gives a device to do is done in its own seconds.
+                    # The seconds of a phase include the work that it gives the device.
                     torch.cuda.synchronize()
         finally:
             end = time.monotonic()
@@ -74,16 +74,18 @@ def clock_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> 
         values: the metrics of the step. Where tokens or their seconds are not counted there is no speed.
         seconds: what `Stopwatch.lap` returned for the same step.
     """
-    found, ahead = dict(seconds), "async/age_mean" in values
+    metrics, ahead = dict(seconds), "async/age_mean" in values
     if ahead:
-        found["time/wait_for_rollouts"] = sum(seconds.get(f"time/sample/{part}", 0.0) for part in ("generate", "grade"))
+        metrics["time/wait_for_rollouts"] = sum(
+            seconds.get(f"time/sample/{part}", 0.0) for part in ("generate", "grade")
+        )
     for name, tokens, phase in (
         ("sampled", "length/tokens", "time/step" if ahead else "time/sample/generate"),
         ("trained", "pack/tokens", "time/train"),
     ):
         if tokens in values and seconds.get(phase):
-            found[f"speed/{name}_tokens_s"] = values[tokens] / seconds[phase]
-    return found
+            metrics[f"speed/{name}_tokens_s"] = values[tokens] / seconds[phase]
+    return metrics
 
 
 def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group], skipped: int = 0) -> dict[str, float]:

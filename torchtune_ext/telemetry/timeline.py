@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 
 FILE = "trace.json"
 TRACKS = ("engine", "graders", "buffer")  # where a group can be, in this order
-COUNTS = 50  # At most so many events of a flush say how many groups are where.
+COUNTS = 50  # events of a flush, at most, that say how many groups are where
 MERGED_S = 0.01  # Two waits for groups with less between them are drawn as one.
 _PLACE = {"pid": 1, "tid": 1}  # Chrome's format wants a process and a thread, whatever they mean.
 _LONGEST_ID = 80  # characters of a problem's id
 MAX_BINS = 20_000  # So the strip adds at most 0.25 MiB to a page: that is with another value in each bin of nine rows.
-_LEAST_S = 0.001  # A bin is at least so long.
+_LEAST_S = 0.001  # A bin is at least this long.
 _WORKS = ("engine", "graders")
 _Spans = dict[str, list[tuple[float, float]]]  # name -> begin and end of each, in seconds
 
@@ -227,9 +227,9 @@ def _cut_torn_line(file: BinaryIO) -> None:
     while end:
         begin = max(0, end - block)
         file.seek(begin)
-        found = file.read(end - begin).rfind(b"\n") + 1
-        if found:
-            file.truncate(begin + found)
+        length = file.read(end - begin).rfind(b"\n") + 1
+        if length:
+            file.truncate(begin + length)
             return
         end = begin
     file.truncate(0)
@@ -279,8 +279,8 @@ def strip_of(events: Iterable[Mapping[str, Any]], max_bins: int = MAX_BINS) -> d
         begin, end = life.bounds
         later = length - begin  # Each life begins where the one before it ends.
         for all_spans, spans in ((works, life.works), (phases, life.phases)):
-            for name, found in spans.items():
-                all_spans[name] += [(since + later, until + later) for since, until in found]
+            for name, intervals in spans.items():
+                all_spans[name] += [(since + later, until + later) for since, until in intervals]
         steps += [(step, since + later, until + later) for step, (since, until) in life.steps.items()]
         length += end - begin
         cuts.append(length)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tables import every_row
 
 from torchtune_ext.cluster.member import launch
-from torchtune_ext.cluster.placement import Asked, Machine, holds, layout, there_is, why_never
+from torchtune_ext.cluster.placement import Machine, Request, holds, layout, there_is, why_never
 
 
 def cluster(*totals):
@@ -18,23 +18,23 @@ def cluster(*totals):
     "asked, totals, amounts, machines, servers",
     [
         # Beside rank 0: trainer and servers are one bundle.
-        (Asked("gpus", 4, 4), (8, 8), (8,), 1, [0, 0, 0, 0]),
-        (Asked("gpus", 4, 2, each=2), (8,), (8,), 1, [0, 0]),
+        (Request("gpus", 4, 4), (8, 8), (8,), 1, [0, 0, 0, 0]),
+        (Request("gpus", 4, 2, each=2), (8,), (8,), 1, [0, 0]),
         # A trainer of two machines, of which the first one has the servers, too.
-        (Asked("gpus", 8, 4, where="beside"), (8, 8), (8, 4), 2, [0, 0, 0, 0]),
+        (Request("gpus", 8, 4, where="beside"), (8, 8), (8, 4), 2, [0, 0, 0, 0]),
         # But for servers alone, no trainer is parted.
-        (Asked("gpus", 8, 4), (8, 8), (8, 1, 1, 1, 1), 1, [1, 2, 3, 4]),
-        (Asked("gpus", 8, 2, each=4), (8, 8), (8, 4, 4), 1, [1, 2]),
+        (Request("gpus", 8, 4), (8, 8), (8, 1, 1, 1, 1), 1, [1, 2, 3, 4]),
+        (Request("gpus", 8, 2, each=4), (8, 8), (8, 4, 4), 1, [1, 2]),
         # A machine counts for what it can hold: the small ones hold no half of the trainer.
-        (Asked("gpus", 8, 1), (5, 2, 2, 4), (5, 4), 2, [0]),
-        (Asked("gpus", 8, 1), (4, 2, 2, 2), (3, 2, 2, 2), 4, [0]),
+        (Request("gpus", 8, 1), (5, 2, 2, 4), (5, 4), 2, [0]),
+        (Request("gpus", 8, 1), (4, 2, 2, 2), (3, 2, 2, 2), 4, [0]),
         # Anywhere: each server is a bundle.
-        (Asked("gpus", 8, 4, each=2, where="anywhere"), (8, 8), (8, 2, 2, 2, 2), 1, [1, 2, 3, 4]),
-        (Asked("gpus", 16, 2, each=4, where="anywhere"), (8, 8, 8), (8, 8, 4, 4), 2, [2, 3]),
+        (Request("gpus", 8, 4, each=2, where="anywhere"), (8, 8), (8, 2, 2, 2, 2), 1, [1, 2, 3, 4]),
+        (Request("gpus", 16, 2, each=4, where="anywhere"), (8, 8, 8), (8, 8, 4, 4), 2, [2, 3]),
         # As few machines as hold it, and equally many ranks on each: 6 on 4 + 4 are 3 + 3, and 7 find no place.
-        (Asked("gpus", 6, 1, where="anywhere"), (4, 4), (3, 3, 1), 2, [2]),
-        (Asked("cpus", 2, 1, where="anywhere"), (1, 1, 1), (1, 1, 1), 2, [2]),
-        (Asked("gpus", 7, 1, where="anywhere"), (4, 4), (1,) * 8, 7, [7]),
+        (Request("gpus", 6, 1, where="anywhere"), (4, 4), (3, 3, 1), 2, [2]),
+        (Request("cpus", 2, 1, where="anywhere"), (1, 1, 1), (1, 1, 1), 2, [2]),
+        (Request("gpus", 7, 1, where="anywhere"), (4, 4), (1,) * 8, 7, [7]),
     ],
 )
 def test_bundles(asked, totals, amounts, machines, servers):
@@ -48,24 +48,28 @@ def test_bundles(asked, totals, amounts, machines, servers):
     "asked, totals, says",
     [
         (
-            Asked("gpus", 8, 8, where="beside"),
+            Request("gpus", 8, 8, where="beside"),
             (8, 8),
             "16 of the GPUs have to be on one machine: the trainer's 8 and beside them",
         ),
         (
-            Asked("gpus", 3, 5, where="beside"),
+            Request("gpus", 3, 5, where="beside"),
             (4, 4),
             "8 of the GPUs have to be on one machine: the trainer's 3 and beside",
         ),
-        (Asked("gpus", 8, 8), (8, 8), None),
-        (Asked("gpus", 6, 1, each=4), (4, 4, 2), "no place for parts of 3, 3, 4 GPUs"),
-        (Asked("gpus", 8, 4, each=2), (8, 4), "16 GPUs are asked for"),
-        (Asked("gpus", 8, 8), (0, 0), "16 GPUs are asked for"),
-        (Asked("gpus", 1, 1), (), "2 GPUs are asked for"),
-        (Asked("cpus", 7, 1, where="anywhere"), (4, 4), "no place for parts of 1, 1, 1, 1, 1, 1, 1, 1 cores: each has"),
-        (Asked("gpus", 2, 1, each=8, where="anywhere"), (4, 4, 4), "8 of the GPUs have to be on one machine"),
-        (Asked("gpus", 8, 8), (8, 16), None),
-        (Asked("gpus", 8, 8, where="anywhere"), (8, 8), None),
+        (Request("gpus", 8, 8), (8, 8), None),
+        (Request("gpus", 6, 1, each=4), (4, 4, 2), "no place for parts of 3, 3, 4 GPUs"),
+        (Request("gpus", 8, 4, each=2), (8, 4), "16 GPUs are asked for"),
+        (Request("gpus", 8, 8), (0, 0), "16 GPUs are asked for"),
+        (Request("gpus", 1, 1), (), "2 GPUs are asked for"),
+        (
+            Request("cpus", 7, 1, where="anywhere"),
+            (4, 4),
+            "no place for parts of 1, 1, 1, 1, 1, 1, 1, 1 cores: each has",
+        ),
+        (Request("gpus", 2, 1, each=8, where="anywhere"), (4, 4, 4), "8 of the GPUs have to be on one machine"),
+        (Request("gpus", 8, 8), (8, 16), None),
+        (Request("gpus", 8, 8, where="anywhere"), (8, 8), None),
     ],
 )
 def test_what_a_cluster_can_never_hold(asked, totals, says):
@@ -92,13 +96,13 @@ def packed(made, totals):
     totals=st.lists(st.integers(0, 8), max_size=4),
 )
 def test_a_layout_is_found_where_trying_all_of_them_finds_one(ranks, servers, each, where, totals):
-    asked, there = Asked("gpus", ranks, servers, each, where), cluster(*totals)
+    asked, there = Request("gpus", ranks, servers, each, where), cluster(*totals)
     made = layout(asked, there)
     assert holds(made, there) == packed(made, totals)
     assert made.ranks * made.machines == ranks and sum(made.amounts) == ranks + servers * each
     never = why_never(asked, made, there)
     assert (never is None) == holds(made, there)
-    fewer = [layout(Asked("gpus", ranks, servers, each, at), there) for at in ("beside", "anywhere")]
+    fewer = [layout(Request("gpus", ranks, servers, each, at), there) for at in ("beside", "anywhere")]
     if where == "auto":
         assert holds(made, there) == any(holds(other, there) for other in fewer)
         assert not holds(made, there) or made.machines == min(o.machines for o in fewer if holds(o, there))
@@ -107,17 +111,17 @@ def test_a_layout_is_found_where_trying_all_of_them_finds_one(ranks, servers, ea
 
 
 def test_what_there_is():
-    asked = Asked("gpus", 1, 1)
+    asked = Request("gpus", 1, 1)
     assert there_is(asked, cluster(0, 4, 8)) == "12 GPUs on 2 machines (10.0.0.3: 8, 10.0.0.2: 4)"
     assert there_is(asked, cluster(0)) == "no GPUs on its 1 machine"
     assert there_is(asked, cluster(*[8] * 9)).endswith("10.0.0.8: 8, ...)")
-    assert Asked("gpus", 8, 2, each=4).words() == "--train-gpus 8 --engine-gpus 8"
+    assert Request("gpus", 8, 2, each=4).words() == "--train-gpus 8 --engine-gpus 8"
 
 
 def test_the_trainer_is_started_as_by_hand():
-    one, eight = Asked("gpus", 1, 1), Asked("gpus", 8, 1)
+    one, eight = Request("gpus", 1, 1), Request("gpus", 8, 1)
     assert launch(layout(one, cluster(2)), 0, "") == []
     assert launch(layout(eight, cluster(9)), 0, "") == ["--nproc_per_node", "8"]
-    sixteen = layout(Asked("gpus", 16, 1, where="anywhere"), cluster(8, 8, 8))
+    sixteen = layout(Request("gpus", 16, 1, where="anywhere"), cluster(8, 8, 8))
     words = "--nnodes 2 --node_rank 1 --nproc_per_node 8 --rdzv_backend static --rdzv_endpoint 10.0.0.1:4000"
     assert launch(sixteen, 1, "10.0.0.1:4000") == words.split()

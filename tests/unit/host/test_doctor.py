@@ -196,7 +196,7 @@ TROUBLE = {
     "no lscpu": (replace(GOOD, tools={"g++": "/usr/bin/g++"}), FAIL, "lscpu", "vLLM on CPU", "util-linux"),
     "no C compiler": (replace(GOOD, compiler="", layers=()), WARN, "C compiler", "not found", "apt-get install gcc"),
     "a layer of the floor is missing": (
-        replace(GOOD, layers=(replace(GOOD.layers[0], found=""),)),
+        replace(GOOD, layers=(replace(GOOD.layers[0], support=""),)),
         WARN,
         "sandbox: landlock",
         "no program is measured: files can be read",

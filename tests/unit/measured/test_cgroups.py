@@ -245,7 +245,7 @@ def sandbox(request):
     except (ValueError, SandboxError) as error:
         pytest.skip(str(error))
     with made:
-        if not next(layer for layer in made.layers if layer.name == "cgroup").found:
+        if not next(layer for layer in made.layers if layer.name == "cgroup").support:
             pytest.skip("this user may make no cgroups here")
         made.library = build(Compiler.find().path, PROGRAMS, made.new_folder() / "programs.so")
         yield made

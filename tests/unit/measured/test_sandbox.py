@@ -216,7 +216,7 @@ def test_threads(sandbox):
 
 def _threads_as_user(namespaces: bool) -> tuple[float, bool]:
     with make(namespaces) as sandbox:
-        counted = any(layer.name == "cgroup" and "pids" in layer.found for layer in sandbox.layers)
+        counted = any(layer.name == "cgroup" and "pids" in layer.support for layer in sandbox.layers)
         return tried(sandbox, "many_threads"), counted
 
 

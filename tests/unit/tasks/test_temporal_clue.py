@@ -199,7 +199,7 @@ def test_kept_puzzles_are_read_back(tmp_path, monkeypatch):
     made = [TemporalClue(seed=2, size=size, cache_dir=str(tmp_path / "kept"))[4] for size in sizes]
     assert made == [TemporalClue(seed=2, size=size)[4] for size in sizes]
     module = sys.modules["torchtune_ext.tasks.temporal_clue.task"]
-    module._made.cache_clear()
+    module._puzzle.cache_clear()
     monkeypatch.setattr(module, "make_puzzle", None)
     assert made == [TemporalClue(seed=2, size=size, cache_dir=str(tmp_path / "kept"))[4] for size in sizes]
 

@@ -7,7 +7,7 @@ from checkpoint_runs import make_model, make_source
 
 from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.run.folder import RunFolder
-from torchtune_ext.telemetry.heading import Fact, facts, flat, made_with, spell, state_of
+from torchtune_ext.telemetry.heading import Fact, facts, flat, origin, spell, state_of
 from torchtune_ext.training.manifest import Identity, Manifest, model_text
 
 CONFIG = {
@@ -126,13 +126,13 @@ def test_how_a_run_was_started_is_shown_whatever_it_is(tmp_path):
         "versions": {"torch": "2.13.0"},
     }
     run = {"id": "ab", "name": "x", "config": {"a": 1}, "more": [1], "process": process}
-    assert made_with(run) == [
+    assert origin(run) == [
         ("id", "ab"), ("more", "[1]"), ("command", "tune run grpo_full"), ("commit.id", "0123456789abcdef"),
         ("commit.changed", "true"), ("versions.torch", "2.13.0")]  # fmt: skip
     assert facts(tmp_path, run, []) == [Fact("Commit", "0123456789", "with changes")]
     for other in (None, {"commit": None}, {"commit": {"id": 7}}, "ab"):
         assert facts(tmp_path, {"process": other}, []) == []
-    assert made_with({"id": "ab", "started": 0}) == [("id", "ab"), ("started", "1970-01-01 00:00 UTC")]
+    assert origin({"id": "ab", "started": 0}) == [("id", "ab"), ("started", "1970-01-01 00:00 UTC")]
 
 
 def test_flat_settings():

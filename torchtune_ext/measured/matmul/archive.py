@@ -5,7 +5,7 @@ paper (arXiv 2602.12049) names the idea and describes no archive; cells and rule
 
 A measured speed is an interval. The elite of a cell is the oldest program that is not surely slower than another one: it is
 replaced only by a program whose interval lies above its own, so noise replaces nothing. What an archive holds is a
-function of the set of entries, in whatever order they came and were merged.
+function of the set of entries, and not of the order in which they came or were merged.
 """
 
 import json
@@ -95,7 +95,7 @@ def entry_of(
     gflops: float,
     found: int,
 ) -> Entry:
-    """Makes an entry of what a checker and a timer say. Raises as `Entry` does."""
+    """Makes an entry from the answers of a checker and a timer. Raises as `Entry` does."""
     return Entry(
         machine,
         kernel,
@@ -150,12 +150,12 @@ class Archive:
     def best(self, count: int, machine: str | None = None, kernel: str | None = None) -> list[Entry]:
         """Returns the fastest elites, each source once, by the lower ends of their intervals.
 
-        A maximum over noisy measurements is too good: whoever reports these speeds measures them again.
+        A maximum over noisy measurements is too good: measure these speeds again before you report them.
 
         Args:
             count: how many at most.
             machine: its fingerprint; None: the only one there is.
-            kernel: of this one alone; None: of all.
+            kernel: of this one only; None: of all.
 
         Raises:
             ValueError: no machine is named, but there are several, whose speeds cannot be compared.
@@ -187,7 +187,7 @@ class Archive:
             None if no neighboring cell holds such a program.
         """
         own = set(cell.techniques)
-        found = []
+        neighbors = []
         for other, entry in self.cells().items():
             if (other.machine, other.kernel, other.size) != (cell.machine, cell.kernel, cell.size):
                 continue
@@ -195,8 +195,8 @@ class Archive:
                 continue
             apart = len(own ^ set(other.techniques))
             if apart == 1 or (apart == 0 and abs(other.band - cell.band) == 1):
-                found.append(entry)
-        return rng.choice(found) if found else None
+                neighbors.append(entry)
+        return rng.choice(neighbors) if neighbors else None
 
     def of_others(self, machine: str) -> list[Entry]:
         """Returns the elites that were measured elsewhere, to be measured again here or left out."""
@@ -228,7 +228,7 @@ class Archive:
             raise Mistake(f"{name}: damaged or cut off ({error}); delete it to begin anew") from error
 
     def save(self, path: Path) -> None:
-        """Writes the file: whoever reads it sees the old one or the new one, also when this process is killed.
+        """Writes the file at once: a reader sees the old one or the new one, also when this process is killed.
 
         Raises:
             OSError: it cannot be written. The old one is untouched.

@@ -107,16 +107,16 @@ def write_programs(fastest: dict[str, list[Entry]], folder: Path, archive: Path)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _machine(archive: Archive, wanted: str | None) -> str:
+def _machine(archive: Archive, name: str | None) -> str:
     machines = archive.machines()
-    found = [machine for machine in machines if wanted == machine]
-    found = found or [machine for machine in machines if wanted is None or wanted in machine]
-    if len(found) == 1:
-        return found[0]
-    names = "; ".join(found or machines)
-    if wanted is not None:
-        which = "several machines have" if found else "no machine has"
-        raise Mistake(f"--machine {wanted!r}: {which} this in its name; choose of: {names}")
+    matches = [machine for machine in machines if name == machine]
+    matches = matches or [machine for machine in machines if name is None or name in machine]
+    if len(matches) == 1:
+        return matches[0]
+    names = "; ".join(matches or machines)
+    if name is not None:
+        which = "several machines have" if matches else "no machine has"
+        raise Mistake(f"--machine {name!r}: {which} this in its name; choose of: {names}")
     raise Mistake(f"{len(machines)} machines, whose speeds cannot be compared; name one with --machine: {names}")
 
 
@@ -153,7 +153,7 @@ def _file_name(entry: Entry, number: int, taken: Set[str]) -> str:
 
 
 def _comment(entry: Entry) -> str:
-    """The head of a file. What comes from elsewhere is one line of a comment whatever it holds."""
+    """The head of a file. Text from elsewhere stays one line of a comment, whatever it holds."""
     lines = (
         f"{entry.kernel}, {size_in_words(entry.size)}, found at step {entry.found}",
         f"{_speed(entry)} when it was found: measure it again before you report that",
@@ -188,7 +188,7 @@ def _index(files: dict[Path, tuple[int, Entry]], archive: Path) -> str:
 
 
 def _write_new(path: Path, text: str) -> None:
-    # "x" leaves a file alone that came to be since we looked. A text may hold half characters, which no file can.
+    # "x" does not overwrite a file that has appeared since we looked. A text may hold half characters, which no file can.
     with open(path, "xb") as file:
         file.write(text.encode("utf-8", "replace"))
 

@@ -128,12 +128,12 @@ class Family:
             raise IndexError(f"program {index} of {ENDLESS}")
         rng = random.Random(f"{self.kernel}/{self.seed}/{index}")
         (writer,) = rng.choices(self._writers, self._weights)
-        made = writer(rng)
+        draft = writer(rng)
         if rng.random() >= self.broken:
-            return Program(index, self.kernel, made.source, "ok", made.techniques, made.words)
-        fault = _fault(rng, made)
-        source = break_by(fault, made.source)
-        return Program(index, self.kernel, source, fault.outcome, made.techniques, f"{made.words}; {fault.words}")
+            return Program(index, self.kernel, draft.source, "ok", draft.techniques, draft.words)
+        fault = _fault(rng, draft)
+        source = break_by(fault, draft.source)
+        return Program(index, self.kernel, source, fault.outcome, draft.techniques, f"{draft.words}; {fault.words}")
 
 
 def describe(program: Program) -> str:
@@ -153,11 +153,11 @@ def break_by(fault: Fault, source: str) -> str:
     return source[: place.start()] + place.expand(fault.replacement) + source[place.end() :]
 
 
-def _fault(rng: random.Random, made: Draft) -> Fault:
+def _fault(rng: random.Random, draft: Draft) -> Fault:
     # Compilers and wrong numbers are what a model stumbles over most; each way there is as likely as another.
     by_outcome: dict[str, list[Fault]] = {}
     for fault in (*FAULTS, UNCLOSED):
-        if fits(fault, made.source):
+        if fits(fault, draft.source):
             by_outcome.setdefault(fault.outcome, []).append(fault)
     outcomes = sorted(by_outcome)
     weights = [1 if outcome in ("format", "forbidden", "runtime_error") else 4 for outcome in outcomes]

@@ -15,15 +15,15 @@ from torchtune_ext.measured.matmul.stages import STAGES, permitted
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Problem, Score
 
-# One program in 40 for dgemm is permitted by the first stage, and none is rarer: so many draws miss all of them with a
-# probability of e^-25.
+# One program in 40 for dgemm is permitted by the first stage, and none is rarer: this many draws miss all of them with
+# a probability of e^-25.
 MOST_DRAWS = 1000
 
 
 class Programs:
     """Programs to learn from, asked for in the short words of `short_messages`.
 
-    Problem i depends on (kernels, seed, broken, stages, new, weights) and i alone. Each stage is equally frequent, however few
+    Problem i depends only on (kernels, seed, broken, stages, new, weights) and i. Each stage is equally frequent, however few
     programs it permits. The share `new` of its programs is permitted by no earlier stage (where there are such), and the
     others are any that it permits. So a model learns what is new at each stage, and that nobody has to use it.
 
@@ -61,7 +61,7 @@ class Programs:
         if unknown := set(weights or {}) - set(sized):
             raise Mistake(f"weights: there are no programs for {', '.join(sorted(unknown))} among these kernels")
         self.families = {name: Family(name, seed, broken, (weights or {}).get(name)) for name in sized}
-        self.asked = {name: _kernels(name, sizes) for name, sizes in sized.items()}
+        self.choices = {name: _kernels(name, sizes) for name, sizes in sized.items()}
         # Not every stage brings every kernel something new.
         self.brings: dict[str, set[str]] = {}
         for name in sized:
@@ -107,7 +107,7 @@ class Programs:
     def _at(self, index: int) -> tuple[Kernel, Program, str]:
         rng = random.Random(f"programs/{self.seed}/{index}")
         name, stage = rng.choice(list(self.families)), rng.choice(self.stages)
-        kernel, is_new = rng.choice(self.asked[name]), rng.random() < self.new
+        kernel, is_new = rng.choice(self.choices[name]), rng.random() < self.new
         return kernel, self._draw(name, stage, is_new and stage in self.brings[name], index, rng), stage
 
     def _draw(self, kernel: str, stage: str, is_new: bool, index: int, rng: random.Random) -> Program | None:

@@ -35,7 +35,7 @@ def messages(kernel: Kernel, stage: str, elite: Entry | None = None, question: s
         ValueError: there is no such stage, or the elite is for another kernel.
     """
     parts = [
-        f"Write a function in C, as fast as you can make it. {_asked(kernel, question)}",
+        f"Write a function in C, as fast as you can make it. {_computation(kernel, question)}",
         f"```c\n{prototype(kernel)};\n```",
         _rules(kernel),
         _techniques(stage),
@@ -71,19 +71,19 @@ def pareval_question(path: Path, kernel: str) -> str | None:
     try:
         prompts = json.loads(path.read_text(encoding="utf-8"))
         serial = [each for each in prompts if each["parallelism_model"] == "serial"]
-        found = [each["prompt"] for each in serial if each["name"] == PAREVAL_NAMES.get(kernel)]
+        questions = [each["prompt"] for each in serial if each["name"] == PAREVAL_NAMES.get(kernel)]
     except (TypeError, KeyError, ValueError) as error:
         raise Mistake(f"{path}: not the prompts of ParEval ({error!r}); it is generation-prompts.json") from error
-    if not found:
+    if not questions:
         return None
-    comment = _COMMENT.search(found[0])
+    comment = _COMMENT.search(questions[0])
     if comment is None:
         raise Mistake(f"{path}: the prompt of {PAREVAL_NAMES[kernel]} has no comment that says what to compute")
     # The function of ParEval is one of C++; ours has the signature that follows.
     return "\n".join(line.strip() for line in comment[1].strip().splitlines())
 
 
-def _asked(kernel: Kernel, question: str | None) -> str:
+def _computation(kernel: Kernel, question: str | None) -> str:
     if question is not None:
         return f"This is what it computes:\n\n{question}"
     return f"It computes {kernel.question}."

@@ -50,7 +50,7 @@ FALL_WINDOW = 8
 # The share below which it has. Of 64 samples of a policy that is right a quarter of the time (HALFWAY), fewer than a tenth
 # are right with a probability of 1.5 in a thousand.
 COLLAPSED = 0.1
-# After so many falls the wait grows no more. Eight windows are 128 visits: a fall every 136 costs 6% of the visits.
+# Falls after which the wait grows no more. Eight windows are 128 visits: a fall every 136 costs 6% of the visits.
 MAX_DOUBLINGS = 3
 
 
@@ -124,10 +124,10 @@ class Curriculum:
 
     def counts(self) -> dict[str, int]:
         """Returns how many of the problems seen so far are at each stage."""
-        found = dict.fromkeys(self.stages, 0)
+        numbers = dict.fromkeys(self.stages, 0)
         for state in self._problems.values():
-            found[self.stages[state.stage]] += 1
-        return found
+            numbers[self.stages[state.stage]] += 1
+        return numbers
 
     def observe(self, problem: str, visit: Visit) -> Move | None:
         """Takes in one group of a problem. Returns the move to another stage, if there is one.

@@ -1,7 +1,7 @@
 """Programs in C for matrix multiplication and other kernels, rewarded by their measured speed.
 
 The techniques that a prompt permits follow a staged curriculum (stages.py), and what was found is kept in an archive of the
-fastest programs (archive.py). Both are functions of the graded groups alone. So a run that is resumed, or that replays stored
+fastest programs (archive.py). Both depend only on the graded groups. So a run that is resumed, or that replays stored
 rollouts, asks the same questions.
 """
 
@@ -220,7 +220,7 @@ class Matmul(MeasuredTask):
     def _keep(self, kernel: Kernel, source: str, score: Score, step: int) -> None:
         parts, self.machine = score.parts, score.facts["machine"]
         spread = parts["speedup_spread"]
-        # A program that was timed in one block alone, or hardly, could never be replaced by one that is surely faster.
+        # A program that was timed in one block only, or hardly, could never be replaced by one that is surely faster.
         if 0 < spread < 1:
             used = [word for word in score.facts["techniques"].split(",") if word]
             self.archive.add(
@@ -302,16 +302,16 @@ def problem_of(kernel: Kernel) -> str:
     return problem_name(kernel.name, kernel.timed)
 
 
-def kernels_of(wanted: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
+def kernels_of(mapping: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
     """Makes the kernels that a mapping of names to sizes asks for.
 
     Raises:
         ValueError: a name or a size is wrong. The message names it.
     """
-    if not isinstance(wanted, Mapping) or not wanted:
-        raise Mistake(f"task.kernels={wanted!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
-    found = []
-    for name, sizes in wanted.items():
+    if not isinstance(mapping, Mapping) or not mapping:
+        raise Mistake(f"task.kernels={mapping!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
+    kernels = []
+    for name, sizes in mapping.items():
         kind = KERNELS.get(str(name)) or _imported(str(name))
         several = list(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
         if not several:
@@ -319,14 +319,14 @@ def kernels_of(wanted: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
         for size in several:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise Mistake(f"task.kernels.{name}={size!r}: a size is a whole number, 1 or more")
-            found.append(_made(kind, str(name), size))
-    names = [problem_of(kernel) for kernel in found]
+            kernels.append(_kernel(kind, str(name), size))
+    names = [problem_of(kernel) for kernel in kernels]
     if twice := {name for name in names if names.count(name) > 1}:
         raise Mistake(f"task.kernels: {', '.join(sorted(twice))} is asked for twice")
-    return found
+    return kernels
 
 
-def _made(kind: Callable[[int], Kernel], name: str, size: int) -> Kernel:
+def _kernel(kind: Callable[[int], Kernel], name: str, size: int) -> Kernel:
     try:
         kernel = kind(size)
         require_sound(kernel)

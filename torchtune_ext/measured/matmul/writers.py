@@ -38,55 +38,55 @@ def loop(name: str, end: str, start: str = "0", step: int = 1) -> str:
 
 
 def vector_type(lanes: int) -> str:
-    """Returns the definition of v, a vector of so many doubles that needs no aligned address."""
+    """Returns the definition of v, a vector of `lanes` doubles that needs no aligned address."""
     return f"typedef double v __attribute__((vector_size({8 * lanes}),aligned(8)));\n"
 
 
-def threaded(rng: random.Random, may: bool, found: set[str]) -> str:
+def threaded(rng: random.Random, may: bool, techniques: set[str]) -> str:
     """Draws whether the next loop is divided among threads, and returns its pragma."""
     if not may or rng.random() > 0.25:
         return ""
-    found.add("threads")
+    techniques.add("threads")
     return PARALLEL
 
 
-def hinted(rng: random.Random, found: set[str], simd: str = SIMD) -> str:
+def hinted(rng: random.Random, techniques: set[str], simd: str = SIMD) -> str:
     """Draws what is asked of the compiler for an inner loop, and returns its pragma."""
     kind = rng.choices(["", "simd", "unroll"], [6, 3 if simd else 0, 2])[0]
     if kind == "simd":
-        found.add("vectorization")
+        techniques.add("vectorization")
         return simd
     if kind == "unroll":
-        found.add("unrolling")
+        techniques.add("unrolling")
         return f"#pragma GCC unroll {rng.choice(STEPS)}\n"
     return ""
 
 
-def draft(source: str, found: set[str], words: str) -> Draft:
-    extra = [name for name in ("threads", "vectorization", "unrolling") if name in found and name not in words]
-    return Draft(source, frozenset(found), ", ".join([words, *extra]))
+def draft(source: str, techniques: set[str], words: str) -> Draft:
+    extra = [name for name in ("threads", "vectorization", "unrolling") if name in techniques and name not in words]
+    return Draft(source, frozenset(techniques), ", ".join([words, *extra]))
 
 
 def plain(rng: random.Random) -> Draft:
     """Three loops in any order."""
     order = rng.choice(ORDERS)
-    found = {"loop_order"} if order != "ijl" else set()
-    outer = threaded(rng, order[0] != "l", found)
+    techniques = {"loop_order"} if order != "ijl" else set()
+    outer = threaded(rng, order[0] != "l", techniques)
     loops = [loop(name, ENDS[name]) + "\n" for name in order]
     if order[2] == "l":
-        return _innermost_sum(rng, order, loops, outer, found)
-    hint = hinted(rng, found)
+        return _innermost_sum(rng, order, loops, outer, techniques)
+    hint = hinted(rng, techniques)
     body = f"{loops[0]}{loops[1]}{hint}{loops[2]}C[i*n+j]+=A[i*k+l]*B[l*n+j];\n"
     if order[1] == "l" and rng.random() < 0.4:
         body = f"{loops[0]}{loops[1][:-1]}{{double a=A[i*k+l];\n{hint}{loops[2][:-1]}C[i*n+j]+=a*B[l*n+j];}}\n"
         body = body if order[2] == "j" else body.replace("A[i*k+l]", "B[l*n+j]").replace("a*B[l*n+j]", "A[i*k+l]*a")
-    return draft(f"{HEAD}{ZERO}{outer}{body}}}\n", found, f"loops {order} into C")
+    return draft(f"{HEAD}{ZERO}{outer}{body}}}\n", techniques, f"loops {order} into C")
 
 
-def _innermost_sum(rng: random.Random, order: str, loops: list[str], outer: str, found: set[str]) -> Draft:
+def _innermost_sum(rng: random.Random, order: str, loops: list[str], outer: str, techniques: set[str]) -> Draft:
     """Each number of C is finished before the next is begun: as a sum, by pointers, or in C itself."""
     form = rng.choice(["sum", "sum", "pointers", "memory"])
-    hint = hinted(rng, found, SIMD_SUM if form != "memory" else "")
+    hint = hinted(rng, techniques, SIMD_SUM if form != "memory" else "")
     begin, step, end = {
         "sum": ("double s=0;", "s+=A[i*k+l]*B[l*n+j];", "\nC[i*n+j]=s;"),
         "pointers": ("const double*a=A+i*k,*b=B+j;double s=0;", "s+=a[l]*b[l*n];", "\nC[i*n+j]=s;"),
@@ -94,44 +94,44 @@ def _innermost_sum(rng: random.Random, order: str, loops: list[str], outer: str,
     }[form]
     body = f"{loops[0]}{loops[1][:-1]}{{{begin}\n{hint}{loops[2][:-1]}{step}{end}}}\n"
     words = {"sum": "one sum", "pointers": "one sum by pointers", "memory": "each number of C at once"}[form]
-    return draft(f"{HEAD}{outer}{body}}}\n", found, f"loops {order}, {words}")
+    return draft(f"{HEAD}{outer}{body}}}\n", techniques, f"loops {order}, {words}")
 
 
 def tiled(rng: random.Random) -> Draft:
     """Blocks in one to three dimensions."""
-    inner, found = rng.choice(ORDERS), {"blocking"}
+    inner, techniques = rng.choice(ORDERS), {"blocking"}
     if inner != "ijl":
-        found.add("loop_order")
+        techniques.add("loop_order")
     blocks = {name: rng.choice(BLOCKS) for name in rng.sample("ijl", rng.randint(1, 3))}
     outer = "".join(loop(name.upper(), ENDS[name], "0", size) + "\n" for name, size in blocks.items())
-    parallel = threaded(rng, next(iter(blocks)) != "l", found)
+    parallel = threaded(rng, next(iter(blocks)) != "l", techniques)
     ends = {name: f"M({name.upper()}+{blocks[name]},{ENDS[name]})" if name in blocks else ENDS[name] for name in "ijl"}
     loops = [loop(name, ends[name], name.upper() if name in blocks else "0") for name in inner]
     if inner[2] == "l":
-        hint = hinted(rng, found, SIMD_SUM)
+        hint = hinted(rng, techniques, SIMD_SUM)
         body = f"{loops[0]}\n{loops[1]}{{double s=0;\n{hint}{loops[2]}s+=A[i*k+l]*B[l*n+j];\nC[i*n+j]+=s;}}\n"
     else:
-        hint = hinted(rng, found)
+        hint = hinted(rng, techniques)
         body = f"{loops[0]}\n{loops[1]}\n{hint}{loops[2]}\nC[i*n+j]+=A[i*k+l]*B[l*n+j];\n"
     sizes = ", ".join(f"{name} by {size}" for name, size in blocks.items())
-    return draft(f"{LEAST}{HEAD}{ZERO}{parallel}{outer}{body}}}\n", found, f"blocks of {sizes}; inside {inner}")
+    return draft(f"{LEAST}{HEAD}{ZERO}{parallel}{outer}{body}}}\n", techniques, f"blocks of {sizes}; inside {inner}")
 
 
 def unrolled(rng: random.Random) -> Draft:
     """Several steps written out, and a loop for what remains."""
-    steps, found = rng.choice(STEPS), {"unrolling"}
-    parallel = threaded(rng, True, found)
+    steps, techniques = rng.choice(STEPS), {"unrolling"}
+    parallel = threaded(rng, True, techniques)
     if rng.random() < 0.5:
-        found.add("loop_order")
+        techniques.add("loop_order")
         written = "".join(f"c[j+{u}]+=a*b[j+{u}];" for u in range(steps)).replace("+0]", "]")
         body = (
             f"{parallel}{loop('i', 'm')}\n{loop('l', 'k')}{{double a=A[i*k+l],*c=C+i*n;const double*b=B+l*n;int j=0;\n"
             f"for(;j+{steps}<=n;j+={steps}){{{written}}}\nfor(;j<n;j++)c[j]+=a*b[j];}}\n"
         )
-        return draft(f"{HEAD}{ZERO}{body}}}\n", found, f"loops ilj, {steps} columns a step")
+        return draft(f"{HEAD}{ZERO}{body}}}\n", techniques, f"loops ilj, {steps} columns a step")
     sums = "stuvwxyz"[: steps if rng.random() < 0.6 else 1]
     if len(sums) > 1:
-        found.add("register_accumulation")
+        techniques.add("register_accumulation")
     terms = [f"a[{u}]*b[{u}*n]" for u in range(steps)]
     written = "".join(f"{sums[u % len(sums)]}+={term.replace('0*n', '0')};" for u, term in enumerate(terms))
     body = (
@@ -140,16 +140,16 @@ def unrolled(rng: random.Random) -> Draft:
         f"for(;l+{steps}<=k;l+={steps}){{{written}a+={steps};b+={steps}*n;}}\n"
         f"for(;l<k;l++){{s+=*a++**b;b+=n;}}\nC[i*n+j]={'+'.join(sums)};}}\n"
     )
-    return draft(f"{HEAD}{body}}}\n", found, f"loops ijl, {steps} terms a step, {len(sums)} sums")
+    return draft(f"{HEAD}{body}}}\n", techniques, f"loops ijl, {steps} terms a step, {len(sums)} sums")
 
 
 def registers(rng: random.Random) -> Draft:
     """A tile of sums that stays in registers, as a helper that the compiler copies for the full size."""
     rows, columns = rng.choice([(2, 4), (2, 8), (4, 4), (4, 8), (6, 8), (8, 4), (8, 8), (4, 16)])
-    found, order = {"register_accumulation"}, rng.choice(["ij", "ji"])
+    techniques, order = {"register_accumulation"}, rng.choice(["ij", "ji"])
     if order == "ji":
-        found.add("loop_order")
-    parallel = threaded(rng, True, found)
+        techniques.add("loop_order")
+    parallel = threaded(rng, True, techniques)
     steps = {"i": rows, "j": columns}
     helper = (
         f"static inline void t(int h,int w,int n,int k,const double*A,const double*B,double*C){{"
@@ -162,20 +162,20 @@ def registers(rng: random.Random) -> Draft:
         "".join(loop(name, ENDS[name], "0", steps[name]) + "\n" for name in order)
         + f"i+{rows}<=m&&j+{columns}<=n?t({rows},{columns},{at}:t(M({rows},m-i),M({columns},n-j),{at};\n"
     )
-    return draft(f"{LEAST}{helper}{HEAD}{parallel}{body}}}\n", found, f"tiles of {rows} x {columns} sums, {order}")
+    return draft(f"{LEAST}{helper}{HEAD}{parallel}{body}}}\n", techniques, f"tiles of {rows} x {columns} sums, {order}")
 
 
 def vectors(rng: random.Random) -> Draft:
     """Vectors of the compiler: along a row of C, or a column of them as sums."""
-    lanes, found = rng.choice([2, 4, 8]), {"vectorization"}
-    parallel = threaded(rng, True, found)
+    lanes, techniques = rng.choice([2, 4, 8]), {"vectorization"}
+    parallel = threaded(rng, True, techniques)
     if rng.random() < 0.4:
-        found.add("loop_order")
+        techniques.add("loop_order")
         body = (
             f"{parallel}{loop('i', 'm')}\n{loop('l', 'k')}{{double a=A[i*k+l];int j=0;\n"
             f"for(;j+{lanes}<=n;j+={lanes})*(v*)(C+i*n+j)+=a**(v*)(B+l*n+j);\nfor(;j<n;j++)C[i*n+j]+=a*B[l*n+j];}}\n"
         )
-        return draft(f"{vector_type(lanes)}{HEAD}{ZERO}{body}}}\n", found, f"loops ilj, vectors of {lanes}")
+        return draft(f"{vector_type(lanes)}{HEAD}{ZERO}{body}}}\n", techniques, f"loops ilj, vectors of {lanes}")
     rows = rng.choice([1, 2, 4, 8])
     edge = (
         f"{loop('i', 'm')}\n{loop('j', 'n', f'n/{lanes}*{lanes}')}{{double s=0;\n"
@@ -186,8 +186,8 @@ def vectors(rng: random.Random) -> Draft:
             f"{parallel}{loop('i', 'm')}\nfor(int j=0;j+{lanes}<=n;j+={lanes}){{v s={{0}};\n"
             f"{loop('l', 'k')}s+=A[i*k+l]**(v*)(B+l*n+j);\n*(v*)(C+i*n+j)=s;}}\n"
         )
-        return draft(f"{vector_type(lanes)}{HEAD}{body}{edge}}}\n", found, f"a sum of {lanes} lanes")
-    found.add("register_accumulation")
+        return draft(f"{vector_type(lanes)}{HEAD}{body}{edge}}}\n", techniques, f"a sum of {lanes} lanes")
+    techniques.add("register_accumulation")
     helper = (
         f"static inline void t(int h,int n,int k,const double*A,const double*B,double*C){{v s[{rows}]={{0}};\n"
         f"{loop('l', 'k')}{loop('r', 'h')}s[r]+=A[r*k+l]**(v*)(B+l*n);\n{loop('r', 'h')}*(v*)(C+r*n)=s[r];}}\n"
@@ -198,30 +198,30 @@ def vectors(rng: random.Random) -> Draft:
         f"i+{rows}<=m?t({rows},{at}:t(m-i,{at};\n"
     )
     words = f"{rows} sums of {lanes} lanes"
-    return draft(f"{vector_type(lanes)}{helper}{HEAD}{body}{edge}}}\n", found, words)
+    return draft(f"{vector_type(lanes)}{helper}{HEAD}{body}{edge}}}\n", techniques, words)
 
 
 def packed(rng: random.Random) -> Draft:
     """A part of B is copied, so that it is read in the order of its use."""
-    found, kind = {"packing"}, rng.choice(["column", "transposed", "panel", "panel"])
+    techniques, kind = {"packing"}, rng.choice(["column", "transposed", "panel", "panel"])
     if kind == "column":
-        found.add("loop_order")
-        parallel = threaded(rng, True, found)
+        techniques.add("loop_order")
+        parallel = threaded(rng, True, techniques)
         body = f"{parallel}{loop('j', 'n')}{{double t[k];\n{loop('l', 'k')}t[l]=B[l*n+j];\n"
-        hint = hinted(rng, found, SIMD_SUM)
+        hint = hinted(rng, techniques, SIMD_SUM)
         body += f"{loop('i', 'm')}{{double s=0;\n{hint}{loop('l', 'k')}s+=A[i*k+l]*t[l];\nC[i*n+j]=s;}}}}\n"
-        return draft(f"{HEAD}{body}}}\n", found, "each column of B copied")
+        return draft(f"{HEAD}{body}}}\n", techniques, "each column of B copied")
     if kind == "transposed":
-        parallel = threaded(rng, True, found)
-        hint = hinted(rng, found, SIMD_SUM)
+        parallel = threaded(rng, True, techniques)
+        hint = hinted(rng, techniques, SIMD_SUM)
         body = f"double*t=malloc(8l*n*k);\n{loop('l', 'k')}{loop('j', 'n')}t[j*k+l]=B[l*n+j];\n"
         body += (
             f"{parallel}{loop('i', 'm')}\n{loop('j', 'n')}{{double s=0;\n{hint}{loop('l', 'k')}s+=A[i*k+l]*t[j*k+l];\n"
         )
-        return draft(f"#include<stdlib.h>\n{HEAD}{body}C[i*n+j]=s;}}\nfree(t);}}\n", found, "B transposed")
-    found |= {"blocking", "loop_order"}
+        return draft(f"#include<stdlib.h>\n{HEAD}{body}C[i*n+j]=s;}}\nfree(t);}}\n", techniques, "B transposed")
+    techniques |= {"blocking", "loop_order"}
     size = rng.choice([32, 64, 128])
-    parallel, hint = threaded(rng, True, found), hinted(rng, found)
+    parallel, hint = threaded(rng, True, techniques), hinted(rng, techniques)
     body = (
         f"{loop('L', 'k', '0', size)}\n{loop('J', 'n', '0', size)}{{int d=M({size},k-L),w=M({size},n-J);\n"
         f"{loop('l', 'd')}{loop('j', 'w')}p[l*{size}+j]=B[(L+l)*n+J+j];\n"
@@ -229,7 +229,9 @@ def packed(rng: random.Random) -> Draft:
         f"{hint}{loop('j', 'w')}C[i*n+J+j]+=a*p[l*{size}+j];}}}}\n"
     )
     buffer = f"static double p[{size * size}];\n"
-    return draft(f"{LEAST}{buffer}{HEAD}{ZERO}{body}}}\n", found, f"panels of B of {size} x {size} copied, inside ilj")
+    return draft(
+        f"{LEAST}{buffer}{HEAD}{ZERO}{body}}}\n", techniques, f"panels of B of {size} x {size} copied, inside ilj"
+    )
 
 
 DGEMM: Mapping[Writer, int] = {plain: 4, tiled: 4, unrolled: 3, registers: 3, vectors: 3, packed: 2}

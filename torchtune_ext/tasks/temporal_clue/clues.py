@@ -215,7 +215,7 @@ def _false_place(rng: random.Random, scenario: Scenario, place: Place) -> Place 
 def _compounds(rng: random.Random, scenario: Scenario, kind: str, count: int) -> list[tuple[float, Statement]]:
     """Makes clues of two places: "or" joins a true and a false one, "if and only if" two true or two false ones."""
     right = _all_places(scenario)
-    found: list[tuple[float, Statement]] = []
+    clues: list[tuple[float, Statement]] = []
     for _ in range(count):
         first, second = rng.sample(right, 2)
         if kind == "or":
@@ -224,8 +224,8 @@ def _compounds(rng: random.Random, scenario: Scenario, kind: str, count: int) ->
             first, second = _false_place(rng, scenario, first), _false_place(rng, scenario, second)
         if first is None or second is None or first == second:
             continue
-        found.append((WEIGHTS[kind], Either(first, second) if kind == "or" else Iff(first, second)))
-    return found
+        clues.append((WEIGHTS[kind], Either(first, second) if kind == "or" else Iff(first, second)))
+    return clues
 
 
 def _meetings(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) -> Iterator[tuple[float, Statement]]:
@@ -267,9 +267,9 @@ def _besides(rng: random.Random, scenario: Scenario, count: int) -> Iterator[tup
     for _ in range(count):
         time = rng.randrange(len(scenario.times))
         who, other = rng.sample(range(len(places)), 2)
-        for direction, found in pairs.items():
-            if (places[who][time], places[other][time]) in found:
-                yield WEIGHTS["beside"], Beside(who, other, time, direction, found)
+        for direction, neighbors in pairs.items():
+            if (places[who][time], places[other][time]) in neighbors:
+                yield WEIGHTS["beside"], Beside(who, other, time, direction, neighbors)
 
 
 def _moves(scenario: Scenario) -> Iterator[tuple[float, Statement]]:

@@ -95,12 +95,12 @@ def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = No
 def _checked(where: str, item: object) -> Puzzle:
     if not isinstance(item, dict):
         raise Mistake(f"{where}: not an object; write one with the fields num_clues, prompt and solution")
-    wanted = {
+    fields = {
         "num_clues": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0, "a number, 0 or more"),
         "prompt": (lambda v: isinstance(v, str) and v.strip() != "", "the text of the puzzle"),
         "solution": (_is_solution, 'an object from letters to answers, such as {"A": "Mrs. White"}'),
     }
-    for field, (right, what) in wanted.items():
+    for field, (right, what) in fields.items():
         if field not in item:
             raise Mistake(f"{where}: field {field!r} is missing; add {what}")
         if not right(item[field]):

@@ -110,18 +110,18 @@ def _murder_words(scenario: Scenario, clue: Murder) -> str:
     }[clue.fact]()
 
 
-def question(scenario: Scenario, asked: Statement, ask_who: bool = False) -> tuple[str, str, str]:
+def question(scenario: Scenario, statement: Statement, ask_who: bool = False) -> tuple[str, str, str]:
     """Writes the question about a fact.
 
     Args:
         scenario: the scenario of the puzzle.
-        asked: the fact.
+        statement: the fact.
         ask_who: for a motive, True asks who has it, False asks what motivates the suspect.
 
     Returns:
         The question, the answer, and the word for the kind of answer.
     """
-    match asked:
+    match statement:
         case Murder(fact, value):
             answer = name(scenario, value).removeprefix("the ") if fact in ("murderer", "weapon") else None
             answer = answer or {"room": scenario.rooms, "time": scenario.times, "motive": scenario.motives}[fact][value]
@@ -132,7 +132,7 @@ def question(scenario: Scenario, asked: Statement, ask_who: bool = False) -> tup
             return f"Who is motivated by {scenario.motives[motive]}?", scenario.suspects[suspect], "SUSPECT"
         case HasMotive(suspect, motive):
             return f"What motivates {scenario.suspects[suspect]}?", scenario.motives[motive], "MOTIVE"
-    raise TypeError(f"no question asks for {asked!r}")
+    raise TypeError(f"no question asks for {statement!r}")
 
 
 def board(scenario: Scenario) -> str:
@@ -150,7 +150,7 @@ def prompt(scenario: Scenario, clues: list[Statement], questions: list[tuple[str
     """Returns the whole text that the policy reads. `questions` begins with the `num_main` main questions."""
     digits = 2 if len(scenario.rooms) > 9 else 1
     letters = [chr(ord("A") + number) for number in range(len(questions))]
-    asked = [f"{letter}. {text}" for letter, (text, _, _) in zip(letters, questions, strict=True)]
+    lines = [f"{letter}. {text}" for letter, (text, _, _) in zip(letters, questions, strict=True)]
     timed = len(scenario.times) > 1
     parts = [
         OPENING,
@@ -172,10 +172,10 @@ def prompt(scenario: Scenario, clues: list[Statement], questions: list[tuple[str
         "The available clues are as follows:",
         "\n".join(f"- {sentence(scenario, clue)}" for clue in clues),
         "Please answer the following question(s):",
-        "\n".join(asked[:num_main]),
+        "\n".join(lines[:num_main]),
     ]
-    if asked[num_main:]:
-        parts += ["And the following bonus question(s):", "\n".join(asked[num_main:])]
+    if lines[num_main:]:
+        parts += ["And the following bonus question(s):", "\n".join(lines[num_main:])]
     parts += [
         "Fill out your final answers in the following format:",
         "\n".join(f"{letter}. {kind}" for letter, (_, _, kind) in zip(letters, questions, strict=True)),

@@ -59,13 +59,13 @@ def puzzle_of(rng: random.Random, scenario: Scenario, dims: Dims, size: Size) ->
     bonus = _bonus_facts(rng, scenario, clues, ALL_QUESTIONS - len(main) if dims.bonus is None else dims.bonus)
     if not main:
         return None
-    asked = [question(scenario, fact) for fact in main]
-    asked += [question(scenario, fact, ask_who) for fact, ask_who in bonus]
+    questions = [question(scenario, fact) for fact in main]
+    questions += [question(scenario, fact, ask_who) for fact, ask_who in bonus]
     if not size.whole_world:
         clues = drop_in_turn(solver, clues, main + [fact for fact, _ in bonus], worlds)
     rng.shuffle(clues)
-    text = prompt(scenario, clues, asked, len(main))
-    return Puzzle(len(clues), text, {chr(ord("A") + n): answer for n, (_, answer, _) in enumerate(asked)})
+    text = prompt(scenario, clues, questions, len(main))
+    return Puzzle(len(clues), text, {chr(ord("A") + n): answer for n, (_, answer, _) in enumerate(questions)})
 
 
 def whole_world(scenario: Scenario) -> list[Statement]:

@@ -192,10 +192,10 @@ def _carry(rng: random.Random, walks: list[list[int]], dims: Dims) -> list[int]:
 
 def _possible_murders(walks: list[list[int]], carried: list[list[int]], dims: Dims) -> list[tuple[int, int, int, int]]:
     """Returns every (suspect, weapon, room, time) at which the suspect was the only one in a room with the weapon."""
-    found = []
+    murders = []
     for time in range(dims.times):
         rooms = [walk[time] for walk in walks]
         for suspect, room in enumerate(rooms):
             if rooms.count(room) == 1:
-                found += [(suspect, weapon, room, time) for weapon, way in enumerate(carried) if way[time] == room]
-    return found
+                murders += [(suspect, weapon, room, time) for weapon, way in enumerate(carried) if way[time] == room]
+    return murders

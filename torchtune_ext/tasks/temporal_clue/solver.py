@@ -123,9 +123,9 @@ class Solver:
 
         def chosen(count: int) -> int:
             nonlocal position
-            found = values.index(1, position, position + count) - position
+            choice = values.index(1, position, position + count) - position
             position += count
-            return found
+            return choice
 
         places = tuple(tuple(chosen(len(s.rooms)) for _ in s.times) for _ in s.truth.places)
         motives = tuple(chosen(len(s.motives)) for _ in s.suspects) if s.motives else ()

@@ -83,7 +83,7 @@ class TemporalClue:
         if self.puzzles is not None:
             puzzle = self.puzzles[index]
         else:
-            puzzle = _made(self.seed, self.first + index, self.size, self.kept_in)
+            puzzle = _puzzle(self.seed, self.first + index, self.size, self.kept_in)
         message = {"role": "user", "content": puzzle.prompt}
         return Problem(f"{self.prefix}-{self.first + index:06d}", (message,), puzzle.solution)
 
@@ -104,7 +104,7 @@ class TemporalClue:
 
 
 @lru_cache(maxsize=4096)
-def _made(seed: int, index: int, size: Size, kept_in: Path | None) -> Puzzle:
+def _puzzle(seed: int, index: int, size: Size, kept_in: Path | None) -> Puzzle:
     if kept_in is None:
         return make_puzzle(seed, index, size)
     path = kept_in / f"{index:06d}.jsonl"
@@ -128,8 +128,8 @@ def right_answers(solution: dict[str, str], text: str, grader: str = "exact") ->
     letters = ANSWER_LETTERS[grader]
     right = {}
     for key, answer in solution.items():
-        found = _pattern(key, letters).findall(text)
-        right[key] = bool(found) and found[-1].strip().lower() == answer.lower()
+        matches = _pattern(key, letters).findall(text)
+        right[key] = bool(matches) and matches[-1].strip().lower() == answer.lower()
     return right
 
 

@@ -73,12 +73,12 @@ def chosen_groups(groups: Sequence[Group], number: int, turn: int = 0) -> list[t
         "worst": sorted(rated, key=lambda pair: _mean(pair[0])),
         "widest": sorted(rated, key=lambda pair: min(pair[0]) - max(pair[0])),
     }
-    kinds, found = list(orders), []
+    kinds, picks = list(orders), []
     for place in range(min(number, len(rated))):
         kind = kinds[(turn + place) % len(kinds)]
-        taken = {id(group) for _, group in found}
-        found.append((kind, next(group for _, group in orders[kind] if id(group) not in taken)))
-    return found
+        taken = {id(group) for _, group in picks}
+        picks.append((kind, next(group for _, group in orders[kind] if id(group) not in taken)))
+    return picks
 
 
 def clean(text: str) -> str:

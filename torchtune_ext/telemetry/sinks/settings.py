@@ -161,15 +161,15 @@ class RunTotals:
 
     def facts(self) -> dict[str, Any]:
         """Returns the totals by name. What the run does not measure (accuracy, sampled tokens) is left out."""
-        found: dict[str, Any] = {"total/steps": self._step}
+        totals: dict[str, Any] = {"total/steps": self._step}
         for name, pair in ("best", self._best), ("last", self._last):
             if pair is not None:
-                found |= {f"eval/{name}": pair[0], f"eval/{name}_step": pair[1]}
+                totals |= {f"eval/{name}": pair[0], f"eval/{name}_step": pair[1]}
         if self._tokens:
-            found["total/sampled_tokens"] = int(self._tokens)
+            totals["total/sampled_tokens"] = int(self._tokens)
         if self._seconds:
-            found["total/seconds"] = self._seconds
-        return found
+            totals["total/seconds"] = self._seconds
+        return totals
 
 
 def state_of(status: int) -> str:

@@ -110,10 +110,10 @@ class WeightsAndBiases:
 
 
 def arguments(opening: Opening, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the arguments of `wandb.init`. W&B's variables win over the config, since whoever sets one means this start of
-    the run; W&B reads a variable only where it is given no argument."""
+    """Returns the arguments of `wandb.init`. W&B's variables win over the config, since they are set for this start of the run;
+    W&B reads a variable only where it is given no argument."""
     run, settings = opening.run, opening.settings
-    wanted = {
+    defaults = {
         "dir": ("WANDB_DIR", str(opening.run_dir)),
         "project": ("WANDB_PROJECT", settings.project),
         "name": ("WANDB_NAME", opening.name),
@@ -122,11 +122,11 @@ def arguments(opening: Opening, environment: Mapping[str, str]) -> dict[str, Any
         "id": ("WANDB_RUN_ID", run.id if run else None),
         "resume": ("WANDB_RESUME", None if opening.resume_step is None else "allow"),
     }
-    found = {key: value for key, (name, value) in wanted.items() if not environment.get(name)}
+    keywords = {key: value for key, (name, value) in defaults.items() if not environment.get(name)}
     if environment.get("WANDB_SWEEP_ID"):
         # A sweep has these from its agent, and W&B warns of others.
-        found = {key: value for key, value in found.items() if key not in ("project", "id")}
-    return found | {"config": shown_config(opening)}
+        keywords = {key: value for key, value in keywords.items() if key not in ("project", "id")}
+    return keywords | {"config": shown_config(opening)}
 
 
 def shown_config(opening: Opening) -> dict[str, Any] | None:
