@@ -279,7 +279,7 @@ def engine_threads(config: EngineConfig, parameters: int, beside: bool) -> int |
 
 
 def engine_environment(config: EngineConfig) -> dict[str, str]:
-    """Returns the variables that vLLM's processes need, whoever starts them."""
+    """Returns the variables that vLLM's processes need, in a run as in a server."""
     environ = {"VLLM_NO_USAGE_STATS": "1"}
     if on_cpu():
         environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)}

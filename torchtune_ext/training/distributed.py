@@ -113,8 +113,8 @@ class Ranks:
     def phase(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
         """Names what this rank does inside `with ranks.phase("sample", 3):`, for messages of ranks that wait for it.
 
-        All ranks must use the same name for what they do together, and a rank must use a different name for what it
-        does alone. The watch does not warn early about a rank that is in a phase of its own.
+        All ranks must use the same name for what they do together, and a rank must use a different name for what only
+        it does. The watch does not warn early about a rank that is in a phase of its own.
         """
         if self.watch is None:
             return nullcontext()

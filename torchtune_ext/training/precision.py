@@ -112,8 +112,8 @@ class Precision:
         self.dtype = DTYPES[dtype]  # of the trainer's forward and backward
         engine = engine.following(dtype)
         self.engine_dtype = getattr(torch, engine.dtype)
-        self.trainer, sampler = config.sides  # of the policy
-        self.engine = engine  # as it has to be started
+        self.trainer, sampler = config.sides
+        self.engine = engine  # the settings to start it with
         self.sampler: Fp8Receipt | None = None  # which layers the engine holds in FP8
         if device.type == "cpu" and engine.dtype == "bfloat16" and not computes_in_bfloat16("cpu"):
             # A step of the engine that takes minutes must not pass for one that has frozen.
@@ -233,7 +233,7 @@ class Precision:
         else:
             frozen = bool(adapter_names(policy.model))
             lines += [f"  trainer: {line}" for line in fp8_gain.trainer_gain(policy.fp8, frozen, tokens, self.device)]
-            release_memory()  # of the measurement
+            release_memory()  # which the measurement took
         self._file = Path(folder) / "fp8.txt"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.unlink(missing_ok=True)

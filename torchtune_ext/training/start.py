@@ -108,7 +108,7 @@ def training_gpus(ranks: int | None = None) -> list[str]:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Says whether two names are surely those of one GPU. A number and a UUID may be, but nobody knows."""
+    """Says whether two names are surely those of one GPU. A number and a UUID may be, but that cannot be told."""
     if one.isdigit() and other.isdigit():
         return int(one) == int(other)
     # A UUID may be cut short, as long as no other GPU begins so.

@@ -10,7 +10,7 @@ late in two ways:
               the run ends only after `wait_s`.
 
 The main thread of a rank that waits is inside gloo or NCCL, where no exception of ours can reach it. So the watch runs
-in threads of its own, and ends the process itself. `Judge` decides from the beats alone. `Watch` has the threads and
+in threads of its own, and ends the process itself. `Judge` decides only from the beats. `Watch` has the threads and
 the store, and ends the process.
 """
 

@@ -153,7 +153,7 @@ class Process:
     def __init__(self, end: socket.socket, key: str):
         """Args: end: to the trainer; key: of the servers."""
         self._end, self._key = end, key
-        self._number = 0  # of the order under way
+        self._number = 0  # number of the order under way
         self._ending = threading.Lock()  # only the first error is reported
         self._group: GlooSender | NcclSender | None = None
         self._of: tuple[str, tuple[Member, ...]] | None = None  # whom the group connects, and by what
