@@ -135,7 +135,7 @@ class Publisher:
     def _prove(self, version: int) -> dict[str, float]:
         """Samples the canary of every engine and compares the log-probs that each reports with the trainer's.
 
-        Returns the metrics of the worst engine. Raises Disagreement.
+        Returns the worst of their metrics. Raises Disagreement.
         """
         when = f"after publishing version {version}"
         answers, wrong = self._canary(version)
