@@ -248,8 +248,8 @@ def _against_device(a: Fp8Blocks, only_hopper: bool) -> str | None:
         return f"it needs a CUDA device, the operands are on {device}"
     capability = torch.cuda.get_device_capability(device)
     if (capability[0] != 9) if only_hopper else (capability < (8, 9)):
-        wanted = "9.0 (Hopper)" if only_hopper else "8.9 or later"
-        return f"it needs compute capability {wanted}, {device} has {capability[0]}.{capability[1]}"
+        versions = "9.0 (Hopper)" if only_hopper else "8.9 or later"
+        return f"it needs compute capability {versions}, {device} has {capability[0]}.{capability[1]}"
     return None
 
 

@@ -124,10 +124,10 @@ def _stacked(completions: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, T
     spans = sorted((span for span in completions if span[1] > span[0]), key=lambda span: span[0] - span[1])
     while spans:
         longest = spans[0][1] - spans[0][0]
-        taken = [span for span in spans if span[1] - span[0] >= (1 - MAX_PADDING) * longest]
-        spans = spans[len(taken) :]
-        start = torch.tensor([a for a, _ in taken])[:, None]
-        stop = torch.tensor([b for _, b in taken])[:, None]
+        stack = [span for span in spans if span[1] - span[0] >= (1 - MAX_PADDING) * longest]
+        spans = spans[len(stack) :]
+        start = torch.tensor([a for a, _ in stack])[:, None]
+        stop = torch.tensor([b for _, b in stack])[:, None]
         index = start + torch.arange(longest)
         yield index.minimum(stop - 1), index < stop
 
@@ -135,7 +135,7 @@ def _stacked(completions: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, T
 @torch.compiler.disable(recursive=False)
 def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Tensor:
     """Computes attention on the CPU. q, k, v and the result are [1, H, T, D]; the result is zero on padding."""
-    # In a row of padding alone every parameter must still get a gradient. Otherwise this rank would make fewer
+    # In a row of only padding every parameter must still get a gradient. Otherwise this rank would make fewer
     # collectives than the others.
     if not mask.sizes:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -5,8 +5,8 @@
     tune run grpo_async --config grpo/tiny_async
     CUDA_VISIBLE_DEVICES=0,1,2,3 tune run --nproc_per_node 4 grpo_full --config grpo/qwen2_5_7B_full
 
-`tune` knows this one file by three names. What is trained, all weights or adapters, in which precision, and whether the engine
-samples ahead while the trainer works, says the config.
+`tune` knows this one file by three names. The config says what is trained, all weights or adapters, in which precision, and
+whether the engine samples ahead while the trainer works.
 
 The whole algorithm is in `train()`, but for the loss, a class that `loss:` names and that may stand in this file. To change it:
 `tune cp -n grpo_full my_grpo.py`, edit, `tune run my_grpo.py --config ...`.
@@ -78,7 +78,7 @@ class Config:
     depth: int | None = None  # steps that the engine samples ahead, at most staleness; null: 1, with staleness 0 none
     rollouts: nodes.RolloutConfig = nodes.RolloutConfig()  # bad problems, and how long to wait for an answer
     replay: str | None = None  # folder of a run: trains on its stored rollouts again, without an engine
-    refill_rounds: int = 0  # further sampling, up to so many times, to replace groups without signal
+    refill_rounds: int = 0  # times of further sampling, at most, to replace groups without signal
     updates_per_step: int = 1  # optimizer updates on the samples of one step
     row_tokens: int = 16384  # capacity of a packed row
     advantage: nodes.AdvantageConfig = nodes.AdvantageConfig()  # how rewards of a group become advantages
@@ -125,8 +125,8 @@ class GRPORecipe:
             output_dir=cfg.output_dir,
             model_dir=cfg.model_dir,
         )
-        # It tells the other ranks, too, who is at what.
         self.profile = Profile(cfg.profile, cfg.output_dir, self.ranks.rank)
+        # It tells the other ranks, too, what this one is doing.
         self.watch = summary.Stopwatch(
             lambda phase: self.ranks.phase(phase, self.step), self.timeline if self.ranks.is_main else None
         )
@@ -209,7 +209,7 @@ class GRPORecipe:
             seed=cfg.seed,
             fp8=self.parts.precision.trainer,
         )
-        # Masters are float32 in every precision: of an update at lr 1e-5 bfloat16 would lose the larger part.
+        # Masters are float32 in every precision: bfloat16 would lose the larger part of an update at lr 1e-5.
         optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
         self.learner = Learner(
             self.policy,
@@ -243,7 +243,7 @@ class GRPORecipe:
             self.last_eval = None  # a checkpoint has the accuracy of its own weights only
 
             # Groups come finished and graded. With staleness 0 they were all sampled by the policy of this step,
-            # otherwise none of their tokens is older than so many versions. Rewards become advantages inside each
+            # otherwise none of their tokens is older than `staleness` versions. Rewards become advantages inside each
             # group.
             with watch("sample"):
                 groups, values = self.sample()
@@ -283,13 +283,13 @@ class GRPORecipe:
 
     def sample(self) -> tuple[list[Group], dict[str, float]]:
         """Rank 0: the groups of this step with advantages, stored and measured. Other ranks: nothing."""
-        cfg, groups, values, wanted = self.cfg, [], {}, self.cfg.prompts_per_step
+        cfg, groups, values, missing = self.cfg, [], {}, self.cfg.prompts_per_step
         if not self.ranks.is_main:
             return [], {}
         for refill in range(1 + cfg.refill_rounds):
-            with self.progress.sampling(wanted * cfg.samples_per_prompt) as bar:
-                more, measured = self.source.take(wanted, self.watch, bar, refill)
-            values |= measured
+            with self.progress.sampling(missing * cfg.samples_per_prompt) as bar:
+                more, metrics = self.source.take(missing, self.watch, bar, refill)
+            values |= metrics
             if self.teacher:
                 with self.watch("teacher"):
                     more = self.teacher.scored(more)
@@ -300,8 +300,8 @@ class GRPORecipe:
             groups, stats = with_advantages(
                 groups + more, cfg.advantage, self.sampling.max_tokens, self.learner.needs.all_groups
             )
-            wanted = cfg.prompts_per_step - stats.groups
-            if wanted <= 0:
+            missing = cfg.prompts_per_step - stats.groups
+            if missing <= 0:
                 break
         # All that was drawn is stored and measured; what a further round replaced is not trained on.
         kept, drawn = refilled(groups, cfg.prompts_per_step)
@@ -335,30 +335,29 @@ class GRPORecipe:
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Optimizer updates on the rows of this step."""
         # The proximal policy is the policy of this moment. The first update starts from it, so its own forward pass
-        # says what the policy thinks; the later ones start from a policy that has moved, so it is asked beforehand.
+        # gives the log-probs; the later ones start from a policy that has moved, so theirs are computed beforehand.
         proximal = self.learner.proximal(updates)
         reference = self.learner.reference(updates)
 
-        mismatch, made = {}, []
+        mismatch, metrics = {}, []
         with self.progress.training(sum(map(len, updates))) as bar:
-            for rows, proximal_said, reference_said in zip(updates, proximal, reference, strict=True):
+            for rows, old, ref in zip(updates, proximal, reference, strict=True):
                 gradient = self.learner.forward_backward(
                     rows,
-                    proximal=proximal_said,
-                    reference=reference_said,
+                    proximal=old,
+                    reference=ref,
                     version=self.version,
                     on_row=lambda row: bar.add(1, row.num_labels),
                 )
-                if not made:
+                if not metrics:
                     # Trainer and engine must agree before the step's first update, so that a wrong one is never made.
                     when = f"step {self.step}, before its first update"
-                    agreed = self.agreement.require(rows, gradient.logprobs, when, self.version)
-                    mismatch = agreed.metrics("mismatch")
-                made.append(self.learner.step(gradient, advice=partial(self.checkpoints.advice, self.step)))
+                    mismatch = self.agreement.require(rows, gradient.logprobs, when, self.version).metrics("mismatch")
+                metrics.append(self.learner.step(gradient, advice=partial(self.checkpoints.advice, self.step)))
 
         # An update without a signal was not made. The learning rate goes on as if it had been.
         self.learner.updates = self.step * self.cfg.updates_per_step
-        return mismatch | over_updates(made)
+        return mismatch | over_updates(metrics)
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy on all held-out problems, sampled and greedy, by rank 0."""

@@ -199,11 +199,11 @@ class WarmupRecipe:
 
     def groups(self) -> list[Group]:
         """The problems with their solutions. One that cannot be learned is named and left out."""
-        made = {}
+        groups = {}
 
         def fault(problem: Problem) -> str:
             try:
-                made[id(problem)] = group = self.group(problem)
+                groups[id(problem)] = group = self.group(problem)
             except Exception as error:  # noqa: BLE001 (the task's code, or the template's; the error is named)
                 return f"there is no text to learn: {text_of(error)}"
             # The last token is only a label.
@@ -214,7 +214,7 @@ class WarmupRecipe:
                 else ""
             )
 
-        return [made[id(problem)] for problem in Usable(self.task, fault, among=self.cfg.num_problems).problems]
+        return [groups[id(problem)] for problem in Usable(self.task, fault, among=self.cfg.num_problems).problems]
 
     def group(self, problem: Problem) -> Group:
         """One problem with its solution as the only sample; the end of the turn is trained too."""

@@ -118,7 +118,7 @@ def with_advantages(
     gradable = [[s for s in group.samples if s.score is not None] for group in groups]
     rewards = [np.array([_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
     batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and rewards else 1.0
-    done, used = [], 0
+    results, used = [], 0
     for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
         graded_G = np.array([s.score.reward for s in samples])
         advantages_G = None if config.overlong and _all_equal(graded_G) else _advantages(rewards_G, config, batch_std)
@@ -127,8 +127,8 @@ def with_advantages(
             advantages_G = np.zeros(len(samples))
         values = () if advantages_G is None else zip(map(id, samples), advantages_G.tolist(), strict=True)
         by_sample = dict(values)
-        done.append(replace(group, samples=tuple(_set(s, by_sample.get(id(s)), config) for s in group.samples)))
-    return done, AdvantageStats(
+        results.append(replace(group, samples=tuple(_set(s, by_sample.get(id(s)), config) for s in group.samples)))
+    return results, AdvantageStats(
         groups=used,
         no_signal=len(groups) - used,
         infra_failed=sum(s.score is None for g in groups for s in g.samples),

@@ -6,7 +6,7 @@ other: `staleness` bounds the age, `depth` says how many steps ahead groups are 
 older and gains little: AReaL on 8 GPUs reaches at 1 step 92% of the throughput of 16. (tinker-cookbook PR #822 set the two
 apart.)
 
-`Ledger` knows numbers alone; whoever asks it holds the groups. Groups are numbered 0, 1, 2, ... in the order of their
+`Ledger` knows only numbers; its caller holds the groups. Groups are numbered 0, 1, 2, ... in the order of their
 problems. Number `n` would be place `n % B` of step `n // B` in a run without asynchrony, with `B` groups a step; a group
 that is submitted again keeps its number and so its problem and its seed.
 
@@ -80,12 +80,12 @@ class Ledger:
         return self.next - len(self.again) - len(self.running) - len(self.finished)
 
     def start_at(self, step: int) -> None:
-        """Begins after so many steps, with nothing on its way."""
+        """Begins after step `step`, with nothing on its way."""
         self.version = self.step = step
         self.next = step * self.batch
 
     def advance(self, version: int) -> list[int]:
-        """Notes that the policy has been published for the `version`-th time; to be called after `load_state_dict`, too.
+        """Notes that the policy has been published for the `version`-th time. Call it after `load_state_dict`, too.
 
         Returns:
             The numbers of the groups that are too old now, lowest first, running or finished. The caller ends or forgets

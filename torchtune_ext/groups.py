@@ -51,7 +51,7 @@ class Group:
 
 
 def graded(groups: Sequence[Group]) -> list[Graded]:
-    """Returns what a task is told of groups (`AdaptiveTask.observe`)."""
+    """Returns groups in the form that a task gets (`AdaptiveTask.observe`)."""
     return [
         (group.problem, [(s.text, s.score, s.outcome.kind if s.outcome else "") for s in group.samples])
         for group in groups
@@ -63,8 +63,8 @@ GroupKey = tuple[str, int]
 
 
 class GroupTimes:
-    """Is told where each group is, at the moment when it comes there: with the engine, with the graders, in the buffer. The
-    stream's thread calls it, and its user's. This one forgets it all; `telemetry.timeline.Timeline` writes it down."""
+    """Is called when a group moves: to the engine, to the graders, into the buffer. The stream's thread calls it, and its
+    user's. This one does nothing; `telemetry.timeline.Timeline` writes the moves down."""
 
     def begin(self, key: GroupKey, track: str = "engine", **facts: Any) -> None:
         """The group is submitted to the engine; or it is in the "buffer" already, since a checkpoint had it finished."""

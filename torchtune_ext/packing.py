@@ -37,9 +37,9 @@ from torch import Tensor
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.errors import Mistake
 
-LENGTHS = 32  # a padded row has one of so many lengths between a power of two and the next
+LENGTHS = 32  # lengths between a power of two and the next that a padded row may have
 ROUND = 512  # tokens; what a round costs beside its rows: launches of kernels, and weights that ranks gather
-TRIES = 5  # so many sizes of rows are compared for each number of rounds
+TRIES = 5  # sizes of rows that are compared for each number of rounds
 FINER = 1.02  # the ratio of a size to the one before
 
 
@@ -57,7 +57,7 @@ class Row:
 
     tokens_T: Tensor  # int64, input ids
     positions_T: Tensor  # int64, position of the token in its own unpacked sequence
-    group_ids_T: Tensor  # int32, id of the prompt or of the completion; -1, -2, ... on padding, which sees itself alone
+    group_ids_T: Tensor  # int32, id of the prompt or of the completion; -1, -2, ... on padding, which sees only itself
     parent_ids_T: Tensor  # int32, id of the prompt; on padding the group id
     segments: tuple[Segment, ...]  # places of the prompts and their completions, as intervals
     labels_L: Tensor  # int64, id of the token to be predicted
@@ -157,7 +157,7 @@ Parts = tuple[Part, ...]  # a row; it is empty for a rank that has nothing to do
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What those who compute the rows want of them, and what a row costs them.
+    """How the ranks need their rows, and what a row costs them.
 
     Args:
         ranks: number of ranks that work in lock step.
@@ -215,7 +215,7 @@ def pack(
             factor depends on the rewards.
         aggregation_constant: tokens, for example max_tokens; needed by "constant".
         pad_id: token id that padding gets.
-        layout: what the ranks want of the rows.
+        layout: how the ranks need the rows.
         completions: the number of completions that "constant" divides by; None: those of `groups` that were graded.
 
     Returns:
@@ -278,7 +278,7 @@ def contexts(row: Row) -> list[int]:
 
     Labels with equal hashes, also in different rows, have the same log-prob under the same policy.
     """
-    labels, found, begin = row.labels_L.tolist(), [], 0
+    labels, hashes, begin = row.labels_L.tolist(), [], 0
     for segment in row.segments:
         prompt = hash(tuple(row.tokens_T[slice(*segment.prompt)].tolist()))
         for start, stop in segment.completions:
@@ -286,9 +286,9 @@ def contexts(row: Row) -> list[int]:
             end, context = begin + stop - start + 1, prompt
             for label in labels[begin:end]:
                 context = hash((context, label))
-                found.append(context)
+                hashes.append(context)
             begin = end
-    return found
+    return hashes
 
 
 def _lengths(group: Group, samples: Sequence[Sample], row_tokens: int) -> Lengths:
@@ -400,12 +400,12 @@ def balanced_rows(groups: Sequence[Lengths], row_tokens: int, layout: Layout) ->
         one round.
     """
     total, ranks = sum(group.tokens for group in groups), layout.ranks
-    # The sorts are stable: what is of equal length keeps its order, so the rows are deterministic.
+    # The sorts are stable: items of equal length keep their order, so the rows are deterministic.
     largest_first = sorted(range(len(groups)), key=lambda i: -groups[i].tokens)
     longest_first = [sorted(range(len(g.completions)), key=lambda i: -g.completions[i]) for g in groups]
     fewest = rounds = max(math.ceil(total / (ranks * row_tokens)), 1)
     best, best_cost = None, math.inf
-    # So many rounds cost at least `total / ranks + rounds * ROUND`, however well they are balanced.
+    # The rounds cost at least `total / ranks + rounds * ROUND`, however well they are balanced.
     while best is None or (rounds <= 2 * fewest and total / ranks + rounds * ROUND < best_cost):
         tries = 0
         for size in _sizes(total / (rounds * ranks), row_tokens):
@@ -497,12 +497,12 @@ def _longest_that_fit(group: Lengths, candidates: Sequence[int], free: int) -> l
 
 
 def _parts(groups: Sequence[Lengths], row: Sequence[tuple[int, Sequence[int]]]) -> Parts:
-    found = []
+    parts = []
     for index, taken in row:
         prompt, lengths = groups[index].prompt, [groups[index].completions[i] for i in taken]
         pairs = _triangle(prompt) + sum(length * prompt + _triangle(length) for length in lengths)
-        found.append(Part(index, tuple(sorted(taken)), prompt + sum(lengths), pairs))
-    return tuple(found)
+        parts.append(Part(index, tuple(sorted(taken)), prompt + sum(lengths), pairs))
+    return tuple(parts)
 
 
 def _triangle(n: int) -> int:

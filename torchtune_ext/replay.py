@@ -47,12 +47,12 @@ APART += (
     "teacher",
 )
 NAMED = 8  # settings that differ and that one line names
-BATCHES = 32  # The problems of a first step are among those of so many: of steps ahead, or of refills.
+BATCHES = 32  # The problems of a first step are among those of this many batches: of steps ahead, or of refills.
 
 
 class Replay:
-    """What a run has where others have the source of groups and the publisher: it hands out the stored groups of each step, and
-    takes weights to nobody.
+    """Stands in a replay for the source of groups and the publisher: it hands out the stored groups of each step, and sends
+    weights nowhere.
 
     Args:
         run: folder of the run that is replayed.
@@ -76,8 +76,8 @@ class Replay:
         self._run, self._paths, self._step = Path(run), rollout_paths(run), 0
         if self._run.resolve() == Path(settings["output_dir"]).resolve():
             raise Mistake(f"replay={run} is the output_dir of this run; choose another output_dir")
-        found = self._record()
-        self._id, self._steps, theirs = found["id"], settings["max_steps"], found.get("config", {})
+        record = self._record()
+        self._id, self._steps, theirs = record["id"], settings["max_steps"], record.get("config", {})
         self._require_rollouts()
         self._changed = _differences(theirs, settings)
         self._require_same(theirs, settings)
@@ -118,7 +118,7 @@ class Replay:
         return read_rollouts(self._paths[self._step]), {}
 
     def alone(self) -> AbstractContextManager:
-        """Nobody grades."""
+        """Nothing is graded."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,12 +144,12 @@ class Replay:
     def _record(self) -> dict[str, Any]:
         """Returns what run.json of the folder says."""
         try:
-            found = read_record(self._run)
+            record = read_record(self._run)
         except (OSError, ValueError) as error:
             raise Mistake(f"replay={self._run}: {error}; name the folder of a whole run") from None
-        if found is None:
+        if record is None:
             raise Mistake(f"replay={self._run}: there is no run.json; name the folder of a run of a GRPO recipe")
-        return found
+        return record
 
     def _require_rollouts(self) -> None:
         missing = [step for step in range(1, self._steps + 1) if step not in self._paths]
@@ -180,12 +180,12 @@ class Replay:
         """Compares with the newest checkpoint that can be read. A run that has none is believed."""
         for checkpoint in reversed(checkpoint_folders(self._run / "checkpoints")):
             try:
-                found = Manifest.read(checkpoint).identity
+                other = Manifest.read(checkpoint).identity
             except ValueError:
                 continue
             for what, there, here in (
-                ("another model", found.model, identity.model),
-                ("other weights", found.base, identity.base),
+                ("another model", other.model, identity.model),
+                ("other weights", other.base, identity.base),
             ):
                 if there != here:
                     raise Mistake(
@@ -196,17 +196,17 @@ class Replay:
 
     def _require_problems(self, batch: int, problems: ProblemStream, tokenizer: ChatTokenizer) -> None:
         """The prompts of the first step have to be among the first ones of this run: the task's data may have changed since."""
-        wanted = {group.problem.id: group for group in read_rollouts(self._paths[1])}
+        groups = {group.problem.id: group for group in read_rollouts(self._paths[1])}
         for cursor in range(BATCHES * batch):
             problem = problems.at(cursor)
-            group = None if problem is None else wanted.get(problem.id)
+            group = None if problem is None else groups.get(problem.id)
             if group is not None and group.prompt_tokens.tolist() == tokenizer.prompt_ids(list(problem.messages)):
-                del wanted[problem.id]
-            if not wanted:
+                del groups[problem.id]
+            if not groups:
                 return
         named = [text for text in self._changed if text.startswith(("task.", "tokenizer."))]
         cause = f"set otherwise there: {_named(named)}" if named else "the task's data or code has changed since"
-        raise Mistake(f"replay={self._run} answers other problems, {next(iter(wanted))!r} for instance: {cause}")
+        raise Mistake(f"replay={self._run} answers other problems, {next(iter(groups))!r} for instance: {cause}")
 
 
 def _named(settings: Sequence[str]) -> str:

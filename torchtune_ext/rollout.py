@@ -33,7 +33,7 @@ BUFFERED = ("group", "refill")  # kinds of groups (`GroupKey`) that stay in the 
 
 
 class Watcher(Protocol):
-    """Who wants to see samples as they come: a progress bar. The stream's thread calls it."""
+    """Shows samples as they come: a progress bar. The stream's thread calls it."""
 
     def add(self, count: int, tokens: int) -> None: ...
 
@@ -104,13 +104,13 @@ class Unfinished:
 
 
 class GroupStream:
-    """Groups on their way: submitted to the engine, graded as their completions come, and had by `next` as they are finished.
+    """Groups on their way: submitted to the engine, graded as their completions come, and returned by `next` once finished.
 
     Every completion is graded while others are still sampled, or, with a grader that compares, each group when it is whole. A
     thread hands texts to the graders, so this goes on while nobody waits. A grader reads the assistant's turn: where the prompt
     ends in an open "<think>", the text begins with it.
 
-    `times` is told where each group is, until it comes into the buffer: who takes groups tells when one leaves it.
+    `times` gets the moves of each group until it comes into the buffer; the caller of `next` reports when one leaves it.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class GroupStream:
         watcher: Watcher | None = None,
         times: GroupTimes | None = None,
     ):
-        # Who watches, and the number below which groups are watched.
+        # The watcher, and the number below which groups are watched.
         self._watched = None if watcher is None else (watcher, math.inf)
         self.times = times or GroupTimes()
         self.last_sign = time.monotonic()  # when the last completion or grade came
@@ -178,7 +178,7 @@ class GroupStream:
             self.times.end(group.key, cancelled=True)
             raise
         group.futures.append(drawing)
-        drawing.add_done_callback(lambda done: self._events.put((group, None, done)))
+        drawing.add_done_callback(lambda future: self._events.put((group, None, future)))
 
     def next(
         self,
@@ -203,16 +203,16 @@ class GroupStream:
         while True:
             with watch("generate" if self.drawing(missing) else "grade"):
                 try:
-                    found = self._finished.get(timeout=max(0.0, min(end - time.monotonic(), WAKE_S)))
+                    group = self._finished.get(timeout=max(0.0, min(end - time.monotonic(), WAKE_S)))
                 except Empty:
                     if time.monotonic() >= end:
                         return None
                     continue
-            if isinstance(found, Exception):
-                raise found
-            # Nothing but the end of sampling was told, or a group that nobody wants any more.
-            if found is not None and not found.cancelled:
-                return found.number, self._groups.pop(found.number).finish()
+            if isinstance(group, Exception):
+                raise group
+            # None only says that a group is sampled; one that was cancelled meanwhile is not handed out.
+            if group is not None and not group.cancelled:
+                return group.number, self._groups.pop(group.number).finish()
 
     def cancel(self, number: int) -> int:
         """Ends what is still sampled and graded of a group that `next` has not handed out, also of one that is finished: `next`
@@ -226,8 +226,8 @@ class GroupStream:
     def watched(
         self, watcher: Watcher | None, finished: Mapping[int, Group], below: float = math.inf
     ) -> Iterator[None]:
-        """Inside, `watcher` is told what comes of groups with numbers under `below`, and first what has come of them. What
-        comes in that very moment it may be told of twice or not at all, which a bar can bear.
+        """Inside, `watcher` gets the samples of groups with numbers under `below`, first those that have come already. One that
+        comes in that very moment it may get twice or not at all, which a bar can bear.
 
         Args:
             finished: groups that `next` has handed out, by number.
@@ -276,7 +276,7 @@ class GroupStream:
         )
 
     def close(self) -> None:
-        """Ends everything that is under way. What nobody wants any more does not hold up what comes next."""
+        """Ends everything that is under way, so that it does not hold up what comes next."""
         for number in list(self._groups):
             self.cancel(number)
         self._events.put(None)
@@ -285,7 +285,7 @@ class GroupStream:
             log.warning("the thread that hands texts to the graders did not end within %g s", CLOSE_S)
 
     def _watcher_of(self, group: Unfinished) -> Watcher | None:
-        """Returns who wants to see this group now. The watcher may be taken away at any moment."""
+        """Returns the watcher of this group now, if any. It may be taken away at any moment."""
         watched = self._watched
         return watched[0] if watched is not None and group.number < watched[1] else None
 
@@ -308,7 +308,7 @@ class GroupStream:
                 self._finished.put(group)
 
     def _take(self, group: Unfinished, sample: int | None, what: Completion | Future) -> None:
-        """Hands a completion to the grader, or notes what the grader says, or that the engine is done with the group."""
+        """Hands a completion to the grader, or notes outcomes of grading, or that the engine is done with the group."""
         if isinstance(what, Completion):
             text = group.add(sample, what)
             if (watcher := self._watcher_of(group)) is not None:
@@ -327,7 +327,7 @@ class GroupStream:
                 raise EngineFailed("the engine was closed") from None
             group.drawn = True
             if group.ungraded:
-                self._finished.put(None)  # who waits learns that of this group only grades lack now
+                self._finished.put(None)  # `next` looks again whether only grades lack now
         else:
             watcher = self._watcher_of(group)
             for place, outcome in enumerate(what.result(), start=sample):
@@ -337,7 +337,7 @@ class GroupStream:
 
     def _when_graded(self, group: Unfinished, sample: int, future: Future) -> None:
         group.futures.append(future)
-        future.add_done_callback(lambda done: self._events.put((group, sample, done)))
+        future.add_done_callback(lambda future: self._events.put((group, sample, future)))
 
 
 def sample_groups(
@@ -374,13 +374,13 @@ def sample_groups(
         missing, begun = list(range(len(problems))), time.monotonic()
         while missing:
             stream.require_signs(begun, deadline_s, missing, lambda p: f"problem {problems[p].id!r}")
-            if (found := stream.next(watch, WAKE_S)) is None:
+            if (pair := stream.next(watch, WAKE_S)) is None:
                 continue
-            p, group = found
+            p, group = pair
             missing.remove(p)
             outcomes += [sample.outcome for sample in group.samples]
             yield p, group
-            # Whoever takes the groups may have taken its time.
+            # The caller may have taken its time with the group.
             begun = time.monotonic()
     finally:
         stream.close()
@@ -411,9 +411,9 @@ def sample_held_out(
     """Samples and grades every held-out problem before whatever else is queued: `samples_per_problem` times, and once greedily.
 
     Args:
-        bars: makes the watcher of so many samples, with a title.
+        bars: makes a watcher from its number of samples and a title.
         watch, times, deadline_s: as in `sample_groups`.
-        greedy: False: not greedily, too.
+        greedy: whether to sample greedily, too.
 
     Returns:
         The sampled groups, and the greedy ones, each in the order of the problems.

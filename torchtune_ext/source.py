@@ -1,8 +1,8 @@
 """Keeps groups on their way to the trainer, as far ahead of it as the ledger allows.
 
-`GroupSource.open` is told of every publication and submits the groups of later steps; `take` waits for those of the next step.
-With staleness 0 nothing is submitted before it is asked for, and the groups of a step are those of a run that samples and
-trains in turns.
+`GroupSource.open` follows every publication and submits the groups of later steps; `take` waits for those of the next step.
+With staleness 0 nothing is submitted before `take`, and the groups of a step are those of a run that samples and trains in
+turns.
 """
 
 import json
@@ -106,7 +106,7 @@ class GroupSource:
         self._dropped_tokens = 0
         self._step = 0  # whose groups were taken last, counted from 1
         self._graded = GradingWatch()
-        self._error: Exception | None = None  # of groups that nobody has asked for yet
+        self._error: Exception | None = None  # of groups of later steps; the next `take` raises it
 
     def open(self, version: int) -> None:
         """Notes that the engine has the weights of this version, and submits what may be sampled ahead with them.
@@ -133,8 +133,8 @@ class GroupSource:
         Args:
             count: how many groups; for a step those of a batch of the ledger.
             watch: as in `GroupStream.next`.
-            watcher: is told of every completion and reward of the groups that the step would have without asynchrony, also of
-                those that have come before.
+            watcher: gets every completion and reward of the groups that the step would have without asynchrony, also those
+                that have come before.
             refill: 0: the groups of the next step. From 1: further ones for the step whose groups were taken last, sampled at
                 once and beside the ledger, for the `refill`-th time.
 
@@ -143,7 +143,7 @@ class GroupSource:
 
         Raises:
             TimeoutError: nothing came for `deadline_s` seconds. The message names groups that are missing.
-            RuntimeError: the groups of this step may not be submitted yet, since `open` was not told of a publication.
+            RuntimeError: the groups of this step may not be submitted yet, since `open` was not called after a publication.
             GradingFailed: for several steps the grader has failed on every text.
             What `GroupStream.submit` and `GroupStream.next` raise.
         """
@@ -261,15 +261,15 @@ class GroupSource:
         sampling = replace(self._sampling, seed=step_seed(self._seed, self._step, refill))
         for place, problem in enumerate(self._problems.take(count)):
             self._stream.submit(place, problem, self._samples, sampling, place, kind="refill")
-        found, begun = {}, time.monotonic()
-        while len(found) < count:
-            missing = [place for place in range(count) if place not in found]
+        groups, begun = {}, time.monotonic()
+        while len(groups) < count:
+            missing = [place for place in range(count) if place not in groups]
             self._stream.require_signs(begun, self._deadline_s, missing, self._named)
-            if finished := self._stream.next(watch, WAKE_S):
-                found[finished[0]] = finished[1]
-        for place in found:
+            if pair := self._stream.next(watch, WAKE_S):
+                groups[pair[0]] = pair[1]
+        for place in groups:
             self._stream.times.end(("refill", place))
-        return [found[place] for place in range(count)]
+        return [groups[place] for place in range(count)]
 
     def _forget_late(self, version: int) -> None:
         for number in self.ledger.advance(version):
@@ -287,16 +287,16 @@ class GroupSource:
     def _submit(self) -> None:
         numbers = self.ledger.submit()
         new = [number for number in numbers if number not in self._cursors]
-        drawn = dict(zip(new, self._problems.draw(len(new)) if new else [], strict=True))
+        problems = dict(zip(new, self._problems.draw(len(new)) if new else [], strict=True))
         for number in numbers:
-            if number not in drawn:
+            if number not in problems:
                 cursor = self._cursors[number]
                 problem = self._problems.at(cursor)
                 # A task that adapts may ask otherwise by now, and that may be a bad problem: another one takes its place.
-                drawn[number] = self._problems.draw(1)[0] if problem is None else (cursor, problem)
-        self._cursors |= {number: cursor for number, (cursor, _) in drawn.items()}
+                problems[number] = self._problems.draw(1)[0] if problem is None else (cursor, problem)
+        self._cursors |= {number: cursor for number, (cursor, _) in problems.items()}
         for number in numbers:
-            problem = drawn[number][1]
+            problem = problems[number][1]
             step, place = divmod(number, self.ledger.batch)
             sampling = replace(self._sampling, seed=step_seed(self._seed, step + 1))
             try:
@@ -311,8 +311,8 @@ class GroupSource:
         missing: Sequence[int] | None = None,
     ) -> None:
         """Takes what is finished from the stream; waits for the first one for `within_s` seconds."""
-        while found := self._stream.next(watch, within_s, missing):
-            number, group = found
+        while pair := self._stream.next(watch, within_s, missing):
+            number, group = pair
             self.finished[number] = group
             self.ledger.finish(number)
             within_s = 0.0

@@ -277,7 +277,7 @@ def model_parts(
         ValueError: the model, its adapters or its precision are not supported.
     """
     source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
-    trained = trained_part(model, source, asked=cfg.model, adapters=cfg.adapters, shards=shards)
+    trained = trained_part(model, source, node=cfg.model, adapters=cfg.adapters, shards=shards)
     dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
     threads = engine_threads(cfg.engine, sum(p.numel() for p in model.parameters()), beside=cfg.staleness > 0)
     precision = Precision(

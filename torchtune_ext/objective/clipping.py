@@ -54,7 +54,7 @@ def kl3_bounds(delta: float) -> tuple[float, float]:
     u = -W_-1(-e^-(1 + delta)) (Lambert's W; the form follows from r e^-r = e^-(1 + delta)). Near the branch point W loses half
     its digits, so d = log r is found by Newton's method on expm1(d) - d = delta, in float64.
     """
-    root, found = math.sqrt(2.0 * delta), []
+    root, bounds = math.sqrt(2.0 * delta), []
     # Both beginnings lie outside of the roots. The function is convex, so Newton's method never overshoots.
     for d in (-root - delta, math.log1p(root + delta)):
         for _ in range(100):
@@ -62,8 +62,8 @@ def kl3_bounds(delta: float) -> tuple[float, float]:
             d -= step
             if abs(step) <= 1e-16 * abs(d):
                 break
-        found.append(math.exp(d))
-    return found[0], found[1]
+        bounds.append(math.exp(d))
+    return bounds[0], bounds[1]
 
 
 def top_k_kl(old_top_LK: Tensor, top_LK: Tensor) -> Tensor:

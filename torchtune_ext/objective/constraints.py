@@ -21,7 +21,7 @@ from torchtune_ext.run.errors import Mistake
 
 
 class Constraint:
-    """What `PolicyLoss` asks of a constraint. Only the formula, `__call__`, has to be written.
+    """What `PolicyLoss` needs of a constraint. Only the formula, `__call__`, has to be written.
 
     A subclass is a frozen dataclass. Its fields are its options, numbers with defaults, and `str()` of it is how the opening
     line of a run names it.
@@ -244,7 +244,7 @@ class Spo(Constraint):
     leads back, so that nothing is cut.
     """
 
-    epsilon: float = 0.2  # the maximum lies so far from a ratio of 1
+    epsilon: float = 0.2  # distance of the maximum from a ratio of 1
 
     def check(self, level: str, old: str) -> None:
         _require(self.epsilon > 0.0, "epsilon", self.epsilon, "must be positive; SPO uses 0.2")
@@ -282,7 +282,7 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
 }
 
 # `PolicyLoss` inherits a field for every option in the table, so that the keys in YAML are flat and a misspelled one is
-# refused. None means that nobody has given the option a value.
+# refused. None means that the option has no value.
 OPTIONS = {field.name: field.type | None for kind in CONSTRAINTS.values() for field in fields(kind)}
 Options = make_dataclass("Options", [(name, kind, None) for name, kind in OPTIONS.items()], frozen=True, kw_only=True)
 

@@ -66,7 +66,7 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
 
     Args:
         name: of the method.
-        low, high: bounds in place of the method's own; None where nobody gave one.
+        low, high: bounds in place of the method's own; None: not given.
         level: of the ratio, see `ratios.py`.
         old: whose log-probs pi_old are, one of `OLDS` in `ratios.py`.
 
@@ -84,9 +84,9 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
             f"loss.importance={name!r} weighs tokens, but loss.level={level!r} has one ratio for a whole completion; use "
             "sequence_tis, sequence_mis, geometric_mask or none"
         )
-    for bound, given, own in (("low", low, method.low), ("high", high, method.high)):
-        if given is not None and own is None:
-            raise Mistake(f"loss.importance_{bound}={given}: importance={name!r} has no such bound; remove it")
+    for bound, value, own in (("low", low, method.low), ("high", high, method.high)):
+        if value is not None and own is None:
+            raise Mistake(f"loss.importance_{bound}={value}: importance={name!r} has no such bound; remove it")
     if high is not None and not high > 0.0:
         raise Mistake(f"loss.importance_high={high} must be positive, or no sample would count")
     within = method.within(low, high)

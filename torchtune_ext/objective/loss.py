@@ -8,11 +8,11 @@ an objective knows nothing of rows, padding, ranks or accumulation. A loss of yo
             ratio_L = (t.logprobs_L - t.old_logprobs_L).exp()
             return -ratio_L * t.advantages_L, {"ratio_max": ratio_L.detach()}
 
-What it needs beside these it says by attributes, which `needs_of` reads: `needs_reference = True` for log-probs under a
+Its attributes, which `needs_of` reads, say what else it needs: `needs_reference = True` for log-probs under a
 reference policy, `needs_teacher = True` for those under a teacher, `top_k = 16` for those of the proximal policy's 16
 likeliest tokens, and `needs_all_groups = True` for a term that acts where the advantage is 0 (a KL penalty, an entropy bonus).
 Without the last one, groups without signal, whose advantages are 0, are not trained on. `needs_proximal = False` spares the
-pass that says `old_logprobs_L`, which is None then.
+pass for `old_logprobs_L`, which is None then.
 """
 
 import math
@@ -48,7 +48,7 @@ SURPRISE = 0.01  # a token that the teacher holds for less likely counts in `tea
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a loss asks for beside the log-probs of the policy that is trained."""
+    """What a loss needs beside the log-probs of the policy that is trained."""
 
     # The loss reads log-probs under the proximal policy, of the sampled tokens or of the likeliest ones.
     proximal: bool
@@ -58,12 +58,12 @@ class Needs:
     teacher: bool
     # The loss acts on groups without signal, too.
     all_groups: bool
-    # The loss reads the log-probs of so many of the proximal policy's likeliest tokens at every label.
+    # The number of the proximal policy's likeliest tokens at every label whose log-probs the loss reads.
     top_k: int
 
 
 def needs_of(loss: Loss) -> Needs:
-    """What a loss says that it needs. One of the user's own may be silent: then it needs the proximal policy's log-probs."""
+    """What a loss needs, by its attributes. One of the user's own may have none: it needs the proximal policy's log-probs."""
     return Needs(
         proximal=bool(getattr(loss, "needs_proximal", True) or getattr(loss, "top_k", None)),
         reference=bool(getattr(loss, "needs_reference", False)),
@@ -131,7 +131,7 @@ class PolicyLoss(Options):
         for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef", "entropy_coef"):
             _require_number(name, getattr(self, name))
         constraint.check(self.level, self.old)
-        # The defaults of the constraint become the loss's own, so that whoever reads or compares losses sees the real values.
+        # The defaults of the constraint become the loss's own, so that losses are read and compared by their real values.
         for option in fields(constraint):
             object.__setattr__(self, option.name, getattr(constraint, option.name))
         check_importance(self.importance, self.importance_low, self.importance_high, self.level, self.old)
@@ -142,7 +142,7 @@ class PolicyLoss(Options):
 
     @cached_property
     def _constraint(self) -> Constraint:
-        """The constraint with its options. It is no field, so that losses are compared, and built, by their settings alone."""
+        """The constraint with its options. It is no field, so that losses are compared, and built, only by their settings."""
         return make_constraint(self.constraint, vars(self))
 
     def __str__(self) -> str:

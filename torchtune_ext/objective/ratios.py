@@ -28,17 +28,17 @@ def old_logprobs(old: str, t: Tokens) -> Tensor:
     """log pi_old of every label, in nats, without gradient. `old` is one of `OLDS`.
 
     Raises:
-        ValueError: `t` lacks what is asked for.
+        ValueError: `t` lacks these log-probs.
     """
-    found = {"trainer": t.old_logprobs_L, "sampler": t.behavior_logprobs_L}
-    logprobs_L = interpolated(t) if old == "interpolated" else found[old]
+    stored = {"trainer": t.old_logprobs_L, "sampler": t.behavior_logprobs_L}
+    logprobs_L = interpolated(t) if old == "interpolated" else stored[old]
     if logprobs_L is None:
         raise Mistake(f"loss.old={old!r} needs log-probs of the proximal policy, but none were computed")
     return logprobs_L
 
 
 def interpolated(t: Tokens) -> Tensor:
-    """The proximal policy's log-probs without asking it (AReaL, `prox_logp` by "loglinear" approximation):
+    """The proximal policy's log-probs without a pass through it (AReaL, `prox_logp` by "loglinear" approximation):
 
         log pi_old = log pi_sampler + alpha (log pi - log pi_sampler),   alpha = (v_old - v_sampler) / (v - v_sampler),
 
@@ -46,7 +46,7 @@ def interpolated(t: Tokens) -> Tensor:
     is v_old - v_sampler, so has alpha = a / (a + 1): the policy is taken to have moved by the same step in each version.
 
     Raises:
-        ValueError: nobody says which version the proximal policy is.
+        ValueError: the version of the proximal policy is not known.
     """
     if t.version is None:
         raise Mistake("loss.old='interpolated' needs the version of the proximal policy (Tokens.version)")

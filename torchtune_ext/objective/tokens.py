@@ -17,7 +17,7 @@ class Tokens:
     # The entropy of that policy at every label is float32, in nats, and carries a gradient, too.
     entropy_L: Tensor
     # These are under the proximal policy, which is the one that the updates of a step start from. They are None where the loss
-    # has said that it does not need them.
+    # does not need them.
     old_logprobs_L: Tensor | None
     # These are under the policy that sampled, as the sampler itself reported them.
     behavior_logprobs_L: Tensor
@@ -29,12 +29,12 @@ class Tokens:
     versions_L: Tensor
     # The samples are int64: the index of the label's completion in the row.
     samples_L: Tensor
-    # These are the proximal policy's K highest log-probs. They are None where nobody asked for them, or where the policy that
-    # is trained still is the proximal one.
+    # These are the proximal policy's K highest log-probs. They are None where the loss does not need them, or where the policy
+    # that is trained still is the proximal one.
     old_top_LK: Tensor | None = None
     # These belong to the same K tokens under the policy that is trained, and carry no gradient.
     top_LK: Tensor | None = None
     # These are under the teacher, or None where there is none.
     teacher_logprobs_L: Tensor | None = None
-    # The version of the proximal policy; `versions_L` count from the same start. It is None where nobody counts.
+    # The version of the proximal policy; `versions_L` count from the same start. It is None where versions are not counted.
     version: int | None = None

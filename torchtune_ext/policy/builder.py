@@ -52,8 +52,8 @@ def build_policy(
         compile_layers: applies `torch.compile` to each layer.
         seed: draws the first values of adapters.
         fp8: lets linear layers compute in FP8; `PackedPolicy.fp8` says which ones and how. With None, none does.
-        shard_within: so many ranks, which follow each other, share one copy of the weights, and there are as many copies as
-            groups of them (HSDP). It divides `world_size`. With None, all ranks share one copy.
+        shard_within: number of ranks, which follow each other, that share one copy of the weights; there is a copy for each
+            such group (HSDP). It divides `world_size`. With None, all ranks share one copy.
 
     Raises:
         ValueError: model and checkpoint do not fit each other, or `fp8` fits neither them nor the device.

@@ -97,7 +97,8 @@ def _decoder_sizes(config: Config) -> dict[str, Any]:
 
 def _smollm3_sizes(config: Config) -> dict[str, Any]:
     # In `no_rope_layers` a layer that IS rotated has a 1.
-    return _decoder_sizes(config) | {"unrotated": [i for i, used in enumerate(config["no_rope_layers"]) if not used]}
+    numbers = [i for i, rotates in enumerate(config["no_rope_layers"]) if not rotates]
+    return _decoder_sizes(config) | {"unrotated": numbers}
 
 
 def _mistral_sizes(config: Config) -> dict[str, Any]:
@@ -307,7 +308,7 @@ def from_config(
 
     Args:
         model_dir: the model directory.
-        max_seq_len: the longest sequence, if it is to be another than config.json says: the RoPE table has so many rows.
+        max_seq_len: tokens of the longest sequence, and rows of the RoPE table; None: as config.json says.
         lora_attn_modules: layers of attention with an adapter: some of q_proj, k_proj, v_proj, output_proj.
         apply_lora_to_mlp: the three layers of the MLP have adapters, too.
         apply_lora_to_output: the output layer has one, where it is not tied to the embeddings.
@@ -360,9 +361,9 @@ def from_config(
         if quantize_base:
             _require_nf4(build, list(lora_attn_modules), switches)
         return build(list(lora_attn_modules), **switches)
-    if asked := [name for name, value in switches.items() if value]:
+    if names := [name for name, value in switches.items() if value]:
         raise Mistake(
-            f"model.{asked[0]}=True without model.lora_attn_modules: there is no adapter that it could concern; set "
+            f"model.{names[0]}=True without model.lora_attn_modules: there is no adapter that it could concern; set "
             "lora_attn_modules=[q_proj, v_proj], for instance, or leave it out"
         )
     return family.build(**arguments)
@@ -377,32 +378,32 @@ def _require_numbers(numbers: dict[str, Any]) -> None:
         raise Mistake(f"model.lora_rank={numbers['lora_rank']} must be at least 1")
 
 
-def _require_nf4(build: Callable[..., TransformerDecoder], asked: list[str], switches: dict[str, bool]) -> None:
-    """Raises ValueError where `build(asked, **switches)` has weights that NF4 cannot hold."""
+def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], switches: dict[str, bool]) -> None:
+    """Raises ValueError where `build(modules, **switches)` has weights that NF4 cannot hold."""
 
-    def holds(layers: list[str], switches: dict[str, bool]) -> bool:
+    def holds(modules: list[str], switches: dict[str, bool]) -> bool:
         try:
             with torch.device("meta"):
-                build(layers, **switches)
+                build(modules, **switches)
         except AssertionError:  # of torchao
             return False
         return True
 
-    if holds(asked, switches):
+    if holds(modules, switches):
         return
     with torch.device("meta"):
-        plain = build(asked, **switches | {"quantize_base": False})
+        plain = build(modules, **switches | {"quantize_base": False})
     odd = {
         name.rpartition(".")[2]: tuple(module.weight.shape)
         for name, module in plain.layers[0].named_modules()
         if hasattr(module, "weight") and ".lora_" not in name and module.weight.numel() % NF4_VALUES
     }
-    # Some builders hold the layers without adapters in NF4, too, so what would do is found by trying.
-    left = [name for name in asked if name not in odd]
+    # Some builders hold the layers without adapters in NF4, too, so a choice that fits is found by trying.
+    fitting = [name for name in modules if name not in odd]
     fewer = {"apply_lora_to_mlp": False} if {"w1", "w2", "w3"} & set(odd) and switches["apply_lora_to_mlp"] else {}
     advice = "so this model is no model for QLoRA: set model.quantize_base=False"
-    if left and holds(left, switches | fewer):
-        advice = f"set model.lora_attn_modules=[{', '.join(left)}]" + " model.apply_lora_to_mlp=False" * len(fewer)
+    if fitting and holds(fitting, switches | fewer):
+        advice = f"set model.lora_attn_modules=[{', '.join(fitting)}]" + " model.apply_lora_to_mlp=False" * len(fewer)
     raise Mistake(
         f"model.quantize_base=True: NF4 holds weights of a multiple of {NF4_VALUES} values, and not those of "
         f"{', '.join(f'{name} ({rows} x {columns})' for name, (rows, columns) in odd.items())}; {advice}"
@@ -427,7 +428,7 @@ def published_config(name: str) -> dict[str, Any] | None:
     """Returns what the config.json of a public model says of its sizes, or None for a name that is not known.
 
     Args:
-        name: of the model, as its folder is called: "Qwen2.5-7B-Instruct". What it was tuned for counts for nothing.
+        name: of the model, as its folder is called: "Qwen2.5-7B-Instruct". What it was tuned for does not count.
     """
     base = re.sub(r"-(Instruct|Base)$", "", name).replace("-Coder-", "-").replace("-Math-", "-").removeprefix("Meta-")
     if base not in _SIZES:

@@ -22,7 +22,7 @@ from torchtune_ext.run.errors import Mistake
 # Weights have one of these dtypes, as safetensors spells them; others belong to a quantized checkpoint.
 _DTYPES = ("BF16", "F16", "F32", "F64")
 _UNQUANTIZED = "take the model in bfloat16 or float32; with precision=fp8_unified it is quantized here"
-# A fingerprint reads so many samples of a tensor, of so many bytes each.
+# Samples that a fingerprint reads of a tensor, and bytes of each.
 _SAMPLES, _SAMPLE_BYTES = 8, 1024
 # Activation checkpointing and compile add these to the names of parameters.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -83,7 +83,7 @@ class HFModel:
         return [file for file in files if file.name in named]
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...], Path]]:
-        """Yields (torchtune name, shape, file) of every weight, from the headers of the files alone.
+        """Yields (torchtune name, shape, file) of every weight, only from the headers of the files.
 
         Raises:
             ValueError: a file is cut or damaged, or holds weights that are quantized or belong to no model of this family.
@@ -120,11 +120,11 @@ class HFModel:
             ValueError: they differ, or a file cannot be read.
         """
         self.require_tied(model)
-        wanted = {clean_name(name): tuple(p.shape) for name, p in model.named_parameters() if name not in new}
-        missing = set(wanted)
+        expected = {clean_name(name): tuple(p.shape) for name, p in model.named_parameters() if name not in new}
+        missing = set(expected)
         for name, shape, file in self.shapes():
-            if wanted.get(name) != shape:
-                raise Mistake(self._misfit(name, shape, wanted.get(name), file))
+            if expected.get(name) != shape:
+                raise Mistake(self._misfit(name, shape, expected.get(name), file))
             missing.discard(name)
         self._require_none(missing)
 
@@ -136,11 +136,11 @@ class HFModel:
                 f"{'untied' if self.tied else 'tied'} embeddings; change `model:`"
             )
 
-    def _misfit(self, name: str, shape: tuple, wanted: tuple | None, file: Path) -> str:
-        found = "no such weight" if wanted is None else f"shape {wanted}"
+    def _misfit(self, name: str, shape: tuple, expected: tuple | None, file: Path) -> str:
+        text = "no such weight" if expected is None else f"shape {expected}"
         return (
             f"model does not fit model_dir={str(self.path)!r}: {name} has shape {shape} in {file.name}, the built model has "
-            f"{found}; compare `model:` in the YAML with {self.path / 'config.json'}"
+            f"{text}; compare `model:` in the YAML with {self.path / 'config.json'}"
         )
 
     def _require_none(self, missing: Collection[str]) -> None:
@@ -191,10 +191,10 @@ class HFModel:
 
     def require_unquantized(self) -> None:
         """Raises ValueError where `config.json` says that the weights are quantized: without their scales they are others."""
-        if (found := self.config.get("quantization_config")) is not None:
+        if (quantization := self.config.get("quantization_config")) is not None:
             raise Mistake(
                 f"model_dir={str(self.path)!r} holds quantized weights (quantization_config in config.json, quant_method="
-                f"{found.get('quant_method')!r}): {_UNQUANTIZED}"
+                f"{quantization.get('quant_method')!r}): {_UNQUANTIZED}"
             )
 
     def to_hf(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
@@ -251,8 +251,8 @@ def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -
     for name, tensor in source.tensors():
         param = params.get(name)
         if param is None or tuple(param.shape) != tuple(tensor.shape):
-            wanted = None if param is None else tuple(param.shape)
-            raise Mistake(source._misfit(name, tuple(tensor.shape), wanted, source.path))
+            expected = None if param is None else tuple(param.shape)
+            raise Mistake(source._misfit(name, tuple(tensor.shape), expected, source.path))
         fill(param, tensor)
         missing.discard(name)
     source._require_none(missing)

@@ -15,12 +15,12 @@ from torchtune_ext.run.errors import Mistake
 
 @dataclass(frozen=True, slots=True)
 class LabelLogprobs:
-    """What the policy says of the labels of one row.
+    """The policy's log-probs and entropies at the labels of one row.
 
     Args:
         logprobs_L: float32; the log-prob of each label under the temperature.
         entropy_L: float32; the entropy in nats of the distribution that the label was drawn from.
-        top_LK: float32; the log-probs of the K tokens that were asked for. They have no gradient.
+        top_LK: float32; the log-probs of the K tokens that `top` of the call requests. They have no gradient.
         top_ids_LK: int64; the ids of these tokens.
     """
 
@@ -51,7 +51,7 @@ class PackedPolicy:
         pairs = sum(2 * layer.attn.num_heads * layer.attn.head_dim for layer in model.layers)
         weights = sum(p.numel() for p in model.layers.parameters()) + model.tok_embeddings.weight.numel()
         self.pair_cost = pairs / weights
-        # The RoPE cache has so many rows: they bound a position, not the length of a packed row.
+        # The rows of the RoPE cache bound a position, not the length of a packed row.
         self.max_positions = model.max_seq_len
         self._row: Row | None = None
         self._temperature = 1.0
@@ -68,7 +68,7 @@ class PackedPolicy:
         """Computes the log-probs of the labels of a row that lies on the model's device.
 
         Args:
-            top: a number asks also for those of so many most likely tokens at every label; ids [L, K] ask for theirs.
+            top: K: those of the K most likely tokens at every label, too; ids [L, K]: those of these tokens; 0: of no others.
 
         Raises:
             ValueError: a sequence of the row is longer than the model's `max_seq_len`.

@@ -1,4 +1,4 @@
-"""Low-rank adapters. This file says which a model has, how they begin, what of them travels, and what is left without them.
+"""Low-rank adapters: which a model has, how they begin, which tensors of them travel, and the model without them.
 
     LoRA    y = W x + s B A x,                s = alpha / r          Hu et al. 2021, arXiv:2106.09685
     DoRA    y = m / |V| * (V x),  V = W + s B A                      Liu et al. 2024, arXiv:2402.09353, eq. 5 and 11
@@ -61,28 +61,28 @@ class AdapterSpec:
 
 
 def adapter_spec(
-    model: TransformerDecoder, source: HFModel, asked: Mapping[str, Any], shards: int = 1
+    model: TransformerDecoder, source: HFModel, node: Mapping[str, Any], shards: int = 1
 ) -> AdapterSpec | None:
     """Looks at the model that the YAML names and says which adapters it has; None where it has none.
 
     Args:
         model: may lie on the meta device.
-        asked: `model:` of the YAML, for its `lora_rank` and `lora_attn_modules`; torchtune passes over names that it does
+        node: `model:` of the YAML, for its `lora_rank` and `lora_attn_modules`; torchtune passes over names that it does
             not know.
 
     Raises:
         ValueError: a rank of 0, targets that name nothing, a LoRA builder that is given no targets, or NF4 weights that the
             ranks cannot share.
     """
-    if asked.get("lora_rank", 1) < 1:
-        raise Mistake(f"model.lora_rank={asked['lora_rank']} must be at least 1")
+    if node.get("lora_rank", 1) < 1:
+        raise Mistake(f"model.lora_rank={node['lora_rank']} must be at least 1")
     modules = adapted_modules(model)
     attention = {name for name, module in model.layers[0].attn.named_children() if hasattr(module, "weight")}
-    unknown = sorted(set(asked.get("lora_attn_modules") or ()) - attention)
+    unknown = sorted(set(node.get("lora_attn_modules") or ()) - attention)
     if unknown:
         raise Mistake(f"model.lora_attn_modules names {unknown}, which no layer has; there are {sorted(attention)}")
-    builder = str(asked.get("_component_")).rpartition(".")[2]
-    if not modules and (re.search(r"(^|_)q?lora(_|$)", builder) or any(str(key).startswith("lora_") for key in asked)):
+    builder = str(node.get("_component_")).rpartition(".")[2]
+    if not modules and (re.search(r"(^|_)q?lora(_|$)", builder) or any(str(key).startswith("lora_") for key in node)):
         raise Mistake(
             "`model:` speaks of LoRA, but the model has no adapters; name torchtune_ext.policy.from_config, or a LoRA builder "
             f"of torchtune, and give it lora_attn_modules out of {sorted(attention)}"
@@ -204,7 +204,7 @@ def merged_tensors(
 
     Args:
         base: rounds a weight that is no adapter's, before an adapter is merged into it.
-        factor: rounds a weight of an adapter, but for a magnitude of DoRA's, which nobody rounds.
+        factor: rounds a weight of an adapter, but for a magnitude of DoRA's, which is never rounded.
     """
     adapters, modules = adapter_names(model), adapted_modules(model)
     for name, param in model.named_parameters():
@@ -222,7 +222,7 @@ def merged_tensors(
 
 @torch.no_grad()
 def adapter_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields (PEFT name, whole tensor) of the adapters alone. It is a collective."""
+    """Yields (PEFT name, whole tensor) of only the adapters. It is a collective."""
     for name, module in adapted_modules(model).items():
         hf_name, b = names.to_hf(f"{name}.weight", whole(module.lora_b.weight).to(dtype))
         stem = "base_model.model." + hf_name.removesuffix(".weight")

@@ -18,9 +18,9 @@ from torchtune_ext.chat import CHATML
 from torchtune_ext.run.errors import Mistake
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
-# The template writes roles so.
+# Roles as the template writes them.
 ROLES = ("user\n", "assistant\n", "system\n")
-# A model_type has this class of transformers.
+# model_type -> its class in transformers.
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # A line that this share of the prompts has becomes one token.
 COMMON = 0.5

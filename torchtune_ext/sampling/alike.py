@@ -10,7 +10,7 @@ SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "interm
 
 def server_facts(model: dict[str, Any]) -> dict[str, Any]:
     """Returns the model that a server holds, its sizes, its length and its kind of log-probs, by their names. Args: model:
-    `vllm_config.model_config` of what it says of itself."""
+    `vllm_config.model_config` as the server reports it."""
     text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
     return {
         # Its folder may lie elsewhere on another machine.
@@ -26,7 +26,7 @@ def require_alike(servers: dict[str, dict[str, Any]], again: tuple[str, dict[str
     """Compares servers with the first one.
 
     Args:
-        servers: what `server_facts` said of each at the start of the run, by its address.
+        servers: what `server_facts` returned for each at the start of the run, by its address.
         again: address and facts of one that has come back; None: it is the start.
 
     Raises:
@@ -34,11 +34,11 @@ def require_alike(servers: dict[str, dict[str, Any]], again: tuple[str, dict[str
     """
     if not servers:
         return
-    (first, wanted), *others = servers.items()
+    (first, expected), *others = servers.items()
     for address, facts in others if again is None else [again]:
-        keys = [key for key in {**wanted, **facts} if facts.get(key) != wanted.get(key)]
+        keys = [key for key in {**expected, **facts} if facts.get(key) != expected.get(key)]
         if keys:
-            has, should = (", ".join(f"{key}={each.get(key)}" for key in keys) for each in (facts, wanted))
+            has, should = (", ".join(f"{key}={each.get(key)}" for key in keys) for each in (facts, expected))
             others_have = f"{first} has {should}" if again is None else f"it had {should} when the run began"
             raise Mistake(
                 f"engine.address: {address} has {has}, but {others_have}; the servers of a run have to be alike: start "

@@ -33,8 +33,8 @@ def mixed_seed(seed: int, *parts: int) -> int:
 
 
 def group_seeds(seed: int | None, group: int, n: int) -> list[int | None]:
-    """Returns the seeds of a group's `n` completions. They follow from one seed and the number of the group, so that a group
-    that is submitted alone gets those that it has among others; with None they stay None."""
+    """Returns the seeds of a group's `n` completions. They follow only from one seed and the number of the group, so that a
+    group has the same seeds whatever is submitted with it; with None they stay None."""
     return [None if seed is None else mixed_seed(seed, group, s) for s in range(n)]
 
 
@@ -94,8 +94,8 @@ class Step:
 # Stops completions that have lost the thread: a running mean of the sampled tokens' log-probs falls below a threshold.
 #
 # The mean is an exponentially weighted one, started at zero and divided by `1 - decay^t`, so that it is a true weighted mean
-# from the first token on (without the division the zero it starts from hides the first hundred tokens). The rule depends on
-# the tokens alone, not on when they arrive: the completion is cut at the token where the rule fired.
+# from the first token on (without the division the zero it starts from hides the first hundred tokens). The rule depends
+# only on the tokens, not on when they arrive: the completion is cut at the token where the rule fired.
 class RunningLogprob:
     """Watches one completion and says where to cut it."""
 
@@ -314,8 +314,8 @@ async def bounded(
     """Awaits a call into the engine, which by itself would never return when the engine dies meanwhile.
 
     Args: core: asked whether it is dead; deadline_s: seconds that the call may take; cpu_seconds: returns the CPU time that the
-    engine's processes have used; idle_s: after so many seconds without any more of it the engine counts as frozen, long
-    before the deadline of a long call has passed.
+    engine's processes have used; idle_s: seconds without more CPU time after which the engine counts as frozen, long before
+    the deadline of a long call has passed.
     Raises: CoreLost, after which this life is over; ValueError, as the call raises it.
     """
     started = moved = looked = time.monotonic()

@@ -84,7 +84,7 @@ def _exactly(end: socket.socket, count: int) -> bytes:
 class Frames(asyncio.Protocol):
     """One end of the socket pair in an asyncio loop.
 
-    What is said in one turn of the loop leaves as one frame: the other end is woken once, not for each message.
+    The messages of one turn of the loop leave as one frame: the other end is woken once, not for each message.
     """
 
     def __init__(self, on_messages: Callable[[list[Any]], None], on_end: Callable[[], None]) -> None:
@@ -104,7 +104,7 @@ class Frames(asyncio.Protocol):
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Ends the connection, without a word to `on_end`. What was said before still leaves."""
+        """Ends the connection without calling `on_end`. Messages that were sent before still leave."""
         self._flush()
         self._on_end = lambda: None
         if self._transport is not None:

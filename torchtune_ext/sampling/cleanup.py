@@ -26,9 +26,9 @@ class Cleanup:
         """Makes the folder and starts the janitor. Raises OSError."""
         base = tempfile.gettempdir()
         self.folder = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
-        self._groups: list[int] = []  # the process groups that the janitor was told of last
+        self._groups: list[int] = []  # the process groups last sent to the janitor
         self._closed = False
-        self._told_end_of = 0  # process id of the last janitor whose end was logged
+        self._logged_pid = 0  # process id of the last janitor whose end was logged
         try:
             self._start()
         except OSError:
@@ -52,30 +52,30 @@ class Cleanup:
             self.look()
 
     def look(self) -> None:
-        """Replaces a janitor that has ended; the new one is told what the old one knew. After `close` nothing happens. Raises
+        """Replaces a janitor that has ended; the new one gets the same process groups. After `close` nothing happens. Raises
         OSError."""
         status = self._janitor.poll()
         if status is not None and not self._closed:
-            # It is said once, however often a new one fails to start.
-            if self._told_end_of != self.pid:
+            # Its end is logged once, however often a new one fails to start.
+            if self._logged_pid != self.pid:
                 log.warning("the engine's janitor ended (status %d): starting another one", status)
-                self._told_end_of = self.pid
+                self._logged_pid = self.pid
             self._janitor.stdin.close()  # type: ignore[union-attr]
             self._start()
 
     async def watch(self, interval_s: float) -> None:
         """Looks after the janitor for ever, so that one that died is replaced before it is needed."""
-        told = ""
+        cause = ""
         while True:
             await asyncio.sleep(interval_s)
             try:
                 self.look()
-                told = ""
+                cause = ""
             except OSError as error:
-                # Each cause is told once, and not with every look.
-                if str(error) != told:
+                # Each cause is logged once, and not at every look.
+                if str(error) != cause:
                     log.warning("the engine's janitor could not be started again (%s): trying it further", error)
-                told = str(error)
+                cause = str(error)
 
     def close(self) -> None:
         """Ends the janitor, which kills what is left of the groups, and removes the folder."""

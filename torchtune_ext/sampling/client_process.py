@@ -116,7 +116,7 @@ class Client:
         """Lets vLLM take its configuration. Raises ValueError when it refuses it."""
         from vllm.engine.arg_utils import AsyncEngineArgs
 
-        # The default loggers are not wanted; ours counts.
+        # vLLM's default loggers are not needed; ours counts.
         args = engine_args(self.model_dir, self.config) | {"disable_log_stats": True}
         self._vllm_config = AsyncEngineArgs(**args).create_engine_config()
 
@@ -216,7 +216,7 @@ class Client:
             stop_token_ids=list(sampling.stop_token_ids),
             # The tokenizer's end token is one of these, or is meant not to end a completion.
             ignore_eos=True,
-            # It asks for the log-prob of the sampled token and of no others.
+            # Only the log-prob of the sampled token is returned.
             logprobs=0,
             prompt_logprobs=0 if call.priority is Priority.SCORE else None,
             detokenize=False,
@@ -338,7 +338,7 @@ class EngineContext:
 
 def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str, Any]) -> None:
     """Lives as the engine's process. Args: parent: process id of the client; end: descriptor of the client's socket, which a
-    fork has inherited; target, kwargs: what vLLM wants to be called."""
+    fork has inherited; target, kwargs: the function that vLLM runs in it, and its arguments."""
     die_with_parent(parent)
     if end is not None:
         os.close(end)  # else the trainer would not see that the client has died
@@ -377,20 +377,20 @@ def forget_preemptions_of_pauses() -> None:
     A pause that clears the cache (`pause_generation(mode="keep", clear_cache=True)`, and `sleep`) ends in
     `Scheduler.reset_prefix_cache(reset_running_requests=True)`, which throws out every running request by the same method as
     a full cache. The request notes an event PREEMPTED, and the event travels with the request's next token. So the trainer
-    would count it after the pause, in whatever step the request happens to run again, next to real preemptions and not to be
-    told from them: only here, where it is noted, its reason is known. It is the last event of each request that ran, and it
-    is taken back. Raises RuntimeError when vLLM's method is another one.
+    would count it after the pause, in whatever step the request happens to run again, as if it were a real preemption: its
+    reason is known only here, where it is noted. It is the last event of each request that ran, and it is taken back. Raises
+    RuntimeError when vLLM's method is another one.
     """
     import vllm
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreEventType
 
     original = Scheduler.reset_prefix_cache
-    found = list(inspect.signature(original).parameters)
-    if found != ["self", "reset_running_requests", "reset_connector"]:
+    parameters = list(inspect.signature(original).parameters)
+    if parameters != ["self", "reset_running_requests", "reset_connector"]:
         raise Failure(
             f"vLLM {vllm.__version__} is not the version that this was written for: its Scheduler.reset_prefix_cache takes "
-            f"{found}; install the version that setup.cfg names"
+            f"{parameters}; install the version that setup.cfg names"
         )
 
     @wraps(original)

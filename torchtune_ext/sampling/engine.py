@@ -12,7 +12,7 @@
     engine.close()
 
 Inside lives one thread with an asyncio loop. It shares groups out among the engines (`pool.py`; one is the usual case) and
-feeds each (vLLM, if nothing else is asked for) as many requests as its throttle allows, while its supervisor keeps it alive
+feeds each (vLLM by default) as many requests as its throttle allows, while its supervisor keeps it alive
 (`supervisor.py`). vLLM's client is in a process of its own (`remote_core.py`). All methods may be called from any thread, also
 at the same time.
 """
@@ -90,7 +90,7 @@ class Engine:
         self.model_dir = str(model_dir)
         self._buffers = Buffers(config.rpc_deadline_s)
         self._publish_lock = threading.Lock()  # one publication at a time, and none beside an evaluation
-        self._evaluation: set[Future] = set()  # what is drawn for one
+        self._evaluation: set[Future] = set()  # of the groups that are drawn for one
         self._thread = LoopThread("torchtune-ext-engine")
         self._call = self._thread.call
         self._cleanup: Cleanup | None = None
@@ -173,8 +173,8 @@ class Engine:
         self._attempt("the shared memory", self._buffers.close)
         if self._cleanup is not None:
             self._attempt("the janitor", self._cleanup.close)
-        if left := [core.group for core in cores if core.group and not core.dead]:
-            raise EngineFailed(f"Engine.close: process {left[0]} of the engine did not end")
+        if groups := [core.group for core in cores if core.group and not core.dead]:
+            raise EngineFailed(f"Engine.close: process {groups[0]} of the engine did not end")
 
     def _attempt(self, what: str, step: Callable[[], None]) -> None:
         """Takes one step of `close`. An error is logged, since the other steps have to be taken all the same."""
@@ -373,7 +373,7 @@ class Engine:
         log_path = self.log_path.with_name(self.log_path.name.replace("*", str(lane.number)))
         core = self._backend(self.model_dir, lane.config, log_path, self._cleanup.folder, lane.on_step)
         if lane.config.address is not None:
-            core.known = self._pool.servers
+            core.peers = self._pool.servers
         try:
             self._cleanup.guard([other.group for other in self._pool.cores] + [core.group])
         except BaseException:

@@ -44,7 +44,7 @@ def wait_for_end(parent: int) -> list[int]:
 
 def members(group: int) -> dict[int, bool]:
     """Lists the living processes of a process group, and says of each whether it is a resource tracker of Python's."""
-    found = {}
+    trackers = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             # The name in the brackets is whatever the process has called itself, so it is taken as bytes.
@@ -52,10 +52,10 @@ def members(group: int) -> dict[int, bool]:
                 state, _, its_group = file.read().rsplit(b")", 1)[1].split()[:3]
             if int(its_group) == group and state not in (b"Z", b"X"):
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    found[int(pid)] = TRACKER in file.read()
+                    trackers[int(pid)] = TRACKER in file.read()
         except OSError:
             continue  # it has ended meanwhile
-    return found
+    return trackers
 
 
 def kill(group: int) -> None:

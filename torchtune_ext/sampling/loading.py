@@ -28,18 +28,19 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class Arrivals(TorchDispatchMode):
-    """Takes the checksum of every published tensor at the moment when it is copied into a parameter. In whatever layer it
-    ends, fused, packed or cut for tensor parallelism, before that its bytes are copied once.
+    """Takes the checksum of every published tensor at the moment when it is copied into a parameter. Its bytes are copied once,
+    whether the layer is fused, packed or cut for tensor parallelism.
 
     A whole tensor is checked where it has arrived, in the parameter and on its device. Of one that is cut or changes its dtype
-    on the way the source is: its bytes in the parameter are others. What vLLM takes from us and never copies is not in `found`.
+    on the way the source is checked, since the parameter holds other bytes. A tensor that vLLM takes and never copies is not in
+    `checksums`.
     """
 
     def __init__(self):
         super().__init__()
-        self.found: dict[str, int | None] = {}
-        # It says for each storage what begins at which offset in bytes. A storage that is still referred to weakly is not
-        # followed by another one with its number, and its memory may be freed all the same.
+        self.checksums: dict[str, int | None] = {}
+        # For each storage, what begins at which offset in bytes. The weak reference lets its memory be freed, but keeps another
+        # storage from getting its number.
         self._lent: dict[int, tuple[StorageWeakRef, dict[int, tuple[str, torch.dtype, torch.Size]]]] = {}
 
     def watch(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
@@ -53,24 +54,24 @@ class Arrivals(TorchDispatchMode):
         return named
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        done = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and not args[0].is_meta and not args[1].is_meta:
             lent = self._lent.get(args[1].untyped_storage()._cdata)
             if lent is not None:
                 self._note(lent[1], *args[:2])
-        return done
+        return result
 
     def _note(
-        self, lent: dict[int, tuple[str, torch.dtype, torch.Size]], held: torch.Tensor, source: torch.Tensor
+        self, lent: dict[int, tuple[str, torch.dtype, torch.Size]], target: torch.Tensor, source: torch.Tensor
     ) -> None:
         begins = sorted(lent)
         begin = begins[bisect_right(begins, source.storage_offset() * source.itemsize) - 1]
         name, dtype, shape = lent[begin]
-        entire = source.numel() == shape.numel() and source.is_contiguous() and held.dtype == source.dtype
+        entire = source.numel() == shape.numel() and source.is_contiguous() and target.dtype == source.dtype
         whole = torch.empty(0, dtype=dtype, device=source.device)
         whole.set_(source.untyped_storage(), begin // dtype.itemsize, shape)
-        value = checksum(held if entire else whole)
-        self.found[name] = value if self.found.get(name, value) == value else None
+        value = checksum(target if entire else whole)
+        self.checksums[name] = value if self.checksums.get(name, value) == value else None
 
 
 def _parts(name: str, packed: Mapping[str, list[str]]) -> list[str]:
@@ -87,8 +88,8 @@ def check_shapes(
     packed: Mapping[str, list[str]],
     workers: int,
 ) -> None:
-    """Raises ValueError when published weights leave parameters out, or have other shapes: vLLM would say only that something
-    is wrong, after they were sent.
+    """Raises ValueError when published weights leave parameters out, or have other shapes: vLLM would only say that something
+    is wrong, and only after they were sent.
 
     Args: shapes: of what was published, by name; expected: the parameters; packed: as in `_parts`; workers: among which
     tensor parallelism cuts a parameter.
@@ -109,11 +110,12 @@ def check_shapes(
         raise Mistake(f"published {', '.join(parts)} in the shape {sent}, and the engine holds {held} of it")
 
 
-def _fits(parts: Sequence[Sequence[int]], held: Sequence[int], workers: int, padded: bool) -> bool:
-    """Whether tensors, one behind the other, fill what one of so many workers holds. Args: padded: its rows may be more."""
-    if any(len(part) != len(held) for part in parts):
+def _fits(parts: Sequence[Sequence[int]], shape: Sequence[int], workers: int, padded: bool) -> bool:
+    """Whether tensors, one behind the other, fill the parameter that one of `workers` workers holds. Args: parts: their shapes;
+    shape: of the parameter; padded: it may have more rows."""
+    if any(len(part) != len(shape) for part in parts):
         return False
-    for axis, size in enumerate(held):
+    for axis, size in enumerate(shape):
         whole = sum(part[0] for part in parts) if axis == 0 else parts[0][axis]
         same = axis == 0 or all(part[axis] == whole for part in parts)
         # A cut is rounded up, and heads of keys and values may be held more than once.
@@ -130,8 +132,8 @@ def check_quantized(
 ) -> None:
     """Raises ValueError for the first weight that does not come as the engine holds it.
 
-    vLLM copies bfloat16 into an FP8 weight without a word, and scales that are left out keep their last values: both are
-    wrong in silence.
+    vLLM copies bfloat16 into an FP8 weight without an error, and scales that are left out keep their last values: nobody would
+    notice either.
     Args: names, dtypes: of what was published; parameters: those of the engine's model, by name; packed: as in `_parts`.
     """
     fused = {part: whole for whole, parts in packed.items() for part in parts}
@@ -142,10 +144,10 @@ def check_quantized(
             continue
         head, _, layer = stem.rpartition(".")
         quantized = f"{head}.{fused.get(layer, layer)}.{SCALE}" in parameters
-        wanted = "float8_e4m3fn" if quantized else "a high precision"
+        precision = "float8_e4m3fn" if quantized else "a high precision"
         if quantized != (dtype == "float8_e4m3fn"):
             raise Mistake(
-                f"published {name} is {dtype}, but the engine holds it in {wanted}: the lists of layers differ"
+                f"published {name} is {dtype}, but the engine holds it in {precision}: the lists of layers differ"
             )
         if quantized and sent.get(f"{stem}.{SCALE}") != "float32":
             raise Mistake(f"published {name} comes without {stem}.{SCALE} in float32; send both")
@@ -231,7 +233,7 @@ class CheckedTransfer(WeightTransferEngine):
             with self.arrivals:
                 finalize_layerwise_reload(self.model, self.model_config)
             retie_lm_head(self.model)
-        TAKEN["model"] = self.arrivals.found
+        TAKEN["model"] = self.arrivals.checksums
         self.arrivals = Arrivals()
 
     def shutdown(self) -> None:

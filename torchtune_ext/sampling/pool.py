@@ -79,7 +79,7 @@ class Lane:
         return self._fixed or self.controller.limit
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with the limit that an earlier run has found, before anything is sampled."""
+        """Goes on with the limit of an earlier run, before anything is sampled."""
         self.controller.load_state_dict(state)
         if self._fixed is None:
             self.throttle.size = self.controller.allowed
@@ -328,11 +328,11 @@ class Pool:
         """Waits for a life that can sample, of this engine or of any. Raises EngineFailed, WeightsIncomplete; CoreLost when
         this one is lost and others serve."""
         while True:
-            asked = lane or (self.serving or self.left or self.lanes)[0]
+            target = lane or (self.serving or self.left or self.lanes)[0]
             try:
-                core = await asked.core()
+                core = await target.core()
             except EngineFailed:
-                if asked.supervisor.closed or not self.left or lane is not None:
+                if target.supervisor.closed or not self.left or lane is not None:
                     raise
                 continue
             if core is not None:
@@ -370,15 +370,15 @@ class Pool:
 
         Raises: ValueError when one refuses; when none answers, the error of the first.
         """
-        asked = some or self.left or self.lanes
-        tasks = {asyncio.ensure_future(work(lane)): lane for lane in asked}
-        pending, found, errors = set(tasks), {}, []
+        lanes = some or self.left or self.lanes
+        tasks = {asyncio.ensure_future(work(lane)): lane for lane in lanes}
+        pending, answers, errors = set(tasks), {}, []
         try:
-            while pending and not (found and not any(tasks[task].supervisor.health.up for task in pending)):
+            while pending and not (answers and not any(tasks[task].supervisor.health.up for task in pending)):
                 done, pending = await asyncio.wait(pending, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     if (error := task.exception()) is None:
-                        found[tasks[task]] = task.result()
+                        answers[tasks[task]] = task.result()
                     else:
                         errors.append(error)
         finally:
@@ -386,9 +386,9 @@ class Pool:
                 task.add_done_callback(fetch_error)
                 task.cancel()  # what may not be broken off goes on (`supervisor.undisturbed`)
         refused = [error for error in errors if isinstance(error, ValueError)]
-        if refused or not found:
+        if refused or not answers:
             raise (refused or errors)[0]
-        return found
+        return answers
 
     async def load(self, version: int) -> tuple[float, float]:
         """Brings newly published weights into every engine. Returns the longest pause and the longest loading among them, in
@@ -409,8 +409,8 @@ class Pool:
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Does what `Engine.checksums` says."""
-        found = await self._each(lambda lane: lane.supervisor.checksums(), self.serving)
-        return [worker for lane in self.lanes if lane in found for worker in found[lane]]
+        sums = await self._each(lambda lane: lane.supervisor.checksums(), self.serving)
+        return [worker for lane in self.lanes if lane in sums for worker in sums[lane]]
 
     async def sleep(self) -> None:
         """Makes all engines give their GPU memory back, those that just come up, too. Raises EngineFailed when none is left."""
@@ -426,8 +426,8 @@ class Pool:
 
         async def ask(lane: Lane) -> CanaryAnswer | None:
             try:
-                drawn = await asyncio.gather(*(self.draw(group, lane) for group in groups()))
-                return CanaryAnswer(lane.name, list(drawn), await lane.supervisor.checksums())
+                completions = await asyncio.gather(*(self.draw(group, lane) for group in groups()))
+                return CanaryAnswer(lane.name, list(completions), await lane.supervisor.checksums())
             except CoreLost as error:
                 log.warning(
                     "%s did not answer the canary (%s): it serves again once it has proven its weights",
@@ -438,8 +438,8 @@ class Pool:
 
         answers: list[CanaryAnswer] = []
         while not answers:  # each was lost while another one served: those that have come back are asked
-            found = await self._each(ask, self.up)
-            answers = [found[lane] for lane in self.lanes if found.get(lane) is not None]
+            of_lane = await self._each(ask, self.up)
+            answers = [of_lane[lane] for lane in self.lanes if of_lane.get(lane) is not None]
         return answers
 
     # -- what it knows ------------------------------------------------------------------------------------------------
@@ -486,5 +486,5 @@ class Lengths:
         self._mean += (tokens - self._mean) / self._count
 
     def expected(self, max_tokens: int) -> float:
-        """Returns the tokens that a completion of at most so many will have; the most, until one has finished."""
+        """Returns the tokens that a completion is expected to have; `max_tokens` until one has finished."""
         return min(self._mean, max_tokens) if self._count else float(max_tokens)

@@ -16,11 +16,11 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a r
 
 TRANSFERS = ("auto", "shm", "nccl", "gloo")
 
-CANARY_REQUESTS = 32  # at most in flight; an engine has so many rows in a step besides those of `max_num_seqs`
+CANARY_REQUESTS = 32  # at most in flight; a step of an engine has rows for them besides those of `max_num_seqs`
 
 
 class Priority(IntEnum):
-    """Says who goes first where requests wait: in front of the throttle, and in vLLM's own queue, whose word it is."""
+    """Says who goes first where requests wait: in front of the throttle, and in vLLM's own queue. The name is vLLM's."""
 
     CANARY = 0  # waits for no place of the throttle: all wait for it, and it is few and short (CANARY_REQUESTS)
     EVALUATION = 1  # gets the next places; it belongs to one version, so nothing may be published while one is drawn
@@ -78,7 +78,7 @@ class EngineConfig:
     extra_args: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
 
     def following(self, dtype: str, threads: int | None = None) -> "EngineConfig":
-        """The same in the trainer's dtype and with so many threads, where nothing else is set."""
+        """Returns a copy with the trainer's dtype and `threads`, where nothing else is set."""
         return replace(self, dtype=dtype if self.dtype == "auto" else self.dtype, threads=self.threads or threads)
 
     def __post_init__(self):
@@ -137,12 +137,12 @@ class EngineConfig:
         for name, several in (("devices", self.device_names), ("address", self.addresses)):
             if twice := [each for each in several if several.count(each) > 1]:
                 raise Mistake(f"engine.{name} is {getattr(self, name)!r}, which names {twice[0]} twice")
-        told = len(self.addresses) or len(self.device_names) // self.tensor_parallel_size
-        if self.count is not None and told and self.count != told:
+        count = len(self.addresses) or len(self.device_names) // self.tensor_parallel_size
+        if self.count is not None and count and self.count != count:
             where = f"address={self.address!r}"
             if not self.addresses:
                 where = f"devices={self.devices!r} with tensor_parallel_size={self.tensor_parallel_size}"
-            raise Mistake(f"engine.count is {self.count}, but engine.{where} makes {told}; leave engine.count out")
+            raise Mistake(f"engine.count is {self.count}, but engine.{where} makes {count}; leave engine.count out")
 
     @property
     def device_names(self) -> list[str]:
@@ -175,11 +175,11 @@ class SamplingConfig:
     seed: int | None = None  # requests' seeds come from (seed, group, sample index); None: not reproducible
     early_stop_logprob: float | None = None  # mean log-prob (nats) below which a completion is stopped; None: off
     early_stop_decay: float = 0.992  # decay of the running mean: 0.992 looks back about 125 tokens
-    early_stop_min_tokens: int = 64  # no early stop before so many tokens
+    early_stop_min_tokens: int = 64  # tokens before which there is no early stop
     deadline_s: float | None = None  # seconds a request may run in the engine; None: no limit
 
     def stopping_at(self, ids: Sequence[int]) -> "SamplingConfig":
-        """The same with these stops, where no others are set."""
+        """Returns a copy with these stops, where no others are set."""
         return self if self.stop_token_ids else replace(self, stop_token_ids=tuple(ids))
 
     def __post_init__(self):

@@ -24,12 +24,12 @@ from torchtune_ext.sampling.server_command import engine_environment, one_machin
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 CLIENT = "torchtune_ext.sampling.client_process"
-# The client bounds its own calls into the engine. This end waits so much longer, and then it is the client that hangs.
+# The client bounds its own calls into the engine. This end waits longer by this margin, and then it is the client that hangs.
 MARGIN_S = 5.0
 
 
 class RemoteCore:
-    """Runs a vLLM engine of our own, with its client in another process. What the methods of `Core` promise is said there."""
+    """Runs a vLLM engine of our own, with its client in another process. `Core` says what its methods promise."""
 
     def __init__(
         self, model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]

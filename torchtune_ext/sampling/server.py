@@ -4,7 +4,7 @@ Completions go over HTTP (`/inference/v1/generate`: token ids in, token ids, log
 not: a server on the trainer's machine may read them out of its memory, one anywhere is in a group with the trainer's sender
 (`transfer/`). Either has to know our loader. `server_command` gives the command line that starts such a server.
 
-Whoever reaches the server's weight routes can replace the model, so every request carries a key. It lives in an
+Anyone who reaches the server's weight routes can replace the model, so every request carries a key. It lives in an
 environment variable on both sides (`KEY_VARIABLE`), never in a config, a log or a command line.
 """
 
@@ -54,8 +54,8 @@ METRICS = {  # names on vLLM's Prometheus page -> our names
 }
 
 
-def _said(error: Exception) -> str:
-    """Words an error of aiohttp. Its `repr` would hold the headers of the request, and so the key."""
+def _message(error: Exception) -> str:
+    """Returns the text of an error of aiohttp. Its `repr` would hold the headers of the request, and so the key."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -86,7 +86,7 @@ class ServerCore:
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # the real one is known after the launch
         self.facts: dict[str, Any] = {}  # what the servers of a run have in common; known after the launch
-        self.known: dict[str, dict[str, Any]] = {}  # the same of the run's servers when it began; empty at its start
+        self.peers: dict[str, dict[str, Any]] = {}  # the same of the run's servers when it began; empty at its start
         # Whether it holds a whole model that somebody has published, in place of that of its folder.
         self.replaced = False
         self._headers: dict[str, str] = {}  # they hold the key, once it is configured
@@ -94,7 +94,7 @@ class ServerCore:
         self._log_path, self._temp_dir = log_path, temp_dir
         self._way: MemoryWay | NetworkWay = MemoryWay(self)  # of weights; the real one is known after the launch
         self._adapter: str | None = None  # the name of the adapter, once there is one
-        self._salt: str | None = None  # a prefix is shared by requests of the same salt alone
+        self._salt: str | None = None  # only requests of the same salt share a prefix
         self._life = secrets.token_hex(8)  # a server outlives trainers, whose versions begin anew
 
     def configure(self) -> None:
@@ -131,17 +131,17 @@ class ServerCore:
                     raise CoreLost(f"no answer from {self.address} within start_deadline_s: {error}") from error
                 await asyncio.sleep(min(RETRY_S, self.config.start_deadline_s / 10))
         self.dead = False
-        told = info["vllm_config"]
-        self._model = told["model_config"]["model"]
-        kind = check_kind(self.address, told, self.config, self.how)
+        vllm_config = info["vllm_config"]
+        self._model = vllm_config["model_config"]["model"]
+        kind = check_kind(self.address, vllm_config, self.config, self.how)
         self.cache_tokens, self.block, self.vocabulary = kind.cache_tokens, kind.block, kind.vocabulary
-        self.facts = server_facts(told["model_config"])
-        require_alike(self.known, (self.address, self.facts))
+        self.facts = server_facts(vllm_config["model_config"])
+        require_alike(self.peers, (self.address, self.facts))
         if kind.transfer != "shm":
             self._way = NetworkWay(self, kind.transfer, kind.workers, self._life, self._temp_dir, self._log_path)
             self._way.start()
-        # A trainer before us may have died in a publication, or lost this server in one. What it had asked for would go on with
-        # weights that are half loaded.
+        # A trainer before us may have died in a publication, or lost this server in one. Its requests would go on with weights
+        # that are half loaded.
         await self.slow("/abort_requests")
         await self.slow("/resume")
         self.replaced = any(".lora_" not in name for worker in await self.checksums() for name in worker)
@@ -168,7 +168,7 @@ class ServerCore:
             async with self._session.get(self.address + "/is_paused") as response:
                 status = response.status
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: `stop` closed the session
-            raise CoreLost(f"no connection to {self.address}: {_said(error)}") from error
+            raise CoreLost(f"no connection to {self.address}: {_message(error)}") from error
         if status >= 500:
             raise CoreLost(f"{self.address} is not ready ({status})")
         if status not in (401, 403):
@@ -313,13 +313,13 @@ class ServerCore:
     async def _poll_metrics(self) -> None:
         while not self.dead:
             await asyncio.sleep(METRICS_S)
-            asked = time.monotonic()
+            request_time = time.monotonic()
             try:
                 text = await self._bounded(self._get("/metrics"), 30.0)
             except (CoreLost, ValueError):
                 continue  # the watch or the next request finds out
             try:
-                step = self._step(text, asked)
+                step = self._step(text, request_time)
                 if step is not None:
                     self.sign_of_life = time.monotonic()
                     self.on_step(step)
@@ -327,9 +327,9 @@ class ServerCore:
                 self.broken = error
                 return
 
-    def _step(self, text: str, asked: float) -> Step | None:
+    def _step(self, text: str, request_time: float) -> Step | None:
         """Returns what has changed since the last look; None where the engine has requests and has made no step. Args: text:
-        vLLM's Prometheus page; asked: time.monotonic() when it was asked for."""
+        vLLM's Prometheus page; request_time: time.monotonic() when it was requested."""
         now = dict.fromkeys(METRICS.values(), 0.0)
         for line in text.splitlines():
             name = METRICS.get(line.split("{")[0].split(" ")[0])
@@ -349,7 +349,7 @@ class ServerCore:
             prefix_queries=int(now["queries"] - last["queries"]),
             prefix_hits=int(now["hits"] - last["hits"]),
         )
-        if self._resumed is not None and asked > self._resumed + METRICS_S and not step.waiting:
+        if self._resumed is not None and request_time > self._resumed + METRICS_S and not step.waiting:
             self._resumed = None
         return step
 
@@ -401,7 +401,7 @@ class ServerCore:
             if isinstance(error, CoreLost):
                 raise
             self.dead = True
-            raise CoreLost(f"no connection to {self.address}: {_said(error)}") from error
+            raise CoreLost(f"no connection to {self.address}: {_message(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,15 +415,16 @@ class ServerKind:
     vocabulary: int  # token ids
 
 
-def check_kind(address: str, told: dict[str, Any], config: EngineConfig, how: Callable[[], str]) -> ServerKind:
-    """Compares a server with what a run asks of it.
+def check_kind(address: str, vllm_config: dict[str, Any], config: EngineConfig, how: Callable[[], str]) -> ServerKind:
+    """Compares a server with what a run needs.
 
-    Args: address: of the server; told: vLLM's configuration, as its route `/server_info` tells it; config: of the run; how:
-    returns the command that starts it right.
+    Args: address: of the server; vllm_config: vLLM's configuration, as its route `/server_info` returns it; config: of the run;
+    how: returns the command that starts it right.
     Raises: ValueError, which says what differs and how to start it.
     """
-    model, cache, parallel = told["model_config"], told["cache_config"], told["parallel_config"]
-    transfer = (told.get("weight_transfer_config") or {}).get("backend")
+    model, cache = vllm_config["model_config"], vllm_config["cache_config"]
+    parallel = vllm_config["parallel_config"]
+    transfer = (vllm_config.get("weight_transfer_config") or {}).get("backend")
 
     def refuse(what: str) -> None:
         raise Mistake(f"engine.address: {address} {what}; start it like this: {how()}")
@@ -442,16 +443,16 @@ def check_kind(address: str, told: dict[str, Any], config: EngineConfig, how: Ca
     if (parallel.get("data_parallel_size") or 1) > 1:
         refuse("runs with data parallelism, whose ranks are not told of new weights: start a server for each instead")
     if transfer == "nccl":
-        _check_nccl(address, told, how)
-    if told["scheduler_config"]["policy"] != "priority":
+        _check_nccl(address, vllm_config, how)
+    if vllm_config["scheduler_config"]["policy"] != "priority":
         refuse("serves requests as they come, so a canary would wait behind all samples")
-    rank = (told.get("lora_config") or {}).get("max_lora_rank", 0)
+    rank = (vllm_config.get("lora_config") or {}).get("max_lora_rank", 0)
     if (config.lora_rank or 0) > rank:
         refuse(f"has no room for an adapter of rank {config.lora_rank}, which this run publishes")
     if bool(config.quantization) != (model.get("quantization") == "fp8"):
-        held = model.get("quantization") or model.get("dtype") or "full precision"
+        precision = model.get("quantization") or model.get("dtype") or "full precision"
         refuse(
-            f"holds its layers in {held}, and this run publishes {'FP8 blocks' if config.quantization else 'none in FP8'}"
+            f"holds its layers in {precision}, and this run publishes {'FP8 blocks' if config.quantization else 'none in FP8'}"
         )
     if model["max_model_len"] < config.max_model_len:
         raise Mistake(
@@ -468,9 +469,9 @@ def check_kind(address: str, told: dict[str, Any], config: EngineConfig, how: Ca
     )
 
 
-def _check_nccl(address: str, told: dict[str, Any], how: Callable[[], str]) -> None:
-    """Raises ValueError when one of both ends has no GPU."""
-    device = (told.get("device_config") or {}).get("device")
+def _check_nccl(address: str, vllm_config: dict[str, Any], how: Callable[[], str]) -> None:
+    """Raises ValueError when either end has no GPU."""
+    device = (vllm_config.get("device_config") or {}).get("device")
     there, here = device != "cpu", torch.cuda.is_available()
     if not (there and here):
         side = "this trainer has none" if there else f"{address} runs on {device}"

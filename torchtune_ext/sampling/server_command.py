@@ -120,7 +120,7 @@ def _port(config: EngineConfig) -> int:
 
 
 def shown_command(command: list[str], environ: dict[str, str]) -> str:
-    """Returns a command line for a log: whoever reads it starts the same server, and learns no key."""
+    """Returns a command line for a log: it starts the same server, and does not show the key."""
     secret = environ[KEY_VARIABLE]
     pairs = {name: f'"${KEY_VARIABLE}"' if value == secret else value for name, value in environ.items()}
     return " ".join([f"{name}={value}" for name, value in pairs.items()] + [shlex.quote(word) for word in command])
@@ -198,8 +198,8 @@ class KeyGuard:
             await send({"type": "http.response.body", "body": self.answer.encode()})
 
     def _has_key(self, scope: dict[str, Any]) -> bool:
-        sent = [value for name, value in scope["headers"] if name == b"authorization"]
-        return bool(self.expected) and len(sent) == 1 and hmac.compare_digest(sent[0], self.expected)
+        keys = [value for name, value in scope["headers"] if name == b"authorization"]
+        return bool(self.expected) and len(keys) == 1 and hmac.compare_digest(keys[0], self.expected)
 
 
 def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> dict[str, Any]:
@@ -279,7 +279,7 @@ def engine_threads(config: EngineConfig, parameters: int, beside: bool) -> int |
 
 
 def engine_environment(config: EngineConfig) -> dict[str, str]:
-    """Returns the variables that vLLM's processes need, whoever starts them."""
+    """Returns the variables that vLLM's processes need, in a run as in a server."""
     environ = {"VLLM_NO_USAGE_STATS": "1"}
     if on_cpu():
         environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)}
@@ -294,7 +294,7 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
 
 def log_name(config: EngineConfig) -> str:
     """Returns the name of the engine's log in a run's folder; of several the `*` stands for the number of each. Servers have
-    logs of their own, so that theirs takes what the sender of weights says alone (`transfer/`)."""
+    logs of their own, so that with them it takes only what the sender of weights says (`transfer/`)."""
     return "engine.log" if config.addresses or len(engine_configs(config)) == 1 else "engine_*.log"
 
 
@@ -304,11 +304,11 @@ def device_shares(config: EngineConfig) -> list[list[str]]:
     size, names = config.tensor_parallel_size, config.device_names
     if len(names) % size:
         below, above = len(names) // size * size, (len(names) // size + 1) * size
-        wanted = f"{size}: name them all, as in engine.devices='{','.join(map(str, range(size)))}'"
+        advice = f"{size}: name them all, as in engine.devices='{','.join(map(str, range(size)))}'"
         raise Mistake(
             f"engine.devices={config.devices!r} names {len(names)} GPU{'s' * (len(names) > 1)}, but "
             f"engine.tensor_parallel_size={size} needs "
-            + (f"{size} for each engine: name {below} or {above}" if below else wanted)
+            + (f"{size} for each engine: name {below} or {above}" if below else advice)
         )
     return [names[start : start + size] for start in range(0, len(names), size)]
 

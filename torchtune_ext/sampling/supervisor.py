@@ -14,7 +14,7 @@ Requests that were under way are repeated by their callers, with the same seeds.
 finished request between them the supervisor gives up (the engine is retired, see `Health`), and everybody who waits for the
 engine gets `EngineFailed`. A life that replaces another one serves once it has proven which weights it holds.
 
-Weights reach an engine through `_load_buffers` alone. It keeps the publisher out of the buffers while the engine reads
+Weights reach an engine only through `_load_buffers`. It keeps the publisher out of the buffers while the engine reads
 them, and takes the version's label from the buffers, so that a label never names other weights than those.
 """
 
@@ -62,7 +62,7 @@ class Supervisor:
         self._held: dict[WeightBuffer, int] = {}  # version of what the present life has loaded from each buffer
         self._tick_s = min(TICK_S, config.probe_interval_s / 10)
         self._moved = time.monotonic()  # the last moment at which no request waited, or one moved on
-        self._counts_steps = False  # whether this life has ever told of a step; else nothing follows from its silence
+        self._counts_steps = False  # whether this life has ever reported a step; else nothing follows from its silence
         self._changed = asyncio.Event()  # ready, failed or closed
         self._control = asyncio.Lock()  # one restart or weight update at a time
         self._watches: list[asyncio.Task] = []
@@ -131,7 +131,7 @@ class Supervisor:
         asyncio.ensure_future(self._replace(core, str(cause))).add_done_callback(fetch_error)
 
     def _mark_lost(self, core: Core | None, cause: str, by_probe: bool) -> None:
-        """Takes an engine that was found lost out of service at once. Many may find the same."""
+        """Takes a lost engine out of service at once. Several callers may report the same loss."""
         if core is None or core is not self.core or not self.health.up:
             return
         self._changed.clear()
@@ -228,7 +228,7 @@ class Supervisor:
     @undisturbed
     async def _replace(self, core: Core | None, cause: str) -> None:
         """Ends `core`, if it still is the present life, and makes lives until one has come up with the current weights, or
-        until `max_failures` have failed in a row. Raises nothing: who waits in `ready` is told."""
+        until `max_failures` have failed in a row. Raises nothing: those who wait in `ready` get the error."""
         async with self._control:
             if core is not self.core or self.closed or self.failed is not None:
                 return  # somebody else has seen to it already
@@ -349,13 +349,13 @@ class Supervisor:
                     why = f"{self.name}'s counters could not be taken in: {core.broken!r}"
                     await self._give_up(why, cause=core.broken)
             elif core.dead and not core.asleep:
-                # One that dies in its sleep is replaced when it is wanted: a new one would take the memory of the trainer.
-                await self._found_lost(core, core.ending())
+                # One that dies in its sleep is replaced when it is needed: a new one would take the memory of the trainer.
+                await self._replace_lost(core, core.ending())
             else:
                 await self._look(core, now)
 
     async def _look(self, core: Core, now: float) -> None:
-        """Asks an engine that has requests, and gives no sign of life, for one. An answer alone does not clear it."""
+        """Asks an engine that has requests, and gives no sign of life, for one. An answer does not yet clear it."""
         if not core.calls:
             self._moved = now
         still_s, config = now - self._moved, self.config
@@ -365,13 +365,13 @@ class Supervisor:
                 await core.ping(config.probe_deadline_s)
             except (CoreLost, ValueError) as error:
                 # After a ValueError, where it refuses the ping, `launch` of the next life says why.
-                await self._found_lost(core, str(error))
+                await self._replace_lost(core, str(error))
         elif self._counts_steps and still_s > WEDGED * config.probe_deadline_s:
-            await self._found_lost(core, f"it answers, but has made no step for {still_s:.0f} s in spite of requests")
+            await self._replace_lost(core, f"it answers, but has made no step for {still_s:.0f} s in spite of requests")
         elif still_s < config.probe_interval_s:
             self.health.clear()
 
-    async def _found_lost(self, core: Core, cause: str) -> None:
+    async def _replace_lost(self, core: Core, cause: str) -> None:
         self._mark_lost(core, cause, by_probe=True)
         await self._replace(core, cause)
 

@@ -45,7 +45,7 @@ class Controller:
         self.ceiling = ceiling
         self.limit = min(limit or 1, ceiling)
         self.known = limit is not None  # whether the limit was measured; until then `expect` sets it
-        self.expected: int | None = None  # the lowest that `expect` has found
+        self.expected: int | None = None  # the lowest limit that `expect` has set
         self.target = TARGET
         # Each round leaves its requests and the share of the cache that one of them took.
         self.costs: deque[tuple[int, float]] = deque(maxlen=MEMORY)
@@ -54,8 +54,8 @@ class Controller:
         self.start_round()
 
     def start_round(self) -> None:
-        """Forgets what this round has seen. Also to be called when nothing is in flight any more: the requests that
-        come then are all new."""
+        """Forgets the observations of this round. Also called when nothing is in flight any more: the requests that come then
+        are all new."""
         self.finished = 0  # completions in this round
         self.peak = 0.0  # highest KV-cache use
         self.in_flight = 0  # most requests running at one time
@@ -118,16 +118,16 @@ class Controller:
         self.costs.append((self.in_flight, self.peak / self.in_flight))
         # What few requests cost says little about many: they share fewer prompts, and chance weighs more.
         cost = max(cost for in_flight, cost in self.costs if 2 * in_flight >= self.in_flight)
-        wanted = self.target / max(cost, 1e-9)
-        wanted = max(1, min(math.floor(wanted), self.ceiling, math.floor(self.limit * MAX_GROWTH)))
-        grow = wanted > self.limit * (1 + TOLERANCE) and self.binding and not self.crowded
-        shrink = wanted < self.limit * (1 - TOLERANCE) and self.peak > self.target
+        requests = math.floor(self.target / max(cost, 1e-9))
+        limit = max(1, min(requests, self.ceiling, math.floor(self.limit * MAX_GROWTH)))
+        grow = limit > self.limit * (1 + TOLERANCE) and self.binding and not self.crowded
+        shrink = limit < self.limit * (1 - TOLERANCE) and self.peak > self.target
         if grow or shrink:
-            self.limit = self.allowed = wanted
+            self.limit = self.allowed = limit
         self.start_round()
 
     def state_dict(self) -> dict[str, float | int | bool]:
-        """Returns what a resumed run needs to go on with the limit that this one has found."""
+        """Returns what a resumed run needs to go on with the limit of this one."""
         return {"limit": self.limit, "known": self.known, "target": self.target}
 
     def load_state_dict(self, state: dict[str, float | int | bool]) -> None:
@@ -140,10 +140,10 @@ class Controller:
 
 
 class Throttle:
-    """Is a semaphore whose size may change while it is in use. An evaluation goes before every sample; among equals, who comes
-    first is served first, so that the samples of a group go to the engine together and share their prompt. The canary waits
-    for nobody: its requests are few, fit into the free part of the KV cache, and hold places that samples then wait for. It is
-    used from one asyncio loop."""
+    """Is a semaphore whose size may change while it is in use. An evaluation goes before every sample; among equals, the first
+    to come is the first served, so that the samples of a group go to the engine together and share their prompt. The canary
+    does not wait: its requests are few, fit into the free part of the KV cache, and hold places that samples then wait for. All
+    calls come from one asyncio loop."""
 
     def __init__(self, size: int):
         self.size = size

@@ -36,8 +36,8 @@ def checksum(tensor: torch.Tensor) -> int:
     """Returns 64 bits that tell the bytes of a tensor from others. They are computed where it lies: only they leave a GPU.
 
     A line of 32-bit words x_i becomes the sum of w_i x_i modulo 2^64, with odd w_i that look random; the sums of all lines
-    are words again, until one sum is left. A change of one word always shows. Any other change, two words or tensors that
-    changed places among them, is overlooked with a chance of 2^-32 for each round. It is no defence against forgery.
+    are words again, until one sum is left. A change of one word always shows. Any other change, for instance two words or
+    tensors that were swapped, is overlooked with a chance of 2^-32 for each round. It is no defence against forgery.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size, weights = data.numel(), _checksum_weights(tensor.device)
@@ -61,14 +61,14 @@ def checksum(tensor: torch.Tensor) -> int:
 def _checksum_weights(device: torch.device) -> torch.Tensor:
     """Returns [LINE] odd numbers, int64: the mixer of SplitMix64 (Steele et al. 2014) over 1, 2, 3, ..."""
     mask = (1 << 64) - 1
-    found = []
+    weights = []
     for i in range(1, LINE + 1):
         value = i * 0x9E3779B97F4A7C15 & mask
         value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
         value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
         value = (value ^ (value >> 31)) | 1
-        found.append(value - (1 << 64) if value >> 63 else value)
-    return torch.tensor(found, device=device)
+        weights.append(value - (1 << 64) if value >> 63 else value)
+    return torch.tensor(weights, device=device)
 
 
 def differences(sent: Mapping[str, int], taken: Mapping[str, int | None], engine: str, worker: int) -> str | None:
@@ -85,11 +85,11 @@ def differences(sent: Mapping[str, int], taken: Mapping[str, int | None], engine
 
 
 async def wrong_tensors(published: "Sequence[WeightBuffer]", core: Core) -> str | None:
-    """Compares what each worker of an engine says of its weights with what was published. Returns None when it is the same.
-    Raises CoreLost. To be called by who keeps writers out."""
+    """Compares the checksums of each worker of an engine with what was published. Returns None when they are the same. Raises
+    CoreLost. The caller has to keep writers out."""
     sent = {name: value for buffer in published for name, value in buffer.sums.items()}
-    found = [differences(sent, taken, "it", worker) for worker, taken in enumerate(await core.checksums())]
-    return next(filter(None, found), None)
+    messages = [differences(sent, taken, "it", worker) for worker, taken in enumerate(await core.checksums())]
+    return next(filter(None, messages), None)
 
 
 class WeightBuffer:
@@ -146,8 +146,8 @@ class WeightBuffer:
 
     def _write(self, data: memoryview, offset: int) -> None:
         while data:
-            done = os.pwrite(self._fd, data[:CHUNK], offset)
-            data, offset = data[done:], offset + done
+            size = os.pwrite(self._fd, data[:CHUNK], offset)
+            data, offset = data[size:], offset + size
 
     def close(self) -> None:
         """Frees the memory. May be called twice."""
@@ -159,7 +159,7 @@ class WeightBuffer:
 def tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) from the memory of a `WeightBuffer`, as any process of this user on this machine can read it.
 
-    The tensors are views of the memory: who wants to keep them copies them.
+    The tensors are views of the memory: copy those that are kept.
     Args: path: `WeightBuffer.address()["path"]`; manifest: `WeightBuffer.manifest`.
     """
     memory = torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
@@ -189,12 +189,12 @@ class Buffers:
     @property
     def published(self) -> list[WeightBuffer]:
         """The buffers with weights in them, the model's before the adapter's. Raises WeightsIncomplete."""
-        found = [buffer for buffer in (self.model, self.adapter) if buffer.manifest is not None]
-        if not all(buffer.complete for buffer in found):
+        buffers = [buffer for buffer in (self.model, self.adapter) if buffer.manifest is not None]
+        if not all(buffer.complete for buffer in buffers):
             raise WeightsIncomplete(
                 "the last publication broke off while copying: there are no complete weights to load; publish again"
             )
-        return found
+        return buffers
 
     @property
     def empty(self) -> bool:
@@ -271,7 +271,7 @@ class Buffers:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Keeps writers out while the body runs. To be used from one thread. Raises CoreLost after `deadline_s` seconds."""
+        """Keeps writers out while the body runs. Only one thread may use it. Raises CoreLost after `deadline_s` seconds."""
         give_up_at = time.monotonic() + self.deadline_s
         while not ((self._readers and not self._writer_waits) or self._lock.acquire(blocking=False)):
             if self._closed:

@@ -106,28 +106,28 @@ class WeightLoader:
         Args: update: the fields of `transfer.group.Update`; config: PEFT's.
         """
         self._require_lora()
-        engine, found = self.weight_transfer_engine, {}
+        engine, weights = self.weight_transfer_engine, {}
         # The tensors are views of chunks, and live longer than these.
         engine.receive(
-            engine.parse_update_info(update), lambda named: found.update((name, t.cpu().clone()) for name, t in named)
+            engine.parse_update_info(update), lambda named: weights.update((name, t.cpu().clone()) for name, t in named)
         )
-        self._use_adapter(found, config)
+        self._use_adapter(weights, config)
 
     def _require_lora(self) -> None:
         if self.model_runner.lora_config is None:
             raise Mistake("this engine has no LoRA: it was started without engine.lora_rank")
 
-    def _use_adapter(self, found: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    def _use_adapter(self, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         TAKEN["adapter"] = {}
         manager = self.model_runner.lora_manager._adapter_manager
         # This is the moment for it: later vLLM scales them in place.
-        taken = {name: checksum(tensor) for name, tensor in found.items()}
+        sums = {name: checksum(tensor) for name, tensor in weights.items()}
         peft = PEFTHelper.from_dict(config)
         peft.validate_legal(self.model_runner.lora_config)
         dtype = self.model_runner.lora_config.lora_dtype
-        adapter = LoRAModel.from_lora_tensors(ADAPTER_ID, found, peft, device="cpu", dtype=dtype)
-        used = {name for name in adapter.loras if any(_serves(module, name, manager) for module in manager.modules)}
-        if unused := sorted(set(adapter.loras) - used):
+        adapter = LoRAModel.from_lora_tensors(ADAPTER_ID, weights, peft, device="cpu", dtype=dtype)
+        layers = {name for name in adapter.loras if any(_serves(module, name, manager) for module in manager.modules)}
+        if unused := sorted(set(adapter.loras) - layers):
             raise Mistake(
                 f"this engine applies no adapter to {unused[:3]}; targets it has: {sorted(manager.modules)[:8]}"
             )
@@ -137,7 +137,7 @@ class WeightLoader:
         if current_platform.is_cpu():
             for wrapper in manager.punica_wrapper_mapping.values():
                 wrapper.add_lora_linear = partial(add_one_adapter, wrapper)
-        TAKEN["adapter"] = taken
+        TAKEN["adapter"] = sums
 
 
 def add_one_adapter(

@@ -6,8 +6,8 @@ identity    mean exp(d) = 1 on many tokens            top-p, top-k, any renormal
 arrival     versions, checksums, the effect of an     a lost publication, an old tensor or         what goes wrong behind them
             update on tokens (`applied_share`)        adapter                                      and hides in the noise
 
-d is the trainer's log-prob minus the sampler's. Of what rounding does to d nobody is to blame, so it is measured: a model in
-bfloat16 may be 0.04 nats from itself in float32, and two right implementations are sqrt(2) times as far from each other. The
+d is the trainer's log-prob minus the sampler's. What rounding does to d is no fault, so it is measured: a model in bfloat16
+may be 0.04 nats from itself in float32, and two right implementations are sqrt(2) times as far from each other. The
 identity holds for any rounding: tokens are drawn from what the sampler reports, and sum_y q(y) p(y) / q(y) = 1, unless q is 0
 where p is not.
 """
@@ -44,18 +44,18 @@ MOVED = (
 # `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
 
-# Tokens of the present version are judged if there are so many. Of fewer, one may be the mean.
+# Fewest tokens of the present version that are judged. Of fewer, a single one may decide the mean.
 TOO_FEW = 32
-# So many of them are judged together, too: in small steps each by itself leaves much to chance.
+# The latest of them that are judged together, over several steps: a small step by itself leaves much to chance.
 RECENT = 4096
 # Of mean |d|, in nats: float32 on both sides differs by 1e-7 to 1e-5, and the smallest fault by far more.
 LEAST_LIMIT = 0.001
 # Under other settings a replay moves away from what was sampled, and nothing is wrong.
 REPLAY_LIMIT = 0.05
-MEASURED_ROWS = 4  # of a rank, on which the rounding is measured
-# A mean may be so many of its standard errors from where it should be: it is looked at in every step of a long run.
+MEASURED_ROWS = 4  # rows of a rank on which the rounding is measured
+# Standard errors that a mean may be off. They are many, since every step of a long run is tested.
 ERRORS = 5.0
-FLOOR = 0.005  # the mean of exp(d) may be so far from 1 besides
+FLOOR = 0.005  # distance from 1 that the mean of exp(d) may have besides
 LEAST_KEPT = 0.1  # of the probability: a sampler that draws from less is not truncated, it is another model
 RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded
 CARRIERS = 16  # fewest tokens that must carry the effect; a single one would fit the slope exactly and show no noise
@@ -92,22 +92,22 @@ class Disagreement(Failure):
     """Trainer and sampler do not compute the same policy."""
 
 
-def mismatch(rows: Sequence[Row], said: Sequence[LabelLogprobs], version: int | None = None) -> Mismatch:
+def mismatch(rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None = None) -> Mismatch:
     """Compares the trainer's log-probs with those that the sampler reported. A collective.
 
     Args:
         rows: packed rows of this rank; they hold the sampler's log-probs.
-        said: the trainer's log-probs of the labels of each row.
+        logprobs: the trainer's log-probs of the labels of each row.
         version: version of the trainer's policy, which gives the age of the tokens; None: every age is 0.
     """
-    return _measured(*_differences(rows, said, version))
+    return _measured(*_differences(rows, logprobs, version))
 
 
-def _differences(rows: Sequence[Row], said: Sequence[LabelLogprobs], version: int | None) -> tuple[Tensor, Tensor]:
+def _differences(rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None) -> tuple[Tensor, Tensor]:
     """Returns d of all tokens of all ranks, and their buckets [2, tokens] of place and age. A collective."""
     here = torch.empty(3, 0, dtype=torch.float64)
     if rows:
-        ours, theirs = (torch.cat([each.logprobs_L for each in many]).cpu().double() for many in (said, rows))
+        ours, theirs = (torch.cat([each.logprobs_L for each in many]).cpu().double() for many in (logprobs, rows))
         here = torch.cat([(ours - theirs)[None], torch.cat([buckets(row, version) for row in rows], dim=1).double()])
     everywhere = torch.cat(gathered(here), dim=1)
     return everywhere[0], everywhere[1:].long()
@@ -172,13 +172,13 @@ def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tenso
         torch.stack([new.cpu().double() - old, row.logprobs_L.double() - old])
         for row, new, old in zip(rows, on, (old.cpu().double() for old in off), strict=True)
     ]
-    found = torch.cat(gathered(torch.cat(parts, dim=1)), dim=1)
-    effect, seen = found[:, ~found.isnan().any(dim=0)]
+    changes = torch.cat(gathered(torch.cat(parts, dim=1)), dim=1)
+    effect, response = changes[:, ~changes.isnan().any(dim=0)]
     size = effect.square().mean().item() if len(effect) else 0.0
     if size == 0.0:
         return Applied(0.0, float("inf"), len(effect), 0.0, otherwise)
-    slope = (effect * seen).mean().item() / size
-    noise = (seen - slope * effect).square().mean().item()
+    slope = (effect * response).mean().item() / size
+    noise = (response - slope * effect).square().mean().item()
     carriers = len(effect) * size**2 / effect.pow(4).mean().item()
     return Applied(slope, (noise / size) ** 0.5, len(effect), carriers, otherwise)
 
@@ -189,8 +189,8 @@ class Agreement:
     Args:
         logprobs: a function (rows, temperature) -> the trainer's log-probs, used to find the cause of a disagreement.
         temperature: temperature of sampling.
-        limit: largest allowed mean |d|, in nats (`max_mismatch`), or "auto": twice what `rounding` says, at least 0.001, and
-            what chance may add on so few tokens.
+        limit: largest allowed mean |d|, in nats (`max_mismatch`), or "auto": twice what `rounding` returns, at least 0.001, and
+            what chance may add on few tokens.
         rounding: a function rows -> mean |d| between the coarser precision and float32, a collective.
         precision: in words, for messages.
         replay: nothing is sampled, so no canary follows a publication, and "auto" allows REPLAY_LIMIT without a look at the
@@ -213,13 +213,13 @@ class Agreement:
         self._auto, self._replay = limit == "auto", replay
         self._least = REPLAY_LIMIT if replay else LEAST_LIMIT  # of "auto"
         self._limit = limit if not self._auto else REPLAY_LIMIT if replay else 0.0
-        self._measured: list[float] = []  # what `rounding` has said
+        self._measured: list[float] = []  # results of `rounding`
         # d of the latest tokens of the present version of each step, and their buckets
         self._recent = torch.empty(3, 0, dtype=torch.float64)
         self._identity = identity
-        # Of exp(d) - 1 over the tokens that the present version of each step has sampled.
+        # Count, sum and sum of squares of exp(d) - 1 over the tokens that the present version of each step has sampled.
         self._count, self._sum, self._squares = 0, 0.0, 0.0
-        self._told = replay  # whether the user knows that no token was of the present version; a replay has none
+        self._warned = replay  # whether the user knows that no token was of the present version; a replay has none
 
     @property
     def limit(self) -> float:
@@ -230,7 +230,7 @@ class Agreement:
     def require(
         self,
         rows: Sequence[Row],
-        said: Sequence[LabelLogprobs],
+        logprobs: Sequence[LabelLogprobs],
         when: str,
         version: int | None = None,
         applied: Sequence[Applied] = (),
@@ -243,7 +243,7 @@ class Agreement:
 
         Args:
             rows: packed rows of this rank; they hold the sampler's log-probs.
-            said: the trainer's log-probs of the labels of each row.
+            logprobs: the trainer's log-probs of the labels of each row.
             when: the beginning of the message: "before the first update", "after publishing version 7".
             version: version of the policy that trainer and engine both have now. None: these are the tokens of a canary, the
                 same ones each time, so they say nothing more about the identity.
@@ -255,26 +255,26 @@ class Agreement:
         Raises:
             Disagreement: trainer and sampler disagree. The message gives the figures and the likely cause.
         """
-        d, where = _differences(rows, said, version)
+        d, where = _differences(rows, logprobs, version)
         everything = _measured(d, where)
         present = where[1] == AGE_0
-        now = everything if present.all() else _measured(d[present], where[:, present])
+        current = everything if present.all() else _measured(d[present], where[:, present])
         # One token of a tail may be rounded far. A canary is short by itself, and a number is meant for any tokens.
         least = 1 if version is None or (present.all() and not self._auto) else TOO_FEW
-        judged = [now] if now.tokens >= least or math.isnan(now.mean_abs) else []
-        if version is not None and self._auto and now.tokens:
+        judged = [current] if current.tokens >= least or math.isnan(current.mean_abs) else []
+        if version is not None and self._auto and current.tokens:
             latest = torch.cat([d[None], where.double()])[:, present]
             self._recent = torch.cat([self._recent, latest], dim=1)[:, -RECENT:]
             # Of a step with more tokens than that, it would be the last few samples, which are rounded like each other.
-            if self._recent.shape[1] > max(now.tokens, TOO_FEW):
+            if self._recent.shape[1] > max(current.tokens, TOO_FEW):
                 judged.append(_measured(self._recent[0], self._recent[1:].long()))
-        if not judged and not (self._auto and now.tokens) and not self._told:
-            self._told = True
+        if not judged and not (self._auto and current.tokens) and not self._warned:
+            self._warned = True
             log.warning(
                 "%s: %s sampled tokens are of the present version %s, so the canary alone proves that trainer and engine "
                 "agree; this is not said again in later steps",
                 when,
-                now.tokens or "no",
+                current.tokens or "no",
                 version,
             )
         limit = self._limit
@@ -282,16 +282,16 @@ class Agreement:
             limit = self._measure(rows)
         wrong = self._beyond(judged, limit)
         if wrong or any(change.missing for change in applied):
-            worst = wrong[0] if wrong else now
+            worst = wrong[0] if wrong else current
 
             def at(temperature: float) -> Mismatch:
-                if worst is not now:  # tokens of earlier steps, whose rows are gone
+                if worst is not current:  # tokens of earlier steps, whose rows are gone
                     return worst
                 d, where = _differences(rows, self._logprobs(rows, temperature), version)
                 return _measured(d[present], where[:, present])
 
             cause = MOVED if self._replay else diagnose(worst, limit, self._temperature, at, applied)
-            which = "" if worst is now else " of the latest steps"
+            which = "" if worst is current else " of the latest steps"
             raise Disagreement(
                 f"{when}: trainer and sampler disagree on {worst.tokens} sampled tokens{which}: mean |d log-prob| "
                 f"{worst.mean_abs:.4g} +- {worst.error:.2g} (max_mismatch={limit:.3g}), 99th percentile {worst.p99_abs:.4g}, "
@@ -311,7 +311,7 @@ class Agreement:
         """Measures the rounding of these rows, the first ones or some that are beyond the limit, and returns their own limit,
         where it is above that of all rows. Few tokens may be rounded far more than others, so the latter follows the mean. A
         collective."""
-        # The gradients of a step may be there, so a few rows have to do for all.
+        # The gradients of a step may take memory by now, so a few rows stand for all.
         noise = self._rounding(rows[:MEASURED_ROWS])
         self._measured.append(noise)
         self._limit = max(self._least, 2 * sum(self._measured) / len(self._measured))
@@ -340,7 +340,7 @@ class Agreement:
 
 
 def diagnose(
-    found: Mismatch,
+    current: Mismatch,
     limit: float,
     temperature: float,
     at: Callable[[float], Mismatch],
@@ -349,7 +349,7 @@ def diagnose(
     """Finds the likely cause of a mismatch by trying the known ones.
 
     Args:
-        found: the mismatch.
+        current: the mismatch at `temperature`.
         limit: largest allowed mean |d log-prob|.
         temperature: temperature of sampling.
         at: a function that measures the mismatch under another temperature.
@@ -364,23 +364,23 @@ def diagnose(
             )
     tried = {t: at(t).mean_abs for t in TEMPERATURES if abs(t - temperature) > 1e-6}
     best = min(tried, key=tried.__getitem__)
-    if tried[best] <= max(limit, 0.1 * found.mean_abs):
+    if tried[best] <= max(limit, 0.1 * current.mean_abs):
         return (
             f"temperature: the sampler's log-probs are those of temperature {best:g}, the trainer computes at "
             f"{temperature:g}. Check `temperature`, that the engine reports processed log-probs "
             "(logprobs_mode=processed_logprobs), and that no generation_config.json overrides it"
         )
-    if math.log(LEAST_KEPT) < found.mean < -0.9 * found.mean_abs:
+    if math.log(LEAST_KEPT) < current.mean < -0.9 * current.mean_abs:
         return (
             "top-p / top-k: the sampler's log-probs are higher than the trainer's on nearly every token, as after "
             f"renormalizing over a part of the vocabulary. {SAMPLER_ADVICE}"
         )
-    if found.first_abs > 5 * found.mean_abs:
+    if current.first_abs > 5 * current.mean_abs:
         return (
             "prompt or chat template: the first tokens of the completions disagree far more than the rest, so the "
             "engine saw other prompt ids than the trainer (template, added BOS, re-tokenized text)"
         )
-    if found.mean_abs < 0.2 and abs(found.mean) < 0.3 * found.mean_abs:
+    if current.mean_abs < 0.2 and abs(current.mean) < 0.3 * current.mean_abs:
         return (
             "precision: small errors of both signs, more than the settings explain: look for a side that is coarser than they "
             "say (keys and values in FP8, a quantized model). If that is meant, set max_mismatch above the figure"

@@ -84,8 +84,8 @@ class Breakdown:
         def column(name: str) -> list[float]:
             return [whole[f"{name}/{i}"] for i in range(len(NAMES))]
 
-        found = {}
+        means = {}
         for name in self._names:
             if f"{name}/0" in whole:
-                found |= _means(f"loss/{name}_", column(name), column(""))
-        return found
+                means |= _means(f"loss/{name}_", column(name), column(""))
+        return means

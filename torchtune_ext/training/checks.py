@@ -72,7 +72,7 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> N
 
     Args:
         make: takes the parameters as `params`.
-        dims: of the parameters that are trained; there are optimizers for matrices alone.
+        dims: of the parameters that are trained; some optimizers take only matrices.
 
     Raises:
         ValueError: a setting has a wrong type or value, or what is built is no optimizer.
@@ -110,16 +110,16 @@ def check_loss(loss: Any) -> None:
         metrics = {f"metric {key!r}": value for key, value in returned[1].items()}
         for what, value in {"its loss": returned[0], **metrics}.items():
             if not isinstance(value, torch.Tensor) or value.shape != (labels,):
-                found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _kind(value)
+                actual = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _kind(value)
                 raise Mistake(
-                    f"loss: {name}: {what} has {found} for {count}; return one value per label, shape ({labels},)"
+                    f"loss: {name}: {what} has {actual} for {count}; return one value per label, shape ({labels},)"
                 )
         if not returned[0].requires_grad:
             raise Mistake(f"loss: {name}: its loss of {count} has no gradient; compute it from t.logprobs_L")
 
 
 def _example(needs: Needs, labels: int, top_k: int) -> Tokens:
-    """Returns what a loss sees of a row with so many labels, three at most."""
+    """Returns what a loss sees of a row. Args: labels: how many it has, three at most."""
     logprobs_L = torch.tensor([-1.0, -0.5, -2.0])[:labels]
     top_LK = torch.full((labels, top_k), -math.log(2 * top_k)) if top_k else None
     return Tokens(
@@ -245,23 +245,23 @@ def check_prompts(
     for key, task in tasks.items():
         if task is None:
             continue
-        found = prompt_lengths(task, tokenizer, key)
-        shortest, longest = min(found), max(found)
+        lengths = prompt_lengths(task, tokenizer, key)
+        shortest, longest = min(lengths), max(lengths)
         if shortest > room:
-            lengths = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
+            span = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
             raise Mistake(
                 f"sampling.max_tokens={sampling.max_tokens} leaves room for a prompt of {room} in engine.max_model_len="
-                f"{engine.max_model_len}, and the {len(found)} prompts of {key} that were looked at have {lengths} tokens; set "
+                f"{engine.max_model_len}, and the {len(lengths)} prompts of {key} that were looked at have {span} tokens; set "
                 f"engine.max_model_len={sampling.max_tokens + longest}, or a lower max_tokens"
             )
         if longest > room and rank() == 0:
-            over, fits = sum(length > room for length in found), sampling.max_tokens + longest
+            over, fits = sum(length > room for length in lengths), sampling.max_tokens + longest
             say(
                 labelled(
                     [
                         (
                             "prompts",
-                            f"{over} of the {len(found)} of {key} that were looked at have more than {room} tokens, up to "
+                            f"{over} of the {len(lengths)} of {key} that were looked at have more than {room} tokens, up to "
                             f"{longest}, and cannot be used (rollouts.bad_problems); engine.max_model_len={fits} holds them",
                         )
                     ]
@@ -279,8 +279,8 @@ def trained_too(task: Task, held_out: Task | None) -> list[str]:
     """
     if held_out is None or max(len(task), len(held_out)) > SHUFFLE_LIMIT:
         return []
-    trained, asked = _asked(task), _asked(held_out)
-    both = [name for messages, name in asked.items() if messages in trained]
+    trained, others = _ids(task), _ids(held_out)
+    both = [name for messages, name in others.items() if messages in trained]
     if len(both) == len(task) == len(held_out):
         raise Mistake(
             f"evaluation.task has the {len(both):,} problems of `task`, so it would measure what was learned by heart; hold "
@@ -289,18 +289,18 @@ def trained_too(task: Task, held_out: Task | None) -> list[str]:
     return both
 
 
-def _asked(task: Task) -> dict[str, str]:
+def _ids(task: Task) -> dict[str, str]:
     """Messages -> id of the problems of a task."""
-    asked, began = {}, time.monotonic()
+    ids, began = {}, time.monotonic()
     for index in range(len(task)):
         if time.monotonic() - began > LOOK_S:
             break
         try:
             problem = task[index]
-            asked[str(list(problem.messages))] = problem.id
+            ids[str(list(problem.messages))] = problem.id
         except Exception:
             continue  # a broken row is named when its turn comes (`rollouts.bad_problems`)
-    return asked
+    return ids
 
 
 def check_tokenizer(
@@ -359,7 +359,7 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
         model: the one that is trained, if one is.
 
     Raises:
-        ValueError: the model cannot be cut for so many GPUs, or is too short for the prompts, or the KV cache is.
+        ValueError: the model cannot be cut for the engine's GPUs, or it or the KV cache is too short for the prompts.
     """
     size, heads = engine.tensor_parallel_size, int(source.config["num_attention_heads"])
     if heads % size:

@@ -43,7 +43,7 @@ class RanksConfig:
             )
 
     def require_divides(self, world_size: int) -> None:
-        """Raises ValueError if so many ranks cannot be put into groups of `shard_within`."""
+        """Raises ValueError if `world_size` ranks cannot be put into groups of `shard_within`."""
         if self.shard_within is not None and world_size % self.shard_within:
             fitting = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
             use = f"set it to {' or '.join(fitting)}" if fitting else "leave it out"
@@ -90,7 +90,7 @@ class Ranks:
         """Returns what `make` returns on rank 0, on every rank. It is pickled. The others sleep meanwhile. A collective.
 
         Args:
-            phase: names for the watch what rank 0 does alone.
+            phase: names for the watch what only rank 0 does.
 
         Raises:
             OSError or ValueError: `make` raised it on rank 0.
@@ -106,15 +106,15 @@ class Ranks:
         """Tells whether the flag is true on any rank. A collective."""
         if self.world_size == 1:
             return bool(flag)
-        found = torch.tensor([int(flag)], dtype=torch.int32)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found.item())
+        highest = torch.tensor([int(flag)], dtype=torch.int32)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        return bool(highest.item())
 
     def phase(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
         """Names what this rank does inside `with ranks.phase("sample", 3):`, for messages of ranks that wait for it.
 
-        All ranks must use the same name for what they do together, and a rank must use a different name for what it
-        does alone. The watch does not warn early about a rank that is in a phase of its own.
+        All ranks must use the same name for what they do together, and a rank must use a different name for what only
+        it does. The watch does not warn early about a rank that is in a phase of its own.
         """
         if self.watch is None:
             return nullcontext()
@@ -142,7 +142,7 @@ def init_ranks(
         config: the node `ranks:`; None for the defaults.
         engine_beside: an engine samples while this process trains; on a CPU a core is left to it.
         output_dir, model_dir: the folder that the run writes, and the one with its weights: ranks on several machines must see
-            them. With None, nobody looks.
+            them. None: they are not looked at.
         limits: other times of the watch in seconds, by their names in `watch.Limits`.
 
     Raises:
@@ -169,7 +169,7 @@ def init_ranks(
     _watches.append(watch)
     # The watch starts before the process group is made, so that it also reports ranks that do not arrive.
     watch.start()
-    # Of tensors on the CPU gloo takes care, on GPUs NCCL.
+    # gloo moves tensors on the CPU, NCCL those on GPUs.
     backend = training.get_distributed_backend(here.type, offload_ops_to_cpu=here.type != "cpu")
     limit = timedelta(seconds=watch_limits.wait_s + SLACK_S)
     try:

@@ -26,7 +26,7 @@ DECAYS = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What one pass over the rows of all ranks has added to the gradients of the parameters, and what it saw on its way."""
+    """What one pass over the rows of all ranks has added to the gradients of the parameters, and what it computed meanwhile."""
 
     loss: float  # sum(weight * loss) over the labels of all ranks
     metrics: dict[str, float]  # "loss/...", over all ranks: means over labels, or the maximum for names in `_max`
@@ -37,14 +37,14 @@ class Gradient:
 class Learner:
     """A policy that learns: it says how likely tokens are, takes gradients of a loss, and makes updates.
 
-    Every verb is a collective: all ranks call it together, each with its own share of the rows, and with as many rows as the
+    Every method is a collective: all ranks call it together, each with its own share of the rows, and with as many rows as the
     others.
 
     Args:
-        loss: objective per label. What it needs beside the log-probs of the policy it says itself (`needs_of`); where it needs
-            a reference, that is the policy as it is now: a copy of its weights, or the model with its adapters switched off.
+        loss: objective per label. `needs_of` says what it needs beside the log-probs of the policy; where it needs a reference,
+            that is the policy as it is now: a copy of its weights, or the model with its adapters switched off.
         temperature: of sampling. The distribution that was sampled from is the one that is trained.
-        optimizer: over `policy.trainable()`; None where nobody will call `step`.
+        optimizer: over `policy.trainable()`; None if `step` is never called.
         schedule: of its learning rate.
         max_grad_norm: longer gradients are shortened to it; None: they are not.
         watch: gives a context for each part of the work: "logprobs" (of the proximal policy and of the reference), "backward"
@@ -69,39 +69,39 @@ class Learner:
 
     @property
     def layout(self) -> Layout:
-        """What the ranks want of packed rows. Compiled kernels, on CUDA, want few lengths."""
+        """How rows are packed for these ranks. Compiled kernels, on CUDA, need rows of few different lengths."""
         tile = TILE if self.ranks.device.type == "cuda" else None
         return Layout(self.ranks.world_size, tile, self.policy.pair_cost)
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None, top_k: int = 0) -> list[LabelLogprobs]:
-        """What the policy of this moment says of the labels of each row, without gradient and without dropout.
+        """Returns the log-probs of the labels of each row under the present policy, without gradient and without dropout.
 
         Args:
             temperature: another one than that of sampling.
-            top_k: also the log-probs of the so many likeliest tokens.
+            top_k: number of likeliest tokens whose log-probs are returned, too.
         """
         temperature = self.temperature if temperature is None else temperature
         self.policy.model.eval()
-        found = [self.policy(row.to(self.ranks.device), temperature, top_k) for row in rows]
+        logprobs = [self.policy(row.to(self.ranks.device), temperature, top_k) for row in rows]
         self.policy.model.train()
         _reshard(self.policy.model)
-        return found
+        return logprobs
 
     def proximal(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
-        """What the policy that the updates of a step start from says of the rows of each of them, before the first is made.
+        """Returns the log-probs of the rows of each update of a step under the policy before the first of them.
 
-        None stands for "the forward pass of the update will say it": so it is for the first update, whose policy is still the
-        proximal one, unless dropout makes every forward pass another policy. It also stands for "nobody wants to know": so it
-        is for the others, where the loss does not need the proximal policy.
+        They are None for the first update, since its forward pass computes them: its policy is still the proximal one, unless
+        dropout makes every forward pass another policy. They are also None for the others where the loss does not need the
+        proximal policy.
         """
-        asked = [self.needs.proximal if i else self.policy.noisy for i in range(len(updates))]
-        pairs = zip(updates, asked, strict=True)
+        needs = [self.needs.proximal if i else self.policy.noisy for i in range(len(updates))]
+        pairs = zip(updates, needs, strict=True)
         with self._watch("logprobs"):
-            return [self.logprobs(rows, top_k=self.needs.top_k) if ask else None for rows, ask in pairs]
+            return [self.logprobs(rows, top_k=self.needs.top_k) if need else None for rows, need in pairs]
 
     def reference(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
-        """What the reference says of the rows of each update; None for a loss that needs no reference."""
+        """Returns the log-probs of the rows of each update under the reference; None for a loss that needs no reference."""
         if self._reference is None:
             return [None] * len(updates)
         with self._watch("logprobs"), self._reference.swapped_in():
@@ -118,16 +118,16 @@ class Learner:
         """Adds the gradient of sum(weight * loss) over the rows of all ranks to that of the parameters.
 
         Args:
-            proximal: per row, what the proximal policy says; None: it is the policy as it is now (ratio 1, gradient kept), or
-                the loss does not need it.
-            reference: the same of the reference, if the loss wants one.
+            proximal: log-probs of each row under the proximal policy; None: it is the policy as it is now (ratio 1, gradient
+                kept), or the loss does not need it.
+            reference: the same of the reference, if the loss needs one.
             version: of the proximal policy, for the age of its samples in the metrics and in an interpolating loss.
             on_row: called after each row, for progress.
 
         Raises:
             ValueError: the loss returned something else than one value for each label.
         """
-        device, said = self.ranks.device, []
+        device, logprobs = self.ranks.device, []
         values = {"total": torch.zeros((), dtype=torch.float64, device=device)}
         breakdown = Breakdown(("clip_fraction", "masked_fraction", "kl_teacher"))
         with self._watch("backward"):
@@ -168,7 +168,7 @@ class Learner:
                         highest, key = values_L.max().double(), f"loss/{name}"
                         values[key] = highest.maximum(values.get(key, highest))
                 breakdown.add(row, metrics, version)
-                said.append(before)
+                logprobs.append(before)
                 if on_row:
                     on_row(cpu_row)
         with self._watch("wait"):
@@ -181,7 +181,7 @@ class Learner:
                 for name, value in whole.items()
                 if name.startswith("loss/")
             }
-        return Gradient(whole["total"], metrics | breakdown.means(whole), said)
+        return Gradient(whole["total"], metrics | breakdown.means(whole), logprobs)
 
     def step(self, gradient: Gradient, advice: Callable[[], str]) -> dict[str, float]:
         """One update of the weights along the gradient, which is cleared. Returns the metrics of the update.
@@ -206,8 +206,8 @@ class Learner:
 
     @property
     def updates(self) -> int:
-        """How many updates the learning rate has come. Set it where a run goes on from a checkpoint, and after a step of which
-        some updates were left out because no group had a signal: the learning rate then still ends where it should."""
+        """Updates that the schedule of the learning rate has counted. Set it where a run goes on from a checkpoint, and after a
+        step that left some updates out because no group had a signal: the learning rate then still ends where it should."""
         return self.schedule.last_epoch
 
     @updates.setter
@@ -245,7 +245,7 @@ def reference_of(model: nn.Module) -> "WeightCopy | AdapterOff":
 
 
 class WeightCopy:
-    """A copy of a model's weights in main memory that takes the model's place while the reference is asked."""
+    """A copy of a model's weights in main memory that takes their place while the reference computes."""
 
     def __init__(self, model: nn.Module):
         self._model = model

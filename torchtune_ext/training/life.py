@@ -21,7 +21,7 @@ EXIT_S = 5.0  # seconds that the interpreter has to end after all parts are clos
 
 
 class NothingToDo(Exception):
-    """The run has done all that it was asked for before this process began. It is no error."""
+    """The run had done all its steps before this process began. It is no error."""
 
 
 class Recipe(Protocol):
@@ -65,8 +65,8 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             works = True
             work(recipe)
             stop.status = 0
-        except NothingToDo as found:
-            nothing, stop.status = str(found), 0
+        except NothingToDo as notice:
+            nothing, stop.status = str(notice), 0
         except Stopped as stopped:
             stopped_by, orderly = stopped.signal, stopped.orderly
             stop.status = 128 + stopped_by

@@ -26,7 +26,7 @@ CHOSEN = "TORCHTUNE_EXT_GLOO_SOCKET_IFNAME"
 def choose_interface() -> None:
     """Chooses the network interface on which gloo listens, unless the user did so (`GLOO_SOCKET_IFNAME`).
 
-    Left alone, gloo listens on the address that the name of the host stands for. If all ranks are on one machine, other
+    By itself, gloo listens on the address that the name of the host stands for. If all ranks are on one machine, other
     machines may reach that address; so then it is the loopback interface. If not, the address may be 127.0.1.1, which no other
     machine reaches; so then it is the interface that leads to rank 0's machine.
     """
@@ -34,11 +34,11 @@ def choose_interface() -> None:
         return
     first = os.environ.get("MASTER_ADDR", "localhost")
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] or first in ("localhost", "127.0.0.1", "::1"):
-        found = "lo" if "lo" in [name for _, name in socket.if_nameindex()] else None
+        interface = "lo" if "lo" in [name for _, name in socket.if_nameindex()] else None
     else:
-        found = interface_to(first) or interface_to(ELSEWHERE)
-    if found is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ[CHOSEN] = found
+        interface = interface_to(first) or interface_to(ELSEWHERE)
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ[CHOSEN] = interface
 
 
 def interface_to(host: str) -> str | None:
@@ -60,10 +60,10 @@ def interface_to(host: str) -> str | None:
 def hosts_of_ranks() -> tuple[str, ...]:
     """Returns the machine of every rank: the name of its host, with the number of its torchrun where hosts share a name. A
     collective."""
-    found = gathered((socket.gethostname(), os.environ.get("GROUP_RANK", "")))
-    names = {host for host, _ in found}
-    shared = len(set(found)) > len(names)
-    return tuple(f"{host} (torchrun {group})" if shared else host for host, group in found)
+    pairs = gathered((socket.gethostname(), os.environ.get("GROUP_RANK", "")))
+    names = {host for host, _ in pairs}
+    shared = len(set(pairs)) > len(names)
+    return tuple(f"{host} (torchrun {group})" if shared else host for host, group in pairs)
 
 
 def whose(hosts: Sequence[str], ranks: Sequence[int]) -> str:
@@ -93,34 +93,34 @@ def require_shared(hosts: Sequence[str], output_dir: str | Path, model_dir: str 
 
 
 def _require_one_run(hosts: Sequence[str]) -> None:
-    """Each rank adds the id that an agent of W&B has given to the run to its `output_dir`: all must have been told the same."""
-    found = gathered(agents_run() or "")
-    others = [each for each, run in enumerate(found) if run != found[0]]
+    """Each rank adds the id that an agent of W&B has given to the run to its `output_dir`: it must be the same on all."""
+    runs = gathered(agents_run() or "")
+    others = [each for each, run in enumerate(runs) if run != runs[0]]
     if others:
         raise Mistake(
-            f"{RUN_VARIABLE}={found[0]} at {whose(hosts, [0])}, but {found[others[0]]!r} at {whose(hosts, others)}: export "
+            f"{RUN_VARIABLE}={runs[0]} at {whose(hosts, [0])}, but {runs[others[0]]!r} at {whose(hosts, others)}: export "
             f"{SWEEP_VARIABLE} and {RUN_VARIABLE} with the same values on all machines, or unset them on all"
         )
 
 
 def _require_folder(hosts: Sequence[str], output_dir: Path) -> None:
-    place, mark, shown = from_main(lambda: _marked(output_dir))
-    found = gathered(_sees(Path(place), mark))
+    place, mark, resolved = from_main(lambda: _marked(output_dir))
+    errors = gathered(_sees(Path(place), mark))
     if rank() == 0:
         for each in range(len(hosts)):
             _mark_of(Path(place), mark, each).unlink(missing_ok=True)
-    lacking = [each for each, wrong in enumerate(found) if wrong == ""]
-    refused = [each for each, wrong in enumerate(found) if wrong]
+    lacking = [each for each, error in enumerate(errors) if error == ""]
+    refused = [each for each, error in enumerate(errors) if error]
     if lacking:
         raise Mistake(
-            f"output_dir={output_dir}: {whose(hosts, lacking)} cannot see what {whose(hosts, [0])} writes there ({shown}). "
+            f"output_dir={output_dir}: {whose(hosts, lacking)} cannot see what {whose(hosts, [0])} writes there ({resolved}). "
             "Every rank writes its part of a checkpoint: name a folder that all machines share, by the same path "
             "(docs/several_machines.md)"
         )
     if refused:
         raise Mistake(
-            f"output_dir={output_dir}: {whose(hosts, refused)} cannot write there ({found[refused[0]]}). Every rank writes its "
-            "part of a checkpoint: set the rights of the folder, or run as the same user on all machines"
+            f"output_dir={output_dir}: {whose(hosts, refused)} cannot write there ({errors[refused[0]]}). Every rank writes "
+            "its part of a checkpoint: set the rights of the folder, or run as the same user on all machines"
         )
 
 
@@ -172,19 +172,19 @@ def _listed(path: Path) -> bool:
 def _require_model(hosts: Sequence[str], model_dir: Path) -> None:
     """Compares the weights that the machines read, which may be copies on disks of their own."""
     first_here = hosts.index(hosts[rank()]) == rank()
-    found = gathered(_weights(model_dir) if first_here else None)
-    seen = {host: found[hosts.index(host)] for host in dict.fromkeys(hosts)}
-    lacking = [each for each, host in enumerate(hosts) if seen[host] == ""]
+    weights = gathered(_weights(model_dir) if first_here else None)
+    of_host = {host: weights[hosts.index(host)] for host in dict.fromkeys(hosts)}
+    lacking = [each for each, host in enumerate(hosts) if of_host[host] == ""]
     if lacking and len(lacking) < len(hosts):
         raise Mistake(
             f"model_dir={str(model_dir)!r} is not there for {whose(hosts, lacking)}: name a folder that all machines share, or "
             "copy it to the same path on each"
         )
-    others = [each for each, host in enumerate(hosts) if seen[host] != seen[hosts[0]]]
+    others = [each for each, host in enumerate(hosts) if of_host[host] != of_host[hosts[0]]]
     if others:
         raise Mistake(
-            f"model_dir={str(model_dir)!r} is another model for {whose(hosts, others)} ({seen[hosts[others[0]]]}) than for "
-            f"{whose(hosts, [0])} ({seen[hosts[0]]}): copy it anew to each machine from one place"
+            f"model_dir={str(model_dir)!r} is another model for {whose(hosts, others)} ({of_host[hosts[others[0]]]}) than for "
+            f"{whose(hosts, [0])} ({of_host[hosts[0]]}): copy it anew to each machine from one place"
         )
 
 

@@ -1,7 +1,7 @@
 """Writes and reads manifest.json, which says what a checkpoint belongs to, and the size and SHA-256 of every file.
 
 The manifest is written last and read first, so that damage is found before anything is loaded or unpickled. It does not
-protect against an attacker: whoever can write into the folder can also write a manifest that fits.
+protect against an attacker: anyone who can write into the folder can also write a manifest that fits.
 """
 
 import hashlib
@@ -192,9 +192,9 @@ class Checksums:
             if cause is error:
                 raise
             raise cause from None
-        done: Future[Entry] = Future()
-        done.set_result((stream.size, stream.checksum.hexdigest()))
-        self._files[path] = done
+        entry: Future[Entry] = Future()
+        entry.set_result((stream.size, stream.checksum.hexdigest()))
+        self._files[path] = entry
 
 
 def all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
@@ -203,15 +203,14 @@ def all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
     Raises:
         OSError: a known file is missing or has another size.
     """
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = {str(path.relative_to(folder)): path for path in found}
+    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     for name, (size, _) in known.items():
-        if name not in names or names[name].stat().st_size != size:
+        if name not in paths or paths[name].stat().st_size != size:
             raise FileMistake(
                 f"{name} was written by another rank and is not to be seen here as it was written: all ranks need one "
                 "shared output_dir"
             )
-    return {name: known[name] if name in known else _entry(open(path, "rb")) for name, path in names.items()}
+    return {name: known[name] if name in known else _entry(open(path, "rb")) for name, path in paths.items()}
 
 
 def state_writer(folder: Path, checksums: Checksums) -> FileSystemWriter:
@@ -290,6 +289,6 @@ def model_text(source: HFModel, model: nn.Module, adapter: AdapterSpec | None = 
     values = sum(torch.Size(shape[1:]).numel() for shape in saved.values())
     text = f"{config['model_type']} of {config.get('num_hidden_layers')} layers, width {config['hidden_size']}"
     if settings:
-        shown = {name: value if not isinstance(value, tuple) else "+".join(value) for name, value in settings.items()}
-        text += f", adapter {' '.join(f'{name}={value}' for name, value in shown.items())}"
+        texts = {name: value if not isinstance(value, tuple) else "+".join(value) for name, value in settings.items()}
+        text += f", adapter {' '.join(f'{name}={value}' for name, value in texts.items())}"
     return f"{text}, {len(saved)} tensors of {values:,} values, {hashlib.sha256(whole.encode()).hexdigest()[:12]}"

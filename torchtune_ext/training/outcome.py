@@ -80,9 +80,9 @@ def true_cause(error: BaseException) -> BaseException:
     """
     while True:
         if isinstance(error, CheckpointException) and error.failures:
-            found = [failure for failure, _ in error.failures.values()]
+            failures = [failure for failure, _ in error.failures.values()]
             # A Ctrl-C counts more than any other error.
-            error = next((e for e in found if not isinstance(e, Exception)), found[0])
+            error = next((e for e in failures if not isinstance(e, Exception)), failures[0])
         elif error.__cause__ is not None:
             error = error.__cause__
         # When a write fails, the zip writer raises a RuntimeError about its position, which hides the error of the
@@ -94,5 +94,5 @@ def true_cause(error: BaseException) -> BaseException:
 
 
 def describe(cause: BaseException) -> str:
-    """Returns the text of an error. The type is left out where the text alone is clear."""
+    """Returns the text of an error. The type is left out where the text is clear without it."""
     return str(cause) if isinstance(cause, (OSError, ValueError)) else f"{type(cause).__name__}: {cause}"

@@ -42,7 +42,7 @@ class PrecisionConfig(Fp8Config):
 
     BARE: ClassVar[str] = "flow"  # the field that a plain value in place of the node `precision:` is
 
-    flow: str = "bf16"  # "bf16", "fp8_rollout" (FP8 in the engine alone) or "fp8_unified" (in the trainer as well)
+    flow: str = "bf16"  # "bf16", "fp8_rollout" (FP8 only in the engine) or "fp8_unified" (in the trainer as well)
 
     def __post_init__(self) -> None:
         if self.flow not in FLOWS:
@@ -50,10 +50,10 @@ class PrecisionConfig(Fp8Config):
             hint = f"did you mean {near!r}?" if near else f"use one of {', '.join(FLOWS)}"
             raise Mistake(f"precision.flow={self.flow!r} is unknown; {hint}")
         Fp8Config.__post_init__(self)
-        given = [field.name for field in fields(Fp8Config) if getattr(self, field.name) != field.default]
-        if self.flow == "bf16" and given:
+        names = [field.name for field in fields(Fp8Config) if getattr(self, field.name) != field.default]
+        if self.flow == "bf16" and names:
             raise Mistake(
-                f"precision.{given[0]}={getattr(self, given[0])!r} with precision.flow=bf16, which has no FP8: give "
+                f"precision.{names[0]}={getattr(self, names[0])!r} with precision.flow=bf16, which has no FP8: give "
                 "precision.flow=fp8_unified, too, or leave it out"
             )
         elif self.scaling != "block":
@@ -64,8 +64,8 @@ class PrecisionConfig(Fp8Config):
             raise Mistake(
                 "precision.power_of_two=true: the engine keeps float32 scales as they are published; leave it out"
             )
-        elif self.flow == "fp8_rollout" and set(given) - {"skip"}:
-            name = next(name for name in given if name != "skip")
+        elif self.flow == "fp8_rollout" and set(names) - {"skip"}:
+            name = next(name for name in names if name != "skip")
             raise Mistake(
                 f"precision.{name}={getattr(self, name)!r} with precision.flow=fp8_rollout, in which the trainer has no FP8: "
                 "leave it out, or take precision.flow=fp8_unified"
@@ -78,7 +78,7 @@ class PrecisionConfig(Fp8Config):
 
     @property
     def sides(self) -> tuple[Fp8Config | None, Fp8Config | None]:
-        """FP8 of the trainer's layers and of the engine's; None: none, and the side's dtype alone."""
+        """FP8 of the trainer's layers and of the engine's; None: the side has none, only its dtype."""
         return self if self.flow == "fp8_unified" else None, None if self.flow == "bf16" else self
 
 
@@ -112,8 +112,8 @@ class Precision:
         self.dtype = DTYPES[dtype]  # of the trainer's forward and backward
         engine = engine.following(dtype)
         self.engine_dtype = getattr(torch, engine.dtype)
-        self.trainer, sampler = config.sides  # of the policy
-        self.engine = engine  # as it has to be started
+        self.trainer, sampler = config.sides
+        self.engine = engine  # the settings to start it with
         self.sampler: Fp8Receipt | None = None  # which layers the engine holds in FP8
         if device.type == "cpu" and engine.dtype == "bfloat16" and not computes_in_bfloat16("cpu"):
             # A step of the engine that takes minutes must not pass for one that has frozen.
@@ -126,10 +126,10 @@ class Precision:
         source.require_unquantized()
         if sampler is None:
             return
-        for key, found in (("dtype", self.dtype), ("engine.dtype", self.engine_dtype)):
-            if found != torch.bfloat16:
+        for key, value in (("dtype", self.dtype), ("engine.dtype", self.engine_dtype)):
+            if value != torch.bfloat16:
                 raise Mistake(
-                    f"precision.flow={config.flow} with {key}={str(found)[6:]}: FP8 stands beside bfloat16; set "
+                    f"precision.flow={config.flow} with {key}={str(value)[6:]}: FP8 stands beside bfloat16; set "
                     f"{key}=bfloat16, or precision=bf16"
                 )
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
@@ -181,7 +181,7 @@ class Precision:
         """Returns what compares trainer and sampler in a run of this precision.
 
         Args:
-            rounding: how far rows may be apart of themselves (`trained.rounding`).
+            rounding: how far the two sides may be apart on some rows without a fault (`trained.rounding`).
             limit: `max_mismatch`.
             replay: nothing is sampled.
         """
@@ -207,7 +207,7 @@ class Precision:
         """Whole weights as the engine holds them.
 
         Args:
-            gathered: dtype -> (Hugging Face name, whole tensor). What will be FP8 is asked for in the trainer's dtype, since
+            gathered: dtype -> (Hugging Face name, whole tensor). What will be FP8 is gathered in the trainer's dtype, since
                 that is what its forward rounds.
         """
         if self.sampler is None:
@@ -216,11 +216,11 @@ class Precision:
 
     def write_receipt(self, folder: str, policy: PackedPolicy, tokens: int) -> None:
         """Prints which layers are in FP8 and why the others are not, by what they are computed, and what that gains; keeps it
-        in `folder`/fp8.txt. Nothing without FP8. While the engine is idle: the gain is measured, on a GPU or on cores that
-        the two may share.
+        in `folder`/fp8.txt. Does nothing without FP8. Call it while the engine is idle: the gain is measured, on a GPU or on
+        cores that the two may share.
 
         Args:
-            tokens: of a packed row: for that many the gain is measured.
+            tokens: of a packed row, for which the gain is measured.
         """
         if self.sampler is None:
             return
@@ -233,7 +233,7 @@ class Precision:
         else:
             frozen = bool(adapter_names(policy.model))
             lines += [f"  trainer: {line}" for line in fp8_gain.trainer_gain(policy.fp8, frozen, tokens, self.device)]
-            release_memory()  # of the measurement
+            release_memory()  # which the measurement took
         self._file = Path(folder) / "fp8.txt"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.unlink(missing_ok=True)

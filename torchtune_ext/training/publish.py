@@ -40,7 +40,7 @@ class Publisher:
 
     The canary samples a few tokens from fixed prompts with fixed seeds (so a prefix cache that was not reset would show).
     Weights that did not arrive hide below the gate's limit: an update of a small learning rate moves log-probs by less than
-    rounding does. So three things are asked for besides the engine's log-probs being the trainer's:
+    rounding does. So three things are required besides the engine's log-probs being the trainer's:
 
     1. every token is labelled with the version that was just published;
     2. every tensor that the engine has taken has the checksum of the one that was sent, on each of its workers;
@@ -50,7 +50,7 @@ class Publisher:
     In a coarser dtype than the trainer's the engine cannot hold the smaller part of an update: `publish/changed_share` says how
     many of the values that were sent differ from those before.
 
-    Of several engines each is asked, and judged by itself: a mean over all would hide one that was forgotten.
+    Each of several engines is asked, and judged by itself: a mean over all would hide one that was forgotten.
 
     Args:
         engine: on rank 0; None on the others, which take part in the gathers and in the canary.
@@ -96,10 +96,10 @@ class Publisher:
         """
         # On a GPU that it shares with the trainer the engine wakes up now, and needs the memory.
         release_memory()
-        sent, began = self._send(version), perf_counter()
-        found = self._prove(version)
-        took = {"time/publish/canary": perf_counter() - began}
-        return sent | took | found if self._engine is not None else {}
+        publication, began = self._send(version), perf_counter()
+        canary = self._prove(version)
+        seconds = {"time/publish/canary": perf_counter() - began}
+        return publication | seconds | canary if self._engine is not None else {}
 
     def _send(self, version: int) -> dict[str, float]:
         """Gathers the weights and gives them to the engine. On rank 0: their bytes, and the seconds of gathering them (over
@@ -133,49 +133,49 @@ class Publisher:
         return {"publish/bytes": size} | changed | {f"time/publish/{part}": value for part, value in seconds.items()}
 
     def _prove(self, version: int) -> dict[str, float]:
-        """Samples the canary of every engine and compares what each says of it with what the trainer says.
+        """Samples the canary of every engine and compares the log-probs that each reports with the trainer's.
 
-        Returns the worst of what was found. Raises Disagreement.
+        Returns the worst of their metrics. Raises Disagreement.
         """
         when = f"after publishing version {version}"
         answers, wrong = self._canary(version)
         if wrong:
             raise Disagreement(f"{when}: weights: {wrong}")
-        worst, shares, said_of = None, {}, []
+        worst, shares, pairs = None, {}, []
         for name, rows in answers:
             whose = when if len(answers) == 1 else f"{when}, {name}"
-            said = self._learner.logprobs(rows)
+            logprobs = self._learner.logprobs(rows)
             if self._rounded:
                 scored = partial(self._scored, dtype=torch.float32)
                 now = scored(rows, self._trained.as_sent(self._learner.policy.model, self._precision))
             else:
-                scored, now = None, [ours.logprobs_L for ours in said]
+                scored, now = None, [ours.logprobs_L for ours in logprobs]
             applied = self._trained.applied(self._learner, rows, now, scored, self._precision)
             applied["update"] = self._update_applied(rows, now)
-            found = self._agreement.require(rows, said, whose, applied=list(applied.values()))
-            worst = found if worst is None or found.mean_abs > worst.mean_abs else worst
-            said_of += zip(rows, now, strict=True)
+            mismatch = self._agreement.require(rows, logprobs, whose, applied=list(applied.values()))
+            worst = mismatch if worst is None or mismatch.mean_abs > worst.mean_abs else worst
+            pairs += zip(rows, now, strict=True)
             for change, share in applied.items():
                 if share.resolved:
                     key = f"canary/{change}_applied"
                     shares[key] = min(shares.get(key, share.slope), share.slope)
-        self._remember(said_of)
+        self._remember(pairs)
         if self._engine is not None:
             self._precision.write_mismatch(worst.mean_abs, worst.tokens, when)
         return {"canary/mean_abs": worst.mean_abs, "canary/limit": self._agreement.limit} | shares
 
     def _canary(self, version: int) -> tuple[list[tuple[str, list[Row]]], str | None]:
-        """This rank's share of the rows that each engine has just sampled, and what shows already that one has other
-        weights."""
-        told, wrong = [], None
+        """This rank's share of the rows that each engine has just sampled, and a message where versions or checksums show that
+        one has other weights."""
+        engines, wrong = [], None
         if self._engine is not None:
             for answer in self._engine.canary(self._prompts, CANARY_SAMPLES, self._sampling):
                 wrong = wrong or self._wrong_version(answer, version) or self._wrong_tensors(answer)
-                groups = [_as_group(p, found) for p, found in zip(self._prompts, answer.completions, strict=True)]
+                groups = [_as_group(p, group) for p, group in zip(self._prompts, answer.completions, strict=True)]
                 longest = sum(len(g.prompt_tokens) + CANARY_SAMPLES * CANARY_TOKENS for g in groups)
-                told.append((answer.engine, pack(groups, longest, layout=self._learner.layout)[0]))
-        told, wrong = self._ranks.broadcast((told, wrong))
-        return [(name, self._ranks.share(rows)) for name, rows in told], wrong
+                engines.append((answer.engine, pack(groups, longest, layout=self._learner.layout)[0]))
+        engines, wrong = self._ranks.broadcast((engines, wrong))
+        return [(name, self._ranks.share(rows)) for name, rows in engines], wrong
 
     @staticmethod
     def _wrong_version(answer: CanaryAnswer, version: int) -> str | None:
@@ -186,21 +186,21 @@ class Publisher:
 
     def _wrong_tensors(self, answer: CanaryAnswer) -> str | None:
         sent = {name: value for part in self._sent.values() for name, value in part.items()}
-        found = [differences(sent, taken, answer.engine, worker) for worker, taken in enumerate(answer.checksums)]
-        return next(filter(None, found), None)
+        messages = [differences(sent, taken, answer.engine, worker) for worker, taken in enumerate(answer.checksums)]
+        return next(filter(None, messages), None)
 
     def _update_applied(self, rows: list[Row], now: list[Tensor]) -> Applied:
         """Whether the engine shows the newest update on the tokens that were sampled before it, too."""
         before = [torch.tensor([self._before.get(c, torch.nan) for c in contexts(row)]) for row in rows]
         return applied_share(rows, now, before, "the engine has the weights that were sent and samples as before them")
 
-    def _remember(self, said: Iterable[tuple[Row, Tensor]]) -> None:
-        """Keeps what the policy of now says, to be what the policy before said at the next publication."""
-        known = {c: p for row, ours in said for c, p in zip(contexts(row), ours.tolist(), strict=True)}
-        self._before = {c: p for part in gathered(known) for c, p in part.items()}
+    def _remember(self, pairs: Iterable[tuple[Row, Tensor]]) -> None:
+        """Keeps the log-probs of the present policy, which at the next publication are those of the policy before."""
+        here = {c: p for row, ours in pairs for c, p in zip(contexts(row), ours.tolist(), strict=True)}
+        self._before = {c: p for part in gathered(here) for c, p in part.items()}
 
     def _changed_share(self, before: dict[str, Tensor], now: dict[str, Tensor]) -> dict[str, float]:
-        """How many of the values that are looked at differ from those of the publication before. Tensors of which none does are
+        """Which share of the values that are looked at differs from the publication before. Tensors without any such value are
         frozen, or as good as that, and left out."""
         if not before:
             return {}

@@ -58,14 +58,14 @@ class RunState:
 
 
 def checkpoint_to_go_on_from(
-    checkpoints: Checkpoints, folder: RunFolder | None, wanted: bool, total: int
+    checkpoints: Checkpoints, folder: RunFolder | None, resumes: bool, total: int
 ) -> Path | None:
     """Chooses the checkpoint from which a run goes on, and says on rank 0 which one that is. A collective.
 
     Args:
         checkpoints: those of the run.
         folder: of the run, on rank 0.
-        wanted: whether the run shall go on (`resume_from_checkpoint`).
+        resumes: whether the run shall go on (`resume_from_checkpoint`).
         total: the steps that the run shall have.
 
     Returns:
@@ -75,7 +75,7 @@ def checkpoint_to_go_on_from(
         NothingToDo: the run has all its steps.
         What `Checkpoints.choose` raises.
     """
-    path = checkpoints.choose() if wanted else None
+    path = checkpoints.choose() if resumes else None
     if path is None:
         return None
     step = step_of(path)

@@ -160,8 +160,8 @@ def check_needs(settings: Mapping[str, Any], needs: Needs) -> None:
         settings: the node `loss:` of the YAML.
         needs: what the loss asks for.
     """
-    for key, got, attribute in (("kl_coef", needs.reference, "needs_reference"), ("top_k", needs.top_k, "top_k")):
-        if settings.get(key) and not got:
+    for key, need, attribute in (("kl_coef", needs.reference, "needs_reference"), ("top_k", needs.top_k, "top_k")):
+        if settings.get(key) and not need:
             raise Mistake(
                 f"loss.{key}={settings[key]}, but the loss {settings.get('_component_')} does not ask for it: give the class "
                 f"the attribute `{attribute}` (docs/objectives.md), or leave the setting out"

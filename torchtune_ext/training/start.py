@@ -108,7 +108,7 @@ def training_gpus(ranks: int | None = None) -> list[str]:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Says whether two names are surely those of one GPU. A number and a UUID may be, but nobody knows."""
+    """Says whether two names are surely those of one GPU. A number and a UUID may be, but that cannot be told."""
     if one.isdigit() and other.isdigit():
         return int(one) == int(other)
     # A UUID may be cut short, as long as no other GPU begins so.
@@ -118,7 +118,7 @@ def same_gpu(one: str, other: str) -> bool:
 
 
 def require_apart(engine: EngineConfig, training: list[str]) -> None:
-    """Looks whether an engine of our own has the GPUs for itself that `engine.devices` gives it.
+    """Looks whether an engine of our own has the GPUs of `engine.devices` for itself.
 
     An engine that sleeps while the trainer works may share them.
 
@@ -230,8 +230,8 @@ def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
         optimizer.step()
     except Exception:
         return ADAMW_BYTES
-    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(_nbytes(value) for value in kept if value.numel() > 1) / param.numel()
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(_nbytes(tensor) for tensor in tensors if tensor.numel() > 1) / param.numel()
 
 
 def _nbytes(tensor: Tensor) -> int:

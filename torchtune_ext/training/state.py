@@ -84,7 +84,7 @@ class Checkpoints:
     """The checkpoints of one run.
 
     `choose`, `save` and `load` are collectives: all ranks call them together, and a failure on one rank raises on all
-    ranks. The other methods only read names and manifests, and any rank may call them alone.
+    ranks. The other methods only read names and manifests, and any rank may call them by itself.
     """
 
     def __init__(self, folder: str | Path, identity: Identity | None, config: CheckpointConfig | None = None):
@@ -110,8 +110,8 @@ class Checkpoints:
 
     def best(self) -> tuple[Path, float] | None:
         """Returns the checkpoint with the highest accuracy on held-out problems, and that accuracy, or None."""
-        found = ((path, _glance(path)) for path in self.all())
-        evaluated = [(path, seen.accuracy) for path, seen in found if seen is not None and seen.accuracy is not None]
+        pairs = ((path, manifest) for path in self.all() if (manifest := _glance(path)) is not None)
+        evaluated = [(path, manifest.accuracy) for path, manifest in pairs if manifest.accuracy is not None]
         return max(evaluated, key=lambda pair: pair[1], default=None)
 
     def choose(self) -> Path | None:
@@ -290,9 +290,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Deletes old checkpoints of this run. Damaged ones and those of other runs are neither counted nor touched."""
-        mine = [(path, found) for path in self.all() if self._is_mine(found := _glance(path))]
+        mine = [(path, manifest) for path in self.all() if self._is_mine(manifest := _glance(path))]
         keep = {path for path, _ in mine[-self._config.keep_last :]}
-        evaluated = [(path, found.accuracy) for path, found in mine if found.accuracy is not None]
+        evaluated = [(path, manifest.accuracy) for path, manifest in mine if manifest.accuracy is not None]
         if evaluated:
             keep.add(max(evaluated, key=lambda pair: pair[1])[0])
         for path, _ in mine:

@@ -76,20 +76,20 @@ def _in_halves() -> bool:
 def trained_part(
     model: TransformerDecoder,
     source: HFModel,
-    asked: Mapping[str, Any],
+    node: Mapping[str, Any],
     adapters: AdapterConfig,
     shards: int = 1,
 ) -> "AllWeights | Adapters":
-    """Looks at the model that the YAML names: where it has adapters, these alone are trained.
+    """Looks at the model that the YAML names: where it has adapters, only these are trained.
 
     Args:
         model: may lie on the meta device.
-        asked: `model:` of the YAML, for the names that its builder might have passed over.
+        node: `model:` of the YAML, for the names that its builder might have passed over.
 
     Raises:
         ValueError: adapters that cannot be, or settings of adapters for a model that has none.
     """
-    spec = adapter_spec(model, source, asked, shards)
+    spec = adapter_spec(model, source, node, shards)
     if spec is not None:
         return Adapters(spec, adapters)
     if adapters != AdapterConfig():

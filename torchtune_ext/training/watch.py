@@ -10,7 +10,7 @@ late in two ways:
               the run ends only after `wait_s`.
 
 The main thread of a rank that waits is inside gloo or NCCL, where no exception of ours can reach it. So the watch runs
-in threads of its own, and ends the process itself. `Judge` decides from the beats alone. `Watch` has the threads and
+in threads of its own, and ends the process itself. `Judge` decides only from the beats. `Watch` has the threads and
 the store, and ends the process.
 """
 
@@ -92,7 +92,7 @@ class _Heard:
 
     beat: Beat | None = None
     silent: float = 0.0  # seconds since the last new beat
-    told: float = 0.0  # the value of `silent` when it was last reported
+    reported: float = 0.0  # the value of `silent` when it was last reported
     waits: float = 0.0  # seconds since the rank began a collective that another rank has not begun
 
 
@@ -115,7 +115,7 @@ class Judge:
     def __init__(self, rank: int, world_size: int, limits: Limits):
         self.rank, self.limits = rank, limits
         self._ranks = {rank: _Heard() for rank in range(world_size)}
-        self._waits_told = 0.0
+        self._wait_reported = 0.0  # the longest wait when one was last reported
 
     def look(self, seconds: float, beats: Mapping[int, Beat]) -> Verdict:
         """Decides from the newest beats.
@@ -128,9 +128,9 @@ class Judge:
         for rank, heard in self._ranks.items():
             beat = beats.get(rank)
             if rank == self.rank or (beat is not None and (heard.beat is None or beat.count != heard.beat.count)):
-                if heard.told and self._speaks():
+                if heard.reported and self._speaks():
                     verdict.notes.append((logging.WARNING, f"rank {rank} is back after {heard.silent:.0f} s"))
-                heard.silent = heard.told = 0.0
+                heard.silent = heard.reported = 0.0
             else:
                 heard.silent += seconds
             self._count_wait(heard, beat, beats, seconds)
@@ -168,8 +168,8 @@ class Judge:
             )
             return
         for rank, heard in self._ranks.items():
-            if heard.silent >= limits.notice_s and heard.silent - heard.told >= limits.notice_s:
-                heard.told = heard.silent
+            if heard.silent >= limits.notice_s and heard.silent - heard.reported >= limits.notice_s:
+                heard.reported = heard.silent
                 if verdict.speaker:
                     verdict.notes.append((logging.WARNING, f"{_silence(rank, heard)}; the others wait; {self.end()}"))
 
@@ -183,7 +183,7 @@ class Judge:
         waiting = {rank: heard for rank, heard in self._ranks.items() if heard.waits}
         longest = max((heard.waits for heard in waiting.values()), default=0.0)
         if longest < limits.notice_s:
-            self._waits_told = 0.0
+            self._wait_reported = 0.0
             return
         most = max(heard.beat.collectives for heard in waiting.values())
         behind = {rank: h.beat for rank, h in self._ranks.items() if h.beat is not None and h.beat.collectives < most}
@@ -195,8 +195,8 @@ class Judge:
                 f"{who}, longer than {limits.wait_s:g} s. Alive, but not there, is {whom}. See what that rank does there, then "
                 "go on from the last checkpoint with resume_from_checkpoint=True"
             )
-        elif longest - self._waits_told >= limits.notice_s:
-            self._waits_told = longest
+        elif longest - self._wait_reported >= limits.notice_s:
+            self._wait_reported = longest
             # A rank may be late because of work that only it does. That is no alarm. But if the late rank is in the
             # same phase as the others, it should not be late, and the line is a warning.
             shared = {heard.beat.phase for heard in waiting.values()} & {beat.phase for beat in behind.values()} - {""}
@@ -313,22 +313,22 @@ class Watch:
 
     def _look(self) -> None:
         """Looks at the beats until the end. It logs what `Judge` decides, and ends the process if it must end."""
-        limits, seen, unanswered, told, then = self.limits, 0, 0.0, 0.0, time.monotonic()
+        limits, last, unanswered, reported, then = self.limits, 0, 0.0, 0.0, time.monotonic()
         while not self._stop.wait(limits.beat_s):
             now = time.monotonic()
             # If more time has passed, this process was itself stopped, or the machine was too busy. That time does not
             # count, so that no other rank is blamed for it.
             seconds, then = min(now - then, 2 * limits.beat_s), now
             count, beats = self._answer
-            unanswered = 0.0 if count != seen else unanswered + seconds
-            seen = count
+            unanswered = 0.0 if count != last else unanswered + seconds
+            last = count
             if unanswered < 3 * limits.beat_s:
-                told = 0.0
+                reported = 0.0
                 self._act(self._judge.look(seconds, beats))
                 continue
             ends = not (self._agent_holds_store and count)
-            if unanswered - told >= limits.notice_s:
-                told = unanswered
+            if unanswered - reported >= limits.notice_s:
+                reported = unanswered
                 then_what = self._judge.end() if ends else "the ranks go on without their watch"
                 log.warning("rank %d: no answer from %s for %.0f s; %s", self.rank, self._store, unanswered, then_what)
             if ends and unanswered >= limits.deadline_s:
@@ -364,7 +364,7 @@ def collectives_begun() -> int:
     Every rank is in as many groups of each kind as the others (of all ranks, of those that share a copy of the weights, of
     those that hold the same part), so the sums can be compared.
     """
-    found = 0
+    total = 0
     for group in list(dist.distributed_c10d._world.pg_map):
         counted = set()
         for device in group._device_types:
@@ -373,12 +373,12 @@ def collectives_begun() -> int:
                 # A backend may take care of several devices.
                 if id(backend) not in counted:
                     counted.add(id(backend))
-                    found += backend._get_sequence_number_for_group()
+                    total += backend._get_sequence_number_for_group()
             except RuntimeError:
                 # There is no such backend, as in a group that is made or ended just now, or it does not count. Then waiting in
                 # it is not noticed, but silence still is.
                 continue
-    return found
+    return total
 
 
 def main_place() -> str:

@@ -74,15 +74,15 @@ class Kept:
 def test_the_checkpoint_to_go_on_from(tmp_path, capsys):
     kept = Kept(tmp_path / "checkpoints")
     folder = SimpleNamespace(run=Run("1a2b3c4d", "x", 0.0, {}), earlier={})
-    assert checkpoint_to_go_on_from(kept, folder, wanted=False, total=50) is None
-    assert checkpoint_to_go_on_from(kept, None, wanted=True, total=50) == kept.path
+    assert checkpoint_to_go_on_from(kept, folder, resumes=False, total=50) is None
+    assert checkpoint_to_go_on_from(kept, None, resumes=True, total=50) == kept.path
     assert capsys.readouterr().out == "", "other ranks are silent"
-    assert checkpoint_to_go_on_from(kept, folder, wanted=True, total=50) == kept.path
+    assert checkpoint_to_go_on_from(kept, folder, resumes=True, total=50) == kept.path
     said = capsys.readouterr().out
     assert said.startswith("resume:    from step 40 of run 1a2b3c4d, begun ")
     assert said.endswith("skipped:   2 problems stay passed over, by index: 7, 3\n")
     with pytest.raises(NothingToDo) as caught:
-        checkpoint_to_go_on_from(kept, folder, wanted=True, total=3)
+        checkpoint_to_go_on_from(kept, folder, resumes=True, total=3)
     said = str(caught.value).splitlines()
     assert said[0] == "step 40 >= max_steps=3: nothing to do" and capsys.readouterr().out == ""
     assert said[-1] == "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True"

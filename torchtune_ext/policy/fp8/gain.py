@@ -15,7 +15,7 @@ from torchtune_ext.policy.fp8.plan import Fp8Receipt
 from torchtune_ext.policy.hf_model import clean_name
 from torchtune_ext.policy.lora import adapter_names
 
-# A CPU, where FP8 is emulated, is measured with so many tokens: enough to say that it is slower.
+# Tokens with which a CPU, where FP8 is emulated, is measured: enough to say that it is slower.
 CPU_TOKENS = 128
 REPEATS = 5
 
@@ -82,7 +82,7 @@ def _times(
     def seconds(forward: Callable[[Tensor], Tensor]) -> float:
         _synchronize(device)
         start = time.perf_counter()
-        # The input is a new tensor, whose blocks nobody has kept.
+        # The input is a new tensor, whose blocks no layer has kept.
         forward(x.detach().requires_grad_()).backward(dy)
         _synchronize(device)
         return time.perf_counter() - start

@@ -50,7 +50,7 @@ class Fp8Config:
 
     Args:
         backend: computes the GEMMs: auto, scaled_mm, deep_gemm, torchao, or reference.
-        power_of_two: rounds scales to powers of two (UE8M0), as Blackwell wants them.
+        power_of_two: rounds scales to powers of two (UE8M0), as Blackwell needs them.
         save_activations: what a layer keeps for WGrad. "fp8" keeps the columns, "full" keeps x itself and quantizes it in the
             backward.
         backward: "full" computes DGrad and WGrad in the compute dtype, with W and x as they are.
@@ -125,7 +125,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, rows, row_scales, columns, column_scales, keep_x, power_of_two, backend, full):
-        # The backward needs the shape of x alone, unless it is to compute with x itself.
+        # The backward needs only the shape of x, unless it is to compute with x itself.
         ctx.save_for_backward(weight, *((x,) if keep_x else (columns, column_scales)))
         ctx.keep_x, ctx.options, ctx.full, ctx.shape = keep_x, (power_of_two, backend), full, x.shape
         y = _fprop(rows, row_scales, weight, x.dtype, power_of_two, backend)
@@ -133,18 +133,18 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        weight, *kept = ctx.saved_tensors
+        weight, *inputs = ctx.saved_tensors
         dy = dy.reshape(-1, weight.shape[0])
         need_dx, need_dw = ctx.needs_input_grad[:2]
         if ctx.full:
             dx = dy @ weight.to(dy.dtype) if need_dx else None
-            dw = (dy.T @ kept[0].reshape(-1, weight.shape[1])).to(weight.dtype) if need_dw else None
+            dw = (dy.T @ inputs[0].reshape(-1, weight.shape[1])).to(weight.dtype) if need_dw else None
         else:
             if ctx.keep_x and need_dw:
-                _, _, *kept = _quantize(kept[0].reshape(-1, weight.shape[1]), ctx.options[0], False, True)
+                _, _, *inputs = _quantize(inputs[0].reshape(-1, weight.shape[1]), ctx.options[0], False, True)
             elif ctx.keep_x:
-                kept = dy.new_empty(0, dtype=FP8), dy.new_empty(0, dtype=torch.float32)
-            dx, dw = _backward(dy, weight, *kept, need_dx, need_dw, *ctx.options)
+                inputs = dy.new_empty(0, dtype=FP8), dy.new_empty(0, dtype=torch.float32)
+            dx, dw = _backward(dy, weight, *inputs, need_dx, need_dw, *ctx.options)
         return (dx.view(ctx.shape) if need_dx else None, dw if need_dw else None, *(None,) * 8)
 
 
@@ -186,7 +186,7 @@ def _quantize(x: Tensor, power_of_two: bool, rows: bool, columns: bool) -> tuple
     """Quantizes x [M, K].
 
     Returns rows [M, K] and their scales^T [K/128, M], then columns^T [K, M'] and their scales [M'/128, K].
-    What is not asked for is empty. M' is M rounded up to a multiple of 128.
+    A form that is not requested is empty. M' is M rounded up to a multiple of 128.
     """
     row_form = quantize_rows(x, power_of_two) if rows else None
     column_form = quantize_columns(x, power_of_two) if columns else None
@@ -239,8 +239,8 @@ def _backward(
     dx = dw = None
     features, padded = weight.shape[0], weight
     if missing := -features % BLOCK:
-        # DGrad contracts the features out, in whole groups of 128: zeros stand for those that lack. Without any to add, `pad`
-        # would copy both.
+        # DGrad contracts the features out, in whole groups of 128: zeros stand for those that are missing. `pad` would copy
+        # both also where there are none to add.
         dy, padded = F.pad(dy, (0, missing)), F.pad(weight, (0, 0, 0, missing))
     if need_dx:
         # The tiles of W^T have the bits of those of W, and lie as DGrad contracts them: turned later they would be copied,

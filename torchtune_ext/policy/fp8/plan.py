@@ -54,7 +54,7 @@ class Fp8Receipt:
     Args:
         dtype: the one in which a forward sees the weights and quantizes them.
         layers: stand in the order of the model; the output head is the last, tied or not.
-        choices: has GEMM, (out, in) and backend. A plan for the sampler alone has none.
+        choices: has GEMM, (out, in) and backend. A plan for only the sampler has none.
     """
 
     config: Fp8Config
@@ -113,17 +113,17 @@ class Fp8Receipt:
         for gemm, (out, features), choice in self.choices:
             shapes.setdefault((choice, gemm), []).append(f"{out}x{features}")
         gemms: dict[tuple[Choice, str], list[str]] = {}
-        for (choice, gemm), found in shapes.items():
-            gemms.setdefault((choice, ", ".join(found)), []).append(gemm)
-        for (choice, found), which in gemms.items():
-            lines.append(f"  GEMMs: {choice.backend} for {', '.join(which)} of {found} ({choice.reason})")
+        for (choice, gemm), sizes in shapes.items():
+            gemms.setdefault((choice, ", ".join(sizes)), []).append(gemm)
+        for (choice, sizes), names in gemms.items():
+            lines.append(f"  GEMMs: {choice.backend} for {', '.join(names)} of {sizes} ({choice.reason})")
         return "\n".join(lines)
 
 
 def skip_reasons(
     shapes: Mapping[str, tuple[int, int]], skip: Collection[str] = (), unfit: Mapping[str, str] | None = None
 ) -> dict[str, str | None]:
-    """Returns for each linear layer why it stays as it is, or None if it computes in FP8. Nobody else decides this.
+    """Returns for each linear layer why it stays as it is, or None if it computes in FP8. This is decided only here.
 
     Args:
         shapes: has all linear layers of the model: Hugging Face name -> (out, in).
@@ -133,13 +133,13 @@ def skip_reasons(
     Raises:
         ValueError: `skip` names no layer.
     """
-    known = sorted({_kind(name) for name in shapes} - {HEAD})
-    for asked in skip:
-        if not any(asked in (name, _kind(name)) for name in shapes):
-            near = nearest(asked, [*known, *shapes])
+    kinds = sorted({_kind(name) for name in shapes} - {HEAD})
+    for entry in skip:
+        if not any(entry in (name, _kind(name)) for name in shapes):
+            near = nearest(entry, [*kinds, *shapes])
             raise Mistake(
-                f"precision.skip names {asked!r}, which no layer is; {f'did you mean {near!r}? ' if near else ''}"
-                f"give a kind, {', '.join(known)}, or a whole name, like {next(iter(shapes))!r}"
+                f"precision.skip names {entry!r}, which no layer is; {f'did you mean {near!r}? ' if near else ''}"
+                f"give a kind, {', '.join(kinds)}, or a whole name, like {next(iter(shapes))!r}"
             )
 
     def own(name: str) -> str | None:
@@ -171,7 +171,7 @@ def linear_layers(
     Args:
         model: may lie on the meta device.
         trains: says that the trainer computes in FP8, too, and so has to be able to.
-        names: is the model directory. Without it nobody looks whether rows change places on their way to Hugging Face.
+        names: is the model directory. Without it rows may change places on their way to Hugging Face unnoticed.
 
     Raises:
         ValueError: `config.skip` names no layer.
@@ -202,11 +202,11 @@ def plan(
 
     Args:
         dtype: the one in which the forward sees the weights.
-        device: is where the trainer computes, and decides the backends. With None the sampler alone is in FP8.
+        device: is where the trainer computes, and decides the backends. With None only the sampler is in FP8.
 
     Raises:
-        ValueError: nothing can be converted, `config.skip` names no layer, the checkpoint is quantized already, or no backend
-            that was asked for can run on `device`.
+        ValueError: nothing can be converted, `config.skip` names no layer, the checkpoint is quantized already, or the backend
+            of `config` cannot run on `device`.
     """
     return _plan(model, names, config, dtype, device)[0]
 
@@ -336,8 +336,8 @@ def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.devic
         "dgrad": (blocks(0, out, ROWS), weight),
         "wgrad": (blocks(0, out, COLUMNS), blocks(0, features, COLUMNS)),
     }[gemm]
-    asked, dtype = receipt.config.backend, receipt.dtype
-    if asked == "auto":
+    backend, dtype = receipt.config.backend, receipt.dtype
+    if backend == "auto":
         choice = fp8_gemm.choose_backend(gemm, *operands, dtype)
         if device.type == "cuda" and choice.backend == "reference":
             raise Mistake(
@@ -345,11 +345,11 @@ def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.devic
                 "these, set precision=bf16, or emulate FP8 with precision.backend=reference"
             )
         return choice
-    if objection := fp8_gemm.objection(asked, gemm, *operands, dtype):
+    if objection := fp8_gemm.objection(backend, gemm, *operands, dtype):
         raise Mistake(
-            f"precision.backend={asked} cannot run {gemm} of {layer.name}: {objection}; or set precision.backend=auto"
+            f"precision.backend={backend} cannot run {gemm} of {layer.name}: {objection}; or set precision.backend=auto"
         )
-    return Choice(asked, "asked for")
+    return Choice(backend, "asked for")
 
 
 def _convert_by_torchao(model: nn.Module, chosen: set[nn.Module], config: Fp8Config, device: torch.device) -> None:

@@ -105,9 +105,9 @@ class Sender:
                 if kind == "value":
                     answer.set_result(value)
                 else:
-                    url, said = value
-                    self.lost = said
-                    answer.set_exception(SenderLost(said, url))
+                    url, message = value
+                    self.lost = message
+                    answer.set_exception(SenderLost(message, url))
 
     def _end(self) -> None:
         """The process is gone."""

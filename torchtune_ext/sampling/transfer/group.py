@@ -53,8 +53,8 @@ class Order:
 class ServerLost(Failure):
     """A server of the group failed."""
 
-    def __init__(self, url: str, said: str):
-        super().__init__(f"{url}: {said}")
+    def __init__(self, url: str, message: str):
+        super().__init__(f"{url}: {message}")
         self.url = url
 
 
@@ -144,8 +144,8 @@ class ServerGroup:
         """Calls all servers at once and waits for them. Raises the first error as soon as there is one."""
         pool = ThreadPoolExecutor(max_workers=len(self.members))
         try:
-            for done in as_completed([pool.submit(call, member) for member in self.members]):
-                done.result()
+            for future in as_completed([pool.submit(call, member) for member in self.members]):
+                future.result()
         except ServerLost as error:
             self._on_failure(error)
             raise
@@ -159,8 +159,8 @@ class ServerGroup:
                 answer.read()
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read().decode(errors="replace")[:500]
-            raise ServerLost(member.url, f"{path} failed ({error.code}): {said}") from None
+                text = error.read().decode(errors="replace")[:500]
+            raise ServerLost(member.url, f"{path} failed ({error.code}): {text}") from None
         except (OSError, ValueError) as error:
             # Its repr could hold the headers of the request, and so the key.
             raise ServerLost(member.url, f"{path}: {type(error).__name__}: {error}") from None
@@ -179,7 +179,7 @@ def facing(host: str, port: int) -> str:
 
 
 def listen(address: str) -> socket.socket:
-    """Returns a socket that listens on one address of this machine alone, at a free port. Raises OSError."""
+    """Returns a socket that listens only on one address of this machine, at a free port. Raises OSError."""
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
@@ -228,7 +228,7 @@ class GlooGroup:
         self._group = self._store = None
 
 
-# What a trainer and a server say to each other about weights: vLLM's messages, and how tensors lie in a chunk of bytes.
+# The messages about weights between a trainer and a server, which are vLLM's, and how tensors lie in a chunk of bytes.
 @dataclass(kw_only=True)
 class GlooInit:
     """How a server's workers find the group: the fields of vLLM's `NCCLWeightTransferInitInfo`, and what gloo needs besides."""
@@ -237,7 +237,7 @@ class GlooInit:
     master_port: int
     rank_offset: int  # rank of the server's first worker; the sender has rank 0
     world_size: int  # the sender and all workers of all servers
-    group: str  # a name that nobody guesses, for this group alone
+    group: str  # a name that nobody guesses, used by no other group
     chunk_bytes: int = CHUNK_BYTES
     deadline_s: float = 300.0  # seconds until a worker gives up a group or an update that does not come
 

@@ -56,14 +56,14 @@ def memory_of(path: str) -> torch.Tensor:
 def address_facing(members: tuple[Member, ...]) -> str:
     """Returns the address of this machine that all servers are told: one that leads to it from elsewhere, if any of them is
     elsewhere. Raises ServerLost where one cannot be reached."""
-    found = []
+    addresses = []
     for member in members:
         parts = urlsplit(member.url)
         try:
-            found.append(facing(parts.hostname or "", parts.port or 80))
+            addresses.append(facing(parts.hostname or "", parts.port or 80))
         except OSError as error:
             raise ServerLost(member.url, f"no way to it: {error}") from None
-    return min(found, key=lambda address: ip_address(address).is_loopback)
+    return min(addresses, key=lambda address: ip_address(address).is_loopback)
 
 
 class GlooSender:
@@ -84,9 +84,9 @@ class GlooSender:
         )
         # The servers wait in this call until the group is there.
         with ThreadPoolExecutor(max_workers=1) as side:
-            told = side.submit(servers.init_weight_transfer_engine, asdict(init))
+            answer = side.submit(servers.init_weight_transfer_engine, asdict(init))
             self._group = GlooGroup(address, port, 0, servers.world_size, name, limit_s, listener)
-            told.result()
+            answer.result()
 
     def send(self, servers: ServerGroup, order: Order, give_up_at: float) -> None:
         """Sends one update, and returns when all servers have finished it. Raises ServerLost, RuntimeError, ValueError."""
@@ -94,12 +94,12 @@ class GlooSender:
         memory, offsets = memory_of(order.path), iter(order.manifest["offsets"])
         servers.start_weight_update()
         with ThreadPoolExecutor(max_workers=1) as side:
-            taken = side.submit(servers.update_weights, asdict(update))
+            answer = side.submit(servers.update_weights, asdict(update))
             for places in chunks(update, CHUNK_BYTES):
                 here = [next(offsets) for _ in places]
                 check_layout(places, here)
                 self._group.broadcast(memory[here[0] : here[0] + places[-1].end], give_up_at)
-            taken.result()
+            answer.result()
         servers.finish_weight_update()
 
 
@@ -153,8 +153,8 @@ class Process:
     def __init__(self, end: socket.socket, key: str):
         """Args: end: to the trainer; key: of the servers."""
         self._end, self._key = end, key
-        self._number = 0  # of the order under way
-        self._ending = threading.Lock()  # the first error is told, and no second one
+        self._number = 0  # number of the order under way
+        self._ending = threading.Lock()  # only the first error is reported
         self._group: GlooSender | NcclSender | None = None
         self._of: tuple[str, tuple[Member, ...]] | None = None  # whom the group connects, and by what
 
@@ -190,9 +190,9 @@ class Process:
         self._ending.acquire()  # never released: this process ends
         log.error("order %d: %s", self._number, error)
         url = error.url if isinstance(error, ServerLost) else None
-        told = str(error) if isinstance(error, ServerLost) else f"{type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, ServerLost) else f"{type(error).__name__}: {error}"
         try:
-            self._end.sendall(pack([(self._number, "lost", (url, told))]))
+            self._end.sendall(pack([(self._number, "lost", (url, message))]))
         finally:
             os._exit(1)
 
