@@ -169,11 +169,10 @@ class GRPORecipe:
 
         # Only rank 0 has an engine. The others sleep until it is ready: in the first publication they would wait
         # busily.
-        waited = self.ranks.from_main("wait for the engine", lambda: self.engine and self.engine.wait_ready())
+        engines = [each for each in (self.engine, self.teacher) if each]
+        waited = self.ranks.from_main("wait for the engine", lambda: [engine.wait_ready() for engine in engines])
         if self.engine:
-            if self.teacher:
-                waited = max(waited, self.teacher.wait_ready())
-            say_ready(waited)
+            say_ready(max(waited))
             parts.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         # The gate stops a run whose engine samples from another policy than the trainer updates; a publication has to
