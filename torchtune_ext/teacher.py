@@ -19,6 +19,8 @@ from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.records import EngineConfig
 
+BATCHED_TOKENS = 2048  # of a step of the engine: 1.2 GB of float32 with a vocabulary of 150,000
+
 
 @dataclass(frozen=True, slots=True)
 class TeacherConfig:
@@ -39,13 +41,15 @@ class TeacherConfig:
                 near = nearest(str(name), names)
                 hint = f"; did you mean {near!r}?" if near else ", or behind extra_args an argument of vLLM itself"
                 raise Mistake(f"unknown key 'teacher.engine.{name}'{hint}")
-        # An answer as long as the policy's context, and the one token that vLLM wants to sample.
         own = {
             "address": None,
             "devices": None,
             "count": None,
             "sleep": False,
+            # An answer as long as the policy's context, and the one token that vLLM wants to sample.
             "max_model_len": policy.max_model_len + 1,
+            # The log-probs of an engine's step are whole rows of the vocabulary, which the size of the KV cache leaves out.
+            "max_num_batched_tokens": policy.max_num_batched_tokens or BATCHED_TOKENS,
         }
         return replace(policy, **own | self.engine)
 

@@ -1,0 +1,24 @@
+"""What a teacher's engine has of the policy's."""
+
+from dataclasses import replace
+
+import pytest
+
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.teacher import TeacherConfig
+
+POLICY = EngineConfig(dtype="bfloat16", max_model_len=512, kv_cache_bytes=1 << 28, devices="1,2")
+
+
+def test_a_teacher_lives_elsewhere_and_reads_what_the_policy_wrote():
+    engine = TeacherConfig("teacher", {"devices": "3", "kv_cache_bytes": 1 << 30}).engine_config(POLICY)
+    expected = {"devices": "3", "kv_cache_bytes": 1 << 30, "max_model_len": 513, "max_num_batched_tokens": 2048}
+    assert engine == replace(POLICY, **expected)
+    servers = EngineConfig(address="http://a:1,http://b:1", count=2, max_num_batched_tokens=99)
+    alone = TeacherConfig("teacher").engine_config(servers)
+    assert (alone.address, alone.count, alone.max_num_batched_tokens) == (None, None, 99)
+
+
+def test_a_key_that_no_engine_has_is_named():
+    with pytest.raises(ValueError, match="unknown key 'teacher.engine.adress'; did you mean 'address'"):
+        TeacherConfig("teacher", {"adress": "http://a:1"}).engine_config(POLICY)
