@@ -14,7 +14,7 @@ from labelled_programs import labelled_programs, preprocessed
 
 from torchtune_ext.measured.kernels import KERNELS, Dgemm
 from torchtune_ext.measured.matmul.stages import STAGES, permitted
-from torchtune_ext.measured.records import Unreadable
+from torchtune_ext.measured.reader import Unreadable
 from torchtune_ext.measured.techniques import (
     TECHNIQUES,
     techniques,
