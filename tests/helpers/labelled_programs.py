@@ -16,8 +16,8 @@ class Labelled:
     source: str
 
 
-def labelled_programs() -> list[Labelled]:
-    text = (ROOT / "tests/unit/measured/labelled_programs.txt").read_text(encoding="utf-8")
+def labelled_programs(file: str = "labelled_programs.txt") -> list[Labelled]:
+    text = (ROOT / "tests/unit/measured" / file).read_text(encoding="utf-8")
     found = []
     for part in text.split("=== ")[1:]:
         head, _, source = part.partition("\n")

@@ -290,7 +290,7 @@ class Checker:
 
     def _techniques(self, preprocessed: str, permitted: Collection[str]) -> tuple[str, ...]:
         """Returns the techniques of a program that uses none but these."""
-        from torchtune_ext.measured.records import Unreadable
+        from torchtune_ext.measured.reader import Unreadable
         from torchtune_ext.measured.techniques import uses, violations
 
         try:

@@ -15,6 +15,7 @@ MAX_TEXT = 400_000  # characters of a candidate after preprocessing; the parser 
 _DIGRAPHS = {"<:": "[", ":>": "]", "<%": "{", "%>": "}", "%:": "#"}
 _MARK = re.compile(r'# (\d+) "((?:[^"\\]|\\.)*)"((?: \d)*)')
 _PIECE = 1 << 14  # bytes that the parser gets at once
+_DERIVED = ("function_declarator", "pointer_declarator", "array_declarator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,12 @@ def _language() -> tree_sitter.Language:
     return tree_sitter.Language(tree_sitter_c.language())
 
 
+@lru_cache
+def query(pattern: str) -> tree_sitter.Query:
+    """Returns a query for nodes of C."""
+    return tree_sitter.Query(_language(), pattern)
+
+
 def walk(cursor: tree_sitter.TreeCursor) -> Iterator[tuple[tree_sitter.Node, bool]]:
     """Yields each node twice: before its children with False, and after them with True."""
     while True:
@@ -98,26 +105,23 @@ def walk(cursor: tree_sitter.TreeCursor) -> Iterator[tuple[tree_sitter.Node, boo
 def declared(node: tree_sitter.Node) -> dict[str, bool]:
     """Returns the names that a declaration declares, and whether each is a function (not a pointer to one)."""
     found = {}
-    for declarator in node.children_by_field_name("declarator"):
-        is_function = False
-        while declarator is not None and declarator.type != "identifier":
+    for outermost in node.children_by_field_name("declarator"):
+        chain = list(declarators(outermost))
+        if chain[-1].type == "identifier":
             # What stands nearest to the name decides: int *f(void) is a function, int (*f)(void) a pointer.
-            if declarator.type in ("function_declarator", "pointer_declarator", "array_declarator"):
-                is_function = declarator.type == "function_declarator"
-            declarator = inner_declarator(declarator)
-        if declarator is not None:
-            found[word_of(declarator)] = is_function
+            kinds = [each.type for each in chain if each.type in _DERIVED]
+            found[text_of(chain[-1])] = kinds[-1:] == ["function_declarator"]
     return found
 
 
-def inner_declarator(declarator: tree_sitter.Node) -> tree_sitter.Node | None:
-    """Returns the declarator inside another one: *p in (*p)[4]."""
-    inner = declarator.child_by_field_name("declarator")
-    if inner is not None:
-        return inner
-    return next((each for each in declarator.named_children if each.type.endswith(("declarator", "identifier"))), None)
+def declarators(node: tree_sitter.Node | None) -> Iterator[tree_sitter.Node]:
+    """Yields a declarator and those inside it, down to the name: (*p)[4], (*p), *p, p."""
+    while node is not None:
+        yield node
+        named = (each for each in node.named_children if each.type.endswith(("declarator", "identifier")))
+        node = node.child_by_field_name("declarator") or next(named, None)
 
 
-def word_of(node: tree_sitter.Node) -> str:
-    """Returns the text of a node."""
-    return node.text.decode("utf-8", "replace")
+def text_of(node: tree_sitter.Node | None) -> str:
+    """Returns the text of a node, "" for none."""
+    return "" if node is None else node.text.decode("utf-8", "replace")

@@ -3,38 +3,68 @@
 A helper is read again at each call, so that its loops stand in the nest of whoever calls it. What cannot run is not read:
 functions that nobody calls, branches of a constant condition, statements behind a `return`. A loop made of `goto` is not
 seen as a loop.
+
+Of each expression a `Value` is known: which numbers of the inputs are in it, and which loops choose them. Wherever such a
+number is added to a sum or stored, that is a `Site`.
 """
 
+import math
+import operator
 import re
 import time
-from bisect import bisect_left
-from collections import Counter
-from dataclasses import replace
+from collections import ChainMap, defaultdict
+from functools import reduce
 
 import tree_sitter
 
-from torchtune_ext.measured.declarations import (
-    assignments,
-    function_head,
-    functions,
-    is_vector,
-    nodes_of,
-    shape_of,
-    techniques_of,
-    vector_types,
-)
-from torchtune_ext.measured.expressions import Expressions
-from torchtune_ext.measured.kernel import Kernel, inputs_of
-from torchtune_ext.measured.parsing import MAX_TEXT, Text, own_text, parse
-from torchtune_ext.measured.records import Facts, Loop, Mark, Place, Unreadable, Value, first_of, join, text_of
+from torchtune_ext.measured.kernel import Kernel, Parameter, inputs_of
+from torchtune_ext.measured.parsing import MAX_TEXT, declarators, own_text, parse, query, text_of
+from torchtune_ext.measured.values import MAX_ITEMS, NOTHING, Item, Loop, Place, Site, Use, Value, folded, join
 
 PARSE_S = 10.0  # seconds that the parser may take
-_UNROLLS = re.compile(r"optimize.*(?<!no-)unroll")
+MAX_STEPS = 100_000  # expressions, statements and sites of one program; those that the tests read take at most 400
+# Expressions and statements inside each other. Each is some 4 calls of Python's 1,000, and tree-sitter crashes at those.
+MAX_DEPTH = 120
+# A copy of more numbers than this is a panel, of fewer numbers one in registers: half of what AVX-512 has, in columns.
+MAX_COPIED_TO_REGISTERS = 16
+
+_VECTORS = re.compile(
+    r"\b(__m(64|128|256|512)[dih]?|(float|u?int)\d+x\d+(x\d)?_t|sv(float|int|uint|bool)\w*_t|__v\d\w+"
+    r"|__vector_size__|vector_size|ext_vector_type)\b"
+)
+_INTRINSICS = re.compile(
+    # These functions of the vector headers compute no vectors.
+    r"(?!_mm_(malloc|free|prefetch|pause|[slm]fence|getcsr|setcsr|clflush\w*)$|__builtin_ia32_pause$)"
+    r"(_mm\d*_\w+|__builtin_ia32_\w+|v[a-z]+q?_\w*[fsu](16|32|64)|sv\w+_[a-z]*(16|32|64)\w*)"
+)
+_ALLOCATES = re.compile(r"(_mm_)?(malloc|calloc|realloc|aligned_alloc|memalign|valloc|alloca)|__builtin_alloca\w*")
+_WRITES = re.compile(
+    r"(__builtin_(_)?)?(memcpy|memmove|mempcpy|memset)(_chk)?"
+    r"|_mm\d*_(mask_)?(store|stream|maskstore|scatter|i32scatter|i64scatter)\w*|vst\d\w*|svst\d\w*"
+)
+_OPTIONS = re.compile(r"\boptimize\b.*(?<!no-)unroll")
+_PRAGMAS = {
+    "threads": r"omp\b.*\b(parallel|teams)\b",
+    "vectorization": r"omp\b.*\bsimd\b|GCC\s+ivdep|clang\s+loop\s.*\bvectorize(_width)?\b|(ivdep|simd|vector)\b",
+    "blocking": r"omp\s+tile\b",
+    "unrolling": r"(GCC\s+unroll|clang\s+loop\s.*\bunroll(_count)?|(omp\s+)?unroll)\b(?!\W*(0|1|disable|off)\b)",
+}
+_ASSIGNMENTS = """
+(assignment_expression
+    left: [(identifier) @name (parenthesized_expression (identifier) @name)] right: (_) @added)
+(update_expression argument: [(identifier) @name (parenthesized_expression (identifier) @name)])
+"""
+_SIGNS = {"-": operator.neg, "+": operator.pos, "~": operator.inv, "!": operator.not_}
+_WRAPPERS = ("parenthesized_expression", "cast_expression")
 _ENDS = ("return_statement", "break_statement", "continue_statement", "goto_statement")
 
 
-def read(preprocessed: str, kernel: Kernel, openmp: bool = True) -> Facts:
-    """Reads a program.
+class Unreadable(ValueError):
+    """The program is nested too deeply, or takes too many steps to read."""
+
+
+class Reader:
+    """What is found in a program. A loop is known by its index in `loops`.
 
     Args:
         preprocessed: the program after `gcc -E`, or as it was written, if it has no macros.
@@ -44,307 +74,481 @@ def read(preprocessed: str, kernel: Kernel, openmp: bool = True) -> Facts:
     Raises:
         Unreadable: it is too long, nested too deeply, or calls too much.
     """
-    text = own_text(preprocessed)
-    if sum(map(len, text.lines)) > MAX_TEXT:
-        raise Unreadable(f"its macros expand to more than {MAX_TEXT} characters")
-    try:
-        return Reader(text, kernel, openmp).facts
-    except RecursionError:
-        raise Unreadable("it is nested too deeply to be read") from None
 
-
-def _parsed(content: bytes) -> tree_sitter.Node:
-    end = time.monotonic() + PARSE_S
-    try:
-        return parse(content, lambda: time.monotonic() >= end).root_node
-    except ValueError:
-        raise Unreadable(f"parsing it takes more than {PARSE_S:g} s") from None
-
-
-class Reader(Expressions):
-    """Reads the statements of a program, and so all of it. The result is in `facts`."""
-
-    def __init__(self, text: Text, kernel: Kernel, openmp: bool) -> None:
-        self.text, self.openmp = text, openmp
-        content = b"\n".join(text.lines)
-        starts = [0]
-        for line in text.lines:
-            starts.append(starts[-1] + len(line) + 1)
-        self.pragmas = [(starts[min(pragma.before, len(text.lines))], pragma) for pragma in text.pragmas]
-        self.offsets = [offset for offset, _ in self.pragmas]
-        root = _parsed(content)
-        self.functions = functions(root)
-        self.calls: list[str] = []
-        self.names: dict[int, Counter] = {}  # how often each name stands in a block, by its node
-        self.assignments = assignments(root)
-        self.assigned: dict[int, dict[str, list]] = {}  # what a loop assigns, by its node
-        self.returned: list[Value] = []
-        super().__init__(frozenset(each.name for each in inputs_of(kernel)), vector_types(root), self._line)
+    def __init__(self, preprocessed: str, kernel: Kernel, openmp: bool = True) -> None:
+        self.inputs = frozenset(each.name for each in inputs_of(kernel))
+        self.loops: list[Loop] = []
+        self.sites: list[Site] = []
+        self.uses: list[Use] = []  # that are visible in one spot, without the nest of loops
+        self.recursions: list[Use] = []
+        self.stored: set[int] = set()  # loops that choose where an output is stored
+        self._openmp = openmp
+        self._functions: dict[str, tuple[tree_sitter.Node, tree_sitter.Node]] = {}  # definitions with their parameters
+        self._vectors: set[str] = set()  # the program's own names of types of vectors
+        self._scope: ChainMap[str, Place] = ChainMap()
+        self._active: tuple[int, ...] = ()  # the loops around, from the outermost
+        self._branch: tuple[int, ...] = ()
+        self._calls: list[str] = []
+        self._returned: list[Value] = []
+        self._assigned: dict[int, dict[str, list]] = {}  # by the node of a loop
+        self._steps = self._depth = 0
+        root = self._parsed(preprocessed)
         self._globals(root)
-        start = self.functions.get(kernel.name)
-        if start is not None:
-            self._start(start, kernel)
+        if kernel.name in self._functions:
+            arguments = [Value() for _ in kernel.size_names]
+            self._called(kernel.name, arguments + [_array(each) for each in kernel.parameters], root)
+
+    def _parsed(self, preprocessed: str) -> tree_sitter.Node:
+        text = own_text(preprocessed)
+        if sum(map(len, text.lines)) > MAX_TEXT:
+            raise Unreadable(f"its macros expand to more than {MAX_TEXT} characters")
+        end = time.monotonic() + PARSE_S
+        try:
+            root = parse(b"\n".join(text.lines), lambda: time.monotonic() >= end).root_node
+        except ValueError:
+            raise Unreadable(f"parsing it takes more than {PARSE_S:g} s") from None
+        self._numbers = text.numbers
+        self._pragmas = defaultdict(list)  # by the row of what they speak of
+        for pragma in text.pragmas:
+            row = pragma.before
+            while row < len(text.lines) and not text.lines[row].strip():
+                row += 1
+            words = re.sub(r"^\s*#\s*pragma\s+", "", pragma.text).strip()
+            self._pragmas[row].append((words, pragma.line))
+            if words.startswith("GCC") and _OPTIONS.search(words):
+                self.uses.append(Use("unrolling", pragma.line, f"#pragma {words}"))
+        return root
 
     def _line(self, node: tree_sitter.Node) -> int:
-        return self.text.numbers[min(node.start_point.row, len(self.text.numbers) - 1)]
+        return self._numbers[min(node.start_point.row, len(self._numbers) - 1)]
 
-    def _globals(self, root: tree_sitter.Node) -> None:
-        for node in nodes_of(root, "enumerator_list"):
-            following = 0
-            for each in node.named_children:
-                if each.type == "enumerator":
-                    number = self.value(each.child_by_field_name("value")).constant
-                    following = following if number is None else number
-                    self.constants[text_of(each.child_by_field_name("name"))] = following
-                    following += 1
-        for node in root.named_children:
-            if node.type == "declaration":
-                self.run(node)
-        # What stands outside of the functions, such as #pragma GCC optimize("unroll-loops"), is for all of them.
-        inside = [(each.start_byte, each.end_byte) for each in self.functions.values()]
-        for offset, pragma in self.pragmas:
-            if not any(start < offset < end for start, end in inside):
-                for technique, words in techniques_of(pragma.text, self.openmp, is_global=True):
-                    self.facts.marks.append(Mark(technique, pragma.line, words))
+    def _use(self, technique: str, node: tree_sitter.Node, words: str) -> None:
+        self.uses.append(Use(technique, self._line(node), words))
 
-    def _start(self, function: tree_sitter.Node, kernel: Kernel) -> None:
-        arguments = [Value() for _ in kernel.size_names]
-        for each in kernel.parameters:
-            place = Place(each.name, "output" if each.is_output else "input", 1, True, None)
-            arguments.append(Value(frozenset((place,)), rank=1))
-        self.called(kernel.name, arguments, function)
+    def _read(self, node: tree_sitter.Node | None) -> Value:
+        """Reads a statement or an expression, notes what it does, and returns its value."""
+        if node is None:
+            return Value()
+        self._steps += 1
+        self._depth += 1
+        if self._steps > MAX_STEPS or self._depth > MAX_DEPTH:
+            raise Unreadable("it calls or nests too much to be read")
+        if self._pragmas:
+            self._obey(node)
+        method = getattr(self, f"_{node.type}", None)
+        if method is None:
+            found = join(*[self._read(child) for child in node.named_children])
+        else:
+            found = method(node) or Value()
+        self._depth -= 1
+        return found
+
+    def _obey(self, node: tree_sitter.Node) -> None:
+        """Reads the pragmas before a node, which is the first one of its row that can run."""
+        for words, line in self._pragmas.pop(node.start_point.row, ()):
+            for technique, pattern in _PRAGMAS.items():
+                if re.match(pattern, words) and (self._openmp or not words.startswith("omp")):
+                    self.uses.append(Use(technique, line, f"#pragma {words}"))
 
     # Functions -------------------------------------------------------------------------------------------------------
 
-    def is_own(self, name: str) -> bool:
-        return name in self.functions
+    def _globals(self, root: tree_sitter.Node) -> None:
+        for node in tree_sitter.QueryCursor(query("(function_definition) @found")).captures(root).get("found", ()):
+            chain = [*declarators(node.child_by_field_name("declarator"))]
+            parameters = chain[-2].child_by_field_name("parameters") if len(chain) > 1 else None
+            if parameters is not None:
+                name = text_of(chain[-1])
+                self._functions[name] = node, parameters
+                self._scope[name] = Place(name, "function", is_array=True)
+        for node in root.named_children:
+            if node.type.endswith(("declaration", "type_definition", "specifier")):
+                self._read(node)
 
-    def called(self, name: str, arguments: list[Value], node: tree_sitter.Node) -> Value:
-        function = self.functions[name]
-        if name in self.calls:
-            self.facts.recursions.append((name, self._line(node)))
+    def _function_definition(self, node: tree_sitter.Node) -> None:
+        """It is read where it is called."""
+
+    def _called(self, name: str, arguments: list[Value], node: tree_sitter.Node) -> Value:
+        """Reads a function of the program itself."""
+        if name in self._calls:
+            self.recursions.append(Use("blocking", self._line(node), f"{name}() calls itself for a part of its work"))
             return Value()
-        body, (_, parameters) = function.child_by_field_name("body"), function_head(function)
-        scopes, returned = self.scopes, self.returned
-        self.scopes, self.returned = [scopes[0], {}], []
-        self.calls.append(name)
-        self.count()
-        self._speaks(function)
+        function, parameters = self._functions[name]
+        self._obey(function)
         for each in function.children:
-            if each.type == "attribute_specifier" and _UNROLLS.search(text_of(each)):
-                self.mark("unrolling", each, text_of(each))
+            if each.type == "attribute_specifier" and _OPTIONS.search(text_of(each)):
+                self._use("unrolling", each, text_of(each))
+        scope, returned = self._scope, self._returned
+        self._scope, self._returned = ChainMap({}, scope.maps[-1]), []
+        self._calls.append(name)
         declared = [each for each in parameters.named_children if each.type == "parameter_declaration"]
         for each, argument in zip(declared, arguments, strict=False):
-            own, rank, _ = shape_of(each.child_by_field_name("declarator"))
-            content = replace(argument, rank=rank) if argument.places else argument
-            self.scopes[-1][own] = Place(
-                own, "local", rank, branch=self.branch, content=content, reset=frozenset(self.active)
-            )
-            if is_vector(each, self.vectors):
-                self.mark("vectorization", each, f"the parameter {own} is a vector")
-        try:
-            self.run(body)
-            return join(Value(), *self.returned)
-        finally:
-            self.calls.pop()
-            self.scopes, self.returned = scopes, returned
+            # A parameter that is written as an array, double p[4], is a pointer.
+            place = self._declared(each.child_by_field_name("declarator"), self._holds_vectors(each))
+            place.is_array, place.numbers, place.content = False, 1, argument
+        self._read(function.child_by_field_name("body"))
+        found = join(Value(), *self._returned)
+        self._calls.pop()
+        self._scope, self._returned = scope, returned
+        return found
+
+    def _call_expression(self, node: tree_sitter.Node) -> Value:
+        function, arguments = node.child_by_field_name("function"), node.child_by_field_name("arguments")
+        values = [self._read(each) for each in arguments.named_children if each.type != "comment"]
+        own = [place.name for place in self._read(function).places if place.kind == "function"]
+        if own:
+            return join(*[self._called(each, values, node) for each in sorted(own)])
+        name = text_of(function)
+        if _INTRINSICS.fullmatch(name):
+            self._use("vectorization", node, f"calls {name}()")
+        if _ALLOCATES.fullmatch(name):
+            memory = Place(f"the memory of {name}()", is_array=True, numbers=None, reset=frozenset(self._active))
+            return Value(frozenset((memory,)))
+        if _WRITES.fullmatch(name) and len(values) > 1:
+            others = [self._loaded(value) for value in values[1:]]
+            self._store(values[0], next((value for value in others if value.origins), others[-1]), node)
+            return values[0]
+        return self._computed([self._loaded(value) for value in values])
+
+    def _computed(self, values: list[Value]) -> Value:
+        """The value of a function of the system: fma(a, b, c) and its like hold a product."""
+        numbers = [value for value in values if value.origins]
+        found = join(Value(), *values)
+        # With one number, such as _mm256_loadu_pd(p), it is a copy.
+        found = found._replace(is_computed=found.is_computed or len(numbers) > 1)
+        factors = [value for value in numbers if not value.origins >= self.inputs]
+        if factors:
+            product = reduce(lambda left, right: self._combined("*", left, right), factors)
+            found = found._replace(items=(product.items + found.items)[:MAX_ITEMS])
+        return found
 
     # Statements ------------------------------------------------------------------------------------------------------
 
-    def run(self, node: tree_sitter.Node | None) -> Value:
-        """Reads a statement. Returns the value of the last expression, for ({ ...; value; })."""
-        if node is None:
-            return Value()
-        self.depth += 1
-        self.count()
-        try:
-            self._speaks(node)
-            method = getattr(self, f"_{node.type}", None)
-            if method is not None:
-                return method(node) or Value()
-            return join(Value(), *(self.value(child) for child in node.named_children))
-        finally:
-            self.depth -= 1
-
-    def _speaks(self, node: tree_sitter.Node) -> None:
-        """Reads the pragmas that stand right before a statement."""
-        before = node.prev_sibling
-        if not self.offsets or before is None and node.parent is not None and node.parent.type != "translation_unit":
-            return
-        first = bisect_left(self.offsets, 0 if before is None else before.end_byte)
-        for offset, pragma in self.pragmas[first:]:
-            if offset > node.start_byte:
-                break
-            if node.named_child_count:
-                for technique, words in techniques_of(pragma.text, self.openmp):
-                    self.facts.marks.append(Mark(technique, pragma.line, words))
-
     def _compound_statement(self, node: tree_sitter.Node) -> Value:
-        self.scopes.append({})
+        self._scope = self._scope.new_child()
         found, is_dead = Value(), False
         for child in node.named_children:
             is_dead = is_dead and child.type not in ("labeled_statement", "case_statement")
             if not is_dead:
-                found = self.run(child)
+                found = self._read(child)
                 is_dead = child.type in _ENDS
-        self.scopes.pop()
+        self._scope = self._scope.parents
+        # The last expression is the value of ({ ...; value; }).
         return found
 
+    def _type_definition(self, node: tree_sitter.Node) -> None:
+        self._read(node.child_by_field_name("type"))
+        if self._is_vector(text_of(node)):
+            for each in node.children_by_field_name("declarator"):
+                self._vectors.add(text_of([*declarators(each)][-1]))
+
+    def _holds_vectors(self, declaration: tree_sitter.Node) -> bool:
+        first = declaration.child_by_field_name("declarator")
+        end = declaration.end_byte if first is None else first.start_byte
+        return any(self._is_vector(text_of(each)) for each in declaration.children if each.end_byte <= end)
+
+    def _is_vector(self, words: str) -> bool:
+        return bool(_VECTORS.search(words)) or not self._vectors.isdisjoint(re.findall(r"\w+", words))
+
+    def _enumerator_list(self, node: tree_sitter.Node) -> None:
+        following = 0
+        for each in node.named_children:
+            number = self._read(each.child_by_field_name("value")).constant
+            following = following if number is None else number
+            name = text_of(each.child_by_field_name("name"))
+            self._scope[name] = Place(name, content=Value(constant=following))
+            following += 1
+
     def _declaration(self, node: tree_sitter.Node) -> None:
-        vector = is_vector(node, self.vectors)
+        self._read(node.child_by_field_name("type"))
+        is_vector = self._holds_vectors(node)
         for each in node.children_by_field_name("declarator"):
-            initial = each.child_by_field_name("value") if each.type == "init_declarator" else None
-            name, rank, sides = shape_of(each)
-            if not name or (name in self.functions and initial is None):
+            initial = each.child_by_field_name("value")
+            if initial is None and text_of([*declarators(each)][-1]) in self._functions:
                 continue
-            # The number of bytes in a vector is not asked: one of four numbers counts as one place in a register.
-            numbers: int | None = 1
-            for side in sides or ():
-                length = self.value(side).constant
-                numbers = None if numbers is None or length is None else numbers * length
-            value = self.value(initial)
-            place = Place(name, "local", rank, sides is not None, numbers, self.branch, reset=frozenset(self.active))
-            if sides and sides[0] is None and initial is not None:
-                place.numbers = initial.named_child_count
-            self.scopes[-1][name] = place
+            value = self._read(initial)
+            place = self._declared(each, is_vector)
             if initial is not None:
-                self.store(Value(frozenset((place,)), rank=rank), replace(value, reads=value.reads - {place}), initial)
-                if not place.is_array:
-                    place.content = replace(place.content, rank=rank if place.content.places else 0)
-            if vector and self._is_used(name, node):
-                self.mark("vectorization", node, f"{name} is a vector")
+                if place.is_array and "[]" in text_of(each.child_by_field_name("declarator")):
+                    place.numbers = initial.named_child_count
+                self._store(Value(frozenset((place,))), value._replace(reads=value.reads - {place}), initial)
 
-    def _is_used(self, name: str, declaration: tree_sitter.Node) -> bool:
-        around = declaration.parent
-        if around is None:
-            return False
-        if around.id not in self.names:
-            self.names[around.id] = Counter(text_of(each) for each in nodes_of(around, "identifier"))
-        return self.names[around.id][name] > 1
-
-    def _expression_statement(self, node: tree_sitter.Node) -> Value:
-        return self.value(first_of(node))
+    def _declared(self, declarator: tree_sitter.Node | None, is_vector: bool) -> Place:
+        """Enters a variable in the scope."""
+        chain = [*declarators(declarator)]
+        name = text_of(chain[-1]) if chain else ""
+        derived = [each for each in chain if each.type in ("array_declarator", "pointer_declarator")]
+        place = Place(name, depth=len(derived), branch=self._branch, reset=frozenset(self._active))
+        # A pointer to an array, double (*p)[4], is none.
+        if derived and derived[-1].type == "array_declarator":
+            place.is_array = True
+            # The number of bytes in a vector is not asked: one of four numbers counts as one place in a register.
+            sides = [self._read(each.child_by_field_name("size")).constant for each in derived if "array" in each.type]
+            place.numbers = None if None in sides else math.prod(sides)
+        if is_vector and declarator is not None:
+            place.vector = Use("vectorization", self._line(declarator), f"{name} is a vector")
+        self._scope[name] = place
+        return place
 
     def _return_statement(self, node: tree_sitter.Node) -> None:
-        self.returned.append(self.value(first_of(node)))
-
-    def _labeled_statement(self, node: tree_sitter.Node) -> None:
-        for child in node.named_children[1:]:
-            self.run(child)
-
-    def _attributed_statement(self, node: tree_sitter.Node) -> None:
-        for child in node.named_children:
-            self.run(child)
-
-    def _type_definition(self, node: tree_sitter.Node) -> None:
-        return None
-
-    _function_definition = _goto_statement = _break_statement = _continue_statement = _type_definition
-    _struct_specifier = _enum_specifier = _union_specifier = _type_definition
+        self._returned += [self._read(each) for each in node.named_children]
 
     def _if_statement(self, node: tree_sitter.Node) -> None:
-        condition = self.value(node.child_by_field_name("condition")).constant
-        alternative = node.child_by_field_name("alternative")
-        sides = [node.child_by_field_name("consequence"), first_of(alternative)]
+        condition = self._read(node.child_by_field_name("condition")).constant
+        sides = [node.child_by_field_name("consequence"), node.child_by_field_name("alternative")]
         if condition is not None:
-            self.run(sides[0 if condition else 1])
-            return
-        before = self.branch
-        for way, side in enumerate(sides):
-            self.branch = (*before, (node.id, way))
-            self.run(side)
-        self.branch = before
+            self._read(sides[0 if condition else 1])
+        else:
+            self._ways(*sides)
 
     def _switch_statement(self, node: tree_sitter.Node) -> None:
-        self.value(node.child_by_field_name("condition"))
-        before = self.branch
-        self.scopes.append({})
+        self._read(node.child_by_field_name("condition"))
         body = node.child_by_field_name("body")
-        for way, case in enumerate([] if body is None else body.named_children):
-            self.branch = (*before, (node.id, way))
-            self.run(case)
-        self.scopes.pop()
-        self.branch = before
+        self._ways(*(() if body is None else body.named_children))
 
-    def _case_statement(self, node: tree_sitter.Node) -> None:
-        has_value = node.child_by_field_name("value") is not None
-        for child in node.named_children[has_value:]:
-            self.run(child)
-
-    # Loops -----------------------------------------------------------------------------------------------------------
+    def _ways(self, *sides: tree_sitter.Node | None) -> None:
+        before = self._branch
+        for side in sides:
+            if side is not None:
+                self._branch = (*before, side.id)
+                self._read(side)
+        self._branch = before
 
     def _for_statement(self, node: tree_sitter.Node) -> None:
-        self.scopes.append({})
-        first = node.child_by_field_name("initializer")
-        if first is not None:
-            self.run(first) if first.type == "declaration" else self.value(first)
-        self._loop(node, node.child_by_field_name("update"))
-        self.scopes.pop()
+        self._scope = self._scope.new_child()
+        self._read(node.child_by_field_name("initializer"))
+        condition, update = node.child_by_field_name("condition"), node.child_by_field_name("update")
+        before, can_repeat = self._active, self._read(condition).constant != 0
+        if can_repeat or node.type == "do_statement":
+            assigned, trip = self._assignments(node), self._trip(condition, update)
+            if can_repeat and trip != 1:
+                self._active = (*before, len(self.loops))
+                self.loops.append(Loop(_counter(update, condition, assigned), trip, self._line(node)))
+            self._vary(assigned, frozenset(self._active[len(before) :]))
+            self._read(node.child_by_field_name("body"))
+            self._read(update)
+        self._active = before
+        self._scope = self._scope.parents
 
-    def _while_statement(self, node: tree_sitter.Node) -> None:
-        self._loop(node, None)
+    _while_statement = _do_statement = _for_statement
 
-    def _do_statement(self, node: tree_sitter.Node) -> None:
-        self._loop(node, None, is_tested_first=False)
-
-    def _loop(self, node: tree_sitter.Node, update: tree_sitter.Node | None, is_tested_first: bool = True) -> None:
-        condition, body = node.child_by_field_name("condition"), node.child_by_field_name("body")
-        if is_tested_first and self.value(condition).constant == 0:
-            return
-        assigned = self._assigned(node)
-        counted = [each for each in (update, condition) if each is not None]
-        trip = self._trip(condition, update)
-        runs_once = trip == 1 or (not is_tested_first and self.value(condition).constant == 0)
-        before = self.active
-        if not runs_once:
-            number = len(self.facts.loops)
-            self.facts.loops.append(Loop(_counter(counted, assigned), trip, self._line(node)))
-            self.active = (*before, number)
-        for name, added in assigned.items():
-            place = self.place_of(name)
-            if place is not None and not place.is_array:
-                here = frozenset(self.active[len(before) :])
-                by_rows = any(each is not None and self.value(each).constant is None for each in added)
-                content = place.content
-                strided = content.strided | here if by_rows and content.places else content.strided
-                place.content = replace(content, loops=content.loops | here, strided=strided, constant=None)
-        self.run(body)
-        self.value(update)
-        self.active = before
-
-    def _assigned(self, loop: tree_sitter.Node) -> dict[str, list[tree_sitter.Node | None]]:
+    def _assignments(self, loop: tree_sitter.Node) -> dict[str, list[tree_sitter.Node | None]]:
         """What the steps of a loop assign: for each variable the right sides, None for ++."""
-        if loop.id not in self.assigned:
+        if loop.id not in self._assigned:
             initial = loop.child_by_field_name("initializer")
             start = loop.start_byte if initial is None else initial.end_byte
-            first, end = (
-                bisect_left(self.assignments, at, key=lambda each: each.start) for at in (start, loop.end_byte)
-            )
-            found: dict[str, list[tree_sitter.Node | None]] = {}
-            for each in self.assignments[first:end]:
-                found.setdefault(each.name, []).append(each.added)
-            self.assigned[loop.id] = found
-        return self.assigned[loop.id]
+            found = defaultdict(list)
+            for _, nodes in tree_sitter.QueryCursor(query(_ASSIGNMENTS)).matches(loop):
+                self._steps += 1
+                if nodes["name"][0].start_byte >= start:
+                    found[text_of(nodes["name"][0])] += nodes.get("added", [None])
+            self._assigned[loop.id] = found
+        return self._assigned[loop.id]
+
+    def _vary(self, assigned: dict[str, list[tree_sitter.Node | None]], loop: frozenset[int]) -> None:
+        """Notes that variables change with a loop."""
+        for name, added in assigned.items():
+            place = self._scope.get(name)
+            if place is not None and not place.is_array:
+                content = place.content
+                by_rows = any(each is not None and self._read(each).constant is None for each in added)
+                strided = content.strided | loop if by_rows and content.places else content.strided
+                place.content = content._replace(loops=content.loops | loop, strided=strided, constant=None)
 
     def _trip(self, condition: tree_sitter.Node | None, update: tree_sitter.Node | None) -> int | None:
         """How often `for (r = 0; r < 4; r++)` runs, None if that is not written in constants."""
-        if condition is None or update is None or condition.type != "binary_expression":
+        sign, added = _part(condition, "operator"), _part(update, "operator")
+        if sign not in ("<", "<=", "!=") or added not in ("++", "+="):
             return None
-        sign = text_of(condition.child_by_field_name("operator"))
-        first = self.value(condition.child_by_field_name("left")).constant
-        last = self.value(condition.child_by_field_name("right")).constant
-        step = 1
-        if update.type == "assignment_expression":
-            is_added = text_of(update.child_by_field_name("operator")) == "+="
-            step = self.value(update.child_by_field_name("right")).constant if is_added else None
-        elif update.type != "update_expression" or "--" in text_of(update):
-            step = None
-        if first is None or last is None or step is None or step < 1 or sign not in ("<", "<=", "!="):
+        first = self._read(condition.child_by_field_name("left")).constant
+        last = self._read(condition.child_by_field_name("right")).constant
+        step = 1 if added == "++" else self._read(update.child_by_field_name("right")).constant
+        if first is None or last is None or step is None or step < 1:
             return None
         return max(0, -(-(last + (sign == "<=") - first) // step))
 
+    # Memory ----------------------------------------------------------------------------------------------------------
 
-def _counter(parts: list[tree_sitter.Node], assigned: dict) -> str:
+    def _address(self, node: tree_sitter.Node | None) -> Value:
+        """Returns where the left side of an assignment is."""
+        while node is not None and (node.type in _WRAPPERS or _part(node, "operator") == "."):
+            node = node.child_by_field_name("argument") or node.child_by_field_name("value") or node.named_child(0)
+        if node is None:
+            return Value()
+        argument = node.child_by_field_name("argument")
+        if node.type == "identifier":
+            place = self._scope.get(text_of(node))
+            if place is not None and place.vector is not None:
+                self.uses.append(place.vector)
+            return Value() if place is None else Value(frozenset((place,)))
+        if node.type == "subscript_expression":
+            base, index = self._pointed(argument), self._read(node.child_by_field_name("index"))
+            loops, strided = base.loops | index.loops, base.strided | index.strided
+            return base._replace(loops=loops, strided=strided, constant=None)
+        if node.type == "pointer_expression" and _part(node, "operator") == "*":
+            return self._pointed(argument)
+        # That is x->y, where x is the address; or what has an address as its value, such as a call.
+        return self._read(argument if node.type == "field_expression" else node)
+
+    def _pointed(self, node: tree_sitter.Node | None) -> Value:
+        """What a pointer, an array or a vector points to."""
+        found = self._read(node)
+        # A vector has elements, though it is no array.
+        return found if found.places else _row(self._address(node))
+
+    def _identifier(self, node: tree_sitter.Node) -> Value:
+        address, subscripts = self._address(node), 0
+        while node.type in ("subscript_expression", "parenthesized_expression") and node.named_children:
+            subscripts += node.type == "subscript_expression"
+            node = node.named_children[0]
+        place = self._scope.get(text_of(node), Place(""))
+        if not subscripts:
+            return address if place.is_array else self._loaded(address)
+        # All subscripts but the last lead to rows, or to pointers to them.
+        is_row = subscripts < place.depth and not any(each.content.places for each in address.places)
+        return _row(address) if is_row else self._loaded(address)
+
+    _subscript_expression = _identifier
+
+    def _pointer_expression(self, node: tree_sitter.Node) -> Value:
+        is_address = _part(node, "operator") == "&"
+        return self._address(node.child_by_field_name("argument")) if is_address else self._loaded(self._address(node))
+
+    def _field_expression(self, node: tree_sitter.Node) -> Value:
+        return self._loaded(self._address(node))
+
+    def _loaded(self, address: Value) -> Value:
+        """Returns what stands at an address, or the value itself if it is none."""
+        parts = []
+        for place in address.places:
+            if place.kind == "function":
+                parts.append(Value(frozenset((place,))))
+                continue
+            content, items = place.content, place.content.items
+            loops, strided = content.loops | address.loops, content.strided | address.strided
+            if place.is_array and len(self.inputs) == 1 and content.origins and not content.is_computed:
+                items = (Item(frozenset((name, loop) for name in content.origins for loop in loops), address.strided),)
+            parts.append(content._replace(loops=loops, strided=strided, items=items, reads=frozenset((place,))))
+        return join(*parts) if parts else address
+
+    def _assignment_expression(self, node: tree_sitter.Node) -> Value:
+        found = self._read(node.child_by_field_name("right"))
+        is_sum = _part(node, "operator") != "="
+        self._store(self._address(node.child_by_field_name("left")), found, node, is_sum)
+        return found._replace(items=())
+
+    def _update_expression(self, node: tree_sitter.Node) -> Value:
+        argument = node.child_by_field_name("argument")
+        self._store(self._address(argument), Value(), node, adds=True)
+        return self._read(argument)
+
+    def _store(self, address: Value, value: Value, node: tree_sitter.Node, adds: bool = False) -> None:
+        """Notes that a value is written, or with `adds` added to what is there."""
+        for place in address.places:
+            if place.kind in ("input", "function"):
+                continue
+            is_sum, is_local = adds or place in value.reads, place.kind == "local"
+            is_work = is_sum or (value.is_computed and not is_local)
+            if not is_local:
+                self.stored |= address.loops
+            if is_work:
+                reset, line = place.reset if is_local else NOTHING, self._line(node)
+                self._steps += len(value.items)
+                self.sites += [
+                    Site(self._active, self._branch, place, address.loops, reset, item, line) for item in value.items
+                ]
+            if is_local:
+                self._keep(place, address, value._replace(items=()) if is_work else value, is_sum, node)
+
+    def _keep(self, place: Place, address: Value, value: Value, is_sum: bool, node: tree_sitter.Node) -> None:
+        """Notes what a variable of the program holds from now on."""
+        if is_sum:
+            place.content = join(place.content, value)._replace(constant=None, items=(), is_computed=True)
+            return
+        is_panel = place.is_array and (place.numbers is None or place.numbers > MAX_COPIED_TO_REGISTERS)
+        is_part = len(self.inputs) > 1 and not value.origins >= self.inputs
+        if is_panel and value.origins and (is_part or not value.is_computed):
+            names = " and ".join(sorted(value.origins))
+            self._use("packing", node, f"copies numbers of {names} to {place.name}")
+        place.reset = frozenset(self._active) - address.loops
+        if place.is_array:
+            place.content = join(place.content, value)._replace(constant=None)
+        else:
+            place.content = value if self._branch == place.branch else join(place.content, value)
+
+    # Numbers ---------------------------------------------------------------------------------------------------------
+
+    def _number_literal(self, node: tree_sitter.Node) -> Value:
+        try:
+            return Value(constant=int(text_of(node).rstrip("uUlL"), 0))
+        except ValueError:
+            return Value()
+
+    def _cast_expression(self, node: tree_sitter.Node) -> Value:
+        words = text_of(node.child_by_field_name("type"))
+        if self._is_vector(words):
+            self._use("vectorization", node, f"the type {words} is one of vectors")
+        return self._read(node.child_by_field_name("value"))
+
+    _compound_literal_expression = _cast_expression
+
+    def _unary_expression(self, node: tree_sitter.Node) -> Value:
+        found, sign = self._read(node.child_by_field_name("argument")), _part(node, "operator")
+        constant = None if found.constant is None or sign not in _SIGNS else int(_SIGNS[sign](found.constant))
+        return found._replace(constant=constant)
+
+    def _binary_expression(self, node: tree_sitter.Node) -> Value:
+        # A sum of a thousand terms is a thousand expressions inside each other, always on the left.
+        chain = []
+        while node is not None and node.type == "binary_expression":
+            self._steps += 1
+            chain.append(node)
+            node = node.child_by_field_name("left")
+        found = self._read(node)
+        for each in reversed(chain):
+            found = self._combined(_part(each, "operator"), found, self._read(each.child_by_field_name("right")))
+        return found
+
+    def _combined(self, sign: str, left: Value, right: Value) -> Value:
+        found = join(left, right)._replace(is_computed=True, constant=folded(sign, left.constant, right.constant))
+        if sign != "*":
+            return found
+        if left.constant is None and right.constant is None:
+            found = found._replace(strided=found.loops)
+        # The work in a product is that of its sides, or itself, if only both together have numbers of all inputs.
+        if found.origins >= self.inputs and not any(side.origins >= self.inputs for side in (left, right)):
+            chosen = frozenset((name, loop) for side in (left, right) for name in side.origins for loop in side.loops)
+            return found._replace(items=(Item(chosen, left.strided | right.strided),))
+        return found
+
+    def _conditional_expression(self, node: tree_sitter.Node) -> Value:
+        condition = self._read(node.child_by_field_name("condition")).constant
+        sides = [node.child_by_field_name("consequence"), node.child_by_field_name("alternative")]
+        if condition is not None:
+            return self._read(sides[0 if condition else 1])
+        found = [self._read(side) for side in sides]
+        # Only one of them is computed: (i < 4 ? a : b) * c is one product.
+        return join(*found)._replace(items=max((value.items for value in found), key=len))
+
+
+def _array(parameter: Parameter) -> Value:
+    """The address of an input or output."""
+    if parameter.is_output:
+        place = Place(parameter.name, "output", is_array=True)
+    else:
+        place = Place(parameter.name, "input", is_array=True, content=Value(origins=frozenset((parameter.name,))))
+    return Value(frozenset((place,)))
+
+
+def _row(address: Value) -> Value:
+    """The address of a row: what chooses it steps over all of its numbers."""
+    return address._replace(strided=address.loops)
+
+
+def _part(node: tree_sitter.Node | None, name: str) -> str:
+    return "" if node is None else text_of(node.child_by_field_name(name))
+
+
+def _counter(update: tree_sitter.Node | None, condition: tree_sitter.Node | None, assigned: dict) -> str:
     """The name of the variable that a loop counts with, as well as can be told."""
-    names = [text_of(each) for part in parts for each in nodes_of(part, "identifier")]
+    names = re.findall(r"[A-Za-z_]\w*", f"{text_of(update)} {text_of(condition)}")
     return next((name for name in names if name in assigned), names[0] if names else "no variable")

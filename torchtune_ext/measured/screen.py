@@ -20,7 +20,7 @@ from pathlib import PurePath
 import tree_sitter
 
 from torchtune_ext.measured.kernel import Kernel
-from torchtune_ext.measured.parsing import MAX_TEXT, Text, declared, inner_declarator, own_text, parse, walk
+from torchtune_ext.measured.parsing import MAX_TEXT, Text, declarators, declared, own_text, parse, walk
 
 HEADERS = frozenset(
     "stdlib string math stdint stddef stdbool stdio limits float assert complex tgmath stdalign omp "
@@ -238,11 +238,10 @@ class _Reader:
 
     def _parameters(self, function: tree_sitter.Node) -> set[str]:
         """Returns the names of the parameters of a function that is defined here."""
-        declarator, names = function.child_by_field_name("declarator"), set()
-        while declarator is not None and declarator.type != "identifier":
-            if parameters := declarator.child_by_field_name("parameters"):
-                names = {name for each in parameters.named_children for name in declared(each)}
-            declarator = inner_declarator(declarator)
+        names = set()
+        for each in declarators(function.child_by_field_name("declarator")):
+            if parameters := each.child_by_field_name("parameters"):
+                names = {name for parameter in parameters.named_children for name in declared(parameter)}
         return names
 
 
