@@ -331,6 +331,39 @@ def test_a_teacher_is_a_surrogate_of_its_own():
         loss(tokens())
 
 
+def test_the_expected_gradient_of_a_teacher_is_that_of_the_reverse_kl():
+    """A tabular policy of three tokens and two steps, whose every answer is weighed by its probability, against the gradient of
+    KL(policy || teacher) summed over the states with their distribution held fixed."""
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2))  # [state, token]
+    logits.requires_grad_()
+    policy, teacher = logits.log_softmax(-1), teacher.log_softmax(-1)
+    loss, expected = PolicyLoss(constraint="none", teacher_coef=1.0, reward_coef=0.0), 0.0
+    for first in range(3):
+        for second in range(3):
+            # The first token leads from state 0 to state 1 + itself.
+            places = torch.tensor([0, 1 + first]), torch.tensor([first, second])
+            said = policy[places]
+            values_L, _ = loss(
+                Tokens(
+                    logprobs_L=said,
+                    entropy_L=torch.zeros(2, dtype=torch.float64),
+                    old_logprobs_L=said.detach(),
+                    behavior_logprobs_L=said.detach(),
+                    ref_logprobs_L=None,
+                    advantages_L=torch.zeros(2, dtype=torch.float64),
+                    versions_L=torch.zeros(2, dtype=torch.int32),
+                    samples_L=torch.zeros(2, dtype=torch.int64),
+                    teacher_logprobs_L=teacher[places],
+                )
+            )
+            expected += said.detach().sum().exp() * values_L.sum()
+    visits = torch.cat([torch.ones(1, dtype=torch.float64), policy[0].detach().exp()])
+    divergence = (visits * (policy.exp() * (policy - teacher)).sum(-1)).sum()
+    (ours,), (exact,) = (torch.autograd.grad(each, logits, retain_graph=True) for each in (expected, divergence))
+    assert exact.abs().max() > 0.1 and (ours - exact).abs().max() < 1e-14
+
+
 def test_entropy_bonus():
     t = tokens()
     values, _, metrics = value_and_gradient(PolicyLoss(entropy_coef=0.05), t)
