@@ -449,7 +449,7 @@ def _engine_changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
         plans = (
             (f"engine.gpu_memory_utilization={share:g}", changed(gpu_memory_utilization=share)) for share in shares
         )
-        yield from [(words, now) for words, now in plans if now.fits][:1]
+        yield from [(words, now) for words, now in plans if now.fits or not beside][:1]
     if plan.place == "shared" and plan.machine.gpus:
         yield "engine.sleep=true, with staleness=0", changed(sleep=True, kv_on_publish="recompute")
     if need and plan.cfg.sampling.max_tokens + (plan.prompt_tokens or 0) <= need.tokens < engine.max_model_len:

@@ -332,6 +332,12 @@ def test_a_change_that_leaves_something_missing_says_what(seven):
     assert not plan.fits and {} in left.values() and all(each.keys() < {"training", "engine"} for each in left.values())
 
 
+def test_more_of_the_engines_own_gpu_helps_the_engine_alone(seven):
+    plan = planned(seven, "2x80", replace(OWN, devices="1", gpu_memory_utilization=0.2))
+    left = dict(changes_that_help(plan))["engine.gpu_memory_utilization=0.9"]
+    assert plan.shortages.keys() == {"training", "engine"} and left.keys() == {"training"}
+
+
 def test_a_disk_that_is_too_small_is_said_with_what_saves_room(seven, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=300 * GIB))
     here = Machine(8, 80 * GIB, 2000 * GIB, "the 8 GPUs here", here=True)
