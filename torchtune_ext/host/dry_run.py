@@ -11,6 +11,7 @@ Exit status 0: a start would get through its checks, and the run fits. 2: it wou
 
 import json
 import os
+import re
 import sys
 import traceback
 from dataclasses import replace
@@ -19,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 from torchtune.modules import TransformerDecoder
 
@@ -29,18 +31,24 @@ from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
-from torchtune_ext.policy.memory import sizes_of
+from torchtune_ext.policy.memory import GIB, sizes_of
 from torchtune_ext.run.errors import Mistake, is_mistake, traceback_wanted
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.training.distributed import Ranks
-from torchtune_ext.training.plan.machine import Machine, asked_machine, this_machine
-from torchtune_ext.training.plan.plan import Plan, Settings, missing_devices, trainers_of
-from torchtune_ext.training.plan.table import plan_table, verdict
+from torchtune_ext.training.plan import Machine, Plan, plan_table, verdict
 from torchtune_ext.training.precision import DTYPES
 from torchtune_ext.training.settings import chosen_dtype
-from torchtune_ext.training.start import optimizer_bytes, require_apart, require_gpus, training_gpus
+from torchtune_ext.training.start import missing_device, optimizer_bytes, require_apart, require_gpus, training_gpus
+
+# What CUDA reports of a card, over what it is sold as: 39.5 of 40, 23.7 of 24 and 15.8 of 16 GiB are found in error messages of
+# users of an A100, a 4090 and a V100. Other cards of these sizes differ by less than 1% of it.
+SOLD = 0.985
+ASKED = re.compile(r"(?:(\d+) ?(?:x|nodes? of) ?)?(\d+) ?x ?(\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
+SERVE = re.compile(r" that serve$", re.IGNORECASE)
+ON_CPU = re.compile(r"CPU,? (\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
+NODE_GPUS = 72  # at most; more are a size that stands in the wrong place, as in 4x80x2
 
 
 def dry_run(cfg: Any) -> None:
@@ -52,41 +60,45 @@ def dry_run(cfg: Any) -> None:
     """
     if int(os.environ.get("RANK", 0)):
         sys.exit(0)
-    machine = machine_of(cfg)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    machine = machine_of(cfg, ranks)
     plan, problems, notes = None, [], []
     try:
-        settings, notes = settings_of(cfg, "cuda" if machine.gpus else "cpu")
+        unplaced, notes = plan_of(cfg, machine)
         if machine.here and not machine.gpus and cfg.device != "cpu":
             notes.append(
                 "no GPU is visible here, so the run would compute on the CPU; dry_run=4x80 judges 4 GPUs of 80 GB"
             )
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        plan = Plan(settings, machine, trainers_of(machine, settings, ranks if ranks > 1 else None, visible))
-        problems += missing_devices(machine, settings)
-        if machine.here and machine.gpus and settings.engine is not None:
-            require_apart(settings.engine, training_gpus(plan.on_node(plan.trainers) if ranks == 1 else None))
+        plan = unplaced.with_trainers(ranks if ranks > 1 else None, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if plan.place == "own" and machine.gpus and not machine.here:
+            # On the GPUs here the start looks.
+            name = f"each node of {machine.name}" if machine.nodes > 1 else machine.name
+            problems += filter(None, [missing_device(plan.engine, machine.gpus, name)])
+        if plan.engine is not None and machine.here and machine.gpus:
+            require_apart(plan.engine, training_gpus(plan.on_node(plan.trainers) if ranks == 1 else None))
     except Exception as error:
         problems.append(_foreseen(error))
     longest, found = checked(cfg, plan.trainers if plan else 1, machine.here)
     problems += [text for text in found if text not in problems]
     if plan is not None:
-        plan = replace(plan, settings=replace(plan.settings, prompt_tokens=longest))
+        plan = replace(plan, prompt_tokens=longest)
         say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
     for problem in problems:
         say(f"problem: {problem}")
-    if plan is not None and plan.fits and not problems:
+    passes = plan is not None and plan.fits and not problems
+    if passes:
         tried = "The settings" if cfg.replay else "The settings, the first problems and the grader"
         say(f"{tried} were tried: nothing is wrong")
-    if plan is not None and problems:
-        say(
-            "The figures are right, but a start would stop at " + ("these problems" if problems[1:] else "this problem")
-        )
-    sys.exit(0 if plan is not None and plan.fits and not problems else 2)
+    elif plan is not None and problems:
+        say(f"The figures are right, but a start would stop at {'these problems' if problems[1:] else 'this problem'}")
+    sys.exit(0 if passes else 2)
 
 
-def machine_of(cfg: Any) -> Machine:
+def machine_of(cfg: Any, ranks: int) -> Machine:
     """Returns the machine that a dry run is for.
+
+    Args:
+        ranks: how many torchrun has started, on all nodes together.
 
     Raises:
         ValueError: `dry_run` names no machine, or GPUs for a run on a CPU, or there is none to be found.
@@ -96,49 +108,95 @@ def machine_of(cfg: Any) -> Machine:
         if machine.gpus and cfg.device == "cpu":
             raise Mistake(f"dry_run={cfg.dry_run!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
         return machine
-    here = replace(this_machine(cfg.device), nodes=_nodes())
+    here = replace(this_machine(cfg.device), nodes=ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     if cfg.device == "cuda" and not here.gpus:
         raise Mistake("dry_run=True with device=cuda: there is no GPU here; name a machine, for instance dry_run=4x80")
     return here
 
 
-def settings_of(cfg: Any, device: str) -> tuple[Settings, list[str]]:
-    """Builds what decides about the need of a run. Returns it, and lines that say where sizes come from that no file gives, and
-    which layers compute in FP8, if any does.
+def asked_machine(text: Any) -> Machine:
+    """Returns the machine that a user asks for.
+
+    "4x80" has 4 GPUs that are sold as having 80 GB; "2x8x80", or "2 nodes of 8 x 80 GB", are two with 8 each; "8x80+4x80", or
+    "8 x 80 GB + 4 x 80 GB that serve", has 4 more elsewhere, for vLLM's servers alone; "CPU 8" has none and 8 GB.
+
+    Raises:
+        ValueError: the text names no machine.
+    """
+    words, plus, others = str(text).strip().partition("+")
+    if plus:
+        machine, serving = asked_machine(words), asked_machine(SERVE.sub("", others))
+        if machine.gpus and serving.gpus and serving.serving is None:
+            return replace(machine, name=f"{machine.name} + {serving.name} that serve", serving=serving)
+    elif match := ASKED.fullmatch(words):
+        nodes, gpus, size = int(match[1] or 1), int(match[2]), float(match[3])
+        if nodes > 0 and 0 < gpus <= NODE_GPUS and size > 0:
+            name = f"{f'{nodes} nodes of ' if nodes > 1 else ''}{gpus} x {size:g} GB"
+            return Machine(gpus, int(SOLD * size * GIB), None, name, here=False, nodes=nodes)
+    elif match := ON_CPU.fullmatch(words):
+        size = float(match[1])
+        return Machine(0, 0, int(size * GIB), f"a CPU with {size:g} GB", here=False)
+    raise Mistake(
+        f"dry_run={text!r} is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB in all, for trainer and engine "
+        "together; 2x8x80 for two nodes of 8, and 8x80+4x80 for 4 more elsewhere, for vLLM's servers (engine.address)"
+    )
+
+
+def this_machine(device: str) -> Machine:
+    """Returns this machine: its visible GPUs, or its main memory where there are none or `device` is "cpu"."""
+    host = main_memory()
+    if device != "cpu" and torch.cuda.is_available():
+        sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+        name = f"the {len(sizes)} GPUs here" if len(sizes) > 1 else "the GPU here"
+        return Machine(len(sizes), min(sizes), host, name, here=True)
+    return Machine(0, 0, host, "the main memory that is free here", here=True)
+
+
+def main_memory(root: Path = Path("/")) -> int:
+    """Returns how many bytes of main memory this process may still take: what Linux calls available, and no more than the limit
+    of any of its cgroups.
+
+    Args:
+        root: where /proc and /sys are; another folder for tests.
+    """
+    groups, top = root / "proc/self/cgroup", root / "sys/fs/cgroup"
+    sizes = [psutil.virtual_memory().available]
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        # In a container the path may be that of the host, which is not there: the container sees its own cgroup at the top.
+        folder = top / line.partition("::/")[2]
+        for file in (place / "memory.max" for place in (folder, *folder.parents) if place.is_relative_to(top)):
+            if file.exists() and (limit := file.read_text().strip()) != "max":
+                sizes.append(int(limit))
+    return min(sizes)
+
+
+def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
+    """Returns the plan of a run, not yet with its training devices, and lines that say where sizes come from that no file
+    gives, and which layers compute in FP8, if any does.
 
     Raises:
         ValueError: a setting is wrong, or the sizes of the model are not known.
     """
     model, lines = model_of(cfg)
-    sides = cfg.precision.sides
-    name = chosen_dtype(cfg.dtype, device, fp8=sides[1] is not None)
+    trainer, sampler = sides = cfg.precision.sides
+    name = chosen_dtype(cfg.dtype, "cuda" if machine.gpus else "cpu", fp8=sampler is not None)
     dtype, engine = DTYPES[name], cfg.engine.following(name)
     merged = cfg.adapters.way(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
     sizes = sizes_of(model, dtype, sides, getattr(torch, engine.dtype))
-    settings = Settings(
+    plan = Plan(
+        cfg=cfg,
         sizes=sizes,
         engine=None if cfg.replay else engine,
-        checkpoints=cfg.checkpoints,
-        output_dir=cfg.output_dir,
-        resumes=cfg.resume_from_checkpoint,
-        max_model_len=engine.max_model_len,
-        max_steps=cfg.max_steps,
-        row_tokens=cfg.row_tokens,
-        max_tokens=cfg.sampling.max_tokens,
-        activation_checkpointing=cfg.activation_checkpointing,
+        machine=machine,
         optimizer_bytes=optimizer_bytes(partial(instantiate, cfg.optimizer)),
-        evaluated=cfg.evaluation.task is not None and not cfg.replay,
         reference=needs_of(instantiate(cfg.loss)).reference,
         # What FP8 or NF4 has left of frozen weights goes to the engine once.
-        publishes_all=not sizes.frozen or merged or sides[1] is not None or sizes.largest_nf4 > 0,
-        save_merged=cfg.adapters.save_merged,
-        shard_within=cfg.ranks.shard_within,
+        publishes_all=not sizes.frozen or merged or sampler is not None or sizes.largest_nf4 > 0,
     )
-    trainer, sampler = sides
-    if sampler is None:
-        return settings, lines
-    receipt = Fp8Receipt(sampler, dtype, linear_layers(model, sampler, trainer is not None)[0])
-    return settings, [*lines, receipt.table(), f"  engine: {engine_memory(model, receipt)}"]
+    if sampler is not None:
+        receipt = Fp8Receipt(sampler, dtype, linear_layers(model, sampler, trainer is not None)[0])
+        lines += [receipt.table(), f"  engine: {engine_memory(model, receipt)}"]
+    return plan, lines
 
 
 def model_of(cfg: Any) -> tuple[TransformerDecoder, list[str]]:
@@ -190,10 +248,3 @@ def _foreseen(error: Exception) -> str:
     if traceback_wanted():
         traceback.print_exception(error)
     return str(error)
-
-
-def _nodes() -> int:
-    """Returns on how many nodes torchrun has started this run."""
-    return int(os.environ.get("WORLD_SIZE", 1)) // int(
-        os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))
-    )

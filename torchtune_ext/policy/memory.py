@@ -110,9 +110,8 @@ def sizes_of(
     trainer_fp8, engine_fp8 = fp8
     adapters = lora.adapter_names(model)
     params = dict(model.named_parameters())
+    trained = adapters or params.keys()
     total = sum(p.numel() for p in params.values())
-    trained = sum(p.numel() for n, p in params.items() if not adapters or n in adapters)
-    frozen = sum(_bytes(p, compute_dtype) for n, p in params.items() if adapters and n not in adapters)
     layer = model.layers[0]
     in_layer = dict(layer.named_parameters(prefix="layers.0"))
     layer_parameters = sum(p.numel() for p in in_layer.values())
@@ -128,17 +127,18 @@ def sizes_of(
     )
     converted = in_fp8(model, engine_fp8, trainer_fp8 is not None).values()
     sent = (engine_dtype or compute_dtype).itemsize
-    below = total - (trained if adapters else 0)
-    head = vocab * width if _trains_head(model, adapters) else 0
+    below = total - sum(params[name].numel() for name in adapters)
+    # With adapters, the output projection gets a gradient where it has one itself.
+    own_head = not isinstance(model.output, TiedLinear) and any(name.startswith("output.") for name in adapters)
     return Sizes(
         total=total,
-        trained=trained,
-        frozen_bytes=frozen,
+        trained=sum(params[name].numel() for name in trained),
+        frozen_bytes=sum(_bytes(p, compute_dtype) for name, p in params.items() if name not in trained),
         layers=len(model.layers),
         layer=layer_parameters,
         outer=total - layer_parameters * len(model.layers),
-        trained_layer=sum(p.numel() for n, p in in_layer.items() if not adapters or n in adapters),
-        head=head,
+        trained_layer=sum(p.numel() for name, p in in_layer.items() if name in trained),
+        head=vocab * width if own_head or not adapters else 0,
         largest=max(p.numel() for p in params.values()),
         largest_nf4=max((p.numel() for p in params.values() if isinstance(p, NF4Tensor)), default=0),
         width=width,
@@ -240,24 +240,10 @@ def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int)
     """
     if config is None or config.save_activations != "fp8" or lora.adapter_names(model):
         return 0.0
-    inputs = {
-        "q_proj": LINE_BYTES - size,
-        "o_proj": LINE_BYTES,
-        "gate_proj": LINE_BYTES - size,
-        "down_proj": LINE_BYTES - size,
-    }
-    found = {
-        name.rpartition(".")[2]: width
-        for name, (_, width) in in_fp8(model, config, trains=True).items()
-        if ".layers.0." in name
-    }
-    return sum(more * found[kind] for kind, more in inputs.items() if kind in found)
-
-
-def _trains_head(model: TransformerDecoder, adapters: set[str]) -> bool:
-    """Says whether the output projection gets a gradient: with adapters it does where it has one itself."""
-    tied = isinstance(model.output, TiedLinear)
-    return not adapters or (not tied and any(name.startswith("output.") for name in adapters))
+    less = LINE_BYTES - size
+    more = {"q_proj": less, "o_proj": LINE_BYTES, "gate_proj": less, "down_proj": less}
+    widths = {name: width for name, (_, width) in in_fp8(model, config, trains=True).items() if ".layers.0." in name}
+    return sum(more.get(name.rpartition(".")[2], 0) * width for name, width in widths.items())
 
 
 def _bytes(param: Tensor, dtype: torch.dtype) -> int:

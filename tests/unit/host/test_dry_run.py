@@ -20,7 +20,7 @@ from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.tasks.temporal_clue.files import generate, write_jsonl
 from torchtune_ext.tasks.temporal_clue.size import Size
-from torchtune_ext.training.plan.machine import Machine
+from torchtune_ext.training.plan import Machine
 
 CONFIGS = {name: path for name, path in config_files(folder("configs")).items() if name.startswith("grpo/")}
 # A question of every data set that a config names.

@@ -16,7 +16,7 @@ from tables import every_row
 
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.host.cli import main
-from torchtune_ext.host.dry_run import settings_of
+from torchtune_ext.host.dry_run import asked_machine, plan_of
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy import memory
 from torchtune_ext.policy.builder import on_meta
@@ -111,8 +111,8 @@ def test_dry_run_knows_the_published_sizes(name, words, public, billions, tmp_pa
     _, cfg = sized(name, words, public, tmp_path)
     assert cfg.engine.sleep or bool(cfg.engine.devices) != bool(cfg.engine.address)
     with nf4_in_one_piece():
-        settings, _ = settings_of(cfg, "cuda")
-    assert f"{settings.sizes.total / 1e9:.3f}" == f"{billions:.3f}"
+        plan, _ = plan_of(cfg, asked_machine("1x80"))
+    assert f"{plan.sizes.total / 1e9:.3f}" == f"{billions:.3f}"
 
 
 def test_every_config_of_a_public_model_is_among_the_sizes():
@@ -174,7 +174,7 @@ def test_a_dry_run_without_config_json_says_what_it_needs():
     with pytest.raises(
         ValueError, match="model_dir='models/Nobodys-7B': no such folder, seen from .*`hf download OWNER/"
     ):
-        settings_of(cfg, "cuda")
+        plan_of(cfg, asked_machine("1x80"))
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoint_runs import Trained, checkpoints_in, make_source
+from omegaconf import OmegaConf
 from public_configs import write_config
 from tables import every_row
 
+from torchtune_ext.host.dry_run import asked_machine
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.memory import GIB, sizes_of, trainer_rows
+from torchtune_ext.recipes import grpo
+from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.plan.machine import Machine, asked_machine
-from torchtune_ext.training.plan.plan import CONTEXT, GRAPHS, Plan, Settings, engine_need, trainers_of
-from torchtune_ext.training.plan.table import changes_that_help, plan_table, three, verdict
+from torchtune_ext.settings.config import load_config
+from torchtune_ext.training.plan import (
+    CONTEXT,
+    GRAPHS,
+    Machine,
+    Plan,
+    changes_that_help,
+    engine_need,
+    plan_table,
+    three,
+    verdict,
+)
 from torchtune_ext.training.start import disk_need
 from torchtune_ext.training.state import CheckpointConfig
 
@@ -29,14 +42,27 @@ def seven(tmp_path_factory):
     return sizes_of(on_meta(partial(from_config, str(path))), torch.bfloat16)
 
 
-def planned(sizes, machine, engine=OWN, trainers=None, **changes):
-    values = dict(
-        output_dir="runs/x", max_model_len=16384, max_steps=100, row_tokens=16384, max_tokens=4096, evaluated=True
+CONFIG = load_config(grpo.Config, OmegaConf.load(config_files(folder("configs"))["grpo/qwen2_5_7B_full"]))
+
+
+def planned(
+    sizes, machine, engine=OWN, trainers=None, shard_within=None, reference=False, publishes_all=True, **changes
+):
+    """The plan of that config with other settings; `trainers` may say how many torchrun has started."""
+    prompt_tokens = changes.pop("prompt_tokens", None)
+    settings = dict(output_dir="runs/x", max_steps=100, row_tokens=16384, activation_checkpointing=True)
+    settings |= dict(
+        sampling=replace(CONFIG.sampling, max_tokens=4096),
+        checkpoints=CheckpointConfig(every=10),
+        ranks=replace(CONFIG.ranks, shard_within=shard_within),
+        engine=replace(CONFIG.engine, max_model_len=16384),
     )
-    checkpoints = changes.pop("checkpoints", CheckpointConfig(every=10))
-    settings = Settings(sizes, engine, checkpoints, **values | {"activation_checkpointing": True} | changes)
     machine = asked_machine(machine) if isinstance(machine, str) else machine
-    return Plan(settings, machine, trainers or trainers_of(machine, settings))
+    cfg = replace(CONFIG, **settings | changes)
+    plan = Plan(
+        cfg, sizes, engine, machine, reference=reference, publishes_all=publishes_all, prompt_tokens=prompt_tokens
+    )
+    return plan.with_trainers(trainers)
 
 
 # -- machines -----------------------------------------------------------------------------------------------------------
@@ -63,8 +89,8 @@ def planned(sizes, machine, engine=OWN, trainers=None, **changes):
 )
 def test_how_many_train(seven, gpus, engine, world_size, visible, trainers):
     machine = asked_machine(gpus) if isinstance(gpus, str) else Machine(gpus, 80 * GIB, None, f"{gpus} GPUs", True)
-    settings = planned(seven, machine, engine, trainers=1).settings
-    assert trainers_of(machine, settings, world_size, visible) == trainers
+    plan = planned(seven, machine, engine, trainers=1)
+    assert plan.with_trainers(world_size, visible).trainers == trainers
 
 
 def test_a_machine_without_a_gpu_for_the_trainer_is_refused(seven):
@@ -75,29 +101,33 @@ def test_a_machine_without_a_gpu_for_the_trainer_is_refused(seven):
 # -- the engine ---------------------------------------------------------------------------------------------------------
 
 
+def kv(need):
+    return next(bytes_ for name, bytes_ in need.rows.items() if name.startswith("KV cache"))
+
+
 def test_the_kv_cache_is_what_the_engine_leaves(seven):
     memory = int(78.8 * GIB)
     need = engine_need(seven, OWN, memory)
     # Qwen2.5 7B: 28 layers, 4 heads of keys and values, of 128, in bfloat16.
     token = 2 * 28 * 4 * 128 * 2
-    assert need.total == int(0.9 * memory) and need.tokens == need.kv_bytes // token
+    assert need.total == int(0.9 * memory) and need.tokens == kv(need) // token
     assert need.rows["weights"] == 2 * 7_615_616_512
-    assert need.in_flight(16384) == need.tokens // 16384 and need.in_flight(1) == 1024
+    assert "activations of a step and its sampler" in need.rows
     halves = engine_need(seven, replace(OWN, tensor_parallel_size=2), memory)
     assert halves.rows["weights"] == need.rows["weights"] // 2
-    assert halves.tokens == halves.kv_bytes // (token // 2) > 2 * need.tokens
+    assert halves.tokens == kv(halves) // (token // 2) > 2 * need.tokens
     # Each of four GPUs holds one of two heads.
     four = engine_need(replace(seven, kv_heads=2), replace(OWN, tensor_parallel_size=4), memory)
-    assert four.tokens == four.kv_bytes // (token // 2)
+    assert four.tokens == kv(four) // (token // 2)
     small = engine_need(seven, replace(OWN, extra_args={"kv_cache_dtype": "fp8", "enforce_eager": True}), memory)
-    assert small.tokens == small.kv_bytes // (token // 2) and small.rows["CUDA graphs (allowance)"] == 0
+    assert small.tokens == kv(small) // (token // 2) and small.rows["CUDA graphs (allowance)"] == 0
     asked = engine_need(seven, replace(OWN, kv_cache_bytes=GIB), memory)
-    assert asked.kv_bytes == GIB and asked.total < need.total
+    assert kv(asked) == GIB and asked.total < need.total
 
 
 def test_an_engine_without_room_for_the_longest_request_does_not_fit(seven):
     tight = planned(seven, "5x20", trainers=4)
-    assert not tight.engine.fits and "fewer than engine.max_model_len=16384" in verdict(tight)
+    assert "fewer than engine.max_model_len=16384" in verdict(tight)
     left = dict(changes_that_help(tight))
     assert left["engine.tensor_parallel_size=2, on 2 GPUs"].keys() == {"training"}
     four = planned(seven, "8x20", replace(OWN, devices="4,5,6,7", count=4))
@@ -107,20 +137,20 @@ def test_an_engine_without_room_for_the_longest_request_does_not_fit(seven):
 def test_every_engine_has_a_kv_cache_of_its_own_and_they_share_the_published_weights(seven):
     one, four = planned(seven, "5x80"), planned(seven, "8x80", replace(OWN, devices="4,5,6,7"))
     pairs = planned(seven, "8x80", replace(OWN, devices="4,5,6,7", tensor_parallel_size=2))
-    assert (four.settings.engines, pairs.settings.engines) == (4, 2) and four.engine == one.engine
-    assert pairs.engine == planned(seven, "8x80", replace(OWN, devices="6,7", tensor_parallel_size=2)).engine
+    assert (four.engines, pairs.engines) == (4, 2) and four.need == one.need
+    assert pairs.need == planned(seven, "8x80", replace(OWN, devices="6,7", tensor_parallel_size=2)).need
     names = ("published weights in shared memory", "processes of ranks and engine (allowance)")
     # Three engines more, each with a client and a process that CUDA maps as much again for.
     assert [four.host[name] - one.host[name] for name in names] == [0, 3 * 3 * GIB]
     assert "4 sample (4 engines of 1)" in plan_table(four, "x") and "70.9 on 4 GPUs that sample" in verdict(four)
-    assert f"the KV cache of each of 4 holds {four.engine.tokens:,} tokens" in plan_table(four, "x")
+    assert f"the KV cache of each of 4 holds {four.need.tokens:,} tokens" in plan_table(four, "x")
 
 
 def test_servers_are_on_the_nodes_or_on_gpus_of_their_own(seven):
     engine = replace(OWN, devices=None, tensor_parallel_size=2, address="http://a:1,http://b:1")
     both, apart = planned(seven, "2x8x80", engine), planned(seven, "8x80+4x40", engine)
     assert (both.trainers, both.gpus, apart.trainers, apart.gpus) == (12, 16, 8, 8)
-    assert apart.engine.total == int(0.9 * asked_machine("4x40").gpu_bytes) < both.engine.total
+    assert apart.need.total == int(0.9 * asked_machine("4x40").gpu_bytes) < both.need.total
     text = verdict(both)
     assert both.fits and "GiB used at most on 12 GPUs that train, 70.9 on 4 GPUs that serve" in text
     assert "start it on each node with --nnodes 2 --nproc_per_node 6" in text
@@ -134,7 +164,7 @@ def test_servers_are_on_the_nodes_or_on_gpus_of_their_own(seven):
 def test_a_node_that_has_fewer_gpus_than_its_ranks_and_engines_need_does_not_fit(seven):
     # 14 ranks of torchrun are 7 on each node, and the first one has two engines, too.
     plan = planned(seven, "2x8x80", replace(OWN, devices="6,7"), trainers=14)
-    assert plan.gpus == plan.machine.all_gpus and not plan.fits and "it needs 16 GPUs on nodes alike" in verdict(plan)
+    assert plan.gpus == 2 * plan.machine.gpus and not plan.fits and "it needs 16 GPUs on nodes alike" in verdict(plan)
     idle = planned(seven, "2x8x80", replace(OWN, devices="6,7"))
     assert idle.fits and "GPUs: 12 train, 2 sample (2 engines of 1), 2 idle" in plan_table(idle, "x")
 
@@ -154,13 +184,13 @@ def test_rank_0_has_room_for_the_sender_where_servers_get_weights_by_nccl(seven)
     ]
     for transfer, address, expected in expectations:
         plan = planned(seven, "8x80+1x80", replace(server, transfer=transfer, address=address))
-        assert plan.device(8)[name] == plan.device(2)[name] == expected, (transfer, address)
-    assert planned(seven, "5x80").device(4)[name] == planned(seven, "4x80", None).device(4)[name] == 0
+        assert plan.device[name] == expected, (transfer, address)
+    assert planned(seven, "5x80").device[name] == planned(seven, "4x80", None).device[name] == 0
     by_nccl, by_gloo = (planned(seven, "8x80+1x80", replace(server, transfer=way)) for way in ("nccl", "gloo"))
-    assert by_nccl.total() == by_gloo.total() + need and name in plan_table(by_nccl, "x")
+    assert by_nccl.total == by_gloo.total + need and name in plan_table(by_nccl, "x")
     adapters = seven.with_adapters()  # they are small: one pack, and its tensors
     plan = planned(adapters, "8x80+1x80", server, publishes_all=False)
-    assert plan.device(8)[name] == 2 * CONTEXT + 2 * 2 * adapters.trained
+    assert plan.device[name] == 2 * CONTEXT + 2 * 2 * adapters.trained
 
 
 # -- sharding inside a node ---------------------------------------------------------------------------------------------
@@ -180,7 +210,7 @@ def test_states_are_sharded_within_so_many_devices(seven):
 def test_sharding_inside_a_node_costs_memory_and_may_be_given_up(seven):
     server = replace(OWN, devices=None, address="http://a:1")
     inside, all_ = (planned(seven, "4x8x40+1x80", server, shard_within=within) for within in (2, None))
-    assert inside.total() > all_.total() and not inside.fits and all_.fits
+    assert inside.total > all_.total and not inside.fits and all_.fits
     left = dict(changes_that_help(inside))
     assert left["ranks.shard_within=null"] == {} and not any("GPUs that train" in words for words in left)
     assert "what helps, the cheapest first:\n  ranks.shard_within=null" in verdict(inside)
@@ -206,28 +236,29 @@ def test_a_node_swaps_out_what_its_ranks_hold(seven, machine, trainers, within, 
 def test_a_node_without_gpus_has_its_own_ranks_in_its_memory(seven):
     engine, one = EngineConfig(max_model_len=4096), Machine(0, 0, 300 * GIB, "the main memory that is free here", True)
     alone, two = (planned(seven, replace(one, nodes=nodes), engine, trainers=4, shard_within=2) for nodes in (1, 2))
-    assert alone.total() == 2 * two.total() and alone.main_memory - two.main_memory > two.total()
+    assert alone.total == 2 * two.total and alone.main_memory - two.main_memory > two.total
     assert "of main memory of the first node for the trainer" in plan_table(two, "x")
-    assert two.host_fits and not alone.host_fits, "only the first node has the engine, and each has half of the ranks"
+    assert "host" in alone.shortages and "host" not in two.shortages, (
+        "only the first node has the engine, and each has half of the ranks"
+    )
 
 
 def test_an_engine_on_a_cpu_has_the_cache_that_is_asked_for(seven):
     need = engine_need(seven, EngineConfig(dtype="bfloat16", kv_cache_bytes=1 << 28), 0)
-    assert need.kv_bytes == 1 << 28 and set(need.rows) == {"weights", "adapters"}
-    assert engine_need(seven, EngineConfig(), 0).kv_bytes == GIB  # as sampling/core.py starts it
+    assert kv(need) == 1 << 28 and len(need.rows) == 3
+    assert kv(engine_need(seven, EngineConfig(), 0)) == GIB  # as sampling/core.py starts it
 
 
 def test_a_sleeping_engine_and_the_trainer_take_turns(seven):
     engine = replace(OWN, devices=None)
     beside = planned(seven, "1x192", replace(engine, gpu_memory_utilization=0.2))
-    turns = replace(beside, settings=replace(beside.settings, engine=replace(beside.settings.engine, sleep=True)))
-    alone = beside.total() - beside.engine.total
+    turns = replace(beside, engine=replace(beside.engine, sleep=True))
+    alone = beside.total - beside.need.total
     # The trainer's peak beside what sleeps is higher than the engine beside the trainer's weights and moments.
-    assert turns.total() == alone + CONTEXT + GRAPHS < beside.total()
-    greedy = replace(turns.settings.engine, gpu_memory_utilization=0.9)
-    awake = replace(turns, settings=replace(turns.settings, engine=greedy))
+    assert turns.total == alone + CONTEXT + GRAPHS < beside.total
+    awake = replace(turns, engine=replace(turns.engine, gpu_memory_utilization=0.9))
     resting = 1.05 * (4 + 8) * seven.total + CONTEXT
-    assert awake.total() == pytest.approx(awake.engine.total + resting, abs=1e6)
+    assert awake.total == pytest.approx(awake.need.total + resting, abs=1e6)
 
 
 # -- disk ---------------------------------------------------------------------------------------------------------------
@@ -270,18 +301,18 @@ def test_how_many_checkpoints_are_there_at_once(seven, tmp_path):
 
 def test_what_fits_is_said_in_one_line(seven):
     plan = planned(seven, "5x80")
-    used = f"{three(plan.total() / GIB)} GiB used at most on 4 GPUs that train, 70.9 on 1 GPU that samples\n"
+    used = f"{three(plan.total / GIB)} GiB used at most on 4 GPUs that train, 70.9 on 1 GPU that samples\n"
     assert plan.fits and verdict(plan).startswith(f"fits on 5 x 80 GB (78.8 GiB each): {used}")
     assert "start it with --nproc_per_node 4" in verdict(plan)
 
 
 def test_the_first_number_of_gpus_that_fits_is_named(seven):
     plan = planned(seven, "2x80", replace(OWN, max_model_len=4096), activation_checkpointing=False, row_tokens=4096)
-    assert not plan.training_fits
+    assert "training" in plan.shortages
     left = dict(changes_that_help(plan))
     number = next(int(words.split()[0]) for words in left if "GPUs that train" in words and "with" not in words)
     limit = plan.machine.gpu_bytes
-    assert plan.total(number) <= limit < plan.total(number - 1)
+    assert replace(plan, trainers=number).total <= limit < replace(plan, trainers=number - 1).total
     assert any(words.startswith("adapters (docs/training.md)") and not left[words] for words in left)
     assert "does NOT fit on 2 x 80 GB" in verdict(plan)
 
@@ -301,6 +332,12 @@ def test_a_change_that_leaves_something_missing_says_what(seven):
     assert not plan.fits and {} in left.values() and all(each.keys() < {"training", "engine"} for each in left.values())
 
 
+def test_more_of_the_engines_own_gpu_helps_the_engine_alone(seven):
+    plan = planned(seven, "2x80", replace(OWN, devices="1", gpu_memory_utilization=0.2))
+    left = dict(changes_that_help(plan))["engine.gpu_memory_utilization=0.9"]
+    assert plan.shortages.keys() == {"training", "engine"} and left.keys() == {"training"}
+
+
 def test_a_disk_that_is_too_small_is_said_with_what_saves_room(seven, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=300 * GIB))
     here = Machine(8, 80 * GIB, 2000 * GIB, "the 8 GPUs here", here=True)
@@ -309,7 +346,7 @@ def test_a_disk_that_is_too_small_is_said_with_what_saves_room(seven, monkeypatc
     assert "checkpoints take 397 GiB of disk, where 300 are free" in text
     assert "what helps, the cheapest first:\n  checkpoints.save_optimizer=false" in text
     asked = planned(seven, "8x80", replace(OWN, devices="7"))
-    assert asked.disk_fits  # the disk of another machine is not known
+    assert asked.fits  # the disk of another machine is not known
 
 
 def test_too_few_gpus_for_the_ranks_of_torchrun(seven):
@@ -322,7 +359,7 @@ def test_on_a_cpu_all_is_in_main_memory(seven):
     small = planned(seven, "CPU 64", engine, trainers=1)
     assert not small.fits and "GiB of main memory" in verdict(small)
     large = planned(seven, "CPU 512", engine, trainers=1)
-    assert large.fits and large.main_memory > large.total() + large.engine.total
+    assert large.fits and large.main_memory > large.total + large.need.total
 
 
 @pytest.mark.parametrize("machine", ["5x80", "3x24", "CPU 512"])
@@ -343,8 +380,8 @@ def test_figures_have_three_digits():
 def test_a_server_and_a_replay_need_no_gpu_for_an_engine(seven):
     here = Machine(4, 79 * GIB, 500 * GIB, "the 4 GPUs here", True)
     server = planned(seven, here, replace(OWN, devices=None, address="http://127.0.0.1:8000"))
-    assert server.engine is None and server.trainers == server.gpus == 4
+    assert server.need is None and server.trainers == server.gpus == 4
     assert "the engine is the server at http://127.0.0.1:8000" in plan_table(server, "x")
     assert "GPUs: 4 train; elsewhere 1 serves (1 server of 1)" in plan_table(server, "x")
     replay = planned(seven, "4x80", None)
-    assert replay.engine is None and replay.gpus == 4 and replay.host["published weights in shared memory"] == 0
+    assert replay.need is None and replay.gpus == 4 and replay.host["published weights in shared memory"] == 0
