@@ -69,6 +69,8 @@ def dry_run(cfg: Any) -> None:
             notes.append(
                 "no GPU is visible here, so the run would compute on the CPU; dry_run=4x80 judges 4 GPUs of 80 GB"
             )
+        if cfg.teacher.model_dir and not cfg.replay:
+            notes.append(f"the engine of the teacher, {cfg.teacher.model_dir}, is in none of these figures")
         plan = unplaced.with_trainers(ranks if ranks > 1 else None, os.environ.get("CUDA_VISIBLE_DEVICES"))
         if plan.place == "own" and machine.gpus and not machine.here:
             # On the GPUs here the start looks.

@@ -325,6 +325,16 @@ def test_one_rank_of_torchrun_speaks_and_trains_as_many(place, monkeypatch, caps
     assert "GPUs: 3 train" in out and status == 0
 
 
+def test_a_teacher_is_tried_and_named_as_left_out(place, capsys):
+    cfg = settings_in(place, "tiny", words=["preset=distill"], dry_run="CPU 16")
+    cfg.teacher = {"model_dir": cfg.model_dir}
+    status, out = ran(capsys, cfg)
+    assert status == 0 and f"the engine of the teacher, {cfg.model_dir}, is in none of these figures" in out
+    cfg.teacher.model_dir = str(place / "nowhere")
+    status, out = ran(capsys, cfg)
+    assert status == 2 and "problem: teacher.model_dir=" in out
+
+
 def test_a_dry_run_leaves_nothing_behind(place, capsys):
     cfg = settings_in(place, "tiny", dry_run=True)
     before = sorted(place.rglob("*"))
