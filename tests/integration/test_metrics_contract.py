@@ -42,7 +42,12 @@ ELSEWHERE = {
 
 # A run that samples ahead writes these names in a step that trains on tokens of several versions. Whether there is such a step
 # depends on what the engine samples at the moment of a publication.
-AT_TIMES = {"loss/clip_fraction_age_*", "loss/masked_fraction_age_*", "mismatch/mean_abs_age_*"}
+AT_TIMES = {
+    "loss/clip_fraction_age_*",
+    "loss/masked_fraction_age_*",
+    "loss/kl_teacher_age_*",
+    "mismatch/mean_abs_age_*",
+}
 
 WARMUP = """
 output_dir: warmup
@@ -70,8 +75,9 @@ def warmup(full_workplace):
 
 @pytest.fixture(scope="module")
 def async_run(full_workplace):
-    """A run of three steps whose engine samples ahead."""
-    runs.run(full_workplace, "grpo_async", "output_dir=async", "staleness=1")
+    """A run of three steps whose engine samples ahead, with the model that it begins with as a teacher beside the rewards."""
+    teacher = ["teacher.model_dir=model", "loss.teacher_coef=0.5"]
+    runs.run(full_workplace, "grpo_async", "output_dir=async", "staleness=1", *teacher)
     return full_workplace / "async"
 
 

@@ -152,7 +152,8 @@ PANELS = (
           unit="seconds", style="stack", zero=True),
     Panel("Speed", "Step time", "Whole step.", (("time/step", "step"),), unit="seconds", zero=True),
     Panel("Speed", "Seconds of sampling", "The engine samples; grades are waited for after its last token; rollouts are kept.",
-          (("time/sample/generate", "generate"), ("time/sample/grade", "grade"), ("time/sample/store", "store")),
+          (("time/sample/generate", "generate"), ("time/sample/grade", "grade"),
+           ("time/sample/teacher", "teacher"), ("time/sample/store", "store")),
           unit="seconds", style="stack", zero=True),
     Panel("Speed", "Seconds of training", "Log-probs of the proximal policy and the reference; forward and backward; the wait "
           "for other ranks; the optimizer.",
