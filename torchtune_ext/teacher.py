@@ -33,7 +33,7 @@ class TeacherConfig:
         """Returns the settings of the teacher's engine: those of the policy's that do not say where it is or what is published.
 
         Raises:
-            ValueError: a key that an engine does not have, or a value that it does not take.
+            ValueError: a key that an engine does not have, a value that it does not take, or too short a context.
         """
         names = [spec.name for spec in fields(EngineConfig)]
         for name in self.engine:
@@ -51,7 +51,13 @@ class TeacherConfig:
             # The log-probs of an engine's step are whole rows of the vocabulary, which the size of the KV cache leaves out.
             "max_num_batched_tokens": policy.max_num_batched_tokens or BATCHED_TOKENS,
         }
-        return replace(policy, **own | self.engine)
+        engine = replace(policy, **own | self.engine)
+        if engine.max_model_len <= policy.max_model_len:
+            raise Mistake(
+                f"teacher.engine.max_model_len={engine.max_model_len} must be above engine.max_model_len="
+                f"{policy.max_model_len}: it holds a whole sample and one token more"
+            )
+        return engine
 
 
 class Teacher:

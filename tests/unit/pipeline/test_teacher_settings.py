@@ -19,6 +19,13 @@ def test_a_teacher_lives_elsewhere_and_reads_what_the_policy_wrote():
     assert (alone.address, alone.count, alone.max_num_batched_tokens) == (None, None, 99)
 
 
+def test_a_context_that_a_sample_may_fill_is_too_short():
+    with pytest.raises(
+        ValueError, match=r"teacher.engine.max_model_len=512 must be above engine.max_model_len=512: it holds"
+    ):
+        TeacherConfig("teacher", {"max_model_len": 512}).engine_config(POLICY)
+
+
 def test_a_key_that_no_engine_has_is_named():
     with pytest.raises(ValueError, match="unknown key 'teacher.engine.adress'; did you mean 'address'"):
         TeacherConfig("teacher", {"adress": "http://a:1"}).engine_config(POLICY)
