@@ -201,7 +201,7 @@ VALUES = {
     "a teacher's engine": full("preset=distill teacher.model_dir=model teacher.engine.device=1", r"unknown key 'teacher.engine.device'; did you mean 'devices'\?", real=True),
     "a teacher that is not there": full("preset=distill teacher.model_dir=nowhere", r"teacher.model_dir='nowhere': no such folder", real=True),
     "lora_dropout=1.5": lora("model.lora_dropout=1.5", r"model.lora_dropout=1.5: .*from_config does not take it \(dropout probability has to be between 0 and 1, but got 1.5\); the default is 0.0"),
-    "a seed of 66 bits": full(f"seed={2**65}", r"seed=36893488147419103232 has more than 64 bits; set a smaller one"),
+    "a seed of 66 bits": full(f"seed={2**65}", r"seed=36893488147419103232 does not fit into 64 bits; set a smaller one"),
     "a stop beyond the vocabulary": full("sampling.stop_token_ids=[999999]", r"sampling.stop_token_ids names 999999, and the model in model_dir=.* has ids from 0 to \d+: no completion would end with it", real=True),
     "a rank of 0": lora("model.lora_rank=0", r"model.lora_rank=0 must be at least 1", real=True),
     "an adapter on a tied head": lora("model.apply_lora_to_output=True", r"model.apply_lora_to_output=True, but this model has no output head of its own \(tie_word_embeddings=True\); set apply_lora_to_output=False"),

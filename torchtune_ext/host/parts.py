@@ -46,6 +46,7 @@ from torchtune_ext.training.start import (
     require_apart,
     require_disk,
     require_gpus,
+    same_gpu,
     training_gpus,
 )
 from torchtune_ext.training.trained import Adapters, AllWeights, rounding, trained_part
@@ -144,7 +145,7 @@ class Parts:
         engine = cfg.teacher.engine_config(policy)
         if self.ranks.device.type == "cuda" and engine.address is None:
             taken = [*training_gpus(), *self.precision.engine.device_names]
-            if not engine.device_names or set(engine.device_names) & set(taken):
+            if not engine.device_names or any(same_gpu(a, b) for a in engine.device_names for b in taken):
                 raise Mistake(
                     f"teacher.engine.devices={engine.devices!r}: a teacher needs a GPU that neither trains nor samples (taken: "
                     f"{', '.join(taken)}); name one"

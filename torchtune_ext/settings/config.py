@@ -90,7 +90,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     refused: list[str] = []
     settings = _instance(schema, merged, "", refused)
     if abs(getattr(settings, "seed", 0)) >= 2**63:
-        refused.append(f"seed={settings.seed} has more than 64 bits; set a smaller one")
+        refused.append(f"seed={settings.seed} does not fit into 64 bits; set a smaller one")
     if refused:
         raise Mistake("\n".join(refused))
     setattr(settings, _RECORD, _record(merged, written, cfg, schema))

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtune_ext.evaluation import partly_right
+from torchtune_ext.evaluation import Z, partly_right
 from torchtune_ext.telemetry.excerpts import groups_of, rewards_of
 from torchtune_ext.telemetry.heading import flat
 from torchtune_ext.telemetry.readings import reading_of
@@ -165,8 +165,7 @@ def difference(first: Sequence[Estimate], second: Sequence[Estimate], pairs: int
     upper = 1 - 0.05 / (2 * pairs)
     if len(first) == len(second) == 1:
         widths = [0.0 if each.low is None else each.high - each.low for each in (first[0], second[0])]
-        # Where all problems have one reward, the interval has no width, which says nothing of other problems.
-        half = NormalDist().inv_cdf(upper) * math.hypot(*widths) / (2 * 1.96) if all(widths) else 0.0
+        half = NormalDist().inv_cdf(upper) * math.hypot(*widths) / (2 * Z) if all(widths) else 0.0
         return _around(value, half)
     if min(len(first), len(second)) < 2:
         return Estimate(value)

@@ -129,6 +129,20 @@ def test_last_and_best_are_kept(tmp_path, trained):
     assert names(tmp_path / "c") == ["step_000002", "step_000004", "step_000005"]
 
 
+def test_a_lower_number_makes_room_before_a_checkpoint_is_written(tmp_path, trained):
+    """On a disk that was full the next one could not be written otherwise."""
+    checkpoints = checkpoints_in(tmp_path / "c", keep_last=5)
+    for step in (1, 2, 3):
+        trained.save(checkpoints, step)
+
+    def full(folder, checksums):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints_in(tmp_path / "c", keep_last=1).save(4, trained.model, trained.optimizer, full, {})
+    assert names(tmp_path / "c") == ["step_000003"]
+
+
 def test_the_best_is_told(tmp_path, trained):
     checkpoints = checkpoints_in(tmp_path / "c", keep_last=5)
     assert checkpoints.best() is None
