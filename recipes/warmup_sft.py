@@ -33,7 +33,7 @@ from torchtune_ext.sampling.records import Completion
 from torchtune_ext.settings.components import Component, find_component, instantiate
 from torchtune_ext.settings.config import load_config, named_paths, record
 from torchtune_ext.tasks.order import Usable, problem_index
-from torchtune_ext.tasks.task import Problem
+from torchtune_ext.tasks.task import Message, Problem
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
@@ -170,8 +170,9 @@ class WarmupRecipe:
         """A tokenizer from the task's text and random weights."""
         cfg = self.cfg
         problems = Usable(self.task, among=min(cfg.tokenizer_problems, cfg.num_problems)).problems
-        prompts = [message["content"] for problem in problems for message in problem.messages]
-        solutions = [self.task.solution(problem) for problem in problems]
+        messages = [message for problem in problems for message in (*problem.messages, *self.solution(problem))]
+        prompts = [message["content"] for message in messages if message["role"] != "assistant"]
+        solutions = [message["content"] for message in messages if message["role"] == "assistant"]
         answers = {str(value) for p in problems for value in (p.answer.values() if isinstance(p.answer, dict) else [])}
         tokenizer = make_tokenizer(prompts, solutions, answers, shape.vocab_size)
         write_model(folder, tokenizer, shape, cfg.seed)
@@ -216,18 +217,25 @@ class WarmupRecipe:
 
         return [groups[id(problem)] for problem in Usable(self.task, fault, among=self.cfg.num_problems).problems]
 
+    def solution(self, problem: Problem) -> list[Message]:
+        """The messages that follow those of a problem."""
+        solution = self.task.solution(problem)
+        return [{"role": "assistant", "content": solution}] if isinstance(solution, str) else solution
+
     def group(self, problem: Problem) -> Group:
-        """One problem with its solution as the only sample; the end of the turn is trained too."""
-        turn = [*problem.messages, {"role": "assistant", "content": self.task.solution(problem)}]
-        ids, mask = self.tokenizer.conversation_ids(turn)
+        """One problem with its solution as the only sample; the end of a turn is trained too."""
+        ids, mask = self.tokenizer.conversation_ids([*problem.messages, *self.solution(problem)])
         first = 1 if self.cfg.train_on_prompt else mask.index(True)
         last = len(mask) - mask[::-1].index(True)
         tokens = np.asarray(ids[first:last], dtype=np.int32)
+        # Of a conversation only the turns of the assistant are learned: [start, stop) of each run of True.
+        edges = np.flatnonzero(np.diff([False, *mask[first:last], False])).reshape(-1, 2).tolist()
         completion = Completion(
             tokens=tokens,
             logprobs=np.zeros(len(tokens), np.float32),
             versions=np.zeros(len(tokens), np.int32),
             finish_reason="stop",
+            turns=() if self.cfg.train_on_prompt else tuple(map(tuple, edges)),
         )
         sample = Sample(completion, advantage=1.0, trained=True)
         return Group(problem, np.asarray(ids[:first], dtype=np.int32), (sample,))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from torchtune_ext.grading.environments import CUT
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.errors import Mistake
 
@@ -220,13 +221,15 @@ def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> 
     share = float(_cut(sample))
     if config.overlong:
         buffer = config.overlong * max_tokens
-        share = max(share, min(1.0, (len(sample.completion.tokens) - (max_tokens - buffer)) / buffer))
+        turns = sample.completion.turns or ((0, len(sample.completion.tokens)),)
+        longest = max(stop - start for start, stop in turns)
+        share = max(share, min(1.0, (longest - (max_tokens - buffer)) / buffer))
     return reward - config.penalty * share
 
 
 def _cut(sample: Sample) -> bool:
-    """Tells whether max_tokens or a deadline cut the completion."""
-    return sample.completion.finish_reason in ("length", "deadline")
+    """Tells whether max_tokens, a deadline or a limit of a conversation cut the completion."""
+    return sample.completion.finish_reason in CUT
 
 
 def _set(sample: Sample, advantage: float | None, config: AdvantageConfig) -> Sample:

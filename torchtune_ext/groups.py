@@ -10,7 +10,7 @@ import numpy as np
 
 from torchtune_ext.grading import Outcome
 from torchtune_ext.sampling.records import Completion
-from torchtune_ext.tasks.task import Graded, Problem, Score
+from torchtune_ext.tasks.task import Graded, Message, Problem, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,10 @@ class Sample:
     advantage: float = 0.0  # set by `with_advantages`
     trained: bool = False  # False: the sample is kept for the record, but not packed
     teacher_logprobs: np.ndarray | None = None  # [R] float32, nats: of the tokens under a teacher; None: there is none
+    messages: tuple[
+        Message, ...
+    ] = ()  # of a conversation: what follows the prompt, for people; the text holds the same
+    turn_rewards: tuple[float, ...] = ()  # of a conversation: what the environment gave for each turn that it answered
 
     @property
     def score(self) -> Score | None:
@@ -106,6 +110,8 @@ def _sample_text(sample: Sample) -> str:
         "trained": bool(sample.trained),
         "versions": run_lengths(completion.versions),
     }
+    if completion.turns:
+        head |= {"turns": completion.turns, "turn_rewards": sample.turn_rewards, "messages": sample.messages}
     arrays = f'"tokens":{_ints(completion.tokens)},"logprobs":{_floats(completion.logprobs)}'
     if sample.teacher_logprobs is not None:
         arrays += f',"teacher_logprobs":{_floats(sample.teacher_logprobs)}'
@@ -137,6 +143,7 @@ def _sample(record: dict[str, Any]) -> Sample:
         logprobs=_array(record["logprobs"]),
         versions=np.array(versions, dtype=np.int32),
         finish_reason=record["finish_reason"],
+        turns=tuple(map(tuple, record.get("turns", ()))),
     )
     return Sample(
         completion,
@@ -145,6 +152,8 @@ def _sample(record: dict[str, Any]) -> Sample:
         advantage=float(record["advantage"]),
         trained=record["trained"],
         teacher_logprobs=_array(record["teacher_logprobs"]) if "teacher_logprobs" in record else None,
+        messages=tuple(record.get("messages", ())),
+        turn_rewards=tuple(map(float, record.get("turn_rewards", ()))),
     )
 
 

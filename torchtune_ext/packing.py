@@ -12,7 +12,8 @@ not see each other.
 
 The last token of a completion predicts nothing, so it is a label but never an input. A completion of R tokens therefore
 takes R - 1 places in the row. Its first token is predicted from the last *prompt* token, whatever is before it in the
-row. No other file shifts labels.
+row. No other file shifts labels. A conversation is one completion, in which what the environment answered is an input and
+no label.
 
 The weights do the aggregation: the loss of an update is the sum over all its rows of weight * token loss. With token
 and sequence mean, the weights of an update sum to one, whichever row a group is in.
@@ -278,17 +279,16 @@ def contexts(row: Row) -> list[int]:
 
     Labels with equal hashes, also in different rows, have the same log-prob under the same policy.
     """
-    labels, hashes, begin = row.labels_L.tolist(), [], 0
+    tokens, before = row.tokens_T.tolist(), {}
     for segment in row.segments:
-        prompt = hash(tuple(row.tokens_T[slice(*segment.prompt)].tolist()))
+        prompt = hash(tuple(tokens[slice(*segment.prompt)]))
+        before[segment.prompt[1] - 1] = prompt
         for start, stop in segment.completions:
-            # A completion has one label more than places in the row, since its last token is no input.
-            end, context = begin + stop - start + 1, prompt
-            for label in labels[begin:end]:
-                context = hash((context, label))
-                hashes.append(context)
-            begin = end
-    return hashes
+            context = prompt
+            for place in range(start, stop):
+                before[place] = context = hash((context, tokens[place]))
+    pairs = zip(row.sources_L.tolist(), row.labels_L.tolist(), strict=True)
+    return [hash((before[source], label)) for source, label in pairs]
 
 
 def _lengths(group: Group, samples: Sequence[Sample], row_tokens: int) -> Lengths:
@@ -305,8 +305,8 @@ def _lengths(group: Group, samples: Sequence[Sample], row_tokens: int) -> Length
 def _weights(
     samples: list[Sample], aggregation: str, constant: int | None, completions: float
 ) -> Callable[[int], float]:
-    """Returns a function from the length of a completion to the weight of each of its labels."""
-    labels = sum(len(s.completion.tokens) for s in samples)
+    """Returns a function from the number of labels of a completion to the weight of each."""
+    labels = sum(len(s.completion.sampled) for s in samples)
     if aggregation == "token":
         return lambda length: 1.0 / labels
     if aggregation == "sequence":
@@ -341,20 +341,22 @@ def _build(
         at, next_id = at + prompt_len, next_id + 1
         intervals = []
         for sample in (samples[i] for i in part.completions):
-            length = len(sample.completion.tokens)
+            length, sampled_L = len(sample.completion.tokens), sample.completion.sampled
             tokens.append(sample.completion.tokens[:-1])
             positions.append(np.arange(prompt_len, prompt_len + length - 1))
             group_ids.append(np.full(length - 1, next_id))
             parent_ids.append(np.full(length - 1, prompt_id))
-            labels.append(sample.completion.tokens)
-            sources.append(np.concatenate([[prompt[1] - 1], np.arange(at, at + length - 1)]))
-            logprobs.append(sample.completion.logprobs)
+            # Of a conversation the policy is trained on what it sampled; what its environment answered is only read. The first
+            # token of a later turn is predicted from the last one of that answer.
+            labels.append(sample.completion.tokens[sampled_L])
+            sources.append(np.concatenate([[prompt[1] - 1], np.arange(at, at + length - 1)])[sampled_L])
+            logprobs.append(sample.completion.logprobs[sampled_L])
             if sample.teacher_logprobs is not None:
-                teacher.append(sample.teacher_logprobs)
-            advantages.append(np.full(length, sample.advantage))
-            weights.append(np.full(length, weight_of(length)))
-            versions.append(sample.completion.versions)
-            sample_ids.append(np.full(length, next_sample))
+                teacher.append(sample.teacher_logprobs[sampled_L])
+            advantages.append(np.full(len(sampled_L), sample.advantage))
+            weights.append(np.full(len(sampled_L), weight_of(len(sampled_L))))
+            versions.append(sample.completion.versions[sampled_L])
+            sample_ids.append(np.full(len(sampled_L), next_sample))
             intervals.append((at, at + length - 1))
             at, next_id, next_sample = at + length - 1, next_id + 1, next_sample + 1
         segments.append(Segment(prompt, tuple(intervals)))

@@ -15,12 +15,15 @@ from typing import Protocol
 import numpy as np
 
 from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.episodes import Episode
 from torchtune_ext.grading import Grader, Outcome, log_failures
+from torchtune_ext.grading.environments import Environments
 from torchtune_ext.groups import Group, GroupKey, GroupTimes, Sample
 from torchtune_ext.run.errors import Late
+from torchtune_ext.sampling.calls import mixed_seed
 from torchtune_ext.sampling.engine import Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.sampling.records import Completion
-from torchtune_ext.tasks.task import Problem
+from torchtune_ext.tasks.task import Problem, Turn
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +46,28 @@ class Watcher(Protocol):
 class Unfinished:
     """A group on its way: its completions arrive, then their outcomes, each in any order."""
 
-    def __init__(self, key: GroupKey, problem: Problem, tokenizer: ChatTokenizer, samples: int):
+    def __init__(
+        self,
+        key: GroupKey,
+        problem: Problem,
+        tokenizer: ChatTokenizer,
+        samples: int,
+        sampling: SamplingConfig,
+        place: int,
+        priority: Priority,
+        environments: Environments | None,
+    ):
         self.key, self.problem, self._decode = key, problem, tokenizer.decode
+        self.sampling, self.place, self.priority = sampling, place, priority  # as `GroupStream.submit` has them
         self.prompt = tokenizer.prompt_ids(list(problem.messages))
         self._opened = tokenizer.opened_thought(self.prompt)
         self.samples: list[Sample | None] = [None] * samples
+        # Of conversations, one for each sample.
+        self.episodes = [Episode(self._opened) for _ in range(samples)] if environments else []
+        self._environments = environments
         self.futures: list[Future] = []  # of the engine, of the grader
+        self.drawing = 0  # futures of the engine that are not done
         self.submitted = time.monotonic()
-        self.drawn = False  # the engine is done with it
         self.cancelled = False
 
     def add(self, place: int, completion: Completion) -> str:
@@ -62,10 +79,23 @@ class Unfinished:
     def grade(self, place: int, outcome: Outcome) -> None:
         self.samples[place] = replace(self.samples[place], outcome=outcome)
 
+    def leave(self, place: int) -> None:
+        """Gives the process of a conversation to the next one."""
+        if (seat := self.episodes[place].seat) is not None:
+            self._environments.leave(seat)
+
     def cancel(self) -> None:
         self.cancelled = True
+        # Not the futures of seats: one that has a process by now has to give it back.
+        for place in range(len(self.episodes)):
+            self.leave(place)
         for future in list(self.futures):
             future.cancel()
+
+    @property
+    def drawn(self) -> bool:
+        """The engine is done with it, or waits until an environment has answered."""
+        return not self.drawing
 
     @property
     def arrived(self) -> list[Sample]:
@@ -106,8 +136,9 @@ class Unfinished:
 class GroupStream:
     """Groups on their way: submitted to the engine, graded as their completions come, and returned by `next` once finished.
 
-    Every completion is graded while others are still sampled, or, with a grader that compares, each group when it is whole. A
-    thread hands texts to the graders, so this goes on while nobody waits. A grader reads the assistant's turn: where the prompt
+    Every completion is graded while others are still sampled, or, with a grader that compares, each group when it is whole.
+    With `Environments` for a grader a completion is the first turn of a conversation (`episodes.py`), and the group is finished
+    when all of its conversations are over. A thread hands texts to the graders, so this goes on while nobody waits. A grader reads the assistant's turn: where the prompt
     ends in an open "<think>", the text begins with it.
 
     `times` gets the moves of each group until it comes into the buffer; the caller of `next` reports when one leaves it.
@@ -165,20 +196,17 @@ class GroupStream:
         Raises:
             What `Engine.submit` raises, ValueError for instance.
         """
-        group = Unfinished((kind, number), problem, self._tokenizer, samples)
+        environments = self._grader if isinstance(self._grader, Environments) else None
+        group = Unfinished((kind, number), problem, self._tokenizer, samples, sampling, place, priority, environments)
         self._groups[number] = group
         self.last_sign = time.monotonic()
         self.times.begin(group.key, problem=problem.id)
         try:
-            drawing = self._engine.submit(
-                group.prompt, samples, sampling, lambda *sampled: self._events.put((group, *sampled)), place, priority
-            )
+            self._draw(group, group.prompt, samples, sampling, place, lambda sample: sample, priority)
         except BaseException:
             del self._groups[number]
             self.times.end(group.key, cancelled=True)
             raise
-        group.futures.append(drawing)
-        drawing.add_done_callback(lambda future: self._events.put((group, None, future)))
 
     def next(
         self,
@@ -307,37 +335,126 @@ class GroupStream:
                     self.times.end(group.key)
                 self._finished.put(group)
 
-    def _take(self, group: Unfinished, sample: int | None, what: Completion | Future) -> None:
-        """Hands a completion to the grader, or notes outcomes of grading, or that the engine is done with the group."""
+    def _draw(
+        self,
+        group: Unfinished,
+        prompt: Sequence[int],
+        samples: int,
+        sampling: SamplingConfig,
+        number: int,
+        place_of: Callable[[int], int],
+        priority: Priority,
+    ) -> None:
+        """Lets the engine draw completions of a group: all first ones, or the next turn of one conversation.
+
+        Args:
+            number: of the group for `Engine.submit`, which makes the seeds of it.
+            place_of: index of a completion among those of this call -> place of its sample in the group.
+        """
+
+        def arrived(index: int, completion: Completion) -> None:
+            self._events.put((group, place_of(index), completion))
+
+        group.drawing += 1
+        drawing = self._engine.submit(prompt, samples, sampling, arrived, number, priority)
+        group.futures.append(drawing)
+        if group.cancelled:  # meanwhile, by another thread, which may not have seen the future
+            drawing.cancel()
+        drawing.add_done_callback(lambda future: self._events.put((group, None, future)))
+
+    def _take(self, group: Unfinished, place: int | None, what: Completion | Future) -> None:
+        """Takes a completion or turn, or what a future holds: the end of a draw, outcomes, a seat's process, an answer."""
         if isinstance(what, Completion):
-            text = group.add(sample, what)
-            if (watcher := self._watcher_of(group)) is not None:
-                watcher.add(1, len(what.tokens))
-            whole = None not in group.samples
-            if whole:
-                self.times.move(group.key, "graders", tokens=group.tokens, versions=group.versions)
-            if not self._grader.compares:
-                self._when_graded(group, sample, self._grader.submit(group.problem, text))
-            elif whole:
-                self._when_graded(group, 0, self._grader.submit(group.problem, *(each.text for each in group.samples)))
-        elif sample is None:
+            if group.episodes:
+                self._take_turn(group, place, what)
+            else:
+                self._take_completion(group, place, what)
+            return
+        if place is None:
             try:
                 what.result()
             except CancelledError:  # another thread closed the engine
                 raise EngineFailed("the engine was closed") from None
-            group.drawn = True
+            group.drawing -= 1
             if group.ungraded:
                 self._finished.put(None)  # `next` looks again whether only grades lack now
+        elif group.episodes:
+            self._take_answer(group, place, what.result())
         else:
-            watcher = self._watcher_of(group)
-            for place, outcome in enumerate(what.result(), start=sample):
-                group.grade(place, outcome)
-                if watcher is not None and outcome.score is not None:
-                    watcher.add_reward(outcome.score.reward)
+            for each, outcome in enumerate(what.result(), start=place):
+                group.grade(each, outcome)
+                self._watch_reward(group, outcome)
 
-    def _when_graded(self, group: Unfinished, sample: int, future: Future) -> None:
+    def _take_completion(self, group: Unfinished, place: int, completion: Completion) -> None:
+        """Hands a completion to the grader."""
+        text = group.add(place, completion)
+        if (watcher := self._watcher_of(group)) is not None:
+            watcher.add(1, len(completion.tokens))
+        whole = None not in group.samples
+        if whole:
+            self.times.move(group.key, "graders", tokens=group.tokens, versions=group.versions)
+        if not self._grader.compares:
+            self._when_done(group, place, self._grader.submit(group.problem, text))
+        elif whole:
+            self._when_done(group, 0, self._grader.submit(group.problem, *(each.text for each in group.samples)))
+
+    def _take_turn(self, group: Unfinished, place: int, completion: Completion) -> None:
+        """Hands a turn of a conversation to its environment, or waits for a process that has one."""
+        episode = group.episodes[place]
+        episode.sampled(completion, self._tokenizer.decode(completion.tokens.tolist()))
+        if (watcher := self._watcher_of(group)) is not None:
+            watcher.add(0, len(completion.tokens))
+        if completion.finish_reason != "stop":
+            # The environment would answer half a turn.
+            self._end_episode(group, place, episode.over(completion.finish_reason))
+        elif episode.seat is None:
+            episode.seat = self._grader.seat()
+            self._when_done(group, place, episode.seat.process)
+            if group.cancelled:  # meanwhile, by another thread, which may not have seen the seat
+                group.leave(place)
+        else:
+            self._when_done(group, place, self._grader.step(episode.seat, episode.message))
+
+    def _take_answer(self, group: Unfinished, place: int, answer: int | Turn | Outcome) -> None:
+        """Goes on with a conversation once it has a process, or its environment has answered."""
+        episode = group.episodes[place]
+        if isinstance(answer, int):
+            # All of a group are with the same environment.
+            begin = group.problem, mixed_seed(group.sampling.seed or 0, group.place)
+            self._when_done(group, place, self._grader.step(episode.seat, episode.message, begin))
+            return
+        if isinstance(answer, Outcome):
+            ending = "step_timeout" if answer.kind == "timed_out" else "environment_failed"
+            self._end_episode(group, place, episode.over(ending, answer))
+            return
+        episode.answered(answer)
+        if answer.done or episode.turns == self._grader.max_turns:
+            self._end_episode(group, place, episode.over("completed" if answer.done else "max_turns"))
+            return
+        ids = self._tokenizer.between_turns_ids(answer.messages, end=int(episode.last.tokens[-1]))
+        prompt = [*group.prompt, *episode.path, *ids]
+        if len(prompt) + group.sampling.max_tokens > self._engine.config.max_model_len:
+            self._end_episode(group, place, episode.over("context_overflow"))
+            return
+        episode.go_on(ids, self._tokenizer.opened_thought(prompt))
+        seed = group.sampling.seed
+        own = replace(group.sampling, seed=None if seed is None else mixed_seed(seed, group.place, place))
+        self._draw(group, prompt, 1, own, episode.turns, lambda _: place, min(group.priority, Priority.TURN))
+
+    def _end_episode(self, group: Unfinished, place: int, sample: Sample) -> None:
+        group.leave(place)
+        group.samples[place] = sample
+        if (watcher := self._watcher_of(group)) is not None:
+            watcher.add(1, 0)
+        self._watch_reward(group, sample.outcome)
+
+    def _watch_reward(self, group: Unfinished, outcome: Outcome) -> None:
+        if (watcher := self._watcher_of(group)) is not None and outcome.score is not None:
+            watcher.add_reward(outcome.score.reward)
+
+    def _when_done(self, group: Unfinished, place: int, future: Future) -> None:
         group.futures.append(future)
-        future.add_done_callback(lambda future: self._events.put((group, sample, future)))
+        future.add_done_callback(lambda future: self._events.put((group, place, future)))
 
 
 def sample_groups(

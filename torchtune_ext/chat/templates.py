@@ -114,6 +114,21 @@ class ChatTemplate:
         prompt = self._frame_texts()[0]
         return Conversation(text, tuple(Turn(a, min(_after(text, a, prompt), b), b) for a, b in spans))
 
+    def between_turns(self, messages: Sequence[Message], tools: list | None = None) -> str:
+        """Returns what stands between a turn's own text and the next turn: its end, `messages`, and the generation prompt.
+
+        It is rendered behind a turn that is only a mark, so nothing that was sampled is rendered again, and what the template
+        writes before the first message or does with older turns is not in it.
+
+        Raises:
+            ValueError: the template refuses the messages, or does not write the turn before them.
+        """
+        base = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
+        before, mark, after = self.render([*base, *messages], tools, generation_prompt=True).rpartition(_MARK)
+        if not mark:
+            raise self._no_place("an assistant's turn before further messages")
+        return after
+
     def _render(self, messages, tools, generation_prompt, tags) -> tuple[str, list[tuple[int, int]]]:
         try:
             texts, spans = render_jinja_template(

@@ -60,6 +60,24 @@ class ChatTokenizer:
         """Returns the prompt that the engine completes: the ids [P] of the messages and of the generation prompt."""
         return self.encode(self.template.render(messages, tools, generation_prompt=True))
 
+    def between_turns_ids(self, messages: Sequence[Message], end: int, tools: list | None = None) -> list[int]:
+        """Returns what a conversation goes on with after a sampled turn: `messages` and the next generation prompt.
+
+        The ids are appended to those that were sampled, which are never made again from text. What the template writes behind
+        the token that ends a turn (a newline, mostly) is among them, and so is that token where the turn ended with another.
+
+        Args:
+            messages: what the environment answers.
+            end: the last sampled token.
+
+        Raises:
+            ValueError: the template cannot render `messages` behind a turn of the assistant.
+        """
+        ids = self.encode(self.template.between_turns(messages, tools))
+        # A template may write more than one token at the end of a turn, and a sampled one stands for all up to its like.
+        head = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), -1)
+        return ids[head + 1 :] if head >= 0 and ids[head] == end else ids
+
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
         """Returns the "<think>" and the white space after it if a prompt ends with them, otherwise "".
 

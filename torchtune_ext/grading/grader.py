@@ -68,12 +68,13 @@ class Grader:
         RuntimeError: the workers cannot start.
     """
 
+    _calls = Grading  # what lives in the processes
+
     def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0, output: Path | None = None):
         config = GraderConfig(workers, timeout_s)
-        grading = Grading(task)
-        self.compares = grading.compares  # whether the texts of a problem are graded together
+        self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
         try:
-            target = cloudpickle.dumps(grading)
+            target = cloudpickle.dumps(self._calls(task))
         except Exception as error:
             # Pickling runs code of the task, which may raise any error.
             raise Mistake(

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from torchtune_ext.grading.calls import Outcome
+from torchtune_ext.grading.environments import Environments
 from torchtune_ext.grading.grader import Grader, GraderConfig
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.tasks.functions import name_of
-from torchtune_ext.tasks.task import GradesItself, Problem, Task
+from torchtune_ext.tasks.task import ConversationTask, GradesItself, Message, Problem, Task
 
 OUTPUT = "grader.log"
 REHEARSED = 4  # problems whose solutions are graded before a run begins
@@ -38,6 +41,8 @@ def open_graders(
         for task in filter(None, tasks):
             if isinstance(task, GradesItself):
                 graders.append(task.open_grader(graders, beside_training))
+            elif isinstance(task, ConversationTask):
+                graders.append(Environments(task, config.workers, config.timeout_s, output))
             else:
                 graders.append(Grader(task, config.workers, config.timeout_s, output))
         return graders
@@ -63,10 +68,14 @@ def rehearse(
     Raises:
         ValueError: as `_rehearse` and the task's own `rehearse` say.
     """
-    tried: list[tuple] = []
+    tried: list[Any] = []
     for i, (task, key) in enumerate(zip(tasks, keys, strict=False)):
         if isinstance(task, GradesItself):
             task.rehearse(key, tasks[:i])
+        elif isinstance(task, ConversationTask):
+            if type(task) not in tried:
+                tried.append(type(task))
+                _rehearse_conversation(task, config, key)
         elif task is not None:
             # The held-out problems mostly have the grader of the others: the same class, and the same function if one is named.
             own, texts = getattr(task, "__dict__", {}), samples if hasattr(task, "grade_group") and i == 0 else 1
@@ -135,6 +144,38 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
         raise Mistake(f"{key}: {name} cannot be graded: {error}") from error
 
 
+def _rehearse_conversation(task: ConversationTask, config: GraderConfig, key: str) -> None:
+    """Plays the solution of the first problem with its environment, or, where there is none, one turn.
+
+    Raises:
+        ValueError: the environment fails, is too slow, or gives the solution no reward.
+    """
+    problem, name = next(iter(_first_problems(task)), None), type(task).__name__
+    if problem is None:
+        return
+    solution = _solution(task, problem)
+    turns = [message for message in solution or () if message["role"] == "assistant"]
+    rewards = []
+    with TemporaryDirectory() as folder, Environments(task, 1, config.timeout_s, Path(folder) / OUTPUT) as grader:
+        seat = grader.seat()
+        for i, message in enumerate(turns or [{"role": "assistant", "content": NO_SOLUTION}]):
+            turn = grader.step(seat, message, (problem, 0) if i == 0 else None).result()
+            if isinstance(turn, Outcome):
+                raise Mistake(
+                    f"{key}: the environment of {name} fails at turn {i + 1} of problem {problem.id!r}, "
+                    f"{message['content']!r:.60}: {turn.cause}; mend its `step`, or raise grader.timeout_s="
+                    f"{config.timeout_s:g} (docs/environments.md)"
+                )
+            rewards.append(turn.reward)
+            if turn.done:
+                break
+        if turns and not any(rewards):
+            raise Mistake(
+                f"{key}: the environment of {name} gives its own solution of problem {problem.id!r} the reward 0: `environment` "
+                "and `solution` do not fit each other (docs/environments.md)"
+            )
+
+
 def _first_problems(task: Task) -> list[Problem]:
     """Returns the first problems. One that cannot be made is left out: the run deals with it when it comes to it."""
     problems = []
@@ -144,10 +185,10 @@ def _first_problems(task: Task) -> list[Problem]:
     return problems
 
 
-def _solution(task: Task, problem: Problem) -> str | None:
+def _solution(task: Task, problem: Problem) -> str | Sequence[Message] | None:
     """Returns the solution of a problem, or None. GRPO does not need one, so one that fails is as good as none."""
     try:
         text = task.solution(problem)
     except Exception:
         return None
-    return text if isinstance(text, str) else None
+    return text if isinstance(text, str) or isinstance(task, ConversationTask) else None

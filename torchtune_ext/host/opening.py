@@ -20,7 +20,7 @@ from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.settings.config import load_preset
 from torchtune_ext.tasks.functions import name_of
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
-from torchtune_ext.tasks.task import GradesItself, Task
+from torchtune_ext.tasks.task import ConversationTask, GradesItself, Task
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.settings import AGGREGATIONS, dtype_note
 from torchtune_ext.training.trained import Adapters, AllWeights
@@ -113,6 +113,8 @@ def problems_text(cfg: Any, task: Task, held_out: Task | None, trained_too: Sequ
     number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "made without end"
     text = f"{_task_text(task)}, {number}; each step takes {cfg.prompts_per_step} with {cfg.samples_per_prompt} samples each"
     text += ", so some more than once" if len(task) < cfg.prompts_per_step else ""
+    if isinstance(task, ConversationTask):
+        text += f", conversations of up to {task.max_turns} turns, {cfg.grader.workers} at a time"
     if held_out is None:
         return f"{text}; none held out"
     shared = f", {len(trained_too):,} of them ALSO TRAINED ON ({trained_too[0]} for one)" if trained_too else ""

@@ -88,7 +88,12 @@ class Processes:
         started.result(timeout=START_DEADLINE_S)
 
     def submit(
-        self, arguments: tuple, timeout_s: float, otherwise: Callable[[str, str], Any], wait_s: float = 0.0
+        self,
+        arguments: tuple,
+        timeout_s: float,
+        otherwise: Callable[[str, str], Any],
+        wait_s: float = 0.0,
+        process: int | None = None,
     ) -> Future:
         """Hands in a call and returns at once. A slow call delays others only if no other process is free.
 
@@ -100,6 +105,8 @@ class Processes:
             wait_s: if it is not 0, the call gets a function as its first argument. It calls that with BEGUN when it begins, and
                 the `timeout_s` are counted from then on. It may wait before that as long as it likes if it calls the function
                 with WAITING again and again: it is given up when it was silent for `wait_s` seconds.
+            process: the number of the process, from 0, that has to take the call; None: any. What an earlier call left in it is
+                lost if the process was replaced meanwhile.
 
         Returns:
             a future of what the call returns, or of what `otherwise` makes of its failure. It can be canceled until it is done.
@@ -108,7 +115,7 @@ class Processes:
         Raises:
             Exception: the reason why no calls are accepted any more. Futures that were waiting raise it, too.
         """
-        item = _Item(cloudpickle.dumps((wait_s > 0, arguments)), timeout_s, wait_s, otherwise)
+        item = _Item(cloudpickle.dumps((wait_s > 0, arguments)), timeout_s, wait_s, otherwise, process)
         with self._lock:
             if self._ended is not None:
                 raise self._ended
@@ -184,9 +191,10 @@ class Processes:
         for slot, worker in enumerate(self._workers):
             while worker.ready and worker.item is None:
                 with self._lock:
-                    if not self._queue:
-                        return
-                    item = self._queue.popleft()
+                    item = next((item for item in self._queue if item.process in (None, slot)), None)
+                    if item is None:
+                        break
+                    self._queue.remove(item)
                 if item.future.cancelled():
                     # Without this call, a wait for several futures would never count the canceled one as done.
                     item.future.set_running_or_notify_cancel()
@@ -245,6 +253,7 @@ class _Item:
     timeout_s: float
     wait_s: float
     otherwise: Callable[[str, str], Any]
+    process: int | None  # the number of the process that has to take it; None: any
     future: Future = field(default_factory=Future)
 
     def finish(self, kind: str, value: Any, cause: str) -> None:

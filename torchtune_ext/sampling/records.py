@@ -24,8 +24,9 @@ class Priority(IntEnum):
 
     CANARY = 0  # waits for no place of the throttle: all wait for it, and it is few and short (CANARY_REQUESTS)
     EVALUATION = 1  # gets the next places; it belongs to one version, so nothing may be published while one is drawn
-    SAMPLE = 2  # what is trained on
-    SCORE = 3  # asks for the log-probs of its own prompt, and so for a prefill without the prefix cache
+    TURN = 2  # a later turn of a conversation, most of which is still in the prefix cache
+    SAMPLE = 3  # what is trained on
+    SCORE = 4  # asks for the log-probs of its own prompt, and so for a prefill without the prefix cache
 
 
 class EngineFailed(Failure):
@@ -216,6 +217,14 @@ class Completion:
     cached_prompt_tokens: int = 0  # prompt tokens that came out of the prefix cache
     # [P - 1] float32, nats: of the prompt's tokens from the second on, where they were asked for (`Priority.SCORE`)
     prompt_logprobs: np.ndarray | None = None
+    # [start, stop) of each turn of a conversation in `tokens`. Between two turns stands what the environment answered, which
+    # was not sampled: its log-probs are 0. Empty: all of `tokens` was sampled.
+    turns: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """The places [S] of the sampled tokens in `tokens`."""
+        return np.concatenate([np.arange(*turn) for turn in self.turns or ((0, len(self.tokens)),)])
 
 
 @dataclass(frozen=True, slots=True)

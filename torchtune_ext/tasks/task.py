@@ -12,12 +12,15 @@ from torchtune_ext.run.errors import Mistake
 LARGEST = 1e30  # the largest reward, up or down: advantages are float32, and a sum of larger ones may not be one
 
 
+Message = dict[str, str]  # {"role", "content"}
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One question with its hidden answer."""
 
     id: str  # stable and unique within the task, e.g. "clue-7-000123"
-    messages: tuple[dict[str, str], ...]  # chat messages {"role", "content"}, the last one from the user
+    messages: tuple[Message, ...]  # of the chat, the last one from the user
     answer: Any  # JSON-able; the grader gets it, the policy never does
     # The record of the data set that the problem was made of, for graders that need more of it than the answer. It is not
     # stored with the rollouts.
@@ -114,6 +117,48 @@ class GradesItself(Protocol):
             opened: the graders of the run's other tasks that are open already, one of which may be shared.
             beside_training: texts are graded while this process trains.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What an environment answers to a turn of the assistant."""
+
+    messages: Sequence[
+        Message
+    ] = ()  # {"role", "content"}: what the policy reads before its next turn; none of the assistant
+    reward: float = 0.0  # of this turn; those of all turns are added up
+    done: bool = False  # True: the conversation is over
+    parts: Mapping[str, float] = field(
+        default_factory=dict
+    )  # as in `Score`; a later turn replaces those of the same name
+    note: str = ""  # as in `Score`; the last one counts
+
+
+class Environment(Protocol):
+    """What one conversation is with: it is made for it, answers each turn of the assistant, and is not used again.
+
+    It lives in a process of its own, which is killed where a call takes too long. It may have `close()`.
+    """
+
+    def step(self, message: Message) -> Turn:
+        """Answers a turn. Its text is `message["content"]`, without the tokens that end it."""
+        ...
+
+
+@runtime_checkable
+class ConversationTask(Protocol):
+    """A task whose problems begin conversations: `Problem.messages` are what the policy reads first, and an environment in the
+    place of `grade` says what follows and what it is worth.
+
+    `solution` then returns the messages that follow those of the problem in a conversation that goes well: of the assistant and
+    of the environment, by turns.
+    """
+
+    max_turns: int  # of the assistant; a conversation that goes on after them is ended
+
+    def environment(self, problem: Problem, seed: int) -> Environment:
+        """Makes the environment of one conversation. Those of a group get the same problem and seed."""
         ...
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchtune_ext.evaluation import accuracy
+from torchtune_ext.grading.environments import ENDINGS
 from torchtune_ext.groups import Group
 from torchtune_ext.sampling.records import EngineStats
 from torchtune_ext.telemetry.timeline import Timeline
@@ -112,13 +113,18 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Says what the lengths of all samples of the groups are, and the rewards of the graded ones with their parts."""
     samples = [s for g in groups for s in g.samples]
     scores = [s.score for s in samples if s.score is not None]
-    lengths = np.array([len(s.completion.tokens) for s in samples])
+    lengths = np.array([len(s.completion.sampled) for s in samples])
     values = {
         "length/mean": float(lengths.mean()),
         "length/max": float(lengths.max()),
         "length/truncated": sum(s.completion.finish_reason == "length" for s in samples) / len(samples),
         "length/tokens": float(lengths.sum()),
     }
+    if any(s.completion.turns for s in samples):
+        turns, endings = [len(s.completion.turns) for s in samples], [s.completion.finish_reason for s in samples]
+        values["episode/turns"] = float(np.mean(turns))
+        values["episode/read_tokens"] = float(np.mean([len(s.completion.tokens) for s in samples]) - lengths.mean())
+        values |= {f"episode/{ending}": endings.count(ending) / len(endings) for ending in ENDINGS}
     if scores:
         rewards = np.array([score.reward for score in scores])
         values |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}

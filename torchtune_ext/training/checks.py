@@ -24,7 +24,7 @@ from torchtune_ext.run.output import labelled, say
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.sampling.server_command import CPU_BLOCK, engine_configs
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
-from torchtune_ext.tasks.task import GradesItself, Problem, Task
+from torchtune_ext.tasks.task import ConversationTask, GradesItself, Problem, Task
 from torchtune_ext.training.outcome import rank
 
 LOOKED_AT, LOOK_S = 64, 1.0  # prompts that are measured at most, and seconds that this takes at most
@@ -160,12 +160,19 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
             raise Mistake(f"{key}: {name} has no `{method}`; give it one that returns {what} (docs/custom_reward.md)")
     if grades and not (
         isinstance(task, GradesItself)
-        or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group"))
+        or any(callable(getattr(task, method, None)) for method in ("grade", "grade_group", "environment"))
     ):
         raise Mistake(
             f"{key}: {name} has no `grade`; give it `def grade(self, problem, text)`, which returns a number or a Score "
             "(docs/custom_reward.md)"
         )
+    if hasattr(task, "environment"):
+        turns = getattr(task, "max_turns", None)
+        if not isinstance(turns, int) or turns < 1:
+            raise Mistake(
+                f"{key}: {name} has an environment and max_turns={turns!r}; give it the number of turns after which a "
+                "conversation is ended, 1 or more (docs/environments.md)"
+            )
     with blame(f"{key}: len({name}(...))"):
         length = len(task)
     if length < 1:
@@ -245,6 +252,9 @@ def check_prompts(
     for key, task in tasks.items():
         if task is None:
             continue
+        if isinstance(task, ConversationTask):
+            with blame(f"{key}: {_name(task)} leads conversations:"):
+                tokenizer.between_turns_ids([{"role": "user", "content": "x"}], end=tokenizer.eos_id)
         lengths = prompt_lengths(task, tokenizer, key)
         shortest, longest = min(lengths), max(lengths)
         if shortest > room:

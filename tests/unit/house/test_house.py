@@ -28,6 +28,7 @@ ORDER = [
     "sampling",
     "grading",
     "groups",
+    "episodes",
     "advantages",
     "evaluation",
     "buffer",

@@ -1,0 +1,103 @@
+"""A conversation on its way: turns of the policy, answers of its environment, by turns, until one of them ends it.
+
+Ids are only appended: to what was sampled comes what the template writes around the answer (`between_turns_ids`), and both
+together are the prompt of the next turn. So the policy is trained on the tokens that were sampled, in the context in which they
+were sampled, and the engine finds all of it but the answer in its prefix cache.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchtune_ext.grading.calls import Outcome, checked
+from torchtune_ext.grading.environments import Seat
+from torchtune_ext.groups import Sample
+from torchtune_ext.sampling.records import Completion
+from torchtune_ext.tasks.task import Message, Score, Turn
+
+
+class Episode:
+    """What has become of one conversation so far."""
+
+    def __init__(self, opened: str = "") -> None:
+        """Args: opened: how the first turn's text begins (`ChatTokenizer.opened_thought`)."""
+        self.seat: Seat | None = None  # its environment's place; None before the first answer is asked for
+        self._opened = opened
+        self._parts: list[Completion] = []  # turns
+        self._answers: list[np.ndarray] = []  # ids between them
+        self._messages: list[Message] = []
+        self._rewards: list[float] = []
+        self._score = Score(0.0)  # of all answers
+
+    @property
+    def turns(self) -> int:
+        """How many turns the policy has sampled."""
+        return len(self._parts)
+
+    @property
+    def path(self) -> list[int]:
+        """The ids behind the prompt, sampled or not."""
+        return self._joined([part.tokens for part in self._parts], self._answers).tolist()
+
+    @property
+    def last(self) -> Completion:
+        """The turn that was sampled last."""
+        return self._parts[-1]
+
+    @property
+    def message(self) -> Message:
+        """The turn that was sampled last, or what the environment has answered to it."""
+        return self._messages[-1]
+
+    def sampled(self, completion: Completion, text: str) -> None:
+        """Takes a turn."""
+        self._parts.append(completion)
+        self._messages.append({"role": "assistant", "content": self._opened + text})
+
+    def answered(self, turn: Turn) -> None:
+        """Takes what the environment says to the last turn."""
+        self._rewards.append(turn.reward)
+        self._messages += turn.messages
+        score = self._score
+        self._score = Score(
+            score.reward + turn.reward, {**score.parts, **turn.parts}, turn.note or score.note, score.facts
+        )
+
+    def go_on(self, ids: Sequence[int], opened: str) -> None:
+        """The next turn comes behind these ids."""
+        self._answers.append(np.asarray(ids, dtype=np.int32))
+        self._opened = opened
+
+    def over(self, ending: str, failure: Outcome | None = None) -> Sample:
+        """Returns the conversation as a sample.
+
+        Args:
+            ending: a word of the table in `grading/environments.py`, or the reason for which an engine cut the last turn.
+            failure: the outcome where the environment failed, and so there is no score.
+        """
+        parts, answers = self._parts, self._answers
+        # Between two turns nothing was sampled. A version is needed there only so that the oldest and newest are those of turns.
+        quiet = [np.zeros(len(ids), np.float32) for ids in answers]
+        versions = [np.full(len(ids), part.versions[-1]) for part, ids in zip(parts, answers, strict=False)]
+        starts = np.cumsum([0] + [len(part.tokens) + len(ids) for part, ids in zip(parts, answers, strict=False)])
+        completion = Completion(
+            tokens=self._joined([part.tokens for part in parts], answers),
+            logprobs=self._joined([part.logprobs for part in parts], quiet),
+            versions=self._joined([part.versions for part in parts], versions),
+            finish_reason=ending,
+            cached_prompt_tokens=parts[0].cached_prompt_tokens,
+            turns=tuple((int(start), int(start) + len(part.tokens)) for start, part in zip(starts, parts, strict=True)),
+        )
+        return Sample(
+            completion,
+            text="\n".join(f"{message['role']}: {message['content']}" for message in self._messages),
+            outcome=failure or checked(self._score, self.over),
+            messages=tuple(self._messages),
+            turn_rewards=tuple(self._rewards),
+        )
+
+    @staticmethod
+    def _joined(turns: Sequence[np.ndarray], between: Sequence[np.ndarray]) -> np.ndarray:
+        """Joins turns with what stands between them; behind the last one may stand something, too."""
+        pieces = [turn for i, part in enumerate(turns) for turn in (part, *between[i : i + 1])]
+        return np.concatenate(pieces)

@@ -1,0 +1,114 @@
+"""A game of several turns without data: guess a number that is said to be higher or lower.
+
+    user       40-70
+    assistant  55
+    user       higher
+    assistant  62
+    user       lower
+
+A policy that halves what is left needs at most log2 of the size of the range; one that guesses anywhere in it needs more, and
+runs out of turns. So what a good policy has to learn lies in the turns together: to remember what was answered, and to halve.
+"""
+
+import random
+import re
+
+from torchtune_ext.run.errors import Mistake
+from torchtune_ext.tasks.arithmetic import ENDLESS, SPLITS, held_out
+from torchtune_ext.tasks.task import Message, Problem, Turn
+
+
+class GuessNumber:
+    """The task.
+
+    Args:
+        seed: seed of the problems. Problem i depends only on (seed, first + i, below, size, split).
+        count: number of problems; None: endless.
+        first: index of the first problem.
+        below: the lowest number of a range is in [1, below].
+        size: how many numbers a range has.
+        max_turns: guesses that are allowed.
+        split: "train", "heldout" or "all": by the hash of range and number, one in eight is held out (`arithmetic.held_out`).
+        halving: share of the guesses of the solutions that halve what is left; the others are anywhere in it.
+        prompt: the first message, in which {low} and {high} stand for the ends of the range.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        count: int | None = None,
+        first: int = 0,
+        below: int = 69,
+        size: int = 31,
+        max_turns: int = 5,
+        split: str = "train",
+        halving: float = 1.0,
+        prompt: str = "{low}-{high}",
+    ) -> None:
+        if first < 0 or (count is not None and count < 1):
+            raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
+        if below < 1 or size < 2 or max_turns < 1:
+            raise Mistake(f"below={below}, size={size}, max_turns={max_turns}: at least 1, 2 and 1")
+        if split not in SPLITS:
+            raise Mistake(f"split={split!r}: choose one of {', '.join(SPLITS)}")
+        if not 0.0 <= halving <= 1.0:
+            raise Mistake(f"halving={halving} is a share of the guesses: give a number from 0 to 1")
+        if not {"{low}", "{high}"} <= set(re.findall(r"\{\w+\}", prompt)):
+            raise Mistake(f"prompt={prompt!r} does not show the range: write {{low}} and {{high}} where they belong")
+        self.seed, self.first, self.below, self.size, self.split = seed, first, below, size, split
+        self.max_turns, self.halving, self.prompt = max_turns, halving, prompt
+        self.length = ENDLESS if count is None else count
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Problem:
+        if not 0 <= index < self.length:
+            raise IndexError(f"problem {index} of {self.length}")
+        rng = random.Random(f"{self.seed}/{self.first + index}")
+        low, number = self._drawn(rng)
+        while self.split != "all" and held_out(f"{low}/{number}") != (self.split == "heldout"):
+            low, number = self._drawn(rng)
+        high = low + self.size - 1
+        message = {"role": "user", "content": self.prompt.replace("{low}", str(low)).replace("{high}", str(high))}
+        name = f"guess-{self.split}-{self.seed}-{self.first + index:06d}"
+        return Problem(name, (message,), {"low": low, "high": high, "number": number})
+
+    def environment(self, problem: Problem, seed: int) -> "Game":
+        return Game(problem.answer["number"])
+
+    def solution(self, problem: Problem) -> list[Message]:
+        """Returns a game that is won, however many turns it takes: each guess is one that the answers allow."""
+        low, high, number = (problem.answer[name] for name in ("low", "high", "number"))
+        rng, game, messages = random.Random(problem.id), Game(number), []
+        while True:
+            guess = (low + high) // 2 if rng.random() < self.halving else rng.randint(low, high)
+            messages.append({"role": "assistant", "content": str(guess)})
+            turn = game.step(messages[-1])
+            if turn.done:
+                return messages
+            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+            messages += turn.messages
+
+    def _drawn(self, rng: random.Random) -> tuple[int, int]:
+        low = rng.randint(1, self.below)
+        return low, rng.randint(low, low + self.size - 1)
+
+
+class Game:
+    """The environment. The reward is 1 for the number, else 0; a turn that is no number ends the game."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def step(self, message: Message) -> Turn:
+        text = message["content"].strip()
+        if not re.fullmatch(r"[0-9]{1,9}", text):
+            return Turn(done=True, parts={"accuracy": 0.0, "failed": 1.0}, note="no number")
+        if int(text) == self.number:
+            return Turn(reward=1.0, done=True, parts={"accuracy": 1.0, "failed": 0.0})
+        answer = "higher" if int(text) < self.number else "lower"
+        return Turn([{"role": "user", "content": answer}], parts={"accuracy": 0.0, "failed": 0.0})
