@@ -1,0 +1,84 @@
+"""Environments that do what a turn says: answer, pay, raise, hang, kill their process. This module imports little, since each process
+that an environment lives in imports it."""
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+from torchtune_ext.tasks.task import Turn
+
+AGAIN = {"role": "user", "content": "go"}
+
+
+class Scripted:
+    """Its environments do what a turn says, one word after the other."""
+
+    max_turns = 3
+
+    def __init__(self, folder="."):
+        self.folder = str(folder)
+
+    def environment(self, problem, seed):
+        return Script(self.folder, seed)
+
+
+class Script:
+    def __init__(self, folder, seed):
+        self.seed, self.drawn = seed, random.random()
+        self.file = Path(folder) / f"alive-{os.getpid()}"
+        self.file.touch()
+
+    def step(self, message):
+        # One that was killed has left its file.
+        alive = sum(Path(f"/proc/{file.name[6:]}").exists() for file in self.file.parent.glob("alive-*"))
+        verb, _, rest = message["content"].partition(" ")
+        return getattr(self, verb)(rest) or Turn([AGAIN], parts={"alive": alive, "drawn": self.drawn})
+
+    def close(self):
+        self.file.unlink()
+
+    def more(self, rest):
+        return Turn([AGAIN], reward=float(rest or 0), note=f"note {rest}")
+
+    def win(self, rest):
+        return Turn(reward=1.0, done=True, parts={"seed": self.seed % 1000, "drawn": self.drawn})
+
+    def look(self, rest):
+        time.sleep(0.02)
+
+    def raises(self, rest):
+        raise KeyError("lost")
+
+    def hangs(self, rest):
+        time.sleep(60)
+
+    def dies(self, rest):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dies_later(self, rest):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return Turn([AGAIN])
+
+    def hurries(self, rest):
+        return Turn([{"role": "assistant", "content": "win"}])
+
+    def is_silent(self, rest):
+        return Turn([])
+
+    def overpays(self, rest):
+        return Turn([AGAIN], reward=float("nan"))
+
+    def answers_text(self, rest):
+        return "go"
+
+
+class Sticky(Scripted):
+    """Its environments hang when they are closed."""
+
+    def environment(self, problem, seed):
+        script = super().environment(problem, seed)
+        script.close = lambda: time.sleep(60)
+        return script

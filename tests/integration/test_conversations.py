@@ -1,0 +1,136 @@
+"""Conversations with a real engine and real environments: the tokens, their context, killed runs, replays, the page's game."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import recipe_runs as runs
+import torch
+from page_commands import blocks
+from transformers import AutoModelForCausalLM
+
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+
+PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TALKS = '''
+import hashlib
+from letters import Letters
+from torchtune_ext.tasks.task import Turn
+
+
+class Talks(Letters):
+    """Answers three turns, the last one without asking further, and rewards what the turns hash to."""
+
+    max_turns = 4
+
+    def environment(self, problem, seed):
+        return Talk(seed)
+
+
+class Talk:
+    def __init__(self, seed):
+        self.seed, self.turns = seed, 0
+
+    def step(self, message):
+        self.turns += 1
+        value = hashlib.sha256(f"{self.seed}/{message['content']}".encode()).digest()[0] / 255
+        if self.turns == 3:
+            return Turn(reward=value, done=True)
+        return Turn([{"role": "user", "content": f"Go on. {self.turns}"}], reward=value)
+'''
+# A random model seldom samples the end of a turn: a fifth of all tokens ends one.
+STOPS = f"sampling.stop_token_ids={[*range(2, 400, 5)]}"
+WORDS = ["task._component_=talks.Talks", "evaluation.task._component_=talks.Talks", "grader.workers=8", STOPS]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = runs.make_workplace(tmp_path_factory.mktemp("talks"))
+    (folder / "talks.py").write_text(TALKS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(workplace, served):
+    output = runs.run(workplace, "grpo_full", "output_dir=run", *WORDS, served)
+    assert "conversations of up to 4 turns, 8 at a time" in output
+    return workplace / "run"
+
+
+def weights(run):
+    last = max((run / "checkpoints").glob("step_*"))
+    files = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+    assert files
+    return files
+
+
+def test_each_token_was_sampled_in_the_context_that_is_trained_on(run, workplace):
+    """The log-probs that the engine reported turn by turn are those of transformers on the whole conversation."""
+    model = AutoModelForCausalLM.from_pretrained(workplace / "model", dtype=torch.float32)
+    tokenizer = ChatTokenizer(workplace / "model")
+    samples = [(g, s) for g in read_rollouts(rollout_paths(run)[1]) for s in g.samples]
+    assert sum(len(s.completion.turns) == 3 for _, s in samples) > len(samples) / 2
+    for group, sample in samples:
+        completion, prompt = sample.completion, group.prompt_tokens.tolist()
+        ids = [*prompt, *completion.tokens.tolist()]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)[:-1]
+        logprobs = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[len(prompt) - 1 :, 0].numpy()
+        at = completion.sampled
+        np.testing.assert_allclose(completion.logprobs[at], logprobs[at], atol=1e-4)
+        for i, ((_, end), (start, _)) in enumerate(zip(completion.turns, completion.turns[1:], strict=False)):
+            answer = [{"role": "user", "content": f"Go on. {i + 1}"}]
+            expected = tokenizer.between_turns_ids(answer, end=int(completion.tokens[end - 1]))
+            assert completion.tokens[end:start].tolist() == expected
+        assert sample.score.reward == pytest.approx(sum(sample.turn_rewards))
+
+
+def test_what_a_run_of_conversations_logs(run):
+    """The gate of 1e-4 nats has passed in every step, on the packed rows."""
+    for line in runs.metrics(run)[1:]:
+        assert line["pack/labels"] <= line["length/tokens"] and line["episode/read_tokens"] > 5
+        endings = ("completed", "max_turns", "length", "context_overflow", "step_timeout", "environment_failed")
+        assert sum(line[f"episode/{ending}"] for ending in endings) == pytest.approx(1.0)
+        assert 1 < line["episode/turns"] <= 3 and line["mismatch/mean_abs"] < 1e-4
+
+
+def test_a_replay_ends_with_the_same_weights(run, workplace):
+    output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=run", *WORDS)
+    assert "Set otherwise" not in output
+    assert weights(workplace / "again") == weights(run)
+
+
+def test_killed_between_two_turns_and_resumed_equals_uninterrupted(run, workplace, served):
+    command = runs.command("grpo_full", "output_dir=killed", "resume_from_checkpoint=True", *WORDS, served)
+    process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), stdout=subprocess.DEVNULL)
+    runs.wait_for_steps(workplace / "killed", 2, process)
+    time.sleep(random.Random(0).random() / 4)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    runs.run(workplace, "grpo_full", "output_dir=killed", "resume_from_checkpoint=True", *WORDS, served)
+    assert weights(workplace / "killed") == weights(run)
+
+
+def test_turns_of_several_versions(workplace, served):
+    """A run that samples ahead publishes in the midst of conversations."""
+    words = ["output_dir=ahead", "staleness=1", "max_steps=4", "evaluation.task=null"]
+    runs.run(workplace, "grpo_full", *words, *WORDS, served)
+    lines = runs.metrics(workplace / "ahead")[1:]
+    assert max(line["async/age_max"] for line in lines) == 1 and all(line["episode/turns"] > 1 for line in lines)
+
+
+def test_the_pages_game(workplace, served):
+    (game,) = [text for language, text in blocks(PAGE) if language == "python"]
+    (workplace / "my_game.py").write_text(game)
+    words = ["task={_component_:my_game.Sticks}", "evaluation.task=null", "output_dir=sticks", "max_steps=1", STOPS]
+    runs.run(workplace, "grpo_full", *words, served)
+    (line,) = runs.metrics(workplace / "sticks")
+    assert line["reward/mean"] < 0 and line["episode/completed"] > 0

@@ -1,0 +1,181 @@
+"""Conversations: an engine that says what the test's policy says, real environments in processes of their own.
+
+With a real engine: tests/integration/test_conversations.py.
+"""
+
+import json
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from letter_tokens import LetterTokenizer
+from scripted_environments import Scripted, Sticky
+from waiting import wait_until
+
+from torchtune_ext.grading.environments import Environments
+from torchtune_ext.groups import group_json, group_of
+from torchtune_ext.rollout import GroupStream
+from torchtune_ext.sampling.engine import Priority, SamplingConfig
+from torchtune_ext.sampling.records import Completion
+from torchtune_ext.tasks.task import Problem
+
+PROBLEM = Problem("p", ({"role": "user", "content": "?"},), answer=None)
+SAMPLING = SamplingConfig(max_tokens=20, seed=7)
+
+
+class TurnLetters(LetterTokenizer):
+    """The next turn comes behind the answers in brackets."""
+
+    def between_turns_ids(self, messages, end):
+        return [ord(letter) for message in messages for letter in f"[{message['content']}]"]
+
+
+class Policy:
+    """An engine: `says` makes the text of a completion from its prompt and its index, or the reason why it was cut."""
+
+    config = SimpleNamespace(max_model_len=60)
+
+    def __init__(self, says):
+        self.says, self.calls, self.version = says, [], 0
+
+    def submit(self, prompt, n, sampling, on_completion, group, priority):
+        self.calls.append(("".join(map(chr, prompt)), sampling.seed, group, priority))
+        for index in range(n):
+            text, *reason = self.says(self.calls[-1][0], index).split("|")
+            ids = np.array([ord(letter) for letter in text], np.int32)
+            versions = np.full(len(ids), len(self.calls), np.int32)
+            logprobs = np.full(len(ids), -0.5, np.float32)
+            on_completion(index, Completion(ids, logprobs, versions, reason[0] if reason else "stop"))
+        done = Future()
+        done.set_result([])
+        return done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a file stands for each environment that is alive."""
+    return tmp_path_factory.mktemp("environments")
+
+
+@pytest.fixture(scope="module")
+def environments(folder):
+    with Environments(Scripted(folder), workers=2, timeout_s=2.0) as environments:
+        yield environments
+
+
+def play(environments, says, samples=1, groups=1):
+    """Plays groups of conversations to their end. Returns them and the engine."""
+    engine = Policy(says)
+    stream = GroupStream(engine, TurnLetters(), environments)
+    for number in range(groups):
+        stream.submit(number, PROBLEM, samples, SAMPLING, place=number)
+    done = dict(stream.next(within_s=60.0) for _ in range(groups))
+    stream.close()
+    return [done[number] for number in range(groups)], engine
+
+
+def test_ids_are_appended_and_what_the_environment_said_was_not_sampled(environments):
+    (group,), engine = play(environments, lambda prompt, _: {"?": "more 2", "?more 2[go]": "look"}.get(prompt, "win"))
+    (sample,) = group.samples
+    completion = sample.completion
+    assert [prompt for prompt, *_ in engine.calls] == ["?", "?more 2[go]", "?more 2[go]look[go]"]
+    assert "".join(map(chr, completion.tokens)) == "more 2[go]look[go]win"
+    assert completion.turns == ((0, 6), (10, 14), (18, 21)) and completion.finish_reason == "completed"
+    assert (completion.logprobs == np.array([-0.5] * 6 + [0] * 4 + [-0.5] * 4 + [0] * 4 + [-0.5] * 3, np.float32)).all()
+    assert completion.sampled.tolist() == [*range(6), *range(10, 14), *range(18, 21)]
+    assert completion.versions[completion.sampled].tolist() == [1] * 6 + [2] * 4 + [3] * 3
+    assert (sample.score.reward, sample.turn_rewards, sample.score.note) == (3.0, (2.0, 0.0, 1.0), "note 2")
+    assert sample.text == "assistant: more 2\nuser: go\nassistant: look\nuser: go\nassistant: win"
+    stored = group_of(json.loads(group_json(group)))
+    assert group_json(stored) == group_json(group) and stored.samples[0].messages == sample.messages
+
+
+def test_each_turn_has_a_seed_of_its_own_and_goes_before_new_samples(environments):
+    _, engine = play(environments, lambda prompt, _: "more" if prompt.count("go") < 2 else "win", samples=3, groups=2)
+    first, later = [call for call in engine.calls if call[0] == "?"], [call for call in engine.calls if call[0] != "?"]
+    assert [call[1:] for call in first] == [(7, 0, Priority.SAMPLE), (7, 1, Priority.SAMPLE)]
+    assert len(later) == 12 == len({(seed, group) for _, seed, group, _ in later})
+    assert {priority for *_, priority in later} == {Priority.TURN} and Priority.TURN < Priority.SAMPLE
+
+
+def test_a_group_is_with_one_environment_and_its_random_numbers(environments):
+    groups, _ = play(environments, lambda *_: "win", samples=4, groups=2)
+    seeds = [{(s.score.parts["seed"], s.score.parts["drawn"]) for s in group.samples} for group in groups]
+    assert [len(each) for each in seeds] == [1, 1] and seeds[0] != seeds[1]
+
+
+@pytest.mark.parametrize(
+    ("says", "ending", "kind", "reward", "cause"),
+    [
+        ("win", "completed", "scored", 1.0, ""),
+        ("more 1", "max_turns", "scored", 3.0, ""),
+        ("more 1|length", "length", "scored", 0.0, ""),
+        ("more 1|deadline", "deadline", "scored", 0.0, ""),
+        ("more 00000000000001", "context_overflow", "scored", 2.0, ""),
+        ("raises", "environment_failed", "infra_failed", None, "KeyError: 'lost'"),
+        ("dies", "environment_failed", "infra_failed", None, "the environment's process died: signal SIGKILL"),
+        ("hangs", "step_timeout", "timed_out", None, "no answer within 2 s; the process was killed"),
+        (
+            "hurries",
+            "environment_failed",
+            "infra_failed",
+            None,
+            "a message of the assistant, whose turns only the policy",
+        ),
+        ("is_silent", "environment_failed", "infra_failed", None, "returned no message, and done=False"),
+        ("overpays", "environment_failed", "infra_failed", None, "reward=nan, which is not finite"),
+        ("answers_text", "environment_failed", "infra_failed", None, "returned str; return a Turn"),
+    ],
+)
+def test_how_conversations_end(environments, says, ending, kind, reward, cause):
+    """Beside each one is another that wins, in the same group: a failure is its own conversation's only."""
+    (group,), _ = play(environments, lambda prompt, i: says if i == 0 else "win", samples=2)
+    sample, other = group.samples
+    assert (sample.completion.finish_reason, sample.outcome.kind) == (ending, kind)
+    assert (sample.score and sample.score.reward) == reward and cause in sample.outcome.cause
+    assert (other.completion.finish_reason, other.score.reward) == ("completed", 1.0)
+
+
+def test_a_process_that_dies_between_two_turns_fails_its_conversation_only(environments):
+    def says(prompt, index):
+        if index == 0 and prompt == "?":
+            return "dies_later"
+        if "later" in prompt:
+            time.sleep(0.5)
+        return "win"
+
+    (group,), _ = play(environments, says, samples=3)
+    kinds = [sample.outcome.kind for sample in group.samples]
+    assert kinds == ["infra_failed", "scored", "scored"]
+    assert "ended between two turns" in group.samples[0].outcome.cause
+
+
+def test_no_more_environments_are_alive_than_there_are_processes(environments, folder):
+    groups, _ = play(environments, lambda prompt, _: "look" if prompt.count("go") < 2 else "win", samples=5, groups=3)
+    samples = [sample for group in groups for sample in group.samples]
+    assert {sample.completion.finish_reason for sample in samples} == {"completed"} and len(samples) == 15
+    assert {sample.score.parts["alive"] for sample in samples} <= {1.0, 2.0}
+    wait_until(lambda: len(environments._free) == 2)
+
+
+def test_a_group_that_is_cancelled_gives_its_processes_back(tmp_path):
+    """Two hang, two wait for a process; the group behind them needs both."""
+    with Environments(Scripted(tmp_path), workers=2, timeout_s=2.0) as environments:
+        stream = GroupStream(Policy(lambda prompt, _: "hangs"), TurnLetters(), environments)
+        stream.submit(0, PROBLEM, 4, SAMPLING, place=0)
+        wait_until(lambda: len(list(tmp_path.glob("alive-*"))) == 2)
+        stream.cancel(0)
+        stream._engine.says = lambda *_: "win"
+        stream.submit(1, PROBLEM, 2, SAMPLING, place=1)
+        number, group = stream.next(within_s=30.0)
+        assert number == 1 and [sample.score.reward for sample in group.samples] == [1.0, 1.0]
+        wait_until(lambda: len(environments._free) == 2)
+        stream.close()
+
+
+def test_a_close_that_hangs_holds_up_no_other_conversation(tmp_path):
+    with Environments(Sticky(tmp_path), workers=1, timeout_s=0.5) as environments:
+        (group,), _ = play(environments, lambda *_: "win", samples=3)
+        assert [sample.score.reward for sample in group.samples] == [1.0] * 3

@@ -1,0 +1,81 @@
+"""The game of guessing a number: its problems, its answers, and players of known strength."""
+
+import math
+import random
+
+import pytest
+from tables import every_row
+
+from torchtune_ext.run.errors import Mistake
+from torchtune_ext.tasks.guess_number import Game, GuessNumber
+from torchtune_ext.tasks.task import ConversationTask
+
+TASK = GuessNumber(seed=3)
+
+
+def test_it_is_a_task_of_conversations_with_a_fixed_order():
+    assert isinstance(TASK, ConversationTask)
+    assert TASK[7] == GuessNumber(seed=3)[7] == GuessNumber(seed=3, first=5)[2] != GuessNumber(seed=4)[7]
+    problem = TASK[7]
+    low, high, number = (problem.answer[name] for name in ("low", "high", "number"))
+    assert problem.messages == ({"role": "user", "content": f"{low}-{high}"},)
+    assert high - low == 30 and low <= number <= high
+
+
+def test_no_number_of_a_range_is_in_both_splits():
+    sets = [
+        {(p.answer["low"], p.answer["number"]) for p in map(GuessNumber(seed=s, split=split).__getitem__, range(1500))}
+        for s, split in ((1, "train"), (2, "heldout"))
+    ]
+    assert not sets[0] & sets[1] and len(sets[1]) > 100
+
+
+def turns_of(halving, problems=400):
+    task = GuessNumber(seed=5, halving=halving)
+    return [len(task.solution(task[i])) // 2 + 1 for i in range(problems)]
+
+
+def test_who_halves_needs_at_most_five_turns_and_others_more():
+    assert max(turns_of(1.0)) == math.floor(math.log2(31)) + 1 == TASK.max_turns
+    assert max(turns_of(0.0)) > 5
+
+
+def test_solutions_are_conversations_that_the_game_gives():
+    for index in range(50):
+        problem = TASK[index]
+        messages, game, answers = TASK.solution(problem), Game(problem.answer["number"]), []
+        for message in messages[::2]:
+            answers.append(game.step(message))
+        assert [turn.done for turn in answers] == [False] * (len(answers) - 1) + [True]
+        assert [message for turn in answers for message in turn.messages] == messages[1::2]
+        assert sum(turn.reward for turn in answers) == 1.0
+
+
+@pytest.mark.parametrize("text", ["", "x", "12 13", "-3", "1" * 10, "12."])
+def test_what_is_no_number_ends_the_game(text):
+    turn = Game(12).step({"role": "assistant", "content": text})
+    assert (turn.done, turn.reward, turn.parts["failed"]) == (True, 0.0, 1.0)
+
+
+def test_answers_are_true():
+    draw = random.Random(0)
+    for _ in range(200):
+        number, guess = draw.randint(0, 99), draw.randint(0, 99)
+        turn = Game(number).step({"role": "assistant", "content": f" {guess}\n"})
+        said = [message["content"] for message in turn.messages]
+        assert said == (["higher"] if guess < number else ["lower"] if guess > number else [])
+
+
+@every_row(
+    "words, message",
+    [
+        ({"first": -1}, "first=-1, count=None: first counts from 0"),
+        ({"size": 1}, "below=69, size=1, max_turns=5: at least 1, 2 and 1"),
+        ({"split": "test"}, "split='test': choose one of train, heldout, all"),
+        ({"halving": 2}, "halving=2 is a share"),
+        ({"prompt": "?"}, r"prompt='\?' does not show the range"),
+    ],
+)
+def test_arguments_out_of_range(words, message):
+    with pytest.raises(Mistake, match=message):
+        GuessNumber(**words)
