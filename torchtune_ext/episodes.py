@@ -76,7 +76,7 @@ class Episode:
             failure: the outcome where the environment failed, and so there is no score.
         """
         parts, answers = self._parts, self._answers
-        # Between two turns nothing was sampled. A version is needed there only so that the oldest and newest are those of turns.
+        # What stands between two turns was not sampled. It gets the version of the turn before, so that no other one appears.
         quiet = [np.zeros(len(ids), np.float32) for ids in answers]
         versions = [np.full(len(ids), part.versions[-1]) for part, ids in zip(parts, answers, strict=False)]
         starts = np.cumsum([0] + [len(part.tokens) + len(ids) for part, ids in zip(parts, answers, strict=False)])

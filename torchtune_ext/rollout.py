@@ -19,7 +19,7 @@ from torchtune_ext.episodes import Episode
 from torchtune_ext.grading import Grader, Outcome, log_failures
 from torchtune_ext.grading.environments import Environments
 from torchtune_ext.groups import Group, GroupKey, GroupTimes, Sample
-from torchtune_ext.run.errors import Late
+from torchtune_ext.run.errors import Late, Mistake
 from torchtune_ext.sampling.calls import mixed_seed
 from torchtune_ext.sampling.engine import Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.sampling.records import Completion
@@ -138,8 +138,8 @@ class GroupStream:
 
     Every completion is graded while others are still sampled, or, with a grader that compares, each group when it is whole.
     With `Environments` for a grader a completion is the first turn of a conversation (`episodes.py`), and the group is finished
-    when all of its conversations are over. A thread hands texts to the graders, so this goes on while nobody waits. A grader reads the assistant's turn: where the prompt
-    ends in an open "<think>", the text begins with it.
+    when all of its conversations are over. A thread hands texts to the graders, so this goes on while nobody waits. A grader
+    reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it.
 
     `times` gets the moves of each group until it comes into the buffer; the caller of `next` reports when one leaves it.
     """
@@ -431,7 +431,13 @@ class GroupStream:
         if answer.done or episode.turns == self._grader.max_turns:
             self._end_episode(group, place, episode.over("completed" if answer.done else "max_turns"))
             return
-        ids = self._tokenizer.between_turns_ids(answer.messages, end=int(episode.last.tokens[-1]))
+        try:
+            ids = self._tokenizer.between_turns_ids(answer.messages, end=int(episode.last.tokens[-1]))
+        except Mistake as error:
+            # Only this answer may be one that the template has no form for.
+            failure = Outcome("infra_failed", None, f"its answer cannot be read: {error}")
+            self._end_episode(group, place, episode.over("environment_failed", failure))
+            return
         prompt = [*group.prompt, *episode.path, *ids]
         if len(prompt) + group.sampling.max_tokens > self._engine.config.max_model_len:
             self._end_episode(group, place, episode.over("context_overflow"))

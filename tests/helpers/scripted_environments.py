@@ -68,6 +68,9 @@ class Script:
     def is_silent(self, rest):
         return Turn([])
 
+    def uses_a_tool(self, rest):
+        return Turn([{"role": "tool", "content": "3"}])
+
     def overpays(self, rest):
         return Turn([AGAIN], reward=float("nan"))
 

@@ -46,8 +46,8 @@ class Talk:
             return Turn(reward=value, done=True)
         return Turn([{"role": "user", "content": f"Go on. {self.turns}"}], reward=value)
 '''
-# A random model seldom samples the end of a turn: a fifth of all tokens ends one.
-STOPS = f"sampling.stop_token_ids={[*range(2, 400, 5)]}"
+# A random model seldom samples the end of a turn: a fifth of all tokens end one.
+STOPS = f"sampling.stop_token_ids={[*range(2, 320, 5)]}"
 WORDS = ["task._component_=talks.Talks", "evaluation.task._component_=talks.Talks", "grader.workers=8", STOPS]
 
 

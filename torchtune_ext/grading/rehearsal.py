@@ -171,8 +171,8 @@ def _rehearse_conversation(task: ConversationTask, config: GraderConfig, key: st
                 break
         if turns and not any(rewards):
             raise Mistake(
-                f"{key}: the environment of {name} gives its own solution of problem {problem.id!r} the reward 0: `environment` "
-                "and `solution` do not fit each other (docs/environments.md)"
+                f"{key}: the environment of {name} gives its own solution of problem {problem.id!r} the reward 0: "
+                "`environment` and `solution` do not fit each other (docs/environments.md)"
             )
 
 

@@ -17,6 +17,7 @@ from waiting import wait_until
 from torchtune_ext.grading.environments import Environments
 from torchtune_ext.groups import group_json, group_of
 from torchtune_ext.rollout import GroupStream
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.engine import Priority, SamplingConfig
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem
@@ -29,6 +30,8 @@ class TurnLetters(LetterTokenizer):
     """The next turn comes behind the answers in brackets."""
 
     def between_turns_ids(self, messages, end):
+        if messages[0]["role"] == "tool":
+            raise Mistake("the template has no tools")
         return [ord(letter) for message in messages for letter in f"[{message['content']}]"]
 
 
@@ -126,6 +129,13 @@ def test_a_group_is_with_one_environment_and_its_random_numbers(environments):
         ),
         ("is_silent", "environment_failed", "infra_failed", None, "returned no message, and done=False"),
         ("overpays", "environment_failed", "infra_failed", None, "reward=nan, which is not finite"),
+        (
+            "uses_a_tool",
+            "environment_failed",
+            "infra_failed",
+            None,
+            "its answer cannot be read: the template has no tools",
+        ),
         ("answers_text", "environment_failed", "infra_failed", None, "returned str; return a Turn"),
     ],
 )

@@ -1,0 +1,101 @@
+"""What does a training step on conversations cost, against one sequence for each turn?
+
+    python benchmarks/turns.py [--turns 1 4 16 64 128] [--repeats 5]
+
+A conversation of T turns is one completion here: what the environment answered is an input, and no token is computed twice.
+Where each turn is a sample of its own, with all that came before as its prompt, the tokens grow with the square of T. Both
+compute the same loss (clip 0.2, every label weighs the same) over a group of 4 conversations with turns of 24 tokens and
+answers of 16, behind a prompt of 64.
+
+Before anything is timed, both take the gradient in float64, which must be the same up to 1e-6. Then they take turns in one
+process. A ratio is one of medians; its bounds are the ratios of single turns.
+"""
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from step import CPU, SMALL, SPECIAL, Way, differences, make_model
+
+from torchtune_ext.groups import Group, Sample
+from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.packing import pack
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.sampling.records import Completion
+from torchtune_ext.tasks.task import Problem
+from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.learner import Learner
+
+SAMPLES, PROMPT, TURN, ANSWER = 4, 64, 24, 16  # conversations, tokens, tokens, tokens
+
+
+def conversations(turns: int) -> Group:
+    rng, length = np.random.default_rng(0), turns * TURN + (turns - 1) * ANSWER
+
+    def draw(count: int) -> np.ndarray:
+        return rng.integers(len(SPECIAL), SMALL.vocab_size, count, dtype=np.int32)
+
+    def sample() -> Sample:
+        places = tuple((start, start + TURN) for start in range(0, length, TURN + ANSWER))
+        zeros = np.zeros(length, np.int32)
+        completion = Completion(draw(length), zeros.astype(np.float32), zeros, "completed", turns=places)
+        return Sample(completion, advantage=rng.normal(), trained=True)
+
+    return Group(Problem("game", (), None), draw(PROMPT), tuple(sample() for _ in range(SAMPLES)))
+
+
+def each_turn(group: Group) -> list[Group]:
+    """The same labels, each turn behind a prompt of its own."""
+    groups = []
+    for sample in group.samples:
+        for start, stop in sample.completion.turns:
+            whole = sample.completion
+            turn = Completion(whole.tokens[start:stop], whole.logprobs[start:stop], whole.versions[start:stop], "stop")
+            prompt = np.concatenate([group.prompt_tokens, whole.tokens[:start]])
+            groups.append(Group(group.problem, prompt, (replace(sample, completion=turn),)))
+    return groups
+
+
+def ways_of(turns: int, folder: Path, dtype: torch.dtype) -> dict[str, Way]:
+    source, group = HFModel(folder), conversations(turns)
+    policy = build_policy(lambda: from_config(str(folder)), source, CPU, torch.float32)
+    if dtype == torch.float64:
+        policy.model.double()
+    learner, ways = Learner(policy, PolicyLoss(), Ranks(0, 1, CPU)), {}
+    for name, groups in {"packed": [group], "each turn": each_turn(group)}.items():
+        rows, stats = pack(groups, 8192, layout=learner.layout)
+        ways[name] = Way(policy.model, source.to_hf, stats.tokens, lambda rows=rows: learner.forward_backward(rows))
+    return ways
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", nargs="+", type=int, default=[1, 4, 16, 64, 128])
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}\n")
+    columns = "turns", "tokens", "tokens, each turn", "seconds", "seconds, each turn", "ratio", "gradient differs"
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_model(Path(name), replace(SMALL, max_position_embeddings=8192))
+        for turns in args.turns:
+            exact = differences(ways_of(turns, folder, torch.float64), torch.float64)["each turn"]
+            ways = ways_of(turns, folder, torch.float32)
+            differences(ways, torch.float32)  # this also warms up
+            times = [[way.seconds() for way in ways.values()] for _ in range(args.repeats)]
+            ours, theirs = map(median, zip(*times, strict=True))
+            ratios = [other / own for own, other in times]
+            tokens = [f"{way.tokens:,}" for way in ways.values()]
+            cells = turns, *tokens, f"{ours:.3f}", f"{theirs:.3f}"
+            spread = f"{theirs / ours:.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+            print("| " + " | ".join(map(str, (*cells, spread, f"{exact:.0e}"))) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
