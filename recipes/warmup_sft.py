@@ -33,7 +33,7 @@ from torchtune_ext.sampling.records import Completion
 from torchtune_ext.settings.components import Component, find_component, instantiate
 from torchtune_ext.settings.config import load_config, named_paths, record
 from torchtune_ext.tasks.order import Usable, problem_index
-from torchtune_ext.tasks.task import Message, Problem
+from torchtune_ext.tasks.task import Message, Problem, solution_messages
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
@@ -219,8 +219,7 @@ class WarmupRecipe:
 
     def solution(self, problem: Problem) -> list[Message]:
         """The messages that follow those of a problem."""
-        solution = self.task.solution(problem)
-        return [{"role": "assistant", "content": solution}] if isinstance(solution, str) else solution
+        return solution_messages(self.task.solution(problem))
 
     def group(self, problem: Problem) -> Group:
         """One problem with its solution as the only sample; the end of a turn is trained too."""

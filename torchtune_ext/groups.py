@@ -24,9 +24,7 @@ class Sample:
     advantage: float = 0.0  # set by `with_advantages`
     trained: bool = False  # False: the sample is kept for the record, but not packed
     teacher_logprobs: np.ndarray | None = None  # [R] float32, nats: of the tokens under a teacher; None: there is none
-    messages: tuple[
-        Message, ...
-    ] = ()  # of a conversation: what follows the prompt, for people; the text holds the same
+    messages: tuple[Message, ...] = ()  # of a conversation: what follows the prompt, for people; so does the text
     turn_rewards: tuple[float, ...] = ()  # of a conversation: what the environment gave for each turn that it answered
 
     @property

@@ -27,12 +27,8 @@ from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.tasks.task import Environment, Message, Problem, Score, Task, Turn, score_of
 
 ENDINGS = ("completed", "max_turns", "length", "context_overflow", "step_timeout", "environment_failed")
-CUT = (
-    "length",
-    "deadline",
-    "max_turns",
-    "context_overflow",
-)  # endings, and finish reasons of engines, by a limit of the run
+# Endings, and finish reasons of engines, by a limit of the run.
+CUT = ("length", "deadline", "max_turns", "context_overflow")
 
 
 class Stage:

@@ -12,7 +12,7 @@ from torchtune_ext.grading.grader import Grader, GraderConfig
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.tasks.functions import name_of
-from torchtune_ext.tasks.task import ConversationTask, GradesItself, Message, Problem, Task
+from torchtune_ext.tasks.task import ConversationTask, GradesItself, Message, Problem, Task, solution_messages
 
 OUTPUT = "grader.log"
 REHEARSED = 4  # problems whose solutions are graded before a run begins
@@ -154,7 +154,7 @@ def _rehearse_conversation(task: ConversationTask, config: GraderConfig, key: st
     if problem is None:
         return
     solution = _solution(task, problem)
-    turns = [message for message in solution or () if message["role"] == "assistant"]
+    turns = [message for message in solution_messages(solution or ()) if message["role"] == "assistant"]
     rewards = []
     with TemporaryDirectory() as folder, Environments(task, 1, config.timeout_s, Path(folder) / OUTPUT) as grader:
         seat = grader.seat()

@@ -124,14 +124,10 @@ class GradesItself(Protocol):
 class Turn:
     """What an environment answers to a turn of the assistant."""
 
-    messages: Sequence[
-        Message
-    ] = ()  # {"role", "content"}: what the policy reads before its next turn; none of the assistant
+    messages: Sequence[Message] = ()  # what the policy reads before its next turn; none of the assistant
     reward: float = 0.0  # of this turn; those of all turns are added up
     done: bool = False  # True: the conversation is over
-    parts: Mapping[str, float] = field(
-        default_factory=dict
-    )  # as in `Score`; a later turn replaces those of the same name
+    parts: Mapping[str, float] = field(default_factory=dict)  # as in `Score`; those of a later turn replace others
     note: str = ""  # as in `Score`; the last one counts
 
 
@@ -160,6 +156,11 @@ class ConversationTask(Protocol):
     def environment(self, problem: Problem, seed: int) -> Environment:
         """Makes the environment of one conversation. Those of a group get the same problem and seed."""
         ...
+
+
+def solution_messages(solution: str | Sequence[Message]) -> list[Message]:
+    """Returns the messages of a task's solution: a text is a turn of the assistant."""
+    return [{"role": "assistant", "content": solution}] if isinstance(solution, str) else list(solution)
 
 
 Graded = tuple[Problem, Sequence[tuple[str, Score | None, str]]]
