@@ -21,7 +21,7 @@ from torchtune_ext.run.catalog import folder, recipe_files
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.settings.components import Component, find_component, instantiate, recipe_module
 from torchtune_ext.settings.config import as_tune_reads, load_config, values_of
-from torchtune_ext.sweep.file import Point, Sweep, expanded, nested
+from torchtune_ext.sweep.file import EXAMPLE, Point, Sweep, expanded, nested
 from torchtune_ext.telemetry.panels import PANELS
 from torchtune_ext.training.checks import check_optimizer
 from torchtune_ext.training.settings import check_settings
@@ -35,7 +35,6 @@ OURS = {
 }
 # The groups of metrics that a warm-up writes.
 OF_A_WARM_UP = ("loss", "optim", "pack", "time", "speed", "memory")
-EXAMPLE = "[tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
 
 
 def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:

@@ -98,16 +98,14 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
 
 
 def _check_words(sweep: Sweep, words: Sequence[str]) -> None:
-    """Raises ValueError for a word that is no setting, or that the sweep sets itself."""
+    """Raises ValueError for an option that there is not, or a setting that the sweep makes itself."""
     for word in words:
-        key, equals, _ = word.partition("=")
+        key = word.partition("=")[0]
         if word.startswith("-"):
             near = nearest(key.lstrip("-"), ["jobs", "resume", "out", "seed"])
             raise Mistake(
                 f"there is no option {key}; {f'did you mean --{near}?' if near else 'see torchtune-ext sweep --help'}"
             )
-        if not equals:
-            raise Mistake(f"{word!r} is no setting: write key=value, max_steps=20 for instance")
         if key in {each.name for each in sweep.parameters}:
             raise Mistake(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
 
@@ -121,14 +119,18 @@ def table(sweep: Sweep, runs: Sequence[SweepRun], usual: Mapping[str, Any]) -> s
     names = [each.name for each in sweep.drawn]
     sign = -1 if sweep.metric.maximize else 1
     ranked = sorted(runs, key=lambda run: (ORDER.index(run.state), run.value is None, sign * (run.value or 0.0)))
-    star = {run.id: "*" for run in runs if names and all(usual.get(name) == run.parameters[name] for name in names)}
+    star = {
+        run.id: "*"
+        for run in runs
+        if names and all(name in usual and usual[name] == run.parameters[name] for name in names)
+    }
     rows = [["run", *names, sweep.metric.name, "95% interval", "state", "seconds"]]
     rows += [
         [
             run.id + star.get(run.id, ""),
             *(shown(run.parameters[name]) for name in names),
             "-" if run.value is None else f"{run.value:.4f}",
-            "-" if run.low is None or run.high is None else f"{run.low:.4f} to {run.high:.4f}",
+            "-" if run.interval is None else "{:.4f} to {:.4f}".format(*run.interval),
             run.state.replace("_", " "),
             f"{run.seconds:.0f}",
         ]

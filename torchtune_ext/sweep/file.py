@@ -66,6 +66,7 @@ IN_A_GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 MOST = 10_000  # points of a grid
 BANDS = 100  # W&B compares runs so many times from min_iter on, most of them beyond every run
 
+EXAMPLE = "[tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
 DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")  # the command of a file that names none
 # Macros, ${args_...}, that write the parameters in ways that no recipe reads.
 UNREAD = ("no_equals", "no_boolean_flags", "json", "json_file", "append_hydra", "override_hydra")
@@ -248,7 +249,7 @@ def read_sweep(path: Path) -> Sweep:
         raise Mistake(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
     except yaml.YAMLError as error:
         raise Mistake(f"{path}: no YAML: {' '.join(str(error).split())[:300]}") from None
-    except Mistake as error:
+    except ValueError as error:
         raise Mistake(f"{path}: {error}") from None
 
 
@@ -260,11 +261,9 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
             raise Mistake(f"{key}: it {NOT_HERE[key]}, which only W&B's server does; use `wandb sweep` for this file")
         if key not in (*KEYS, *SERVER_KEYS):
             near = nearest(str(key), [*KEYS, *SERVER_KEYS])
-            config = (
-                " (this looks like the config of a recipe: a sweep changes some of its keys)" if key == "model" else ""
-            )
-            hint = f"did you mean {near!r}?" if near else f"a sweep has {', '.join(KEYS)}{config}"
-            raise Mistake(f"unknown key {key!r}; {hint}")
+            hint = f"did you mean {near!r}?" if near else f"a sweep has {', '.join(KEYS)}"
+            config = " (this looks like the config of a recipe: a sweep changes some of its keys)"
+            raise Mistake(f"unknown key {key!r}; {hint}{config if key == 'model' else ''}")
     method = given.get("method")
     if method not in METHODS:
         hint = _hint(method, METHODS, f"there are {', '.join(METHODS)}")
@@ -275,9 +274,7 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
         )
     command = given.get("command", list(DEFAULT))
     if not isinstance(command, list) or not command:
-        raise Mistake(
-            "command: must be a list of words: [tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
-        )
+        raise Mistake(f"command: must be a list of words: {EXAMPLE}")
     name = given.get("name", path.stem)
     if not isinstance(name, str) or not name.strip():
         raise Mistake(f"name: {name!r} must be a text")
@@ -361,7 +358,7 @@ def hyperband_of(given: object) -> Hyperband:
     if eta <= 1:
         raise Mistake(f"early_terminate: eta: {eta} must be above 1: of the runs that are compared, 1/eta stay")
     if "max_iter" in given and "s" in given:
-        places = list(accumulate(repeat(eta, int(given["s"])), truediv, initial=given["max_iter"]))[1:]
+        places = list(accumulate(repeat(eta, min(int(given["s"]), BANDS)), truediv, initial=given["max_iter"]))[1:]
         if not places or places[0] < 1:
             raise Mistake(
                 f"early_terminate: max_iter: {given['max_iter']}, s: {given['s']}, eta: {eta} leave no band; raise max_iter"

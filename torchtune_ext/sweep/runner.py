@@ -19,7 +19,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -57,17 +57,16 @@ class SweepRun:
     parameters: Point
     state: str = "waiting"  # one of ORDER
     value: float | None = None  # the last that it logged of the metric
-    low: float | None = None  # the 95% interval of that value, where the recipe logs one
+    low: float | None = None
     high: float | None = None
     cause: str = ""  # why it failed, or has no value: one line
     seconds: float = 0.0  # how long it ran, all its starts together
     quantiles: dict[str, float] = field(default_factory=dict)  # of the drawn parameters, in a search that learns
 
     @property
-    def reads(self) -> str:
-        """Returns the value, with its interval where there is one: "0.7123 (0.69 to 0.73)"."""
-        ends = "" if self.low is None or self.high is None else f" ({self.low:.4g} to {self.high:.4g})"
-        return "-" if self.value is None else f"{self.value:.4g}{ends}"
+    def interval(self) -> tuple[float, float] | None:
+        """Returns the 95% interval of the value, where the recipe logs one."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
 
 
 class SweepFolder:
@@ -208,6 +207,7 @@ class Runner:
         self._processes: dict[str, subprocess.Popen] = {}  # of the runs that go on
         self.stopped_by: signal.Signals | None = None  # the first signal that came
         self._saved_at = time.monotonic()
+        self._histories: dict[str, tuple[int, list[float]]] = {}  # what runs have logged, with the size of the file
         if not folder.runs:
             for point in planned(self.sweep, folder.seed):
                 folder.add(point)
@@ -239,7 +239,7 @@ class Runner:
             try:
                 early = await self._watch(run, process)
             finally:
-                # If this process fails, the run ends with all that it has started.
+                # Where the sweep itself fails, the run ends with all that it has started.
                 if process.poll() is None:
                     _kill(process)
                 del self._processes[run.id]
@@ -350,9 +350,10 @@ class Runner:
         if run.state == "waiting":
             say(f"{run.id} ended where it was; --resume goes on with it")
         else:
-            reads = "" if run.value is None else f", {metric} {run.reads}"
+            reads = "" if run.value is None else f", {metric} {run.value:.4g}"
+            ends = "" if run.interval is None else " ({:.4g} to {:.4g})".format(*run.interval)
             why = f": {run.cause}" if run.cause else ""
-            say(f"{run.id} {run.state.replace('_', ' ')} after {run.seconds:.0f} s{reads}{why}")
+            say(f"{run.id} {run.state.replace('_', ' ')} after {run.seconds:.0f} s{reads}{ends}{why}")
 
     def _is_worse(self, run: SweepRun) -> bool:
         """Tells whether a run ends early, by the rule of the file."""
@@ -362,8 +363,14 @@ class Runner:
         return self.sweep.early.stops(run.id, logged, self.sweep.metric.maximize)
 
     def _logged(self, run: SweepRun) -> list[float]:
-        """Returns the values of the metric that a run has logged."""
-        return [value for value, _, _ in history(self.folder.path / run.folder, self.sweep.metric.name)]
+        """Returns the values of the metric that a run has logged. A file is read again only when it has grown."""
+        path = self.folder.path / run.folder / "metrics.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        before, values = self._histories.get(run.id, (0, []))
+        if size != before:
+            values = [value for value, _, _ in history(path.parent, self.sweep.metric.name)]
+            self._histories[run.id] = size, values
+        return values
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Ends all runs: after the first signal each ends its step and saves, after a second one it ends at once."""
@@ -377,31 +384,21 @@ class Runner:
 
 def _kill(process: subprocess.Popen) -> None:
     """Ends a run and all that it has started in its group."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def history(folder: Path, metric: str) -> list[tuple[float, float | None, float | None]]:
     """Returns what a run has logged of a metric, in order: its value, and the ends of the interval where it has one."""
-    path = folder / "metrics.jsonl"
     try:
-        state = path.stat()
-        return _history(path, metric, state.st_mtime_ns, state.st_size)
+        records = read_metrics(folder / "metrics.jsonl")
     except (FileNotFoundError, ValueError):
         # Not begun; or a line is being cut away, and the next look finds the file whole.
         return []
-
-
-@lru_cache
-def _history(path: Path, metric: str, changed_ns: int, size: int) -> list[tuple[float, float | None, float | None]]:
-    """Reads the file, once until it has changed."""
     low, high = INTERVALS.get(metric, ("", ""))
     return [
         (value, record.get(low), record.get(high))
-        for record in read_metrics(path)
+        for record in records
         if isinstance(value := record.get(metric), int | float) and math.isfinite(value)
     ]
 

@@ -52,6 +52,11 @@ def test_early_stops_are_those_of_wandb(case):
         assert [run for run in case["running"] if early.stops(run, case["runs"], maximize)] == case["stopped"]
 
 
+def test_bands_beyond_every_number_are_left_out():
+    assert hyperband_of({"type": "hyperband", "min_iter": 2, "eta": 1e9}).bands[:2] == (2, 2_000_000_000)
+    assert hyperband_of({"type": "hyperband", "max_iter": 27, "s": 10**9}).bands == (1, 3, 9)
+
+
 def test_the_reference_has_stopped_runs_and_others():
     stopped = [len(case["stopped"]) for case in REFERENCE["stops"] if isinstance(case["stopped"], list)]
     assert sum(map(bool, stopped)) > 40 and stopped.count(0) > 20
