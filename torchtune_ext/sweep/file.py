@@ -5,7 +5,6 @@ search that learns looks for a good u, whatever the distribution is. The values 
 """
 
 import argparse
-import json
 import math
 import os
 import re
@@ -136,9 +135,10 @@ class Parameter:
         count, given = self.count(), self.given
         if self.kind == "q_uniform":
             return [_exact(given["min"] + i * given["q"]) for i in range(count)]
-        values = [self.at((i + 0.5) / count) for i in range(count)]
-        # A value that is named twice is one point, as are 2 and 2.0.
-        return list({json.dumps(_whole(value), sort_keys=True, default=str): value for value in values}.values())
+        if values := given.get("values"):
+            # A value that is named twice is one point, as are 2 and 2.0.
+            return [value for i, value in enumerate(values) if value not in values[:i]]
+        return [self.at((i + 0.5) / count) for i in range(count)]
 
 
 def _place(u: float, count: int) -> int:
@@ -149,10 +149,6 @@ def _place(u: float, count: int) -> int:
 def _exact(value: float) -> float:
     """Returns 0.3 in place of 0.30000000000000004, which does not read as a multiple of 0.1."""
     return float(f"{value:.12g}")
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,7 +453,10 @@ def _check_numbers(where: str, kind: str, given: dict[str, Any]) -> None:
 
 
 def _check_values(where: str, given: dict[str, Any]) -> None:
-    values, shares = given.get("values", [None]), given.get("probabilities", [1.0])
+    """Raises ValueError for values that are none, or chances that are not theirs."""
+    if "values" not in given:
+        return
+    values, shares = given["values"], given.get("probabilities")
     if not isinstance(values, list) or not values:
         raise Mistake(f"{where}: values: {values} must be a list with at least one value")
     if "probabilities" in given and (
