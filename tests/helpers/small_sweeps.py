@@ -16,8 +16,7 @@ def write(path: Path, text: str, method: str = "grid") -> Path:
 def runner(file: Path, folder: Path, jobs: int = 1, *further: str, seed: int = 0):
     """A runner, and the folder that it works in."""
     from torchtune_ext.sweep.file import read_sweep
-    from torchtune_ext.sweep.record import SweepFolder
-    from torchtune_ext.sweep.runner import Runner
+    from torchtune_ext.sweep.runner import Runner, SweepFolder
 
     sweep = read_sweep(file)
     place = SweepFolder(folder, sweep, further, seed, resume=(folder / "sweep.json").exists())
@@ -26,7 +25,6 @@ def runner(file: Path, folder: Path, jobs: int = 1, *further: str, seed: int = 0
         jobs,
         lambda point: [sys.executable, str(PROGRAM), *(f"{key}={value}" for key, value in point.items()), *further],
     )
-    made.plan()
     return made, place
 
 

@@ -16,9 +16,8 @@ import yaml
 from torchtune_ext.host.cli import main
 from torchtune_ext.run.folder import read_record
 from torchtune_ext.sweep.check import check
-from torchtune_ext.sweep.cli import _tries
-from torchtune_ext.sweep.file import read_sweep, sweep_files
-from torchtune_ext.sweep.space import nested
+from torchtune_ext.sweep.file import nested, read_sweep, sweep_files
+from torchtune_ext.sweep.search import tries
 from torchtune_ext.telemetry.metrics import read_metrics
 
 SCHEMA = Path(sys.prefix) / "wandb_sweeps" / "sweeps" / "config" / "schema.json"
@@ -37,8 +36,7 @@ def warmed_up(tmp_path_factory):
 
 def points_of(name):
     sweep = read_sweep(FILES[name])
-    points = _tries(sweep, seed=0)
-    return sweep, points
+    return sweep, tries(sweep, seed=0)
 
 
 def test_there_are_sweeps_over_what_one_asks_first():

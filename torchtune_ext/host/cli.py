@@ -32,7 +32,7 @@ OWN_WORDS = {
         "torchtune_ext.sweep.cli",
         "run a sweep in W&B's format: sweep FILE [--jobs N] [--resume] [--out DIR] [key=value ...]",
     ),
-    "sweeps": ("torchtune_ext.sweep.listing", "list the sweeps, or print one: sweeps [NAME]"),
+    "sweeps": ("torchtune_ext.sweep.file", "list the sweeps, or print one: sweeps [NAME]"),
 }
 # Their main also takes the words that their parser does not know.
 PASSED_ON = {"serve", "sweep"}

@@ -4,13 +4,12 @@ The words of each run go the way that `tune run` sends them: torchtune's parser,
 the sweep's parameters change. So a key, a value or a metric that does not exist is named now, and not by the eighth run.
 """
 
-import difflib
-import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from torchtune_ext.run.catalog import folder, recipe_files
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.settings.components import Component, find_component, instantiate, recipe_module
 from torchtune_ext.settings.config import as_tune_reads, load_config, values_of
-from torchtune_ext.sweep.file import Sweep, expanded
-from torchtune_ext.sweep.space import Point, nested
+from torchtune_ext.sweep.file import EXAMPLE, Point, Sweep, expanded, nested
 from torchtune_ext.telemetry.panels import PANELS
 from torchtune_ext.training.checks import check_optimizer
 from torchtune_ext.training.settings import check_settings
@@ -39,57 +37,45 @@ OURS = {
 OF_A_WARM_UP = ("loss", "optim", "pack", "time", "speed", "memory")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What the command of a sweep runs."""
-
-    recipe: str  # its name, its file or its module
-    config: str  # as the command names it
-    words: Sequence[str]  # key=value, in order
-
-
-def target_of(words: Sequence[str]) -> Target:
-    """Reads the command of a run.
-
-    Raises:
-        ValueError: it is none that starts a recipe.
-    """
-    example = "[tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
-    flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    programs = {Path(word).name for word in flat[: flat.index("run")]} if "run" in flat else set()
-    named = "--config" in flat and 0 < flat.index("--config") < len(flat) - 1
-    if not named or not programs & {"tune", "torchtune-ext", "torchtune_ext"}:
-        raise Mistake(
-            f"command: {' '.join(words)}: a sweep runs recipes: command: {example}; other programs run under `wandb agent`"
-        )
-    at = flat.index("--config")
-    recipe, settings = flat[at - 1], flat[at + 2 :]
-    flags = [word for word in settings if word.startswith("--")]
-    if flags:
-        raise Mistake(
-            f"command: the run would get {flags[0]}, but recipes take key=value: write ${{args_no_hyphens}} in place of "
-            f"${{args}}: command: {example}"
-        )
-    return Target(recipe, flat[at + 1], settings)
-
-
 def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
     """Returns the command of one run. `further`: settings that the user gave for all runs; they stand behind the command.
 
     Raises:
         ValueError: a macro in it is unknown, or is one that no recipe can read.
     """
-    if "${args_json_file}" in sweep.command:
-        raise Mistake("command: recipes read no ${args_json_file}; write ${args_no_hyphens}")
-    words = expanded(sweep.command, nested(list(sweep.parameters), point), sweep.program, "")
+    words = expanded(sweep.command, nested(sweep.parameters, point), sweep.program)
     # The `tune` of this environment, whichever comes first on PATH.
     ours = [sys.executable, "-m", "torchtune_ext"] if words[0] in ("tune", "torchtune-ext") else words[:1]
     return [*ours, *words[1:], *further]
 
 
-def check(
-    sweep: Sweep, points: Iterable[Point], further: Sequence[str], out: Path
-) -> tuple[list[str], dict[str, Any], bool]:
+def target_of(words: Sequence[str]) -> tuple[str, str, list[str]]:
+    """Reads the command of a run.
+
+    Returns:
+        The recipe (its name, its file or its module), the config as the command names it, and the settings, key=value.
+
+    Raises:
+        ValueError: the command is none that starts a recipe.
+    """
+    flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    programs = {Path(word).name for word in flat[: flat.index("run")]} if "run" in flat else set()
+    named = "--config" in flat and 0 < flat.index("--config") < len(flat) - 1
+    if not named or not programs & {"tune", "torchtune-ext", "torchtune_ext"}:
+        raise Mistake(
+            f"command: {' '.join(words)}: a sweep runs recipes: command: {EXAMPLE}; other programs run under `wandb agent`"
+        )
+    at = flat.index("--config")
+    settings = flat[at + 2 :]
+    if flags := [word for word in settings if word.startswith("--")]:
+        raise Mistake(
+            f"command: the run would get {flags[0]}, but recipes take key=value: write ${{args_no_hyphens}} in place of "
+            f"${{args}}: command: {EXAMPLE}"
+        )
+    return flat[at - 1], flat[at + 1], settings
+
+
+def check(sweep: Sweep, points: Sequence[Point], further: Sequence[str], out: Path) -> tuple[list[str], Point, bool]:
     """Tries points of a sweep.
 
     Args:
@@ -104,60 +90,43 @@ def check(
     Raises:
         ValueError: the recipe would refuse a point, or never log the metric. The message names the key, the value and the fix.
     """
-    points = list(points)
     words = words_of(sweep, points[0], further)
-    target = target_of(words)
-    _refuse_ours(sweep, target)
-    if shutil.which(words[0]) is None:
-        raise Mistake(f"command: there is no program {words[0]}; write [tune, run, ...], or put it on PATH")
-    output_dir = f"output_dir={out / 'run'}"
-    if re.search(r"[=#:{\[]", str(out)):
-        raise Mistake(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
-    module = recipe_module(target.recipe, "command: ")
-    schema = getattr(module, "Config", None)
-    if schema is None or "output_dir" not in {field.name for field in fields(schema)}:
-        raise Mistake(
-            f"command: {target.recipe} is no recipe of this project: it has no class Config with an output_dir"
-        )
-    ours = target.recipe in {each.name for each in recipe_files(folder("recipes"), folder("configs"))}
-    as_tune_reads(target.config, target.words, module.__file__)
-    first, notes = None, []
-    for point in points:
-        # Each run is given its folder.
-        cfg = _tried(sweep, point, [*further, output_dir], schema, ours)
-        first = first or cfg
-    notes += require_logged(sweep, target.recipe, ours, schema, first)
-    on_gpu = getattr(first, "device", "auto") != "cpu" and torch.cuda.is_available()
-    return notes, _without(target, sweep), on_gpu
-
-
-def _refuse_ours(sweep: Sweep, target: Target) -> None:
-    for key in (*(each.name for each in sweep.parameters), *(word.partition("=")[0] for word in target.words)):
+    recipe, config, settings = target_of(words)
+    names = [each.name for each in sweep.parameters]
+    for key in (*names, *(word.partition("=")[0] for word in settings)):
         if key in OURS:
             raise Mistake(f"{key}: take it out of the sweep: {OURS[key]}")
+    if shutil.which(words[0]) is None:
+        raise Mistake(f"command: there is no program {words[0]}; write [tune, run, ...], or put it on PATH")
+    if re.search(r"[=#:{\[]", str(out)):
+        raise Mistake(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
+    module = recipe_module(recipe, "command: ")
+    schema = getattr(module, "Config", None)
+    if schema is None or "output_dir" not in {field.name for field in fields(schema)}:
+        raise Mistake(f"command: {recipe} is no recipe of this project: it has no class Config with an output_dir")
+    ours = recipe in {each.name for each in recipe_files(folder("recipes"), folder("configs"))}
+    as_tune_reads(config, settings, module.__file__)
+    first, *_ = [_tried(sweep, point, [*further, f"output_dir={out / 'run'}"], schema, ours) for point in points]
+    notes = require_logged(sweep, recipe, ours, first)
+    on_gpu = getattr(first, "device", "auto") != "cpu" and torch.cuda.is_available()
+    usual = values_of(as_tune_reads(config, []), names)
+    return notes, {name: value for name, value in usual.items() if value is not None}, on_gpu
 
 
 def _tried(sweep: Sweep, point: Point, further: Sequence[str], schema: type, ours: bool) -> Any:
     """Builds what a point changes. Returns the settings of its run. Raises ValueError."""
-    target = target_of(words_of(sweep, point, further))
-    changed = {name.partition(".")[0] for name in point} | {
-        re.split("[.=]", word)[0].lstrip("~") for word in target.words
-    }
+    _, config, settings = target_of(words_of(sweep, point, further))
+    changed = {name.partition(".")[0] for name in point} | {re.split("[.=]", word)[0].lstrip("~") for word in settings}
     try:
-        cfg = load_config(schema, as_tune_reads(target.config, target.words))
+        cfg = load_config(schema, as_tune_reads(config, settings))
         _build(cfg, changed, ours)
+        return cfg
     except ValueError as error:
-        drawn = [each.name for each in sweep.parameters if not each.fixed]
-        at = ", ".join(f"{name}={point[name]}" for name in drawn)
-        raise Mistake(
-            f"{error} (in the run with {at})" if at and not _blames(str(error), drawn) else str(error)
-        ) from None
-    return cfg
-
-
-def _blames(text: str, names: Sequence[str]) -> bool:
-    """Tells whether a message names a parameter with its value, or a key that no run has."""
-    return text.startswith("unknown key") or any(f"{name}=" in text for name in names)
+        text = str(error)
+        # Most messages name the parameter with its value, or a key that no run has.
+        named = text.startswith("unknown key") or any(f"{each.name}=" in text for each in sweep.drawn)
+        at = ", ".join(f"{each.name}={point[each.name]}" for each in sweep.drawn)
+        raise Mistake(text if named or not at else f"{text} (in the run with {at})") from None
 
 
 def _build(cfg: Any, changed: set[str], ours: bool) -> None:
@@ -183,30 +152,29 @@ def _bare(node: Component) -> bool:
     return isinstance(name := node.get("_component_"), str) and "." not in name
 
 
-def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Any) -> list[str]:
+def require_logged(sweep: Sweep, recipe: str, ours: bool, cfg: Any) -> list[str]:
     """Looks whether the runs will log the metric. Returns notes about what cannot be known.
+
+    Args:
+        recipe: its name; `ours`: whether it is one of this project.
+        cfg: the settings of one of the runs.
 
     Raises:
         ValueError: they will not. The message gives the nearest name.
     """
     metric, notes = sweep.metric.name, []
-    if "logging" not in {field.name for field in fields(schema)}:
+    if not hasattr(cfg, "logging"):
         raise Mistake(f"metric: {recipe} writes no metrics; a sweep compares runs of a recipe that trains")
-    known = {name for panel in PANELS for name, _ in panel.series} | {
-        name for panel in PANELS if panel.band for name in panel.band
-    }
-    plain = [name for name in known if "*" not in name]
-    near = next(iter(difflib.get_close_matches(metric, plain, n=1, cutoff=0.75)), None) or nearest(metric, plain)
+    known = {name for panel in PANELS for name in (*(name for name, _ in panel.series), *(panel.band or ()))}
+    near = nearest(metric, [name for name in known if "*" not in name])
     hint = f"did you mean {near}?" if near else "docs/telemetry.md lists the metrics"
-    patterns = [name for name in known if re.fullmatch(re.escape(name).replace(r"\*", "[^/]+"), metric)]
     group = metric.partition("/")[0]
     if ours and recipe == "warmup_sft" and group not in OF_A_WARM_UP:
         raise Mistake(f"metric: {metric} is never logged by {recipe}; did you mean loss/nll?")
-    if metric not in known and not patterns:
-        message = f"metric: {metric} is no metric of {recipe}; {hint}"
+    if not any(fnmatchcase(metric, name) for name in known):
         if ours:
-            raise Mistake(message)
-        notes.append(f"{message} A recipe of your own may log it")
+            raise Mistake(f"metric: {metric} is no metric of {recipe}; {hint}")
+        notes.append(f"metric: {metric} is no metric of {recipe}; {hint} A recipe of your own may log it")
     elif metric not in known:
         also = f"; {hint}" if near else ""
         notes.append(
@@ -216,25 +184,11 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, schema: type, cfg: Any
         raise Mistake(
             f"metric: {metric} is never logged: {sweep.path.name} runs a config without held-out problems (evaluation.task)"
         )
-    if (
-        group == "async"
-        and not getattr(cfg, "staleness", 0)
-        and "staleness" not in {each.name for each in sweep.parameters}
-    ):
+    names = {each.name for each in sweep.parameters}
+    if group == "async" and not getattr(cfg, "staleness", 0) and "staleness" not in names:
         raise Mistake(f"metric: {metric} is never logged with staleness=0")
     if not sweep.metric.has_goal:
         notes.append(
             f"metric: {metric} is minimized, since the file names no goal; write goal: maximize if more is better"
         )
     return notes
-
-
-def _without(target: Target, sweep: Sweep) -> dict[str, Any]:
-    """Returns the values that the config gives the parameters itself, as far as it names them."""
-    values = values_of(as_tune_reads(target.config, []), [each.name for each in sweep.parameters])
-    return {name: value for name, value in values.items() if isinstance(value, bool | int | float | str)}
-
-
-def cores() -> int:
-    """Returns how many cores this process may use."""
-    return len(os.sched_getaffinity(0))

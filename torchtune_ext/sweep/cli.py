@@ -1,6 +1,5 @@
-"""`torchtune-ext sweep FILE` runs a sweep here, and `torchtune-ext sweeps` lists those that come with the program.
+"""`torchtune-ext sweep FILE` runs a sweep here.
 
-    torchtune-ext sweeps                                      the names of ours
     torchtune-ext sweep tiny_lr                               one of ours, or the path of a file in W&B's format
     torchtune-ext sweep my_lr.yaml --jobs 2 max_steps=40      two runs at a time, a setting for all runs
     torchtune-ext sweep my_lr.yaml --resume                   goes on with one that was stopped or killed
@@ -10,19 +9,21 @@ Exit status: 0 at the end, 1 if no run has finished, 2 for bad input, 128 and th
 """
 
 import argparse
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torchtune_ext.host import plugin
 from torchtune_ext.run.errors import FAILED, Mistake, nearest
 from torchtune_ext.run.output import say
+from torchtune_ext.run.terminal import BOLD, styled
 from torchtune_ext.sweep.file import Sweep, read_sweep, sweep_file
-from torchtune_ext.sweep.record import SweepFolder
-from torchtune_ext.sweep.search import draw
-from torchtune_ext.sweep.space import Point, grid
+from torchtune_ext.sweep.runner import ORDER, Runner, SweepFolder, SweepRun, shown
+from torchtune_ext.sweep.search import tries
 
 FOLDER = Path("runs", "sweeps")
-TRIED = 200  # points at most that are tried before the start; a point takes 0.05 s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
 
     Raises:
         ValueError: something is wrong that can be seen before the first run.
-        ImportError, OSError: as `read_sweep` and `SweepFolder` say.
+        OSError: as `SweepFolder.begin` says.
     """
     # It reads recipes, which import torchtune.
     plugin.install()
@@ -52,41 +53,32 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     if args.jobs < 1:
         raise Mistake(f"--jobs {args.jobs} must be 1 or more")
     folder = SweepFolder(args.out or FOLDER / sweep.path.stem, sweep, words, args.seed, args.resume)
-    try:
-        return _run(args, sweep, folder)
-    finally:
-        folder.close()
+    # This imports torch, which is not needed to say what is wrong with a file.
+    from torchtune_ext.sweep.check import check, words_of
 
-
-def _run(args: argparse.Namespace, sweep: Sweep, folder: SweepFolder) -> int:
-    # These import torch, which is not needed to say what is wrong with a file.
-    from torchtune_ext.sweep.check import check, cores, words_of
-    from torchtune_ext.sweep.runner import Runner, table
-
-    tries = _tries(sweep, folder.seed)
-    notes, usual, on_gpu = check(sweep, tries, folder.words, folder.path)
-    if sweep.method != "bayes" and len(tries) < sweep.runs:
+    points = tries(sweep, folder.seed)
+    notes, usual, on_gpu = check(sweep, points, folder.words, folder.path)
+    if sweep.method != "bayes" and len(points) < sweep.runs:
         notes.append(
-            f"of {sweep.runs} points {len(tries)} were tried on the recipe: what is wrong with others fails their runs"
+            f"of {sweep.runs} points {len(points)} were tried on the recipe: what is wrong with others fails their runs"
         )
-    variables = {}
-    if on_gpu and args.jobs > 1:
+    variables, cores = {}, len(os.sched_getaffinity(0))
+    if not on_gpu:
+        variables["OMP_NUM_THREADS"] = str(max(1, cores // args.jobs))
+        if args.jobs > cores:
+            notes.append(f"--jobs {args.jobs}: this machine has {cores} cores, so runs wait for each other")
+    elif args.jobs > 1:
         notes.append(
             f"--jobs {args.jobs}: the runs share the same GPUs and their memory; with --jobs 1 each has them alone"
         )
-    elif not on_gpu:
-        variables["OMP_NUM_THREADS"] = str(max(1, cores() // args.jobs))
-        if args.jobs > cores():
-            notes.append(f"--jobs {args.jobs}: this machine has {cores()} cores, so runs wait for each other")
-    runner = Runner(folder, args.jobs, lambda point: words_of(sweep, point, folder.words), variables)
-    runner.plan()
+    goal = "maximized" if sweep.metric.maximize else "minimized"
     for note in notes:
         say(note)
-    goal = "maximized" if sweep.metric.maximize else "minimized"
     say(
         f"sweep {sweep.name}: {sweep.method}, {sweep.runs} runs, {sweep.metric.name} {goal}, {args.jobs} at a time; "
         f"files: {folder.path}"
     )
+    runner = Runner(folder, args.jobs, lambda point: words_of(sweep, point, folder.words), variables)
     ended = runner.run()
     say(f"\n{table(sweep, folder.runs, usual)}\n")
     if not ended:
@@ -106,39 +98,48 @@ def _run(args: argparse.Namespace, sweep: Sweep, folder: SweepFolder) -> int:
 
 
 def _check_words(sweep: Sweep, words: Sequence[str]) -> None:
-    swept = {each.name: each for each in sweep.parameters}
+    """Raises ValueError for an option that there is not, or a setting that the sweep makes itself."""
     for word in words:
-        key, equals, _ = word.partition("=")
+        key = word.partition("=")[0]
         if word.startswith("-"):
             near = nearest(key.lstrip("-"), ["jobs", "resume", "out", "seed"])
             raise Mistake(
                 f"there is no option {key}; {f'did you mean --{near}?' if near else 'see torchtune-ext sweep --help'}"
             )
-        if not equals:
-            raise Mistake(f"{word!r} is no setting: write key=value, max_steps=20 for instance")
-        if key in swept:
+        if key in {each.name for each in sweep.parameters}:
             raise Mistake(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
 
 
-def _tries(sweep: Sweep, seed: int) -> list[Point]:
-    """Returns points whose settings are tried before the start: all that are known, and the ends of what will be drawn. If
-    there are more than TRIED points, these are some of them that together have each value of each parameter."""
-    if sweep.method == "bayes":
-        first, _ = draw(sweep.parameters, seed, 0)
-        drawn = [each for each in sweep.parameters if not each.fixed]
-        values = {each.name: each.given.get("values", [each.at(0.0), each.at(1.0)]) for each in drawn}
-        return [first, *({**first, name: value} for name, some in values.items() for value in some)]
-    if sweep.method == "grid":
-        points = grid(list(sweep.parameters))[: sweep.runs]
-    else:
-        points = [draw(sweep.parameters, seed, number)[0] for number in range(sweep.runs)]
-    if len(points) <= TRIED:
-        return points
-    pairs: set[tuple[str, str]] = set()
-    chosen = []
-    for point in points:
-        values = {(name, str(value)) for name, value in point.items()}
-        if not values <= pairs and len(chosen) < TRIED:
-            chosen.append(point)
-            pairs |= values
-    return chosen
+def table(sweep: Sweep, runs: Sequence[SweepRun], usual: Mapping[str, Any]) -> str:
+    """Returns the table, the best run first. One that was stopped early or failed stands behind all that finished.
+
+    Args:
+        usual: what the config gives the parameters without the sweep; the run with all of these values has a star.
+    """
+    names = [each.name for each in sweep.drawn]
+    sign = -1 if sweep.metric.maximize else 1
+    ranked = sorted(runs, key=lambda run: (ORDER.index(run.state), run.value is None, sign * (run.value or 0.0)))
+    star = {
+        run.id: "*"
+        for run in runs
+        if names and all(name in usual and usual[name] == run.parameters[name] for name in names)
+    }
+    rows = [["run", *names, sweep.metric.name, "95% interval", "state", "seconds"]]
+    rows += [
+        [
+            run.id + star.get(run.id, ""),
+            *(shown(run.parameters[name]) for name in names),
+            "-" if run.value is None else f"{run.value:.4f}",
+            "-" if run.interval is None else "{:.4f} to {:.4f}".format(*run.interval),
+            run.state.replace("_", " "),
+            f"{run.seconds:.0f}",
+        ]
+        for run in ranked
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if ranked and ranked[0].value is not None:
+        lines[1] = styled(lines[1], BOLD, sys.stdout)
+    if star:
+        lines.append("* as the config has it")
+    return "\n".join([*lines, *(f"{run.id}: {run.cause}" for run in runs if run.cause)])

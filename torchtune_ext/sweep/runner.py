@@ -1,50 +1,188 @@
-"""Starts the runs of a sweep, a few at a time, and waits for them.
+"""The folder of a sweep, and its runs: a few at a time.
 
-Every run is a process of its own, with its output in `output.log` of its folder. It ends with this process, also by kill -9. A
-run that was in the middle goes on from its checkpoint when the sweep goes on, or begins again in its folder if it has none.
+    sweep.yaml     the file as it was given
+    sweep.json     how far the sweep is
+    run_01, ...    a folder for each run, as every run has it; what it printed is in `output.log`
+
+Every run is a process of its own. It ends with this process, also by kill -9. A run that was in the middle goes on from its
+checkpoint when the sweep goes on, or begins again in its folder if it has none.
 """
 
+import asyncio
+import fcntl
+import json
+import math
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
+import yaml
+
+from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RUN_VARIABLE, SWEEP_VARIABLE, checkpoint_folders
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent, environment
 from torchtune_ext.run.stop import NAMES
-from torchtune_ext.run.terminal import BOLD, styled
-from torchtune_ext.sweep.file import Sweep
-from torchtune_ext.sweep.record import SweepFolder, SweepRun, history
-from torchtune_ext.sweep.search import Tried, draw, suggest
-from torchtune_ext.sweep.space import Point, grid
+from torchtune_ext.sweep.file import Point, Sweep
+from torchtune_ext.sweep.search import Quantiles, planned, point_at, suggest
+from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.panels import PANELS
 
-OUTPUT = "output.log"
-LOOK_S = 0.5  # seconds between two looks at the runs
+FORMAT = 1
+FILE, RECORD, LOCK, OUTPUT = "sweep.yaml", "sweep.json", "sweep.lock", "output.log"
+# A metric with an interval -> the metrics of its ends.
+INTERVALS = {panel.band[0]: panel.band[1:] for panel in PANELS if panel.band}
+ORDER = ("finished", "stopped_early", "failed", "running", "waiting")  # of the states of runs, in the table
+LOOK_S = 0.5  # seconds between two looks at a run
 SAVE_S = 10.0  # seconds from one record to the next: a sweep that is killed knows how long its runs ran until then
 NEWS_S = 60.0  # seconds from one line about a run that works to the next
 END_S = 600.0  # seconds that a run has to end after SIGTERM: the end of its step, its checkpoint, its cleanup
 LONGEST_CAUSE = 300  # characters
-WARM_UP = 5  # random points, at most, at the beginning of a search that learns
 
 
 @dataclass(slots=True)
-class _Process:
-    """A run that goes on."""
+class SweepRun:
+    """One run of a sweep."""
 
-    run: SweepRun
-    process: subprocess.Popen
-    before: float  # seconds that it ran in earlier starts
-    since: float  # time.monotonic()
-    signaled_at: float | None = None  # when it got the signal to end
-    early: bool = False  # whether it got that because others are better
+    id: str
+    folder: str  # below the sweep's folder
+    parameters: Point
+    state: str = "waiting"  # one of ORDER
+    value: float | None = None  # the last that it logged of the metric
+    low: float | None = None
+    high: float | None = None
+    cause: str = ""  # why it failed, or has no value: one line
+    seconds: float = 0.0  # how long it ran, all its starts together
+    quantiles: dict[str, float] = field(default_factory=dict)  # of the drawn parameters, in a search that learns
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Returns the 95% interval of the value, where the recipe logs one."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+
+class SweepFolder:
+    """The folder of a sweep. One process has it from `begin` on, or from here on if the sweep goes on.
+
+    Raises:
+        ValueError: another process runs the sweep there; the folder holds one and `resume` is False, or another one, or
+            something else.
+    """
+
+    def __init__(self, path: Path, sweep: Sweep, words: Sequence[str], seed: int, resume: bool):
+        self.path, self.sweep = path, sweep
+        self.words, self.seed = list(words), seed
+        self.runs: list[SweepRun] = []
+        self._lock: TextIO | None = None
+        held = (path / RECORD).exists()
+        if path.exists() and not path.is_dir():
+            raise Mistake(f"--out {path} is no folder; choose another one")
+        if held and not resume:
+            raise Mistake(f"{path} holds a sweep; go on with it (--resume), or choose another folder (--out)")
+        if not held and resume:
+            raise Mistake(f"--resume: {path} holds no sweep; leave --resume out, or name its folder (--out)")
+        if not held and path.exists() and any(each.name not in (LOCK, FILE) for each in path.iterdir()):
+            raise Mistake(f"{path} is not empty, and holds no sweep; choose another folder (--out)")
+        if held:
+            self._hold()
+            self._read()
+
+    def begin(self) -> None:
+        """Writes the file of the sweep and the record.
+
+        Raises:
+            ValueError: another process runs the sweep.
+            OSError: the folder cannot be made or written.
+        """
+        if self._lock is None:
+            self._hold()
+        write_atomic(self.path / FILE, self.sweep.text.encode())
+        self.save()
+
+    def add(self, point: Point, quantiles: Mapping[str, float] | None = None) -> SweepRun:
+        """Adds a run of a point; it waits."""
+        name = f"run_{len(self.runs) + 1:0{max(2, len(str(self.sweep.runs)))}d}"
+        self.runs.append(SweepRun(name, name, point, quantiles=dict(quantiles or {})))
+        return self.runs[-1]
+
+    def save(self) -> None:
+        """Writes `sweep.json`, whole."""
+        sweep, metric = self.sweep, self.sweep.metric
+        record = {
+            "format": FORMAT,
+            "name": sweep.name,
+            "method": sweep.method,
+            "metric": {"name": metric.name, "goal": "maximize" if metric.maximize else "minimize"},
+            "command": [str(word) for word in sweep.command],
+            "words": self.words,
+            "seed": self.seed,
+            "parameters": {
+                each.name: {"distribution": each.kind, **each.given}
+                if each.kind not in ("constant", "categorical")
+                else each.given
+                for each in sweep.parameters
+            },
+            "runs": [asdict(run) for run in self.runs],
+        }
+        with explained(f"{self.path / RECORD} cannot be written", "Make room; --resume goes on"):
+            write_atomic(self.path / RECORD, (json.dumps(record, indent=1) + "\n").encode())
+
+    def close(self) -> None:
+        """Gives up the folder, as the end of the process does."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _hold(self) -> None:
+        with explained(
+            f"{self.path} cannot be made or written", "Choose another folder (--out), or make room and set its rights"
+        ):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / LOCK, "a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Mistake(
+                f"{self.path}: another process runs this sweep; wait, or choose another folder (--out)"
+            ) from None
+        except OSError:
+            # A file system without locks.
+            pass
+
+    def _read(self) -> None:
+        """Reads the record of a sweep that goes on, and compares the two files."""
+        path = self.path / RECORD
+        try:
+            record = json.loads(path.read_bytes())
+            if record["format"] != FORMAT:
+                raise Mistake(
+                    f"{path} has format {record['format']}, and this version goes on with {FORMAT}: use the version that "
+                    "began the sweep"
+                )
+            self.runs = [SweepRun(**run) for run in record["runs"]]
+            words, self.seed = record["words"], record["seed"]
+            before = yaml.safe_load((self.path / FILE).read_text(encoding="utf-8"))
+        except (KeyError, TypeError, OSError, json.JSONDecodeError, yaml.YAMLError) as error:
+            raise Mistake(f"{path} is damaged ({error!r}); begin again in another folder (--out)") from error
+        now = yaml.safe_load(self.sweep.text)
+        if other := sorted(key for key in {**before, **now} if before.get(key) != now.get(key)):
+            raise Mistake(
+                f"--resume: {self.sweep.path} is not the file that this sweep began with: {', '.join(other)} differ"
+                f"{'' if other[1:] else 's'}; go on with {self.path / FILE}, or begin in another folder (--out)"
+            )
+        if self.words and self.words != words:
+            raise Mistake(
+                f"--resume: the sweep began with {' '.join(words) or 'no settings'}, and not with {' '.join(self.words)}; "
+                "leave them out, or begin in another folder (--out)"
+            )
+        self.words = words
 
 
 class Runner:
@@ -62,29 +200,18 @@ class Runner:
         folder: SweepFolder,
         jobs: int,
         command: Callable[[Point], Sequence[str]],
-        variables: dict[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
     ):
         self.folder, self.sweep, self.jobs, self._command = folder, folder.sweep, jobs, command
         self._variables = variables or {}
-        self._running: list[_Process] = []
-        self._saved_at = self._news_at = time.monotonic()
+        self._processes: dict[str, subprocess.Popen] = {}  # of the runs that go on
         self.stopped_by: signal.Signals | None = None  # the first signal that came
-        # What runs have logged, each with the time and the size of its file.
-        self._histories: dict[str, tuple[tuple[int, int], list[float]]] = {}
-        self._signals: list[signal.Signals] = []  # those that came and are not yet handed on
+        self._saved_at = time.monotonic()
+        self._histories: dict[str, tuple[int, list[float]]] = {}  # what runs have logged, with the size of the file
+        if not folder.runs:
+            for point in planned(self.sweep, folder.seed):
+                folder.add(point)
         self._waiting = [run for run in folder.runs if run.state in ("waiting", "running")]
-
-    def plan(self) -> None:
-        """Adds the runs whose points are known before the first result. A sweep that goes on has them."""
-        sweep = self.sweep
-        if self.folder.runs or sweep.method == "bayes":
-            return
-        known = (
-            [(point, {}) for point in grid(list(sweep.parameters))[: sweep.runs]]
-            if sweep.method == "grid"
-            else [draw(sweep.parameters, self.folder.seed, number) for number in range(sweep.runs)]
-        )
-        self._waiting += [self.folder.add(point, quantiles) for point, quantiles in known]
 
     @property
     def left(self) -> int:
@@ -94,229 +221,186 @@ class Runner:
 
     def run(self) -> bool:
         """Runs until all runs have ended, or a signal came. Returns whether the sweep is at its end."""
-        handlers = {number: signal.getsignal(number) for number in NAMES}
-        for number, handler in handlers.items():
-            # Under nohup, or in the background of a shell, a signal that was ignored stays ignored.
-            if handler != signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
-        try:
-            self.folder.begin()
-            while self._step():
-                time.sleep(LOOK_S)
-        finally:
-            for each in self._running:
-                _end(each.process, signal.SIGKILL)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        self.folder.begin()
+        asyncio.run(self._run_all())
         return self.stopped_by is None or not self.left
 
-    def _step(self) -> bool:
-        """Looks at all runs once, and starts others. Returns whether any goes on."""
-        while self._signals:
-            self._hand_on(self._signals.pop(0))
-        for each in list(self._running):
-            if each.process.poll() is not None:
-                self._running.remove(each)
-                self._ended(each)
-            elif each.signaled_at is not None and time.monotonic() > each.signaled_at + END_S:
-                say(f"{each.run.id} has not ended within {END_S:g} s of SIGTERM: it is killed")
-                _end(each.process, signal.SIGKILL)
-        if self.stopped_by is None:
-            self._stop_early()
-            while len(self._running) < self.jobs and (run := self._next()) is not None:
-                self._start(run)
-        for each in self._running:
-            _clock(each)
-        if self._running and time.monotonic() > self._saved_at + SAVE_S:
-            self._saved_at = time.monotonic()
-            self.folder.save()
-        if time.monotonic() > self._news_at + NEWS_S:
-            self._news_at = time.monotonic()
-            for each in self._running:
-                logged = self._logged(each.run)
-                reads = f"{self.sweep.metric.name} {logged[-1]:.4g}" if logged else f"no {self.sweep.metric.name} yet"
-                say(f"{each.run.id} works since {each.run.seconds:.0f} s: {reads}")
-        return bool(self._running)
+    async def _run_all(self) -> None:
+        for number in NAMES:
+            # Under nohup, or in the background of a shell, a signal that was ignored stays ignored.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        await asyncio.gather(*(self._run_some() for _ in range(self.jobs)))
+
+    async def _run_some(self) -> None:
+        """Runs one run after the other."""
+        while self.stopped_by is None and (run := self._next()) is not None:
+            process = self._processes[run.id] = self._start(run)
+            try:
+                early = await self._watch(run, process)
+            finally:
+                # Where the sweep itself fails, the run ends with all that it has started.
+                if process.poll() is None:
+                    _kill(process)
+                del self._processes[run.id]
+            self._note(run, process.returncode, early)
 
     def _next(self) -> SweepRun | None:
         """Returns the next run to start, or None."""
         metric, runs = self.sweep.metric, self.folder.runs
         if metric.target is not None:
-            reached = [
-                run
-                for run in runs
-                if run.value is not None
-                and run.state == "finished"
-                and (run.value >= metric.target if metric.maximize else run.value <= metric.target)
-            ]
-            if reached:
+            values = [run.value for run in runs if run.state == "finished" and run.value is not None]
+            if any(value >= metric.target if metric.maximize else value <= metric.target for value in values):
                 return None
         if self._waiting:
             return self._waiting.pop(0)
-        if self.sweep.method != "bayes" or len(runs) >= self.sweep.runs:
+        if len(runs) >= self.sweep.runs:
             return None
-        point, quantiles = suggest(
-            self.sweep.parameters,
-            self.folder.seed,
-            len(runs),
-            self._tried(),
-            metric.maximize,
-            warm_up=max(1, min(WARM_UP, self.sweep.runs // 2)),
-        )
-        return self.folder.add(point, quantiles)
+        quantiles = suggest(self.sweep, self.folder.seed, len(runs), self._results())
+        return self.folder.add(point_at(self.sweep, quantiles), quantiles)
 
-    def _tried(self) -> list[Tried]:
-        """Returns the points until now, for a search that learns. A run that has failed gets a value by W&B's rule."""
-        runs, metric = self.folder.runs, self.sweep.metric
-        values = [run.value for run in runs if run.value is not None and run.state != "failed"]
+    def _results(self) -> list[tuple[Quantiles, float | None]]:
+        """Returns where runs were and what they came to; None: still to come. One that has failed has a value by W&B's rule."""
+        runs, metric, results = self.folder.runs, self.sweep.metric, []
+        known = [run.value for run in runs if run.value is not None and run.state != "failed"]
         worst, best = (min, max) if metric.maximize else (max, min)
-        imputed = {"worst": worst, "best": best}.get(metric.impute, lambda _: None)
-        points = []
         for run in runs:
             value = run.value
-            if run.state == "failed" and (metric.impute != "latest" or value is None):
-                if not values:
-                    # Nothing is known yet to put in its place.
-                    continue
-                value = imputed(values)
+            if run.state == "failed" and metric.impute != "latest":
+                value = (worst if metric.impute == "worst" else best)(known, default=None)
             if run.state in ("waiting", "running"):
-                value = None
-            elif value is None:
-                continue
-            points.append(Tried(run.quantiles, value))
-        return points
+                results.append((run.quantiles, None))
+            elif value is not None:
+                results.append((run.quantiles, value))
+        return results
 
-    def _start(self, run: SweepRun) -> None:
+    def _start(self, run: SweepRun) -> subprocess.Popen:
         place = self.folder.path / run.folder
         place.mkdir(exist_ok=True)
-        words = [*self._command(run.parameters), f"output_dir={place}"]
-        goes_on = bool(checkpoint_folders(place / "checkpoints"))
-        if goes_on:
-            words.append("resume_from_checkpoint=True")
+        words, begins = [*self._command(run.parameters), f"output_dir={place}"], "starts"
+        if checkpoint_folders(place / "checkpoints"):
+            words, begins = [*words, "resume_from_checkpoint=True"], "goes on"
         inherited = {name: value for name, value in environment().items() if name not in (SWEEP_VARIABLE, RUN_VARIABLE)}
-        # Runs that log to W&B are one group there.
-        variables = {"WANDB_RUN_GROUP": self.sweep.name, **self._variables, **inherited}
-        at = ", ".join(
-            f"{each.name}={shown(run.parameters[each.name])}" for each in self.sweep.parameters if not each.fixed
-        )
-        number, of = self.folder.runs.index(run) + 1, self.sweep.runs
         with open(place / OUTPUT, "ab") as output:
-            try:
-                process = subprocess.Popen(
-                    words,
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    # Ctrl-C is for the sweep, which tells its runs to end well.
-                    process_group=0,
-                    preexec_fn=partial(die_with_parent, os.getpid()),
-                )
-            except OSError as error:
-                run.state, run.cause = "failed", f"{words[0]} cannot be started: {error.strerror}"
-                say(f"{run.id} failed: {run.cause}")
-                self.folder.save()
-                return
+            process = subprocess.Popen(
+                words,
+                # Runs that log to W&B are one group there.
+                env={"WANDB_RUN_GROUP": self.sweep.name, **self._variables, **inherited},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C is for the sweep, which tells its runs to end well.
+                process_group=0,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
         run.state = "running"
-        self._running.append(_Process(run, process, run.seconds, time.monotonic()))
         self.folder.save()
-        begins = "goes on" if goes_on else "starts"
-        say(f"{run.id} ({number} of {of}) {begins}: {at or 'no parameter varies'}; its output: {place / OUTPUT}")
+        number = self.folder.runs.index(run) + 1
+        at = ", ".join(f"{each.name}={shown(run.parameters[each.name])}" for each in self.sweep.drawn)
+        say(
+            f"{run.id} ({number} of {self.sweep.runs}) {begins}: {at or 'no parameter varies'}; its output: "
+            f"{place / OUTPUT}"
+        )
+        return process
 
-    def _ended(self, each: _Process) -> None:
+    async def _watch(self, run: SweepRun, process: subprocess.Popen) -> bool:
+        """Waits until a run has ended. Returns whether it was stopped because others are better."""
+        metric, early = self.sweep.metric.name, False
+        before, since = run.seconds, time.monotonic()
+        told_at = None  # when it was told to end
+        news_at = since
+        while process.poll() is None:
+            now = time.monotonic()
+            run.seconds = round(before + now - since, 1)
+            if told_at is None and self.stopped_by is not None:
+                told_at = now
+            elif told_at is None and self._is_worse(run):
+                say(f"{run.id} is stopped early: others are better where it is ({metric}, early_terminate)")
+                process.terminate()
+                told_at, early = now, True
+            elif told_at is not None and now > told_at + END_S:
+                say(f"{run.id} has not ended within {END_S:g} s of SIGTERM: it is killed")
+                _kill(process)
+            if now > self._saved_at + SAVE_S:
+                self._saved_at = now
+                self.folder.save()
+            if now > news_at + NEWS_S:
+                news_at = now
+                values = self._logged(run)
+                reads = f"{metric} {values[-1]:.4g}" if values else f"no {metric} yet"
+                say(f"{run.id} works since {run.seconds:.0f} s: {reads}")
+            await asyncio.sleep(LOOK_S)
+        run.seconds = round(before + time.monotonic() - since, 1)
+        return early
+
+    def _note(self, run: SweepRun, status: int, early: bool) -> None:
         """Notes what became of a run."""
-        run, status = each.run, each.process.returncode
-        place = self.folder.path / run.folder
-        _clock(each)
-        logged = history(place, self.sweep.metric.name)
-        last = logged[-1] if logged else {}
-        run.value, run.low, run.high = last.get("value"), last.get("low"), last.get("high")
+        place, metric = self.folder.path / run.folder, self.sweep.metric.name
+        logged = history(place, metric)
+        run.value, run.low, run.high = logged[-1] if logged else (None, None, None)
         if status == 0:
-            run.state = "finished"
-            run.cause = "" if logged else f"it logged no {self.sweep.metric.name}"
-        elif self.stopped_by is not None and each.signaled_at is not None and not each.early:
-            run.state = "waiting"
-        elif each.early:
+            run.state, run.cause = "finished", "" if logged else f"it logged no {metric}"
+        elif early:
             run.state = "stopped_early"
+        elif self.stopped_by is not None:
+            run.state = "waiting"
         else:
             run.state, run.cause = "failed", cause(place / OUTPUT, status)
         self.folder.save()
         if run.state == "waiting":
             say(f"{run.id} ended where it was; --resume goes on with it")
         else:
-            reads = "" if run.value is None else f", {self.sweep.metric.name} {with_interval(run)}"
+            reads = "" if run.value is None else f", {metric} {run.value:.4g}"
+            ends = "" if run.interval is None else " ({:.4g} to {:.4g})".format(*run.interval)
             why = f": {run.cause}" if run.cause else ""
-            say(f"{run.id} {run.state.replace('_', ' ')} after {run.seconds:.0f} s{reads}{why}")
+            say(f"{run.id} {run.state.replace('_', ' ')} after {run.seconds:.0f} s{reads}{ends}{why}")
 
-    def _stop_early(self) -> None:
-        """Tells runs to end that are worse than others, by the rule of the file."""
-        if self.sweep.early is None or not self._running:
-            return
-        metric = self.sweep.metric
-        logged = {run.id: self._logged(run) for run in self.folder.runs}
-        can = {each.run.id: each for each in self._running if each.signaled_at is None}
-        for name in self.sweep.early.stopped(logged, list(can), metric.maximize):
-            say(f"{name} is stopped early: others are better where it is ({metric.name}, early_terminate)")
-            can[name].early = True
-            self._tell(can[name], signal.SIGTERM)
+    def _is_worse(self, run: SweepRun) -> bool:
+        """Tells whether a run ends early, by the rule of the file."""
+        if self.sweep.early is None:
+            return False
+        logged = {each.id: self._logged(each) for each in self.folder.runs}
+        return self.sweep.early.stops(run.id, logged, self.sweep.metric.maximize)
 
     def _logged(self, run: SweepRun) -> list[float]:
-        """Returns the values of the metric that a run has logged. A file is read again only when it has changed."""
-        place = self.folder.path / run.folder
-        try:
-            state = (place / "metrics.jsonl").stat()
-        except FileNotFoundError:
-            return []
-        previous, values = self._histories.get(run.id, (None, []))
-        if previous != (now := (state.st_mtime_ns, state.st_size)):
-            values = [each["value"] for each in history(place, self.sweep.metric.name)]
-            self._histories[run.id] = (now, values)
+        """Returns the values of the metric that a run has logged. A file is read again only when it has grown."""
+        path = self.folder.path / run.folder / "metrics.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        before, values = self._histories.get(run.id, (0, []))
+        if size != before:
+            values = [value for value, _, _ in history(path.parent, self.sweep.metric.name)]
+            self._histories[run.id] = size, values
         return values
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        """Notes a signal, which `_step` hands on to the runs."""
-        self._signals.append(signal.Signals(number))
-
-    def _hand_on(self, number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         """Ends all runs: after the first signal each ends its step and saves, after a second one it ends at once."""
         again = self.stopped_by is not None
         self.stopped_by = self.stopped_by or number
         text = "the runs end at once" if again else "the runs end their steps and save; once more, and they end at once"
         say(f"{NAMES[number]}: {text}")
-        for each in self._running:
-            self._tell(each, signal.SIGINT if again else signal.SIGTERM)
-
-    def _tell(self, each: _Process, number: signal.Signals) -> None:
-        each.signaled_at = each.signaled_at or time.monotonic()
-        each.process.send_signal(number)
+        for process in self._processes.values():
+            process.send_signal(signal.SIGINT if again else signal.SIGTERM)
 
 
-def _clock(each: _Process) -> None:
-    each.run.seconds = round(each.before + time.monotonic() - each.since, 1)
-
-
-def _end(process: subprocess.Popen, number: signal.Signals) -> None:
-    """Sends a signal to a run and to all that it has started in its group."""
-    try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
+def _kill(process: subprocess.Popen) -> None:
+    """Ends a run and all that it has started in its group."""
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def cause(output: Path, status: int) -> str:
-    """Returns why a run failed, in one line: the last error that it printed, or its last line."""
+def history(folder: Path, metric: str) -> list[tuple[float, float | None, float | None]]:
+    """Returns what a run has logged of a metric, in order: its value, and the ends of the interval where it has one."""
     try:
-        with open(output, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        text = ""
-    lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    errors = [line for line in lines if re.match(r"(error:|[\w.]*(Error|Exception)\b)", line)]
-    line = (errors or lines or ["it printed nothing"])[-1][:LONGEST_CAUSE]
-    ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-    return f"{line.removeprefix('error: ')} ({ended})"
+        records = read_metrics(folder / "metrics.jsonl")
+    except (FileNotFoundError, ValueError):
+        # Not begun; or a line is being cut away, and the next look finds the file whole.
+        return []
+    low, high = INTERVALS.get(metric, ("", ""))
+    return [
+        (value, record.get(low), record.get(high))
+        for record in records
+        if isinstance(value := record.get(metric), int | float) and math.isfinite(value)
+    ]
 
 
 def shown(value: object) -> str:
@@ -324,50 +408,13 @@ def shown(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def with_interval(run: SweepRun) -> str:
-    """Returns the value of a run, with its interval where there is one: "0.7123 (0.69 to 0.73)"."""
-    if run.value is None:
-        return "-"
-    ends = f" ({run.low:.4g} to {run.high:.4g})" if run.low is not None and run.high is not None else ""
-    return f"{run.value:.4g}{ends}"
-
-
-def ranked(sweep: Sweep, runs: Sequence[SweepRun]) -> list[SweepRun]:
-    """Returns the runs, the best first. One that was stopped early or failed stands behind all that finished."""
-    sign = -1 if sweep.metric.maximize else 1
-    order = ("finished", "stopped_early", "failed", "running", "waiting")
-    return sorted(runs, key=lambda run: (order.index(run.state), run.value is None, sign * (run.value or 0.0)))
-
-
-def table(sweep: Sweep, runs: Sequence[SweepRun], usual: Mapping[str, Any]) -> str:
-    """Returns the table.
-
-    Args:
-        usual: what the config gives the parameters without the sweep; the run with all of these values has a star.
-    """
-    names = [each.name for each in sweep.parameters if not each.fixed]
-    rows = [["run", *names, sweep.metric.name, "95% interval", "state", "seconds"]]
-    for run in ranked(sweep, runs):
-        interval = f"{run.low:.4f} to {run.high:.4f}" if run.low is not None and run.high is not None else "-"
-        rows.append(
-            [
-                run.id + ("*" if _usual(run, names, usual) else ""),
-                *(shown(run.parameters[name]) for name in names),
-                "-" if run.value is None else f"{run.value:.4f}",
-                interval,
-                run.state.replace("_", " "),
-                f"{run.seconds:.0f}",
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if runs and ranked(sweep, runs)[0].value is not None:
-        lines[1] = styled(lines[1], BOLD, sys.stdout)
-    if any(_usual(run, names, usual) for run in runs):
-        lines.append("* as the config has it")
-    lines += [f"{run.id}: {run.cause}" for run in runs if run.cause]
-    return "\n".join(lines)
-
-
-def _usual(run: SweepRun, names: Sequence[str], usual: Mapping[str, Any]) -> bool:
-    return bool(names) and all(name in usual and usual[name] == run.parameters[name] for name in names)
+def cause(output: Path, status: int) -> str:
+    """Returns why a run failed, in one line: the last error that it printed, or its last line."""
+    with open(output, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+        text = file.read().decode(errors="replace")
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+    errors = [line for line in lines if re.match(r"(error:|[\w.]*(Error|Exception)\b)", line)]
+    line = (errors or lines or ["it printed nothing"])[-1][:LONGEST_CAUSE]
+    ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+    return f"{line.removeprefix('error: ')} ({ended})"

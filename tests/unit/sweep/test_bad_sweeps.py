@@ -12,7 +12,7 @@ from tables import every_row
 
 from torchtune_ext.host.cli import main
 from torchtune_ext.sweep.file import read_sweep
-from torchtune_ext.sweep.record import SweepFolder
+from torchtune_ext.sweep.runner import SweepFolder
 
 FILE = {
     "command": ["tune", "run", "grpo_full", "--config", "run.yaml", "${args_no_hyphens}"],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import small_sweeps
 
-from torchtune_ext.sweep.runner import ranked, table
+from torchtune_ext.sweep.cli import table
 
 RATES = "parameters: {lr: {values: [0.1, 0.2, 0.3]}}\n"
 
@@ -79,8 +79,10 @@ def test_a_run_that_fails_is_a_result(tmp_path, capsys):
     assert failed.state == "failed" and failed.value is None
     assert failed.cause == "optimizer.lr=-1.0 must be 0 or more (status 2)"
     assert fine.state == "finished"
-    assert ranked(folder.sweep, folder.runs) == [fine, failed]
-    assert "run_01: optimizer.lr=-1.0 must" in table(folder.sweep, folder.runs, {})
+    _, first, second, why = table(folder.sweep, folder.runs, {}).splitlines()
+    assert (
+        first.startswith("run_02") and second.startswith("run_01") and why.startswith("run_01: optimizer.lr=-1.0 must")
+    )
 
 
 def test_runs_that_are_worse_are_stopped_early_and_keep_what_they_have(tmp_path):
@@ -121,11 +123,32 @@ def test_a_signal_lets_runs_save_and_the_sweep_goes_on_where_they_were(tmp_path,
     assert steps == list(range(1, 7)) and all(run.state == "finished" for run in folder.runs)
 
 
+def test_a_second_signal_ends_the_runs_at_once(tmp_path):
+    file = small_sweeps.write(tmp_path / "lr.yaml", "parameters: {lr: {values: [0.1, 0.2]}, seconds: {value: 20}}\n")
+    process = as_process(file, tmp_path / "out", 2)
+    wait_until(lambda: len(list(tmp_path.glob("out/*/metrics.jsonl"))) == 2, process)
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "once more" in process.stdout.readline(), process)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=15)
+    assert "the runs end at once" in said, said
+    assert [run["state"] for run in record(tmp_path / "out")["runs"]] == ["waiting", "waiting"]
+
+
+def test_a_run_that_does_not_end_is_killed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torchtune_ext.sweep.runner.END_S", 0.2)
+    text = "parameters: {lr: {values: [0.3, 0.1]}}\nearly_terminate: {type: hyperband, min_iter: 1, eta: 3}\n"
+    file = small_sweeps.write(tmp_path / "lr.yaml", text)
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=2", "seconds=1.5")
+    assert runner.run() and [run.state for run in folder.runs] == ["finished", "stopped_early"]
+    assert "run_02 has not ended within 0.2 s of SIGTERM: it is killed" in capsys.readouterr().out
+
+
 def test_killed_and_resumed_no_point_runs_twice(tmp_path):
     text = "parameters: {lr: {values: [0.1, 0.2, 0.3, 0.4]}, seconds: {value: 0.2}}\n"
     file = small_sweeps.write(tmp_path / "lr.yaml", text)
     process = as_process(file, tmp_path / "out", 2)
-    wait_until(lambda: list(tmp_path.glob("out/run_03/checkpoints/step_000002")), process)
+    wait_until(lambda: len(list(tmp_path.glob("out/run_0[34]/checkpoints/step_000001"))) == 2, process)
     process.kill()
     process.communicate(timeout=30)
     pids = [int(line[2]) for line in starts(tmp_path)]
@@ -167,10 +190,27 @@ def test_a_search_that_learns_goes_on_with_the_points_that_it_would_have_tried(t
     assert [run.parameters for run in other.runs] == [run.parameters for run in folder.runs]
 
 
+@pytest.mark.parametrize("impute, value", [("worst", 0.1), ("best", 0.7), ("latest", 0.4)])
+def test_a_failed_run_counts_for_a_search_as_wandb_says(tmp_path, impute, value):
+    file = tmp_path / "lr.yaml"
+    metric = f"metric: {{name: eval/accuracy_sampled, goal: maximize, impute: {impute}}}"
+    file.write_text(f"method: bayes\n{metric}\nrun_cap: 9\nparameters: {{lr: {{min: 0.0, max: 1.0}}}}\n")
+    runner, folder = small_sweeps.runner(file, tmp_path / "out")
+    for u, (state, logged) in enumerate([("finished", 0.7), ("failed", 0.4), ("stopped_early", 0.1), ("running", 0.5)]):
+        run = folder.add({"lr": u}, {"lr": u})
+        run.state, run.value = state, logged
+    folder.add({"lr": 4}, {"lr": 4}).state = "finished"  # it logged nothing
+    assert runner._results() == [({"lr": 0}, 0.7), ({"lr": 1}, value), ({"lr": 2}, 0.1), ({"lr": 3}, None)]
+
+
 def test_two_processes_do_not_run_one_sweep(tmp_path):
     file = small_sweeps.write(tmp_path / "lr.yaml", RATES)
-    runner, folder = small_sweeps.runner(file, tmp_path / "out")
+    (_, first), (_, second) = (small_sweeps.runner(file, tmp_path / "out") for _ in range(2))
+    assert not (tmp_path / "out").exists(), "a sweep that did not begin leaves nothing"
+    first.begin()
+    with pytest.raises(ValueError, match="another process runs this sweep"):
+        second.begin()
     with pytest.raises(ValueError, match="another process runs this sweep"):
         small_sweeps.runner(file, tmp_path / "out")
-    folder.close()
-    assert not (tmp_path / "out").exists(), "a sweep that did not begin leaves nothing"
+    first.close()
+    assert small_sweeps.runner(file, tmp_path / "out")[0].run()

@@ -3,16 +3,16 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
 import small_sweeps
+import yaml
 from tables import every_row
 
-from torchtune_ext.sweep.cli import _tries
-from torchtune_ext.sweep.file import DEFAULT, expanded, read_sweep
-from torchtune_ext.sweep.search import Tried, draw, hyperband_of, suggest
-from torchtune_ext.sweep.space import grid, nested, parameters_of
+from torchtune_ext.sweep.file import DEFAULT, expanded, grid, hyperband_of, nested, parameters_of, read_sweep
+from torchtune_ext.sweep.search import draw, point_at, suggest, tries
 
 REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text())
 
@@ -48,8 +48,13 @@ def test_early_stops_are_those_of_wandb(case):
         with pytest.raises(ValueError, match="no band"):
             hyperband_of(case["early"])
     else:
-        found = hyperband_of(case["early"]).stopped(case["runs"], case["running"], case["goal"] == "maximize")
-        assert found == case["stopped"]
+        early, maximize = hyperband_of(case["early"]), case["goal"] == "maximize"
+        assert [run for run in case["running"] if early.stops(run, case["runs"], maximize)] == case["stopped"]
+
+
+def test_bands_beyond_every_number_are_left_out():
+    assert hyperband_of({"type": "hyperband", "min_iter": 2, "eta": 1e9}).bands[:2] == (2, 2_000_000_000)
+    assert hyperband_of({"type": "hyperband", "max_iter": 27, "s": 10**9}).bands == (1, 3, 9)
 
 
 def test_the_reference_has_stopped_runs_and_others():
@@ -57,51 +62,56 @@ def test_the_reference_has_stopped_runs_and_others():
     assert sum(map(bool, stopped)) > 40 and stopped.count(0) > 20
 
 
-def test_random_points_follow_from_seed_and_number():
-    parameters = parameters_of({"a": {"min": 0.0, "max": 1.0}, "b": {"values": [1, 2, 3]}, "c": {"value": 9}})
-    points = [draw(parameters, 0, number)[0] for number in range(50)]
-    assert points == [draw(parameters, 0, number)[0] for number in range(50)]
+def sweep_of(folder, method, runs, goal="maximize", **parameters):
+    text = f"run_cap: {runs}\nparameters: {yaml.safe_dump(parameters, default_flow_style=True)}"
+    file = small_sweeps.write(folder / "sweep.yaml", text, method)
+    file.write_text(file.read_text().replace("maximize", goal))
+    return read_sweep(file)
+
+
+def test_random_points_follow_from_seed_and_number(tmp_path):
+    sweep = sweep_of(tmp_path, "random", 50, a={"min": 0.0, "max": 1.0}, b={"values": [1, 2, 3]}, c={"value": 9})
+    points = [draw(sweep, 0, number) for number in range(50)]
+    assert points == [draw(sweep, 0, number) for number in range(50)]
     assert len({point["a"] for point in points}) == 50 and {point["b"] for point in points} == {1, 2, 3}
-    assert points[0] != draw(parameters, 1, 0)[0] and {point["c"] for point in points} == {9}
+    assert points[0] != draw(sweep, 1, 0) and {point["c"] for point in points} == {9}
 
 
-def test_a_search_that_learns_goes_where_it_is_better_and_repeats_itself():
+@pytest.mark.parametrize("goal", ["maximize", "minimize"])
+def test_a_search_that_learns_goes_where_it_is_better_and_repeats_itself(goal, tmp_path):
     pytest.importorskip("optuna")
-    parameters = parameters_of({
-        "lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1},
-        "kind": {"values": ["a", "b"]},
-        "samples": {"values": [2, 4, 8]},
-    })  # fmt: skip
-
-    def good(point):
-        return -abs(math.log10(point["lr"]) + 3) + (point["kind"] == "b")
-
-    for maximize in (True, False):
-        tried, points = [], []
-        for number in range(30):
-            point, quantiles = suggest(parameters, 3, number, tried, maximize, warm_up=5)
-            again = suggest(parameters, 3, number, tried, maximize, warm_up=5)
-            assert again == (point, quantiles)
-            tried.append(Tried(quantiles, good(point) if maximize else -good(point)))
-            points.append(point)
-        late = points[15:]
-        assert sum(1e-4 < point["lr"] < 1e-2 for point in late) >= 10
-        assert sum(point["kind"] == "b" for point in late) >= 10
+    rates = {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1}
+    sweep = sweep_of(tmp_path, "bayes", 30, goal, lr=rates, kind={"values": ["a", "b"]}, samples={"values": [2, 4, 8]})
+    results, points = [], []
+    for number in range(30):
+        quantiles = suggest(sweep, 3, number, results)
+        assert suggest(sweep, 3, number, results) == quantiles
+        point = point_at(sweep, quantiles)
+        value = -abs(math.log10(point["lr"]) + 3) + (point["kind"] == "b")
+        results.append((quantiles, value if goal == "maximize" else -value))
+        points.append(point)
+    late = points[15:]
+    assert sum(1e-4 < point["lr"] < 1e-2 for point in late) >= 10
+    assert sum(point["kind"] == "b" for point in late) >= 10
 
 
-def test_runs_that_go_on_do_not_get_the_same_point():
+def test_a_search_that_learns_reaches_values_that_are_seldom(tmp_path):
     pytest.importorskip("optuna")
-    parameters = parameters_of({"a": {"min": 0.0, "max": 1.0}})
-    tried = [Tried({"a": u}, -abs(u - 0.5)) for u in (0.1, 0.3, 0.5, 0.7, 0.9)]
-    first, quantiles = suggest(parameters, 0, 5, tried, True, warm_up=5)
-    second, _ = suggest(parameters, 0, 6, [*tried, Tried(quantiles, None)], True, warm_up=5)
-    assert first != second
+    sweep = sweep_of(tmp_path, "bayes", 10, kind={"values": ["a", "b", "c"], "probabilities": [0.9, 0.0, 0.1]})
+    results = []
+    for number in range(10):
+        quantiles = suggest(sweep, 0, number, results)
+        results.append((quantiles, float(point_at(sweep, quantiles)["kind"] == "c")))
+    assert {point_at(sweep, quantiles)["kind"] for quantiles, _ in results} == {"a", "c"}
+    assert sum(value for _, value in results) >= 4
 
 
-MACROS = [
-    "${env}", "${interpreter}", "${program}", "${args}", "${args_no_hyphens}", "${args_no_boolean_flags}", "${args_json}",
-    "${args_json_file}", "${args_no_equals}", "${args_append_hydra}", "${args_override_hydra}",
-]  # fmt: skip
+def test_runs_that_go_on_do_not_get_the_same_point(tmp_path):
+    pytest.importorskip("optuna")
+    sweep = sweep_of(tmp_path, "bayes", 10, a={"min": 0.0, "max": 1.0})
+    results = [({"a": u}, -abs(u - 0.5)) for u in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    quantiles = suggest(sweep, 0, 5, results)
+    assert suggest(sweep, 0, 6, [*results, (quantiles, None)]) != quantiles
 
 
 def test_macros_are_expanded_as_by_wandbs_agent(monkeypatch):
@@ -109,31 +119,34 @@ def test_macros_are_expanded_as_by_wandbs_agent(monkeypatch):
     monkeypatch.setenv("LOCAL", "a b")
     monkeypatch.delenv("MISSING", raising=False)
     values = {"optimizer.lr": 1e-5, "flag": True, "off": False, "none": None, "name": "a=b c", "node": {"x": [1, 2.5]}}
-    command = [*MACROS, "--config", 7, "x_${envvar:LOCAL}_${envvar:MISSING}", "${envvar:LOCAL}", "a${args}"]
+    macros = [f"${{{name}}}" for name in ("env", "interpreter", "program", "args", "args_no_hyphens")]
+    command = [*macros, "--config", 7, "x_${envvar:LOCAL}_${envvar:MISSING}", "${envvar:LOCAL}", "a${args}"]
     # What Agent._command_run does; it starts the command at once.
     made = utils.create_sweep_command(list(command))
     variables = utils.create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
-    variables |= {"interpreter": ["python"], "program": ["tune"], "args_json_file": ["f.json"], "env": ["/usr/bin/env"]}
+    variables |= {"interpreter": ["python"], "program": ["tune"], "env": ["/usr/bin/env"]}
     theirs = []
     for chunk in map(str, made):
         theirs += variables[chunk[2:-1]] if chunk.startswith("${") and chunk.endswith("}") else [chunk]
-    assert expanded(command, values, "tune", "f.json") == theirs
+    assert expanded(command, values, "tune") == theirs
     assert list(DEFAULT) == utils.DEFAULT_SWEEP_COMMAND
     assert os.environ["LOCAL"] == "a b"
 
 
-def test_an_unknown_macro_is_named():
-    with pytest.raises(
-        ValueError, match=r"command: \$\{args_no_hyphen\} is no macro of W&B; did you mean \$\{args_no_hyphens\}"
-    ):
-        expanded(["${args_no_hyphen}"], {}, "", "")
+@every_row("word, message", [
+    ("${args_no_hyphen}", "command: ${args_no_hyphen} is no macro of W&B; did you mean ${args_no_hyphens}?"),
+    ("${args_json_file}", "command: recipes read no ${args_json_file}; write ${args_no_hyphens}"),
+])  # fmt: skip
+def test_a_macro_that_no_recipe_reads_is_named(word, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        expanded([word], {}, "")
 
 
 def test_of_very_many_points_each_value_is_tried_before_the_start(tmp_path):
     text = "parameters: {a: {min: 1, max: 60}, b: {values: [x, y, z]}, c: {min: 1, max: 9}}\n"
     sweep = read_sweep(small_sweeps.write(tmp_path / "many.yaml", text))
-    tries = _tries(sweep, 0)
-    assert sweep.runs == 60 * 3 * 9 and len(tries) < 100
-    assert {point["a"] for point in tries} == set(range(1, 61)) and {point["b"] for point in tries} == {"x", "y", "z"}
+    points = tries(sweep, 0)
+    assert sweep.runs == 60 * 3 * 9 and len(points) < 100
+    assert {point["a"] for point in points} == set(range(1, 61)) and {point["b"] for point in points} == {"x", "y", "z"}
     text = "run_cap: 500\nparameters: {a: {min: 0.0, max: 1.0}}\n"
-    assert len(_tries(read_sweep(small_sweeps.write(tmp_path / "many.yaml", text, "random")), 0)) == 200
+    assert len(tries(read_sweep(small_sweeps.write(tmp_path / "many.yaml", text, "random")), 0)) == 200
