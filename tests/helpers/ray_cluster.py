@@ -15,7 +15,7 @@ from itertools import count
 
 import psutil
 
-from torchtune_ext.cluster.guard import adopt_orphans
+from torchtune_ext.cluster.actor import adopt_orphans
 
 
 class RayCluster:

@@ -49,15 +49,7 @@ class Layout:
     amounts: tuple[int, ...]  # GPUs or cores of each bundle
     machines: int  # the trainer's; the bundle of machine i is bundle i
     ranks: int  # on each of these
-
-    @property
-    def serves_anywhere(self) -> bool:
-        """Whether each server is a bundle, and not in the first one."""
-        return len(self.amounts) > self.machines
-
-    def bundle_of_server(self, number: int) -> int:
-        """Returns which bundle the server with this number, from 0, is in."""
-        return self.machines + number if self.serves_anywhere else 0
+    servers: tuple[int, ...]  # the bundle of each server: the first one, or one of its own
 
 
 def layout(request: Request, there: Sequence[Machine]) -> Layout:
@@ -74,10 +66,14 @@ def layout(request: Request, there: Sequence[Machine]) -> Layout:
 
 
 def _on(request: Request, machines: int, beside: bool) -> Layout:
-    ranks = request.ranks // machines
-    first = request.servers * request.each if beside else 0
-    servers = () if beside else (request.each,) * request.servers
-    return Layout((ranks + first, *(ranks,) * (machines - 1), *servers), machines, ranks)
+    amounts = [request.ranks // machines] * machines
+    if beside:
+        amounts[0] += request.servers * request.each
+        servers = [0] * request.servers
+    else:
+        amounts += [request.each] * request.servers
+        servers = range(machines, len(amounts))
+    return Layout(tuple(amounts), machines, request.ranks // machines, tuple(servers))
 
 
 def holds(bundles: Layout, there: Sequence[Machine]) -> bool:
@@ -122,7 +118,7 @@ def why_never(request: Request, bundles: Layout, there: Sequence[Machine]) -> st
             f"no place for parts of {parts} {what}: each has to be on one machine, and the trainer's, equally many ranks in "
             "each, on different ones"
         )
-    if bundles.serves_anywhere:
+    if bundles.servers[0] > 0:
         return f"{largest} of the {what} have to be on one machine"
     return (
         f"{largest} of the {what} have to be on one machine: the trainer's {bundles.ranks} and beside them the servers' "

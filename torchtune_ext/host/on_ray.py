@@ -3,7 +3,7 @@
     torchtune-ext ray --config grpo/qwen2_5_7B_full --train-gpus 4 --engine-gpus 1 max_steps=100
 
 Ray says which machines and GPUs they get (cluster/placement.py), and what runs there is what a user would start by hand
-(cluster/together.py). All of it ends with this command, and this command with any of it.
+(cluster/driver.py). All of it ends with this command, and this command with any of it.
 
 Ray Train is not used. Its `TorchTrainer` calls a function in a thread of its workers, where Python delivers no signals (so a
 run could not save on SIGTERM), makes the process group itself (so ranks would have no watch over each other), tries to start a
@@ -22,9 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from torchtune_ext.cluster.member import Plan
+from torchtune_ext.cluster.driver import Driver, Plan
 from torchtune_ext.cluster.placement import KINDS, Request
-from torchtune_ext.cluster.together import HeadLost, Together
 from torchtune_ext.measured.ray_bench import SETTINGS
 from torchtune_ext.measured.ray_connect import Refused, connect
 from torchtune_ext.run.catalog import config_name, config_path, owner
@@ -32,7 +31,7 @@ from torchtune_ext.run.errors import FAILED, STATUS, Mistake
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.run.parent import environment
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
-from torchtune_ext.sampling.server_command import server_key
+from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_key
 from torchtune_ext.settings.config import read_config
 
 WAIT_S = 30.0  # seconds to wait for GPUs that are in use
@@ -88,14 +87,15 @@ def main(args: argparse.Namespace) -> int:
             ray = connect(args.address, lambda why: leave(f"--address={args.address}: {why}", STATUS, err))
         except Refused as refused:
             raise Mistake(f"--address={args.address}: {refused}") from None
+        driver = Driver(ray, plan, ray.get_runtime_context().gcs_address, out, err)
         try:
-            return Together(ray, plan, ray.get_runtime_context().gcs_address, out, err).run()
+            return driver.run()
         except KeyboardInterrupt:
             # It came before or after the run, which takes note of signals by itself.
             return 128 + signal.SIGINT
-        except HeadLost as error:
-            leave(f"{error}\n{standing(cfg.output_dir)}", FAILED, err)
         except RuntimeError as error:
+            if driver.head_is_lost:
+                leave(f"{error}\n{standing(cfg.output_dir)}", FAILED, err)
             error.add_note(standing(cfg.output_dir))
             raise
         finally:
@@ -135,16 +135,15 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
     if args.wait is not None and not 0 < args.wait < float("inf"):
         raise Mistake(f"--wait={args.wait}: it has to be a positive number of seconds")
     request = request_of(args, cfg.engine.tensor_parallel_size)
+    folder = Path.cwd()
     return Plan(
         recipe=args.recipe or owner(args.config),
         config=args.config,
-        file="" if config_name(Path(config_path(args.config))) else args.config,
         words=tuple(args.words),
-        engine=cfg.engine,
         request=request,
-        folder=str(Path.cwd()),
-        variables=variables_of(request),
-        key=server_key() or secrets.token_urlsafe(32),
+        folder=str(folder),
+        path=str(folder if config_name(Path(config_path(args.config))) else folder / args.config),
+        variables=variables_of(request) | {KEY_VARIABLE: server_key() or secrets.token_urlsafe(32)},
         patience_s=cfg.checkpoints.stop_grace_s + REACTION_S + CLEANUP_S,
         wait_s=args.wait or WAIT_S,
         waits_for_machines=args.wait is not None,

@@ -24,51 +24,28 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits a value, 8 bits a block of 6
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What of a model decides about memory. These are numbers of values where nothing else is said.
+    """What of a model decides about memory. These are numbers of values where nothing else is said."""
 
-    Args:
-        total: all parameters.
-        trained: those that are trained.
-        frozen_bytes: bytes of the others, as the trainer holds them.
-        layers: how many layers there are.
-        layer: parameters of one layer.
-        outer: parameters beside the layers: embedding, output projection, last norm.
-        trained_layer: trained parameters of one layer.
-        head: parameters of the output projection where it is trained, else 0.
-        largest: parameters of the largest tensor.
-        largest_nf4: of the largest one in NF4.
-        width: of the model.
-        vocab: of the output projection.
-        mlp: width inside the MLP.
-        rope_bytes: bytes of the tables of RoPE, which no device shares.
-        keys: keys and values of a token in all layers.
-        heads: heads of queries in a layer.
-        kv_heads: heads of keys and values in a layer.
-        inside: bytes a token that one layer keeps for the backward.
-        dtype: in which forward and backward compute.
-        engine_bytes: bytes of all weights, as the engine holds them.
-    """
-
-    total: int
-    trained: int
-    frozen_bytes: int
-    layers: int
-    layer: int
-    outer: int
-    trained_layer: int
-    head: int
-    largest: int
-    largest_nf4: int
-    width: int
-    vocab: int
-    mlp: int
-    rope_bytes: int
-    keys: int
-    heads: int
-    kv_heads: int
-    inside: float
-    dtype: torch.dtype
-    engine_bytes: int
+    total: int  # all parameters
+    trained: int  # those that are trained
+    frozen_bytes: int  # bytes of the others, as the trainer holds them
+    layers: int  # how many layers there are
+    layer: int  # parameters of one layer
+    outer: int  # parameters beside the layers: embedding, output projection, last norm
+    trained_layer: int  # trained parameters of one layer
+    head: int  # parameters of the output projection where it is trained, else 0
+    largest: int  # parameters of the largest tensor
+    largest_nf4: int  # of the largest one in NF4
+    width: int  # of the model
+    vocab: int  # of the output projection
+    mlp: int  # width inside the MLP
+    rope_bytes: int  # bytes of the tables of RoPE, which no device shares
+    keys: int  # keys and values of a token in all layers
+    heads: int  # heads of queries in a layer
+    kv_heads: int  # heads of keys and values in a layer
+    inside: float  # bytes a token that one layer keeps for the backward
+    dtype: torch.dtype  # in which forward and backward compute
+    engine_bytes: int  # bytes of all weights, as the engine holds them
 
     @property
     def frozen(self) -> bool:

@@ -38,25 +38,15 @@ SHOWN = 3  # changes that a verdict names
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run may take: one machine, or several that are alike.
+    """What a run may take: one machine, or several that are alike."""
 
-    Args:
-        gpus: how many GPUs each node has; 0: the run computes on the CPU.
-        gpu_bytes: memory of each of them, as CUDA reports it.
-        host_bytes: main memory of a node that is free; None: not known.
-        name: how the user calls it, "4 x 80 GB" for instance.
-        here: whether it is this machine, so that its disk and main memory count, too.
-        nodes: how many there are.
-        serving: GPUs elsewhere, on which vLLM's servers sample; None: what samples is on `gpus`, too.
-    """
-
-    gpus: int
-    gpu_bytes: int
-    host_bytes: int | None
-    name: str
-    here: bool
-    nodes: int = 1
-    serving: "Machine | None" = None
+    gpus: int  # how many GPUs each node has; 0: the run computes on the CPU
+    gpu_bytes: int  # memory of each of them, as CUDA reports it
+    host_bytes: int | None  # main memory of a node that is free; None: not known
+    name: str  # how the user calls it, "4 x 80 GB" for instance
+    here: bool  # whether it is this machine, so that its disk and main memory count, too
+    nodes: int = 1  # how many there are
+    serving: "Machine | None" = None  # GPUs elsewhere for vLLM's servers; None: what samples is on `gpus`, too
 
     def __str__(self) -> str:
         if self.gpus:
@@ -66,15 +56,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class EngineNeed:
-    """What the engine takes of each device.
+    """What the engine takes of each device."""
 
-    Args:
-        rows: bytes by name.
-        tokens: how many tokens the KV cache of one engine holds, on all its devices together.
-    """
-
-    rows: dict[str, int]
-    tokens: int
+    rows: dict[str, int]  # bytes by name
+    tokens: int  # how many tokens the KV cache of one engine holds, on all its devices together
 
     @property
     def total(self) -> int:
@@ -115,29 +100,17 @@ def engine_need(sizes: Sizes, config: EngineConfig, gpu_bytes: int, adapter_byte
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on a machine.
+    """A run on a machine."""
 
-    Args:
-        cfg: settings of the recipe.
-        sizes: of the model.
-        engine: as the run starts it; None: it replays, without one.
-        machine: what the run is compared with.
-        trainers: devices that train.
-        optimizer_bytes: what the optimizer keeps for one trained value.
-        reference: whether the loss asks a reference policy.
-        publishes_all: whether whole weights ever go to the engine, and not adapters alone.
-        prompt_tokens: tokens of the longest of some prompts; None: not known.
-    """
-
-    cfg: Any
-    sizes: Sizes
-    engine: EngineConfig | None
-    machine: Machine
-    trainers: int = 1
-    optimizer_bytes: float = 8.0
-    reference: bool = False
-    publishes_all: bool = True
-    prompt_tokens: int | None = None
+    cfg: Any  # settings of the recipe
+    sizes: Sizes  # of the model
+    engine: EngineConfig | None  # as the run starts it; None: it replays, without one
+    machine: Machine  # what the run is compared with
+    trainers: int = 1  # devices that train
+    optimizer_bytes: float = 8.0  # what the optimizer keeps for one trained value
+    reference: bool = False  # whether the loss asks a reference policy
+    publishes_all: bool = True  # whether whole weights ever go to the engine, and not only adapters
+    prompt_tokens: int | None = None  # tokens of the longest of some prompts; None: not known
 
     # Who computes where. Engines of our own are all on the first node; ranks and servers are spread over the nodes.
     @property
@@ -415,9 +388,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if cfg.ranks.shard_within is not None:
         yield "ranks.shard_within=null", _changed(plan, ranks=replace(cfg.ranks, shard_within=None))
     light, few = {"save_optimizer": False}, {"keep_last": 1}
-    names = "checkpoints.save_optimizer=false", "checkpoints.keep_last=1"
-    for name, change in zip((*names, " ".join(names)), (light, few, light | few), strict=True):
-        yield name, _changed(plan, checkpoints=replace(cfg.checkpoints, **change))
+    for change in (light, few, light | few):
+        names = " ".join(f"checkpoints.{key}={str(value).lower()}" for key, value in change.items())
+        yield names, _changed(plan, checkpoints=replace(cfg.checkpoints, **change))
     if plan.engine is not None:
         yield from _engine_changes(plan)
     also = f", with {' '.join(words)}" if words else ""

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-GUARD = [sys.executable, "-P", "-m", "torchtune_ext.cluster.guard"]
+GUARD = [sys.executable, "-P", "-m", "torchtune_ext.cluster.actor"]
 TOLD = """
 import signal, sys, time
 def told(number, frame):
@@ -69,21 +69,33 @@ def test_the_status_is_that_of_the_command(guard, code, status):
     assert guard(code).wait(30) == status
 
 
-@pytest.mark.parametrize("line", ["2", "15", "end 30"])
-def test_a_signal_reaches_the_command(guard, line):
+@pytest.mark.parametrize("number", [2, 15])
+def test_a_signal_reaches_the_command(guard, number):
     process = guard(TOLD, "0")
     assert process.stdout.readline() == b"ready\n"
-    process.stdin.write(f"{line}\n".encode())
-    assert process.stdout.readline() == (b"told 2\n" if line == "2" else b"told 15\n")
+    process.stdin.write(f"{number} 30\n".encode())
+    assert process.stdout.readline() == f"told {number}\n".encode()
     assert process.wait(30) == 7
 
 
 def test_what_does_not_end_is_killed(guard):
     process = guard(TOLD, "600")
     assert process.stdout.readline() == b"ready\n"
-    process.stdin.write(b"end 0.5\n")
+    process.stdin.write(b"15 0.5\n")
     assert process.stdout.readline() == b"told 15\n"
     assert process.wait(30) == 137
+
+
+def test_a_signal_is_sent_once_and_the_earliest_deadline_holds(guard):
+    """torchrun ends its ranks at once where it gets a second SIGTERM."""
+    process = guard(TOLD, "600")
+    assert process.stdout.readline() == b"ready\n"
+    process.stdin.write(b"15 600\n")
+    assert process.stdout.readline() == b"told 15\n"
+    process.stdin.write(b"15 600\n2 600\n")
+    assert process.stdout.readline() == b"told 2\n"
+    process.stdin.write(b"15 0.5\n15 600\n")
+    assert process.stdout.read() == b"" and process.wait(30) == 137
 
 
 @pytest.mark.parametrize("seconds", ["0", "600"])
@@ -132,7 +144,7 @@ def test_it_is_no_child_of_who_starts_it():
         assert process.wait(30) == 0
         assert process.stdout.readline() == b"ready\n"
         assert set(psutil.Process().children(recursive=True)) <= set(others)
-        process.stdin.write(b"2\n")
+        process.stdin.write(b"2 30\n")
         assert process.stdout.readline() == b"told 2\n" and os.read(ours, 16) == b"7"
     os.close(ours)
 

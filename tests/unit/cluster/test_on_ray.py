@@ -10,11 +10,10 @@ import fp8_models
 import pytest
 from tables import every_row
 
-from torchtune_ext.cluster.together import Route, engine_words, route, server_words
+from torchtune_ext.cluster.driver import engine_words, route, server_words
 from torchtune_ext.host import cli, on_ray
 from torchtune_ext.host.cli import main
 from torchtune_ext.run.catalog import config_files, folder
-from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.settings.config import read_config
 
 CONFIG = """
@@ -110,14 +109,17 @@ def test_settings_may_stand_anywhere_and_the_config_names_the_recipe(monkeypatch
     plan = planned("max_steps=3 --config grpo/tiny --train-cpus 2 seed=4 --engine-cpus 1 evaluation.every=1")
     assert plan.recipe == "grpo_full" and plan.words == ("max_steps=3", "seed=4", "evaluation.every=1")
     assert (plan.request.kind, plan.request.ranks, plan.request.servers, plan.request.where) == ("cpus", 2, 1, "auto")
-    assert plan.file == "" and plan.wait_s == on_ray.WAIT_S and not plan.waits_for_machines
+    assert plan.path == plan.folder and plan.wait_s == on_ray.WAIT_S and not plan.waits_for_machines
     # As under Slurm: what this shell says, but for what a machine and Ray say of themselves.
     assert plan.variables["OMP_NUM_THREADS"] == "3" and plan.variables["MY_TOKEN"] == "secret"
     assert plan.variables["CUDA_VISIBLE_DEVICES"] == "" and not {"RANK", "PATH", "HOME"} & plan.variables.keys()
     gpus = planned(
         f"--config run.yaml --recipe my.py {GPUS} --servers anywhere --wait 600 engine.tensor_parallel_size=2"
     )
-    assert (gpus.recipe, gpus.file) == ("my.py", "run.yaml") and gpus.request.servers == gpus.request.each == 2
+    assert (gpus.recipe, gpus.path) == (
+        "my.py",
+        f"{gpus.folder}/run.yaml",
+    ) and gpus.request.servers == gpus.request.each == 2
     assert "CUDA_VISIBLE_DEVICES" not in gpus.variables and gpus.request.where == "anywhere"
     assert gpus.wait_s == 600 and gpus.waits_for_machines and gpus.patience_s == 7 + 5 + 60
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -133,7 +135,7 @@ def test_the_server_has_the_settings_of_the_run(monkeypatch, tmp_path, capsys):
         recipe.read_text().replace("class Config:\n", "class Config:\n    mine: int = 0\n", 1)
     )
     given = ["model_dir=model", "mine=3", "engine.max_model_len=48", "engine.devices='4,5'"]
-    own = engine_words(EngineConfig(devices="4,5"), ["http://10.0.0.2:4000"], "gloo")
+    own = engine_words(["http://10.0.0.2:4000"], "gloo")
     words = server_words("my.py", str(config_files(folder("configs"))["grpo/tiny"]), given, own, "10.0.0.2")
     assert words[:2] == ["-m", "torchtune_ext"] and cli.main([*words[2:], "--print"]) == 0
     line = capsys.readouterr().out
@@ -142,24 +144,17 @@ def test_the_server_has_the_settings_of_the_run(monkeypatch, tmp_path, capsys):
 
 
 def test_the_trainer_is_told_of_its_servers_and_of_no_gpus_of_an_engine():
-    one = ["http://127.0.0.1:1"]
-    assert engine_words(EngineConfig(), one, "shm") == ["engine.address=http://127.0.0.1:1", "engine.transfer=shm"]
-    assert engine_words(EngineConfig(devices="4,5"), one, "shm")[2:] == ["engine.devices=null"]
-    assert engine_words(EngineConfig(count=2, sleep=True), one, "shm")[2:] == [
-        "engine.count=null",
-        "engine.sleep=false",
-    ]
-    assert engine_words(EngineConfig(), [*one, "http://127.0.0.1:2"], "nccl") == [
-        "engine.address=[http://127.0.0.1:1,http://127.0.0.1:2]",
-        "engine.transfer=nccl",
-    ]
+    own = ["engine.devices=null", "engine.count=null", "engine.sleep=false"]
+    one, two = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    assert engine_words([one], "shm") == [f"engine.address={one}", "engine.transfer=shm", *own]
+    assert engine_words([one, two], "nccl")[:2] == [f"engine.address=[{one},{two}]", "engine.transfer=nccl"]
 
 
 def test_weights_travel_through_memory_only_where_all_are_on_one_machine():
     here, there = "10.0.0.1", "10.0.0.2"
-    assert route(here, [here, here], "gpus") == Route(("127.0.0.1", "127.0.0.1"), "shm")
-    assert route(here, [here, there], "gpus") == Route((here, there), "nccl")
-    assert route(here, [there], "cpus") == Route((there,), "gloo")
+    assert route(here, [here, here], "gpus") == (["127.0.0.1", "127.0.0.1"], "shm")
+    assert route(here, [here, there], "gpus") == ([here, there], "nccl")
+    assert route(here, [there], "cpus") == ([there], "gloo")
 
 
 def test_the_newest_checkpoint_is_named(tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import every_row
 
-from torchtune_ext.cluster.member import launch
+from torchtune_ext.cluster.driver import launch
 from torchtune_ext.cluster.placement import Machine, Request, holds, layout, there_is, why_never
 
 
@@ -41,7 +41,7 @@ def test_bundles(asked, totals, amounts, machines, servers):
     made = layout(asked, cluster(*totals))
     assert (made.amounts, made.machines) == (amounts, machines)
     assert made.machines * made.ranks == asked.ranks and sum(made.amounts) == asked.ranks + asked.servers * asked.each
-    assert [made.bundle_of_server(i) for i in range(asked.servers)] == servers
+    assert list(made.servers) == servers
 
 
 @every_row(
@@ -106,7 +106,7 @@ def test_a_layout_is_found_where_trying_all_of_them_finds_one(ranks, servers, ea
     if where == "auto":
         assert holds(made, there) == any(holds(other, there) for other in fewer)
         assert not holds(made, there) or made.machines == min(o.machines for o in fewer if holds(o, there))
-    if made.serves_anywhere:
+    if made.servers[0] > 0:
         assert where != "beside"
 
 
