@@ -211,12 +211,12 @@ def test_the_janitor_dies_then_the_engine_and_nothing_leaks(engine, caplog):
     engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
     before, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     restarts = engine.stats().restarts
-    os.kill(engine._cleanup.pid, signal.SIGKILL)
+    os.kill(engine._janitor.pid, signal.SIGKILL)
     os.kill(engine_pid(engine), signal.SIGKILL)
     assert len(engine.sample([[1]], 1, SamplingConfig(max_tokens=1))[0]) == 1
     assert engine.stats().restarts == restarts + 1
     assert "killed by SIGKILL, perhaps by the kernel's out-of-memory killer" in caplog.text
-    assert Path(f"/proc/{engine._cleanup.pid}").exists() and Path(engine._cleanup.folder).is_dir()
+    assert Path(f"/proc/{engine._janitor.pid}").exists() and Path(engine._janitor.folder).is_dir()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before and len(os.listdir("/proc/self/task")) <= threads)
 
 
@@ -264,7 +264,7 @@ def test_close_while_a_lost_engine_restarts(model_dir, tmp_path):
         lost = engine_pid(engine)
         os.kill(lost, signal.SIGKILL)
         wait_until(lambda: engine_pid(engine) not in (0, lost))
-        coming_up, folder, janitor = engine_pid(engine), engine._cleanup.folder, engine._cleanup.pid
+        coming_up, folder, janitor = engine_pid(engine), engine._janitor.folder, engine._janitor.pid
         time.sleep(1.0)  # in vLLM's hands by now
         started = time.monotonic()
         engine.close()
@@ -286,7 +286,7 @@ TRAINER = """
     core = engine._pool.lanes[0].supervisor.core
     if sys.argv[3] != "starting":
         engine.wait_ready(240)
-    print(engine_pid(engine) or core.group, core.group, engine._cleanup.pid, engine._cleanup.folder, flush=True)
+    print(engine_pid(engine) or core.group, core.group, engine._janitor.pid, engine._janitor.folder, flush=True)
     if sys.argv[3] != "starting":
         if raise_in_main:
             raise SystemExit(3)

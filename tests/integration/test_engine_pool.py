@@ -191,5 +191,5 @@ def test_five_restarts_leave_descriptors_memory_and_groups_as_they_were(pool):
     wait_until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 20)
     # Frames and futures of five lives are kilobytes; a buffer of the weights or a client that is left would be more.
     assert process.memory_info().rss - memory < 32 << 20
-    assert sorted(pool._cleanup._groups) == sorted(lane.supervisor.core.group for lane in lanes(pool))
+    assert sorted(pool._janitor.groups) == sorted(lane.supervisor.core.group for lane in lanes(pool))
     assert not pool._pool._groups

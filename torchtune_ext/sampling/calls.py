@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from torchtune_ext.run.errors import Failure, Mistake
-from torchtune_ext.sampling.loop_thread import fetch_error
 from torchtune_ext.sampling.records import Completion, Priority, SamplingConfig
 
 POLL_S = 0.2  # seconds between two looks at an engine that is called
@@ -302,6 +301,13 @@ def paused() -> Iterator[None]:
         yield
     except ValueError as error:
         raise CoreLost(f"the engine refused an update that had begun: {error}") from error
+
+
+def fetch_error(task: asyncio.Future) -> None:
+    """Fetches the error of a task that is done. It is the callback of tasks whose caller may go away before they end (Ctrl-C,
+    a deadline) and has said why: asyncio prints an error that nobody fetches, with its traceback."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def bounded(

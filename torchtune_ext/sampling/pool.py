@@ -16,9 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.alike import require_alike
-from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission
-from torchtune_ext.sampling.loop_thread import fetch_error
+from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission, fetch_error
 from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats, Priority
 from torchtune_ext.sampling.server_command import DEFAULT_MAX_NUM_SEQS, engine_configs
 from torchtune_ext.sampling.supervisor import State, Supervisor
@@ -184,7 +182,6 @@ class Pool:
         self._groups: set[Submission] = set()  # under way
         self._lengths = Lengths()
         self._begun = False  # whether all have come up once
-        self.servers: dict[str, dict[str, Any]] = {}  # what each server said of itself then
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
@@ -247,12 +244,10 @@ class Pool:
 
     async def ready(self) -> None:
         """Waits until all engines have come up. Raises EngineFailed for the first one that cannot: at the start that is a
-        mistake of the config, mostly; ValueError for servers that are not alike."""
+        mistake of the config, mostly."""
         for lane in self.lanes:
             await lane.supervisor.ready()
         self._begun = True
-        self.servers = {lane.config.address: lane.supervisor.core.facts for lane in self.lanes if lane.config.address}
-        require_alike(self.servers)
 
     def refuse(self) -> None:
         """Ends all engines at once, from any thread: those that come up, too, and there will be no others."""

@@ -21,12 +21,12 @@ them, and takes the version's label from the buffers, so that a label never name
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from enum import Enum
+from functools import wraps
 from typing import Any
 
-from torchtune_ext.sampling.calls import Core, CoreLost
-from torchtune_ext.sampling.loop_thread import fetch_error, undisturbed
+from torchtune_ext.sampling.calls import Core, CoreLost, fetch_error
 from torchtune_ext.sampling.records import EngineConfig, EngineFailed, WeightsIncomplete
 from torchtune_ext.sampling.weight_buffer import Buffers, WeightBuffer, wrong_tensors
 
@@ -34,6 +34,22 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.2  # seconds between two looks at the engine, at most
 WEDGED = 4  # times `probe_deadline_s` without an engine step, and with requests: no single step is as long
+
+
+def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
+    """Lets a method of an object with a set `_undisturbed` run to its end also when its caller is cancelled (Ctrl-C in the
+    trainer, another request of the batch that failed). A restart or an update that broke off in the middle would leave an
+    engine that is paused, half loaded, or never announced, and nobody would notice."""
+
+    @wraps(method)
+    async def run(self: Any, *args: Any) -> Any:
+        task = asyncio.ensure_future(method(self, *args))
+        self._undisturbed.add(task)
+        task.add_done_callback(self._undisturbed.discard)
+        task.add_done_callback(fetch_error)
+        return await asyncio.shield(task)
+
+    return run
 
 
 class Supervisor:

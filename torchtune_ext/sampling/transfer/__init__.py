@@ -1,7 +1,7 @@
 """Weights over a network, by vLLM's weight-transfer protocol: from the trainer's memory to servers that share none with it.
 
     trainer                                          server, in vLLM's process
-    courier.py ── order ──▶ sender_process.py  ────▶ received.py
+    courier.py ── order ──▶ sender_process.py  ────▶ worker.py
                             group.py (HTTP)          (begins, takes, finishes an update)
                             gloo or NCCL      ─────▶ the bytes, chunk by chunk (`Update`)
 
