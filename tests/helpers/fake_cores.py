@@ -98,10 +98,6 @@ class FakeCore:
             raise self.fail
         self.sign_of_life = time.monotonic()
 
-    async def end(self, call, reason):
-        if self.fail is not None:
-            raise self.fail
-
     async def stop(self):
         self.killed = True
         self.stops += 1
@@ -133,16 +129,8 @@ class SleepingCore(FakeCore):
                 raise CoreLost("killed while it came up")
 
     async def generate(self, call):
-        call.begin()
-        self.calls[call.id] = call
-        try:
+        with call.running(self.calls):
             await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            if call.was_lost():
-                raise CoreLost("ended") from None
-            raise
-        finally:
-            del self.calls[call.id]
 
     def kill(self):
         try:

@@ -39,8 +39,6 @@ class SamplingCore(FakeCore):
     async def generate(self, call):
         if self.killed:
             raise CoreLost("killed")
-        call.begin()
-        self.calls[call.id] = call
         key = tuple(call.prompt)
         if key not in self.prompts:
             self.prompts.add(key)
@@ -50,14 +48,10 @@ class SamplingCore(FakeCore):
         if self.stepping is None or self.stepping.done():
             self.stepping = asyncio.ensure_future(self.step())
         try:
-            await self.ends[call.id]
-        except asyncio.CancelledError:
-            if call.was_lost():
-                raise CoreLost("killed") from None
-            raise
+            with call.running(self.calls):
+                await self.ends[call.id]
         finally:
-            for table in (self.calls, self.left, self.ends):
-                table.pop(call.id, None)
+            del self.left[call.id], self.ends[call.id]
         self.drawn += 1
         drawn = np.random.default_rng(call.seed).integers(0, 500, tokens)
         call.add(drawn.tolist(), [-1.0] * tokens)

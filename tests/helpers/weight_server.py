@@ -97,20 +97,26 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/fault":
             STATE["fault"] = body["fault"]
             return self.answer(200, {})
-        if self.path == "/ping" and STATE["fault"] == "slow":
-            return self.answer(200, {})
         STATE["calls"].append(self.path)
         try:
             with LOCK:
                 act(self.path, body)
         except Exception as error:
             return self.answer(500, {"error": f"{type(error).__name__}: {error}"})
-        return self.answer(200, {})
+        return self.answer(200, {"results": [None]} if self.path == "/collective_rpc" else {})
+
+    def do_GET(self):  # noqa: N802
+        """/is_paused: the engine answers when it has done what it does, or, with "slow", at once."""
+        if STATE["fault"] != "slow":
+            with LOCK:
+                pass
+        self.answer(200, {})
 
     def answer(self, status, body):
         data = json.dumps(body).encode()
         try:
             self.send_response(status)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

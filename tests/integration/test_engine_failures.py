@@ -22,7 +22,6 @@ from waiting import engine_pid, wait_until  # noqa: E402
 
 from torchtune_ext.sampling import remote_core  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.remote_core import MARGIN_S  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -112,8 +111,7 @@ def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
         noticed.append(time.monotonic() - struck)
 
     groups = sample_and(engine, strike, prompts)
-    # A frozen engine is noticed by the client; a frozen client MARGIN_S later, by this process.
-    assert noticed[0] < BUSY_S + (0.0 if of == "engine" else MARGIN_S)
+    assert noticed[0] < BUSY_S
     # On a busy machine the client may still have held the last tokens of a frozen engine, and nobody waits for the new one.
     wait_until(lambda: engine.stats().restarts == restarts + 1, 240)
     assert engine_pid(engine) != pid
@@ -158,7 +156,7 @@ def test_a_client_frozen_at_a_publication_is_noticed_in_time(engine, models, cap
     os.kill(core.group, signal.SIGSTOP)
     struck = time.monotonic()
     engine.publish(models[0].named_parameters(), version)
-    assert "the engine's client is frozen: no word of it for 7 s in load" in caplog.text
+    assert "the engine did not answer is_paused within 2 s" in caplog.text
     assert (
         time.monotonic() - struck < 240
         and engine.version == version

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission, fetch_error
+from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission, fetch_error, together
 from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats, Priority
 from torchtune_ext.sampling.server_command import DEFAULT_MAX_NUM_SEQS, engine_configs
 from torchtune_ext.sampling.supervisor import State, Supervisor
@@ -267,12 +267,7 @@ class Pool:
 
     async def draw_all(self, groups: Sequence[Submission]) -> list[list[Completion]]:
         """Draws groups, in their order. Where one of them fails, the others end."""
-        tasks = [asyncio.create_task(self.draw(group)) for group in groups]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await together(*map(self.draw, groups))
 
     async def draw(self, group: Submission, to: Lane | None = None) -> list[Completion]:
         """Draws the completions of a group. Args: to: the engine that has to do it; None: any.
@@ -287,13 +282,10 @@ class Pool:
         group.share = self._lengths.expected(group.sampling.max_tokens) + len(prompt) / len(group.seeds)
         self._send(group, to or self._choose())
         self._groups.add(group)
-        tasks = [asyncio.create_task(self._one(group, sample, to)) for sample in range(len(group.seeds))]
         try:
-            return await asyncio.gather(*tasks)
+            return await together(*(self._one(group, sample, to) for sample in range(len(group.seeds))))
         finally:
             self._groups.remove(group)
-            for task in tasks:
-                task.cancel()
 
     async def _one(self, group: Submission, sample: int, to: Lane | None) -> Completion:
         """Draws one completion, by as many engines as it takes."""

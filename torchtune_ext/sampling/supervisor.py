@@ -81,7 +81,7 @@ class Supervisor:
         self._counts_steps = False  # whether this life has ever reported a step; else nothing follows from its silence
         self._changed = asyncio.Event()  # ready, failed or closed
         self._control = asyncio.Lock()  # one restart or weight update at a time
-        self._watches: list[asyncio.Task] = []
+        self._watching: asyncio.Task | None = None
         self._undisturbed: set[asyncio.Future] = set()
 
     async def prepare(self) -> None:
@@ -101,7 +101,7 @@ class Supervisor:
                 self._changed.set()
             except Exception as error:
                 await self._give_up(f"{self.name} did not start: {error}", cause=error)
-        self._watches = [asyncio.create_task(self._guarded(work)) for work in (self._watch, self._end_late_requests)]
+        self._watching = asyncio.create_task(self._watch())
 
     async def ready(self) -> Core:
         """Waits for a working engine. Raises EngineFailed."""
@@ -230,8 +230,8 @@ class Supervisor:
     async def close(self) -> None:
         """Ends the present life and every wait for an engine."""
         self.closed = True
-        for task in self._watches:
-            task.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         core, self.core = self.core, None
         try:
             if core is not None:
@@ -343,34 +343,32 @@ class Supervisor:
             self._changed.set()
             self.health.retire(why)
 
-    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs a watch. Nobody waits for it, so its own errors would be lost: they end the run."""
+    async def _watch(self) -> None:
+        """Looks after the engine until the end of the run. Nobody waits for this task, so its own errors end the run."""
         try:
-            await work()
+            while not self.closed and self.failed is None:
+                await asyncio.sleep(self._tick_s)
+                await self._look()
         except Exception as error:
             log.exception("%s is no longer watched", self.name)
             async with self._control:
                 await self._give_up(f"{self.name} is no longer watched: {error!r}", cause=error)
 
-    async def _watch(self) -> None:
-        """Looks after the engine until the end of the run."""
-        while not self.closed and self.failed is None:
-            await asyncio.sleep(self._tick_s)
-            core, now = self.core, time.monotonic()
-            if core is None or self._control.locked():
-                self._moved = now
-                continue  # a restart or an update watches by itself
-            if core.broken is not None:
-                async with self._control:
-                    why = f"{self.name}'s counters could not be taken in: {core.broken!r}"
-                    await self._give_up(why, cause=core.broken)
-            elif core.dead and not core.asleep:
-                # One that dies in its sleep is replaced when it is needed: a new one would take the memory of the trainer.
-                await self._replace_lost(core, core.ending())
-            else:
-                await self._look(core, now)
+    async def _look(self) -> None:
+        core = self.core
+        if core is None or self._control.locked():
+            self._moved = time.monotonic()  # a restart or an update watches by itself
+        elif core.broken is not None:
+            async with self._control:
+                why = f"{self.name}'s counters could not be taken in: {core.broken!r}"
+                await self._give_up(why, cause=core.broken)
+        elif core.dead and not core.asleep:
+            # One that dies in its sleep is replaced when it is needed: a new one would take the memory of the trainer.
+            await self._replace_lost(core, core.ending())
+        else:
+            await self._ask_for_signs(core, time.monotonic())
 
-    async def _look(self, core: Core, now: float) -> None:
+    async def _ask_for_signs(self, core: Core, now: float) -> None:
         """Asks an engine that has requests, and gives no sign of life, for one. An answer does not yet clear it."""
         if not core.calls:
             self._moved = now
@@ -390,22 +388,6 @@ class Supervisor:
     async def _replace_lost(self, core: Core, cause: str) -> None:
         self._mark_lost(core, cause, by_probe=True)
         await self._replace(core, cause)
-
-    async def _end_late_requests(self) -> None:
-        """Ends requests whose deadline has passed."""
-        while not self.closed:
-            await asyncio.sleep(self._tick_s / 2)
-            core, now = self.core, time.monotonic()
-            if core is None:
-                continue
-            for call in [call for call in core.calls.values() if call.give_up_at < now and not call.ended_by]:
-                try:
-                    await core.end(call, "deadline")
-                except CoreLost:
-                    break  # the watch notices it, too
-                except ValueError as error:
-                    await self._replace(core, str(error))
-                    break
 
 
 class State(Enum):

@@ -1,134 +1,42 @@
 """The trainer's end of the sender: carries publications to servers, and never waits longer than a deadline.
 
-Each connection to a server (`ServerCore`) hands in its own parcel. Parcels of one publication travel together, as one group of
-servers. When the group fails, or is late, the sender is killed. Then the servers are asked one by one, and a new sender makes
-the group again from those that answer.
-"""
+Each connection to a server (`ServerCore`) hands in its own parcel. Parcels of one publication travel together, as one
+group of servers. When the group fails, or is late, the sender is killed. Then the servers are asked whether they answer,
+and a new sender makes the group again without those that do not; where all answer, each gets its weights alone."""
 
 import asyncio
-import itertools
 import logging
-import socket
-import subprocess
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from torchtune_ext.run.errors import Failure
-from torchtune_ext.run.parent import how_it_ended
-from torchtune_ext.sampling.calls import CoreLost
-from torchtune_ext.sampling.child_process import Frames, start_module
-from torchtune_ext.sampling.transfer.group import Member, Order
+from torchtune_ext.sampling.calls import CoreLost, together
+from torchtune_ext.sampling.child_process import ChildProcess
+from torchtune_ext.sampling.transfer.group import update_of
+from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 log = logging.getLogger(__name__)
 
 SENDER = "torchtune_ext.sampling.transfer.sender_process"
 START_S = 60.0  # seconds until a new sender answers: a Python that imports torch
-END_S = 5.0  # seconds that a killed process has to end
 
 
 @dataclass(eq=False, slots=True)
 class Parcel:
     """One buffer on its way to one server."""
 
-    backend: str  # "gloo" or "nccl"
-    member: Member
-    buffer: Any  # a `WeightBuffer`
+    core: Any  # the connection to it, a `ServerCore`
+    buffer: WeightBuffer
     version: int  # the label of what is sampled from then on
-    deadline_s: float  # seconds for one try
-    alive: Callable[[], Awaitable[None]]  # returns when the server's engine has answered; raises CoreLost
     arrived: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What parcels of one publication have in common."""
-        return self.backend, id(self.buffer), self.buffer.version, self.version
-
-
-class SenderLost(Failure):
-    """The sender failed or was late. `url` is that of the server that failed, None where nobody knows."""
-
-    def __init__(self, message: str, url: str | None = None):
-        super().__init__(message)
-        self.url = url
-
-
-class Sender:
-    """One life of the sender's process."""
-
-    def __init__(self, log_path: Path):
-        """Starts the process; `ask` waits for it. Raises OSError."""
-        self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Future] = {}
-        loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future = loop.create_future()
-        self.lost: str | None = None
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = start_module(SENDER, log_path, str(theirs.fileno()), keep=[theirs.fileno()])
-        ours.setblocking(False)
-        self._frames = Frames(self._receive, self._end)
-        self._connected = loop.create_task(loop.create_connection(lambda: self._frames, sock=ours))
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    async def ask(self, order: Order) -> float:
-        """Sends an order, and returns the seconds that it took. Raises SenderLost, after `order.deadline_s` at the latest."""
-        await self._within(asyncio.shield(self._ready), START_S, "did not start")
-        if self.lost is not None:
-            raise SenderLost(self.lost)
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
-        try:
-            self._frames.say((number, "send", order))
-            return await self._within(answer, order.deadline_s, f"did not bring version {order.version} to the servers")
-        finally:
-            del self._answers[number]
-
-    async def _within(self, work: Awaitable[Any], limit_s: float, what: str) -> Any:
-        try:
-            return await asyncio.wait_for(work, limit_s)
-        except TimeoutError:
-            raise SenderLost(f"the sender {what} within {limit_s:g} s") from None
-
-    def _receive(self, messages: list[Any]) -> None:
-        for number, kind, value in messages:
-            if kind == "ready":
-                self._ready.set_result(None)
-            elif (answer := self._answers.get(number)) is not None and not answer.done():
-                if kind == "value":
-                    answer.set_result(value)
-                else:
-                    url, message = value
-                    self.lost = message
-                    answer.set_exception(SenderLost(message, url))
-
-    def _end(self) -> None:
-        """The process is gone."""
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            code = None
-        self.lost = self.lost or how_it_ended(code, "the sender")
-        for answer in (self._ready, *self._answers.values()):
-            if not answer.done():
-                answer.set_exception(SenderLost(self.lost))
-                answer.exception()  # it is fetched here, since the one who waited may be gone
-
-    async def kill(self) -> None:
-        """Ends the process, and returns once it reads no memory any more."""
-        self.lost = self.lost or "the sender was ended"
-        self._process.kill()
-        self._connected.cancel()
-        self._frames.close()
-        self._end()
-        await asyncio.to_thread(self._process.wait, END_S)
+        return self.core.kind.transfer, id(self.buffer), self.buffer.version, self.version
 
 
 class Courier:
@@ -139,11 +47,11 @@ class Courier:
     def __init__(self, key: str, log_path: Path):
         """Starts nothing yet. `shared` makes it."""
         self._key, self._log_path, self._users = key, log_path, 0
-        self._sender: Sender | None = None
+        self._sender: ChildProcess | None = None
+        self._members: list[tuple[str, str]] = []  # of the sender's group: address and life of each connection
         self._waiting: list[Parcel] = []
-        self._expected: list[str] = []  # urls of servers that will hand in a parcel soon
+        self._expected: list[str] = []  # addresses of servers that will hand in a parcel soon
         self._patience: asyncio.TimerHandle | None = None
-        self._patience_s = 0.0
         self._carrying: asyncio.Task | None = None
 
     @classmethod
@@ -161,16 +69,14 @@ class Courier:
             self._of.pop(self._key, None)
             if self._carrying is not None:
                 self._carrying.cancel()
-            self._lose(self._waiting, "the connection was ended")
+            _lose(self._waiting, "the connection was ended")
             self._waiting = []
             await self._kill()
 
     def start(self) -> None:
         """Starts the sender, which takes seconds to come up, unless there is one. Raises OSError."""
-        if self._sender is not None and self._sender.lost is not None:
-            self._sender = None
-        if self._sender is None:
-            self._sender = Sender(self._log_path)
+        if self._sender is None or self._sender.gone:
+            self._sender, self._members = ChildProcess("the sender", SENDER, self._log_path), []
 
     @property
     def sender_pid(self) -> int:
@@ -178,22 +84,20 @@ class Courier:
         return 0 if self._sender is None else self._sender.pid
 
     @contextmanager
-    def expecting(self, url: str) -> Iterator[None]:
+    def expecting(self, address: str) -> Iterator[None]:
         """Inside, a server prepares itself for a publication: parcels of others wait for its own."""
-        self._expected.append(url)
+        self._expected.append(address)
         try:
             yield
         finally:
-            self._expected.remove(url)
+            self._expected.remove(address)
             self._look()
 
-    async def deliver(self, parcel: Parcel, patience_s: float) -> None:
-        """Brings weights to a server; returns once it has finished the update. Raises CoreLost.
-
-        Args: patience_s: seconds to wait for other servers that prepare themselves.
-        """
+    async def deliver(self, core: Any, buffer: WeightBuffer, version: int) -> None:
+        """Brings weights to a server; returns once it has finished the update. It waits for other servers that prepare
+        themselves, but no longer than `probe_deadline_s`. Args: core: the connection to it. Raises CoreLost."""
+        parcel = Parcel(core, buffer, version)
         self._waiting.append(parcel)
-        self._patience_s = patience_s
         self._look()
         await parcel.arrived
 
@@ -207,104 +111,99 @@ class Courier:
         busy = self._carrying is not None and not self._carrying.done()
         if busy or not self._waiting:
             return  # it looks again when it is done
-        kind = self._waiting[0].kind
-        parcels = [parcel for parcel in self._waiting if parcel.kind == kind]
+        first = self._waiting[0]
+        parcels = [parcel for parcel in self._waiting if parcel.kind == first.kind]
         # One that hands in another kind, since it comes back and needs more, has to wait for these.
-        if not at_once and not set(self._expected) <= {parcel.member.url for parcel in self._waiting}:
-            self._patience = asyncio.get_running_loop().call_later(self._patience_s, self._look, True)
+        if not at_once and not set(self._expected) <= {parcel.core.address for parcel in self._waiting}:
+            patience_s = first.core.config.probe_deadline_s
+            self._patience = asyncio.get_running_loop().call_later(patience_s, self._look, True)
             return
         self._waiting = [parcel for parcel in self._waiting if parcel not in parcels]
         self._carrying = asyncio.ensure_future(self._carry(parcels))
         self._carrying.add_done_callback(lambda _: self._look())
 
     async def _carry(self, parcels: list[Parcel]) -> None:
-        """Brings a publication to all servers that answer. Tells each parcel what became of it, and raises nothing."""
-        failures = 0  # in a row, of servers that all answer
+        """Brings a publication to all servers that answer, and tells each parcel what became of it."""
         try:
-            while parcels:
-                try:
-                    await self._send(parcels)
-                except SenderLost as error:
-                    log.warning("weights did not reach %s: %s", _urls(parcels), error)
-                    await self._kill()
-                    rest = await self._answering(parcels, error)
-                    failures = failures + 1 if len(rest) == len(parcels) else 0
-                    if failures == 2:
-                        # The first one that complained may have been told so by another one's end, but not twice.
-                        self._lose([p for p in rest if error.url == p.member.url], str(error))
-                        if len(rest) == len(parcels := [p for p in rest if not p.arrived.done()]):
-                            return await self._carry_apart(rest)
-                        failures = 0
-                    else:
-                        parcels = rest
-                else:
-                    return _delivered(parcels)
-        except BaseException as error:
-            self._lose(parcels, str(error) or repr(error))
-            if isinstance(error, asyncio.CancelledError):
-                raise
-
-    async def _carry_apart(self, parcels: list[Parcel]) -> None:
-        """Brings a publication to one server after the other: nobody knows which of them holds the others up."""
-        for parcel in parcels:
-            try:
-                await self._send([parcel])
-            except SenderLost as error:
-                await self._kill()
-                self._lose([parcel], str(error))
-            else:
-                _delivered([parcel])
+            await self._send(parcels)
+            for parcel in parcels:
+                if not parcel.arrived.done():
+                    parcel.arrived.set_result(None)
+        except Exception as error:
+            addresses = ", ".join(sorted(parcel.core.address for parcel in parcels))
+            log.warning("weights did not reach %s: %s", addresses, error)
+            await self._kill()
+            rest = await self._answering(parcels, error)
+            # Nobody knows which of those that answer holds the others up.
+            for some in [rest] if len(rest) < len(parcels) else [[parcel] for parcel in rest]:
+                if some:
+                    await self._carry(some)
+        finally:
+            _lose(parcels, "the connection was ended")
 
     async def _send(self, parcels: list[Parcel]) -> None:
-        """Raises SenderLost, OSError."""
+        """Makes the servers a group with the sender, if they are none yet, and broadcasts. Raises CoreLost, ValueError,
+        OSError."""
+        cores = sorted((parcel.core for parcel in parcels), key=lambda core: core.address)
+        buffer, version = parcels[0].buffer, parcels[0].version
+        limit_s = min(core.config.rpc_deadline_s for core in cores)
+        members = [(core.address, core.life) for core in cores]
         self.start()
-        first, buffer = parcels[0], parcels[0].buffer
-        order = Order(
-            backend=first.backend,
-            members=tuple(sorted((parcel.member for parcel in parcels), key=lambda member: member.url)),
-            path=buffer.address()["path"],
-            manifest=buffer.manifest,
-            adapter=buffer.adapter,
-            version=first.version,
-            deadline_s=min(parcel.deadline_s for parcel in parcels),
-        )
-        began = time.monotonic()
-        took = await self._sender.ask(order)
-        log.debug(
-            "version %d: %d bytes in %.2f s of %.2f s", order.version, buffer.bytes, took, time.monotonic() - began
-        )
+        init = None
+        if members != self._members:
+            places = [(parts.hostname or "", parts.port or 80) for parts in (urlsplit(c.address) for c in cores)]
+            world_size = 1 + sum(core.kind.workers for core in cores)
+            async with within(START_S, "the sender did not start"):
+                init = await self._sender.ask("listen", cores[0].kind.transfer, places, world_size, limit_s)
+        async with within(limit_s, f"the sender did not bring version {version} to the servers"):
+            if init is not None:
+                await self._join(cores, init)
+                self._members = members
+            await together(*(core.begin_update(buffer) for core in cores))
+            # The servers take what is broadcast meanwhile.
+            update, path = asdict(update_of(buffer.manifest)), buffer.address()["path"]
+            sending = self._sender.ask("send", path, buffer.manifest, limit_s)
+            await together(sending, *(core.take(buffer, update) for core in cores))
+            await together(*(core.finish_update(buffer, version) for core in cores))
 
-    async def _answering(self, parcels: list[Parcel], error: SenderLost) -> list[Parcel]:
+    async def _join(self, cores: list[Any], init: dict[str, Any]) -> None:
+        """Lets sender and servers make their group. Args: init: what the first server is told."""
+        joins, rank = [self._sender.ask("join")], 1
+        for core in cores:
+            joins.append(core.slow("init_weight_transfer_engine", init_info=init | {"rank_offset": rank}))
+            rank += core.kind.workers
+        await together(*joins)
+
+    async def _answering(self, parcels: list[Parcel], error: Exception) -> list[Parcel]:
         """Returns the parcels of the servers that are worth another try, and gives the others up."""
         if len(parcels) == 1:
-            self._lose(parcels, str(error))
+            _lose(parcels, str(error) or repr(error))
             return []
-        answers = await asyncio.gather(*(parcel.alive() for parcel in parcels), return_exceptions=True)
-        rest = []
+        pings = (parcel.core.ping(parcel.core.config.probe_deadline_s) for parcel in parcels)
+        answers = await asyncio.gather(*pings, return_exceptions=True)
         for parcel, answer in zip(parcels, answers, strict=True):
             if isinstance(answer, Exception):
-                self._lose([parcel], f"{error}; it does not answer: {answer}")
-            else:
-                rest.append(parcel)
-        return rest
-
-    def _lose(self, parcels: list[Parcel], why: str) -> None:
-        for parcel in parcels:
-            if not parcel.arrived.done():
-                parcel.arrived.set_exception(CoreLost(f"weights did not reach {parcel.member.url}: {why}"))
-                parcel.arrived.exception()  # it is fetched here, since the one who waited may be gone
+                _lose([parcel], f"{error}; it does not answer: {answer}")
+        return [parcel for parcel in parcels if not parcel.arrived.done()]
 
     async def _kill(self) -> None:
         sender, self._sender = self._sender, None
         if sender is not None:
-            await sender.kill()
+            await sender.stop()
 
 
-def _delivered(parcels: list[Parcel]) -> None:
+@asynccontextmanager
+async def within(limit_s: float, what: str) -> AsyncIterator[None]:
+    """Raises CoreLost where the body takes longer. Args: what: did not happen."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise CoreLost(f"{what} within {limit_s:g} s") from None
+
+
+def _lose(parcels: list[Parcel], why: str) -> None:
     for parcel in parcels:
         if not parcel.arrived.done():
-            parcel.arrived.set_result(None)
-
-
-def _urls(parcels: list[Parcel]) -> str:
-    return ", ".join(sorted(parcel.member.url for parcel in parcels))
+            parcel.arrived.set_exception(CoreLost(f"weights did not reach {parcel.core.address}: {why}"))
+            parcel.arrived.exception()  # it is fetched here, since the one who waited may be gone
