@@ -154,7 +154,7 @@ class Publisher:
         # after something was answered: a few failures in a row would be final
         before = self.engine.stats().completed
         wait(lambda: self.engine.stats().completed > before)
-        os.killpg(self.engine._pool.lanes[0].supervisor.core.group, signal.SIGKILL)
+        os.killpg(self.engine._pool.lanes[0].core.group, signal.SIGKILL)
 
 
 def time_canaries(engine: Engine, publisher: Publisher, prompts: list[list[int]]) -> dict[str, str]:

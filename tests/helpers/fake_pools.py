@@ -113,7 +113,7 @@ class PoolBench:
     @property
     def now(self):
         """The present life of each engine."""
-        return [lane.supervisor.core for lane in self.pool.lanes]
+        return [lane.core for lane in self.pool.lanes]
 
 
 def run(scenario, monkeypatch, *args, **kwargs):
@@ -132,4 +132,4 @@ def run(scenario, monkeypatch, *args, **kwargs):
 
 
 def states(bench):
-    return [lane.supervisor.health.state for lane in bench.pool.lanes]
+    return [lane.health.state for lane in bench.pool.lanes]

@@ -19,7 +19,7 @@ from torchtune_ext.policy.lora import adapted_modules
 from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.sampling import remote_core
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
-from torchtune_ext.sampling.supervisor import Supervisor
+from torchtune_ext.sampling.lane import Lane
 from torchtune_ext.training.agreement import Agreement, Disagreement
 from torchtune_ext.training.precision import Precision, PrecisionConfig
 from torchtune_ext.training.publish import Publisher
@@ -187,7 +187,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         update()
         fault.write_text("the last adapter stays")
         with monkeypatch.context() as patch:
-            patch.setattr(Supervisor, "checksums", lie)
+            patch.setattr(Lane, "checksums", lie)
             with pytest.raises(
                 Disagreement, match="weights: the engine has the weights that were sent and samples as before"
             ):

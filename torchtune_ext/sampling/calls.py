@@ -70,9 +70,7 @@ class Submission:
         self.prompt, self.sampling, self.on_completion, self.group = prompt, sampling, on_completion, group
         self.seeds = group_seeds(sampling.seed, group, n)
         self.priority = priority
-        # The pool's: the engine that it is at, requests that have not ended, and the tokens that one is expected to cost, with
-        # its share of the prompt.
-        self.lane, self.left, self.share = None, n, 0.0
+        self.lane, self.left = None, n  # the pool's: the engine that it is at, and requests that have not ended
 
 
 class CoreLost(Failure):
@@ -226,16 +224,16 @@ class Call:
 
 
 class Core(Protocol):
-    """One life of an engine, as the supervisor sees it: what a backend (`engine.BACKENDS`) makes.
+    """One life of an engine, as its lane sees it: what a backend (`engine.BACKENDS`) makes.
 
-    A life ends with the first method that raises CoreLost; the supervisor then calls `stop` and lets the backend make another
+    A life ends with the first method that raises CoreLost; the lane then calls `stop` and lets the backend make another
     one, which gets the published weights through `load`. All coroutines run in the engine's asyncio thread. Each of them
     bounds its own waits by the deadlines of the config. ValueError says that the engine refuses what was asked and lives on.
     """
 
     # The requests under way, by their ids.
     calls: dict[str, Call]
-    # The moment of the last sign of life, on time.monotonic(). The supervisor pings an engine that has requests and gives none.
+    # The moment of the last sign of life, on time.monotonic(). The lane pings an engine that has requests and gives none.
     sign_of_life: float
     # The next three are known after `launch`: tokens that the KV cache holds, tokens of a block of it, and token ids that the
     # model has.
@@ -246,7 +244,7 @@ class Core(Protocol):
     asleep: int
     # The process group that has to be killed when the trainer dies; 0 when there is none.
     group: int
-    # The error that our own code raised over the engine's counters; with one the supervisor gives up.
+    # The error that our own code raised over the engine's counters; with one the lane gives up.
     broken: Exception | None
 
     @property

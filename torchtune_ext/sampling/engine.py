@@ -12,8 +12,8 @@
     engine.close()
 
 Inside lives one thread with an asyncio loop. It shares groups out among the engines (`pool.py`; one is the usual case) and
-feeds each (vLLM by default) as many requests as its throttle allows, while its supervisor keeps it alive
-(`supervisor.py`). vLLM's client is in a process of its own (`remote_core.py`). All methods may be called from any thread, also
+feeds each (vLLM by default) as many requests as its throttle allows, and keeps it alive
+(`lane.py`). vLLM's client is in a process of its own (`remote_core.py`). All methods may be called from any thread, also
 at the same time.
 """
 
@@ -36,7 +36,8 @@ from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Failure, Late, Mistake
 from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt, fetch_error
 from torchtune_ext.sampling.janitor import Janitor
-from torchtune_ext.sampling.pool import Lane, Pool
+from torchtune_ext.sampling.lane import Lane
+from torchtune_ext.sampling.pool import Pool
 from torchtune_ext.sampling.records import (
     CanaryAnswer,
     Completion,
@@ -217,7 +218,7 @@ class Engine:
         self._thread.call(self._pool.prepare(), timeout=30.0)
         try:
             # The others have the same settings: they find out by themselves.
-            self._pool.lanes[0].supervisor.core.configure()
+            self._pool.lanes[0].core.configure()
         except (ValueError, OSError) as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error

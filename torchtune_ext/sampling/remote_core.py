@@ -1,7 +1,7 @@
 """One life of a vLLM engine whose client lives in a process of its own: the trainer's end of `client_process.py`.
 
-Training and the client of sampling do not share an interpreter, so that neither waits for the other's lock. To the
-supervisor it is a `Core` like others: if the client's process dies or hangs, this life is over, and another one begins
+Training and the client of sampling do not share an interpreter, so that neither waits for the other's lock. To its
+lane it is a `Core` like others: if the client's process dies or hangs, this life is over, and another one begins
 with the published weights.
 """
 
@@ -105,4 +105,4 @@ class RemoteCore(VLLMCore):
             try:
                 self.on_step(value)
             except Exception as error:
-                self.broken = error  # the supervisor ends the run over it
+                self.broken = error  # the lane ends the run over it

@@ -68,12 +68,12 @@ def test_one_part_that_fails_does_not_keep_the_others_open(make_engine, monkeypa
     engine = make_engine()
 
     async def fail():
-        raise ZeroDivisionError("in the supervisor")
+        raise ZeroDivisionError("in the lane")
 
-    monkeypatch.setattr(engine._pool.lanes[0].supervisor, "close", fail)
+    monkeypatch.setattr(engine._pool.lanes[0], "close", fail)
     memory = Path(engine._buffers.model.address()["path"])
     engine.close()
-    assert "the engine was not closed properly" in caplog.text and "in the supervisor" in caplog.text
+    assert "the engine was not closed properly" in caplog.text and "in the lane" in caplog.text
     assert not memory.exists() and not engine._thread.alive and not Path(engine._janitor.folder).exists()
 
 
