@@ -14,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
+from torchtune_ext.sampling.broadcast import GlooGroup, GlooInit, chunks
 from torchtune_ext.sampling.server_command import KEY_VARIABLE
-from torchtune_ext.sampling.transfer.group import GlooGroup, GlooInit, Update, chunks
-from torchtune_ext.sampling.weight_buffer import checksum
+from torchtune_ext.sampling.weight_buffer import checksum, views
 
 LOCK = threading.Lock()  # the engine does one thing after the other
 STATE = {"fault": "", "inits": [], "version": None, "sums": {}, "adapter": None, "active": False, "calls": []}
@@ -37,7 +37,7 @@ def init(init_info):
 
 
 def receive(update_info):
-    update, info = Update(**update_info), GlooInit(**STATE["inits"][-1])
+    info = GlooInit(**STATE["inits"][-1])
     if STATE["fault"] == "refuse":
         raise Refused("these weights are not wanted")
     if STATE["fault"] == "stall":
@@ -50,10 +50,10 @@ def receive(update_info):
         raise Refused("no group")
     give_up_at, found = time.monotonic() + info.deadline_s, {}
     try:
-        for places in chunks(update, info.chunk_bytes):
-            data = torch.empty(places[-1].end, dtype=torch.uint8)
+        for begin, end, manifest in chunks(update_info, info.chunk_bytes):
+            data = torch.empty(end - begin, dtype=torch.uint8)
             GROUP[0].broadcast(data, give_up_at)
-            found |= {place.name: checksum(place.of(data)) for place in places}
+            found |= {name: checksum(tensor) for name, tensor in views(data, manifest)}
             if STATE["fault"] == "die":
                 os._exit(9)
     except RuntimeError:

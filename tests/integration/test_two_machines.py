@@ -24,9 +24,9 @@ from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_policy  # noqa: E402
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors  # noqa: E402
 from torchtune_ext.policy.hf_model import named_hf_tensors  # noqa: E402
+from torchtune_ext.sampling.courier import Courier  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
-from torchtune_ext.sampling.transfer.courier import Courier  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 
 REASON = second_machine.why_not()

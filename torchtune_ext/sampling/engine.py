@@ -34,7 +34,7 @@ import torch
 
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Failure, Late, Mistake
-from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt, fetch_error
+from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt, fetch_error, together
 from torchtune_ext.sampling.janitor import Janitor
 from torchtune_ext.sampling.lane import Lane
 from torchtune_ext.sampling.pool import Pool
@@ -323,7 +323,7 @@ class Engine:
             )
             for p, prompt in enumerate(prompts)
         ]
-        return self._thread.result(self._begin(self._pool.draw_all(groups), priority))
+        return self._thread.result(self._begin(together(*map(self._pool.draw, groups)), priority))
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Asks how likely texts are under the weights as they are, at temperature 1 and over the whole vocabulary.

@@ -127,10 +127,6 @@ class Pool:
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
-    async def draw_all(self, groups: Sequence[Submission]) -> list[list[Completion]]:
-        """Draws groups, in their order. Where one of them fails, the others end."""
-        return await together(*map(self.draw, groups))
-
     async def draw(self, group: Submission, to: Lane | None = None) -> list[Completion]:
         """Draws the completions of a group. Args: to: the engine that has to do it; None: any.
         Raises ValueError, EngineFailed, WeightsIncomplete; CoreLost when `to` is lost and others serve."""

@@ -119,16 +119,15 @@ class VLLMCore:
                 f"it is in the midst of an update of another trainer that cannot be finished; start the server again ({error})"
             ) from error
 
-    async def take(self, buffer: WeightBuffer, update: dict[str, Any] | None = None) -> None:
-        """Lets the engine take the tensors out of the trainer's memory. Args: update: says what is broadcast in the group of
-        the engine and the sender instead; None: nothing is."""
+    async def take(self, buffer: WeightBuffer, broadcast: bool = False) -> None:
+        """Lets the engine take the tensors out of the trainer's memory, or out of the broadcast of its group."""
         if buffer.adapter is None:
-            await self.slow("update_weights", update_info=buffer.manifest if update is None else update)
-        elif update is None:
+            await self.slow("update_weights", update_info=buffer.manifest)
+        elif broadcast:
+            await self.slow("collective_rpc", method="receive_adapter", args=[buffer.manifest, buffer.adapter])
+        else:
             arguments = [buffer.address(), buffer.manifest, buffer.adapter]
             await self.slow("collective_rpc", method="load_adapter", args=arguments)
-        else:
-            await self.slow("collective_rpc", method="receive_adapter", args=[update, buffer.adapter])
 
     async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
         """Ends an update, and labels what is sampled from then on."""

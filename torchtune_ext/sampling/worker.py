@@ -23,9 +23,9 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.platforms import current_platform
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.sampling.broadcast import GlooGroup, GlooInit, chunks
 from torchtune_ext.sampling.loading import TAKEN, CheckedTransfer, Named
-from torchtune_ext.sampling.transfer.group import GlooGroup, GlooInit, Update, chunks
-from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum, tensors
+from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum, tensors, views
 
 
 @dataclass
@@ -85,7 +85,7 @@ class GlooTransfer(CheckedTransfer):
     """Takes publications by gloo, chunk by chunk, on a CPU or on the way to a GPU."""
 
     init_info_cls = GlooInit
-    update_info_cls = Update
+    update_info_cls = Manifest
     group: GlooGroup | None = None
 
     def init_transfer_engine(self, init_info: GlooInit) -> None:
@@ -102,16 +102,16 @@ class GlooTransfer(CheckedTransfer):
             init_info.deadline_s,
         )
 
-    def receive(self, update: Update, take: Callable[[Named], None]) -> None:
+    def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
         """Takes what the sender broadcasts. Raises RuntimeError when it does not, and the group is over then."""
         if self.group is None:
             raise RuntimeError(NO_GROUP)
         give_up_at = time.monotonic() + self.init.deadline_s
         try:
-            for places in chunks(update, self.init.chunk_bytes):
-                chunk = torch.empty(places[-1].end, dtype=torch.uint8, device="cpu")
+            for begin, end, manifest in chunks(vars(update), self.init.chunk_bytes):
+                chunk = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
                 self.group.broadcast(chunk, give_up_at)
-                take([(place.name, place.of(chunk)) for place in places])
+                take(list(views(chunk, manifest)))
         except BaseException:
             # Also when the model refuses a tensor: the sender is in the midst of an update that nobody takes.
             self.shutdown()
@@ -134,13 +134,14 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
     """vLLM's own backend with our checks, checksums and a deadline."""
 
     init_info_cls = NcclInit
+    update_info_cls = Manifest
 
     def init_transfer_engine(self, init_info: NcclInit) -> None:
         self.shutdown()
         self.deadline_s = init_info.deadline_s
         NCCLWeightTransferEngine.init_transfer_engine(self, init_info)
 
-    def receive(self, update: Update, take: Callable[[Named], None]) -> None:
+    def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
         """As `GlooTransfer.receive`. NCCL itself would wait for ever: at the deadline the communicator is aborted."""
         group = self.model_update_group
         if group is None:
@@ -217,16 +218,17 @@ class WeightLoader:
         check_memory(**address)
         self._use_adapter({name: tensor.clone() for name, tensor in tensors(address["path"], manifest)}, config)
 
-    def receive_adapter(self, update: dict[str, list], config: dict[str, Any]) -> None:
+    def receive_adapter(self, manifest: dict[str, list], config: dict[str, Any]) -> None:
         """As `load_adapter`, out of the broadcast of the sender's group, which this call is a part of.
 
-        Args: update: the fields of `transfer.group.Update`; config: PEFT's.
+        Args: manifest: the fields of `Manifest`; config: PEFT's.
         """
         self._require_lora()
         engine, weights = self.weight_transfer_engine, {}
         # The tensors are views of chunks, and live longer than these.
         engine.receive(
-            engine.parse_update_info(update), lambda named: weights.update((name, t.cpu().clone()) for name, t in named)
+            engine.parse_update_info(manifest),
+            lambda named: weights.update((name, t.cpu().clone()) for name, t in named),
         )
         self._use_adapter(weights, config)
 

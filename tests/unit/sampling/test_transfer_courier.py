@@ -18,10 +18,10 @@ aiohttp = pytest.importorskip("aiohttp")
 import weight_server  # noqa: E402
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.courier import Courier  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import ServerCore, ServerKind  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
-from torchtune_ext.sampling.transfer.courier import Courier  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum  # noqa: E402
 
 KEY = "the-key-of-these-servers"

@@ -1,17 +1,26 @@
-"""A gloo group between the sender and the workers of servers, and how tensors lie in what is broadcast in it."""
+"""Weights over a network, by vLLM's weight-transfer protocol: from the trainer's memory to servers that share none with it.
+
+    trainer                                          server, in vLLM's process
+    server.py ── HTTP ─────────────────────────────▶ worker.py (begins, takes, finishes an update)
+    courier.py ── asks ──▶ sender_process.py ──────▶ the bytes by gloo or NCCL, piece by piece
+
+The trainer only writes its weights into memory, as for an engine of its own. A process beside it, the sender, opens that
+memory and does all that may wait for another machine. When it is late it is killed, and no collective of ours ever runs in
+the trainer. In here is what both ends of the broadcast share.
+"""
 
 import math
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from torchtune_ext.run.errors import Failure, Mistake
-from torchtune_ext.sampling.weight_buffer import ALIGNMENT
+from torchtune_ext.run.errors import Failure
+from torchtune_ext.sampling.weight_buffer import MANIFEST
 
 SHORTEST_S = 0.001  # gloo takes a timeout of 0 for none
 CHUNK_BYTES = 64 << 20  # of one broadcast by gloo; a larger tensor is a chunk of its own
@@ -79,7 +88,6 @@ class GlooGroup:
         self._group = self._store = None
 
 
-# The messages about weights between a trainer and a server, which are vLLM's, and how tensors lie in a chunk of bytes.
 @dataclass(kw_only=True)
 class GlooInit:
     """How a server's workers find the group: the fields of vLLM's `NCCLWeightTransferInitInfo`, and what gloo needs besides."""
@@ -93,70 +101,21 @@ class GlooInit:
     deadline_s: float = 300.0  # seconds until a worker gives up a group or an update that does not come
 
 
-@dataclass(kw_only=True)
-class Update:
-    """What one update holds, tensor by tensor: the fields of vLLM's `NCCLWeightTransferUpdateInfo`."""
+def chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, int, dict[str, list]]]:
+    """Cuts the memory of a `WeightBuffer` into pieces that are broadcast one after the other. Both ends compute them by
+    themselves.
 
-    names: list[str]  # Hugging Face names
-    dtype_names: list[str]  # torch's names of them: "bfloat16", ...
-    shapes: list[list[int]]
-
-    def __post_init__(self):
-        if not len(self.names) == len(self.dtype_names) == len(self.shapes):
-            raise Mistake(
-                f"an update with {len(self.names)} names, {len(self.dtype_names)} dtypes and {len(self.shapes)} shapes"
-            )
-        if not self.names or len(set(self.names)) != len(self.names):
-            raise Mistake("an update holds no tensors, or two of one name")
-        for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
-            if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise Mistake(f"the update holds {name} in {dtype!r}, which is no dtype of torch")
-            if not all(isinstance(size, int) and size >= 0 for size in shape):
-                raise Mistake(f"the update holds {name} in the shape {shape}")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor lies in its chunk."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int  # bytes from the start of the chunk, a multiple of ALIGNMENT
-    end: int
-
-    def of(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor as a view of its chunk [bytes], uint8."""
-        return chunk[self.begin : self.end].view(self.dtype).view(self.shape)
-
-
-def chunks(update: Update, limit: int) -> Iterator[list[Place]]:
-    """Yields the tensors of each broadcast. Both ends compute them by themselves, from the same message.
-
-    Tensors lie as in a `WeightBuffer`, each at a multiple of ALIGNMENT, so that the sender broadcasts its memory as it is.
-    Args: limit: bytes; a chunk ends with the tensor that reaches them.
+    Args: manifest: of the buffer; limit: bytes; a piece ends with the tensor that reaches them.
+    Yields: where a piece begins and ends, bytes from the start of the file, and the manifest of what lies in it.
     """
-    places: list[Place] = []
+    rows: list[tuple] = []
     begin = 0
-    for name, dtype_name, shape in zip(update.names, update.dtype_names, update.shapes, strict=True):
-        dtype = getattr(torch, dtype_name)
-        end = begin + math.prod(shape) * dtype.itemsize
-        places.append(Place(name, dtype, tuple(shape), begin, end))
-        begin = -(-end // ALIGNMENT) * ALIGNMENT
-        if end >= limit:
-            yield places
-            places, begin = [], 0
-    if places:
-        yield places
-
-
-def update_of(manifest: dict[str, list]) -> Update:
-    """Returns the message for what lies in a `WeightBuffer`. Args: manifest: of the buffer."""
-    return Update(names=manifest["names"], dtype_names=manifest["dtype_names"], shapes=manifest["shapes"])
-
-
-def check_layout(places: Sequence[Place], offsets: Sequence[int]) -> None:
-    """Raises ValueError when memory is laid out otherwise than `chunks` says. Args: offsets: bytes, of the same tensors."""
-    for place, offset in zip(places, offsets, strict=True):
-        if offset - offsets[0] != place.begin:
-            raise Mistake(f"{place.name} lies at byte {offset}, which is not where a receiver looks for it")
+    for name, dtype, shape, offset in zip(*(manifest[column] for column in MANIFEST), strict=True):
+        begin = begin if rows else offset
+        rows.append((name, dtype, shape, offset - begin))
+        end = offset + math.prod(shape) * getattr(torch, dtype).itemsize
+        if end - begin >= limit:
+            yield begin, end, dict(zip(MANIFEST, map(list, zip(*rows, strict=True)), strict=True))
+            rows = []
+    if rows:
+        yield begin, end, dict(zip(MANIFEST, map(list, zip(*rows, strict=True)), strict=True))

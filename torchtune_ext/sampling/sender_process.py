@@ -4,7 +4,7 @@
 of the trainer's memory and broadcasts it in a group with the workers of all servers that it is told of, which it keeps
 for the next time.
 
-    python -P -m torchtune_ext.sampling.transfer.sender_process SOCKET PARENT
+    python -P -m torchtune_ext.sampling.sender_process SOCKET PARENT
 
 It is asked to `listen`, to `join` the group, and to `send`, as `child_process.ChildProcess` asks. After an error it ends:
 nobody knows in which state a group is whose collective broke off, and another sender makes another one."""
@@ -24,25 +24,18 @@ import torch
 
 from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.parent import die_with_parent
-from torchtune_ext.sampling.child_process import pack, receive
-from torchtune_ext.sampling.transfer.group import (
+from torchtune_ext.sampling.broadcast import (
     CHUNK_BYTES,
     GlooGroup,
     GlooInit,
-    check_layout,
     chunks,
     facing,
     listen,
-    update_of,
 )
-from torchtune_ext.sampling.weight_buffer import tensors
+from torchtune_ext.sampling.child_process import pack, receive
+from torchtune_ext.sampling.weight_buffer import memory_of, tensors
 
 log = logging.getLogger(__name__)
-
-
-def memory_of(path: str) -> torch.Tensor:
-    """Returns the trainer's memory [bytes], uint8, mapped and not copied."""
-    return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
 
 
 def address_facing(places: Sequence[tuple[str, int]]) -> str:
@@ -82,11 +75,9 @@ class GlooSender:
     def send(self, path: str, manifest: dict[str, list], deadline_s: float) -> None:
         """Broadcasts what lies in the trainer's memory at `path`. Raises RuntimeError (of torch), ValueError."""
         give_up_at = time.monotonic() + deadline_s
-        memory, offsets = memory_of(path), iter(manifest["offsets"])
-        for places in chunks(update_of(manifest), CHUNK_BYTES):
-            here = [next(offsets) for _ in places]
-            check_layout(places, here)
-            self._group.broadcast(memory[here[0] : here[0] + places[-1].end], give_up_at)
+        memory = memory_of(path)
+        for begin, end, _ in chunks(manifest, CHUNK_BYTES):
+            self._group.broadcast(memory[begin:end], give_up_at)
 
 
 class NcclSender:

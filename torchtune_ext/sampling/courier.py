@@ -8,19 +8,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from torchtune_ext.sampling.calls import CoreLost, together
 from torchtune_ext.sampling.child_process import ChildProcess
-from torchtune_ext.sampling.transfer.group import update_of
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 log = logging.getLogger(__name__)
 
-SENDER = "torchtune_ext.sampling.transfer.sender_process"
+SENDER = "torchtune_ext.sampling.sender_process"
 START_S = 60.0  # seconds until a new sender answers: a Python that imports torch
 
 
@@ -161,9 +160,8 @@ class Courier:
                 self._members = members
             await together(*(core.begin_update(buffer) for core in cores))
             # The servers take what is broadcast meanwhile.
-            update, path = asdict(update_of(buffer.manifest)), buffer.address()["path"]
-            sending = self._sender.ask("send", path, buffer.manifest, limit_s)
-            await together(sending, *(core.take(buffer, update) for core in cores))
+            sending = self._sender.ask("send", buffer.address()["path"], buffer.manifest, limit_s)
+            await together(sending, *(core.take(buffer, broadcast=True) for core in cores))
             await together(*(core.finish_update(buffer, version) for core in cores))
 
     async def _join(self, cores: list[Any], init: dict[str, Any]) -> None:
