@@ -33,7 +33,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchtune_ext.sampling.engine import BACKENDS, Engine, EngineConfig, Priority, PublishReport, SamplingConfig
 from torchtune_ext.sampling.records import CANARY_REQUESTS
-from torchtune_ext.sampling.remote_core import RemoteCore
+from torchtune_ext.sampling.vllm_core import RemoteCore
 from torchtune_ext.sampling.weight_buffer import checksum
 
 VOCABULARY, PROMPT, TOKENS = 512, 24, 48

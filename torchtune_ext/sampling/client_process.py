@@ -2,7 +2,7 @@
 
 That is most of what sampling asks of Python (0.7 ms for a request of eleven tokens), and in the trainer's interpreter it
 would take the lock from training, which then took twice as long (benchmarks/README.md). So the client lives here.
-`remote_core.RemoteCore` is the trainer's end.
+`vllm_core.RemoteCore` is the trainer's end.
 
     python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
 

@@ -13,7 +13,7 @@
 
 Inside lives one thread with an asyncio loop. It shares groups out among the engines (`pool.py`; one is the usual case) and
 feeds each (vLLM by default) as many requests as its throttle allows, and keeps it alive
-(`lane.py`). vLLM's client is in a process of its own (`remote_core.py`). All methods may be called from any thread, also
+(`lane.py`). vLLM's client is in a process of its own (`vllm_core.py`). All methods may be called from any thread, also
 at the same time.
 """
 
@@ -49,8 +49,8 @@ from torchtune_ext.sampling.records import (
     SamplingConfig,
     WeightsIncomplete,
 )
-from torchtune_ext.sampling.remote_core import RemoteCore
 from torchtune_ext.sampling.server_command import log_name
+from torchtune_ext.sampling.vllm_core import RemoteCore
 from torchtune_ext.sampling.weight_buffer import Buffers
 
 __all__ = [

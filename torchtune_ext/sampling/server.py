@@ -105,9 +105,7 @@ class ServerCore(VLLMCore):
         self._last: dict[str, float] | None = None
         self._log_path, self._temp_dir = log_path, temp_dir
         self.kind: ServerKind | None = None  # known after the launch
-        self._courier: Courier | None = (
-            None  # brings weights over the network; None: the server reads this process's memory
-        )
+        self._courier: Courier | None = None  # of weights over the network; None: the server reads our memory
 
     def configure(self) -> None:
         """Reads the key; who starts the server configures all else. Raises ValueError without a key."""
