@@ -89,7 +89,7 @@ class Client:
             # happened in the engine's process in a bare Exception.
             method = arguments[0] if method == "engine" else method
             logging.getLogger(__name__).exception("%s failed", method)
-            answer = ("lost", self.ending() if self.dead else f"the engine failed in {method}: {error}")
+            answer = ("lost", self.ending() if self.dead else f"the engine failed in {method}: {error!r}")
         self._frames.say((number, *answer))
 
     @property
