@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.recipes.grpo import Config, GRPORecipe
-from torchtune_ext.sampling.remote_core import RemoteCore
+from torchtune_ext.sampling.vllm_core import RemoteCore
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.training.agreement import Disagreement
 from torchtune_ext.training.life import run_recipe

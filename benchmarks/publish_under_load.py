@@ -33,7 +33,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchtune_ext.sampling.engine import BACKENDS, Engine, EngineConfig, Priority, PublishReport, SamplingConfig
 from torchtune_ext.sampling.records import CANARY_REQUESTS
-from torchtune_ext.sampling.remote_core import RemoteCore
+from torchtune_ext.sampling.vllm_core import RemoteCore
 from torchtune_ext.sampling.weight_buffer import checksum
 
 VOCABULARY, PROMPT, TOKENS = 512, 24, 48
@@ -154,7 +154,7 @@ class Publisher:
         # after something was answered: a few failures in a row would be final
         before = self.engine.stats().completed
         wait(lambda: self.engine.stats().completed > before)
-        os.killpg(self.engine._pool.lanes[0].supervisor.core.group, signal.SIGKILL)
+        os.killpg(self.engine._pool.lanes[0].core.group, signal.SIGKILL)
 
 
 def time_canaries(engine: Engine, publisher: Publisher, prompts: list[list[int]]) -> dict[str, str]:

@@ -10,11 +10,11 @@ import time
 import torch
 
 from torchtune_ext.sampling.calls import CoreLost
+from torchtune_ext.sampling.lane import Lane
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.sampling.supervisor import Supervisor
 from torchtune_ext.sampling.weight_buffer import Buffers
 
-# The supervisor looks after an engine ten times in `probe_interval_s`: here every 5 ms.
+# The lane looks after an engine ten times in `probe_interval_s`: here every 5 ms.
 CONFIG = EngineConfig(probe_interval_s=0.05, probe_deadline_s=1.0, rpc_deadline_s=5.0, start_deadline_s=5.0)
 
 
@@ -98,10 +98,6 @@ class FakeCore:
             raise self.fail
         self.sign_of_life = time.monotonic()
 
-    async def end(self, call, reason):
-        if self.fail is not None:
-            raise self.fail
-
     async def stop(self):
         self.killed = True
         self.stops += 1
@@ -133,16 +129,8 @@ class SleepingCore(FakeCore):
                 raise CoreLost("killed while it came up")
 
     async def generate(self, call):
-        call.begin()
-        self.calls[call.id] = call
-        try:
+        with call.running(self.calls):
             await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            if call.was_lost():
-                raise CoreLost("ended") from None
-            raise
-        finally:
-            del self.calls[call.id]
 
     def kill(self):
         try:
@@ -160,26 +148,26 @@ class SleepingCore(FakeCore):
 
 
 class Bench:
-    """A supervisor, its buffers, and the lives that it has made."""
+    """A lane, its buffers, and the lives that it has made."""
 
     def __init__(self, config=CONFIG, version=0):
         self.lives = []
         self.prepare_core = lambda core: None
         self.buffers = Buffers(config.rpc_deadline_s)
-        self.supervisor = Supervisor(config, self.make, self.buffers, version)
+        self.lane = Lane(config, self.make, self.buffers, version)
 
-    def make(self):
+    def make(self, lane):
         core = FakeCore()
         self.prepare_core(core)
         self.lives.append(core)
         return core
 
     async def start(self):
-        await self.supervisor.prepare()
-        await self.supervisor.start()
+        await self.lane.prepare()
+        await self.lane.start()
 
     def write(self, value, adapter=None):
-        self.buffers.write(weights(value), value, adapter, self.supervisor.version)
+        self.buffers.write(weights(value), value, adapter, self.lane.version)
 
     def break_off(self, version):
         """A publication whose generator fails after its first tensor."""
@@ -189,14 +177,14 @@ class Bench:
             raise ZeroDivisionError
 
         try:
-            self.buffers.write(broken(), version, None, self.supervisor.version)
+            self.buffers.write(broken(), version, None, self.lane.version)
         except ZeroDivisionError:
             return
         raise AssertionError("the copy did not break off")
 
 
 def run(scenario, *args, **kwargs):
-    """Runs `scenario(bench)` with a supervisor whose first life is up. Args: those of `Bench`."""
+    """Runs `scenario(bench)` with a lane whose first life is up. Args: those of `Bench`."""
 
     async def main():
         bench = Bench(*args, **kwargs)
@@ -204,7 +192,7 @@ def run(scenario, *args, **kwargs):
         try:
             await asyncio.wait_for(scenario(bench), 20)
         finally:
-            await bench.supervisor.close()
+            await bench.lane.close()
 
     asyncio.run(main())
 

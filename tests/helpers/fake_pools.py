@@ -39,8 +39,6 @@ class SamplingCore(FakeCore):
     async def generate(self, call):
         if self.killed:
             raise CoreLost("killed")
-        call.begin()
-        self.calls[call.id] = call
         key = tuple(call.prompt)
         if key not in self.prompts:
             self.prompts.add(key)
@@ -50,14 +48,10 @@ class SamplingCore(FakeCore):
         if self.stepping is None or self.stepping.done():
             self.stepping = asyncio.ensure_future(self.step())
         try:
-            await self.ends[call.id]
-        except asyncio.CancelledError:
-            if call.was_lost():
-                raise CoreLost("killed") from None
-            raise
+            with call.running(self.calls):
+                await self.ends[call.id]
         finally:
-            for table in (self.calls, self.left, self.ends):
-                table.pop(call.id, None)
+            del self.left[call.id], self.ends[call.id]
         self.drawn += 1
         drawn = np.random.default_rng(call.seed).integers(0, 500, tokens)
         call.add(drawn.tolist(), [-1.0] * tokens)
@@ -119,7 +113,7 @@ class PoolBench:
     @property
     def now(self):
         """The present life of each engine."""
-        return [lane.supervisor.core for lane in self.pool.lanes]
+        return [lane.core for lane in self.pool.lanes]
 
 
 def run(scenario, monkeypatch, *args, **kwargs):
@@ -138,4 +132,4 @@ def run(scenario, monkeypatch, *args, **kwargs):
 
 
 def states(bench):
-    return [lane.supervisor.health.state for lane in bench.pool.lanes]
+    return [lane.health.state for lane in bench.pool.lanes]

@@ -1,4 +1,4 @@
-"""A client of vLLM that plants a fault, once, whenever the file FAULT names one. Tests set `remote_core.CLIENT` to this module."""
+"""A client of vLLM that plants a fault, once, whenever the file FAULT names one. Tests set `vllm_core.CLIENT` to this module."""
 
 import os
 import signal
@@ -18,9 +18,11 @@ def planted(fault: str) -> bool:
 
 
 class FaultyClient(client_process.Client):
+    forgotten = False
+
     async def launch(self):
         answer = await super().launch()
-        clear, update = self._llm.reset_prefix_cache, self._llm.update_weights
+        clear, update, rpc = self._llm.reset_prefix_cache, self._llm.update_weights, self._llm.collective_rpc
 
         async def reset_prefix_cache(**options):
             return False if planted("the cache is not cleared") else await clear(**options)
@@ -30,16 +32,19 @@ class FaultyClient(client_process.Client):
                 os.kill(self.process.pid, signal.SIGSTOP)
             return await update(request)
 
+        async def collective_rpc(method, *arguments, **options):
+            if method == "load_adapter":
+                if planted("the last adapter stays"):
+                    return None
+                self.forgotten = planted("the adapter is forgotten")
+            return await rpc(method, *arguments, **options)
+
         self._llm.reset_prefix_cache, self._llm.update_weights = reset_prefix_cache, update_weights
+        self._llm.collective_rpc = collective_rpc
         return answer
 
-    async def _load_adapter(self, *arguments):
-        if planted("the last adapter stays"):
-            await self._llm.update_weight_version(str(arguments[-1]))
-            return
-        await super()._load_adapter(*arguments)
-        if planted("the adapter is forgotten"):
-            self._lora_request = None
+    async def generate(self, call, salt, adapted):
+        return await super().generate(call, salt, adapted and not self.forgotten)
 
 
 if __name__ == "__main__":

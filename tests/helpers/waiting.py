@@ -17,7 +17,7 @@ def engine_pid(engine, lane=0):
     """Process id of vLLM's engine in the present life; 0 while there is none."""
     import psutil
 
-    core = engine._pool.lanes[lane].supervisor.core
+    core = engine._pool.lanes[lane].core
     try:
         children = psutil.Process(core.group).children() if core is not None else []
         return next((child.pid for child in children if child.name() == "vllm-engine"), 0)

@@ -14,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
+from torchtune_ext.sampling.broadcast import GlooGroup, GlooInit, chunks
 from torchtune_ext.sampling.server_command import KEY_VARIABLE
-from torchtune_ext.sampling.transfer.group import GlooGroup, GlooInit, Update, chunks
-from torchtune_ext.sampling.weight_buffer import checksum
+from torchtune_ext.sampling.weight_buffer import checksum, views
 
 LOCK = threading.Lock()  # the engine does one thing after the other
 STATE = {"fault": "", "inits": [], "version": None, "sums": {}, "adapter": None, "active": False, "calls": []}
@@ -37,7 +37,7 @@ def init(init_info):
 
 
 def receive(update_info):
-    update, info = Update(**update_info), GlooInit(**STATE["inits"][-1])
+    info = GlooInit(**STATE["inits"][-1])
     if STATE["fault"] == "refuse":
         raise Refused("these weights are not wanted")
     if STATE["fault"] == "stall":
@@ -50,10 +50,10 @@ def receive(update_info):
         raise Refused("no group")
     give_up_at, found = time.monotonic() + info.deadline_s, {}
     try:
-        for places in chunks(update, info.chunk_bytes):
-            data = torch.empty(places[-1].end, dtype=torch.uint8)
+        for begin, end, manifest in chunks(update_info, info.chunk_bytes):
+            data = torch.empty(end - begin, dtype=torch.uint8)
             GROUP[0].broadcast(data, give_up_at)
-            found |= {place.name: checksum(place.of(data)) for place in places}
+            found |= {name: checksum(tensor) for name, tensor in views(data, manifest)}
             if STATE["fault"] == "die":
                 os._exit(9)
     except RuntimeError:
@@ -97,20 +97,26 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/fault":
             STATE["fault"] = body["fault"]
             return self.answer(200, {})
-        if self.path == "/ping" and STATE["fault"] == "slow":
-            return self.answer(200, {})
         STATE["calls"].append(self.path)
         try:
             with LOCK:
                 act(self.path, body)
         except Exception as error:
             return self.answer(500, {"error": f"{type(error).__name__}: {error}"})
-        return self.answer(200, {})
+        return self.answer(200, {"results": [None]} if self.path == "/collective_rpc" else {})
+
+    def do_GET(self):  # noqa: N802
+        """/is_paused: the engine answers when it has done what it does, or, with "slow", at once."""
+        if STATE["fault"] != "slow":
+            with LOCK:
+                pass
+        self.answer(200, {})
 
     def answer(self, status, body):
         data = json.dumps(body).encode()
         try:
             self.send_response(status)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

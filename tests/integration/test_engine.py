@@ -216,7 +216,7 @@ def test_a_group_is_ended_alone(engine):
 @pytest.fixture
 def seen(engine, monkeypatch):
     """The engine's steps, the priorities of its requests, as they begin, and the groups that end with the test."""
-    core, steps, begun, groups = engine._pool.lanes[0].supervisor.core, [], [], []
+    core, steps, begun, groups = engine._pool.lanes[0].core, [], [], []
     generate, on_step = core.generate, core.on_step
     monkeypatch.setattr(core, "generate", lambda call: begun.append(call.priority) or generate(call))
     monkeypatch.setattr(core, "on_step", lambda step: steps.append(step) or on_step(step))

@@ -134,7 +134,7 @@ def footprint(engine) -> tuple[int, int, int, int]:
     """Resident bytes and open files of the engine's process, open files of ours, files in the engine's folder."""
     gc.collect()
     core = psutil.Process(engine_pid(engine))
-    files = sum(len(names) for _, _, names in os.walk(engine._cleanup.folder))
+    files = sum(len(names) for _, _, names in os.walk(engine._janitor.folder))
     return core.memory_info().rss, core.num_fds(), psutil.Process().num_fds(), files
 
 

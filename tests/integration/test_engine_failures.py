@@ -20,9 +20,8 @@ pytest.importorskip("vllm")
 import tiny_model  # noqa: E402
 from waiting import engine_pid, wait_until  # noqa: E402
 
-from torchtune_ext.sampling import remote_core  # noqa: E402
+from torchtune_ext.sampling import vllm_core  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.remote_core import MARGIN_S  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -60,7 +59,7 @@ def fault(tmp_path_factory):
     file.write_text("")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULT", str(file))
-        patch.setattr(remote_core, "CLIENT", "faulty_client")
+        patch.setattr(vllm_core, "CLIENT", "faulty_client")
         yield file
 
 
@@ -101,7 +100,7 @@ def sample_and(engine, action, prompts=None):
 def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
     prompts = tiny_model.prompts(2, 20)
     undisturbed = engine.sample(prompts, 4, LONG)
-    core, restarts = engine._pool.lanes[0].supervisor.core, engine.stats().restarts
+    core, restarts = engine._pool.lanes[0].core, engine.stats().restarts
     pid, client = engine_pid(engine), core.group
     noticed = []
 
@@ -112,8 +111,7 @@ def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
         noticed.append(time.monotonic() - struck)
 
     groups = sample_and(engine, strike, prompts)
-    # A frozen engine is noticed by the client; a frozen client MARGIN_S later, by this process.
-    assert noticed[0] < BUSY_S + (0.0 if of == "engine" else MARGIN_S)
+    assert noticed[0] < BUSY_S
     # On a busy machine the client may still have held the last tokens of a frozen engine, and nobody waits for the new one.
     wait_until(lambda: engine.stats().restarts == restarts + 1, 240)
     assert engine_pid(engine) != pid
@@ -136,14 +134,14 @@ def test_death_while_idle_is_noticed_too(engine, models):
 
 def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models):
     """The engine dies while it loads: after the restart it has the weights that were being published."""
-    supervisor = engine._pool.lanes[0].supervisor
-    load, pid = supervisor.core.load, engine_pid(engine)
+    lane = engine._pool.lanes[0]
+    load, pid = lane.core.load, engine_pid(engine)
 
     async def die_in_load(*args):
         os.kill(pid, signal.SIGKILL)
         return await load(*args)
 
-    supervisor.core.load = die_in_load
+    lane.core.load = die_in_load
     engine.publish(models[0].named_parameters(), 2)
     assert engine_pid(engine) != pid and engine.version == 2
     prompts = tiny_model.prompts(1, 20)
@@ -154,23 +152,19 @@ def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models
 
 @pytest.mark.rest
 def test_a_client_frozen_at_a_publication_is_noticed_in_time(engine, models, caplog):
-    version, core = engine.version + 1, engine._pool.lanes[0].supervisor.core
+    version, core = engine.version + 1, engine._pool.lanes[0].core
     os.kill(core.group, signal.SIGSTOP)
     struck = time.monotonic()
     engine.publish(models[0].named_parameters(), version)
-    assert "the engine's client is frozen: no word of it for 7 s in load" in caplog.text
-    assert (
-        time.monotonic() - struck < 240
-        and engine.version == version
-        and engine._pool.lanes[0].supervisor.core is not core
-    )
+    assert "the engine did not answer is_paused within 2 s" in caplog.text
+    assert time.monotonic() - struck < 240 and engine.version == version and engine._pool.lanes[0].core is not core
 
 
 @pytest.mark.parametrize("moment", ["before", "in the load"])
 @pytest.mark.rest
 def test_an_engine_frozen_at_a_publication_is_noticed_in_time(engine, models, moment, fault, caplog):
     """After probe_deadline_s (2 s here), not after rpc_deadline_s (300 s)."""
-    version, core, struck = engine.version + 1, engine._pool.lanes[0].supervisor.core, [time.monotonic()]
+    version, core, struck = engine.version + 1, engine._pool.lanes[0].core, [time.monotonic()]
     if moment == "before":
         os.kill(engine_pid(engine), signal.SIGSTOP)
     else:
@@ -178,7 +172,7 @@ def test_an_engine_frozen_at_a_publication_is_noticed_in_time(engine, models, mo
     noticed = []
     watcher = threading.Thread(
         target=lambda: (
-            wait_until(lambda: engine._pool.lanes[0].supervisor.core is not core),
+            wait_until(lambda: engine._pool.lanes[0].core is not core),
             noticed.append(time.monotonic() - struck[0]),
         )
     )
@@ -186,7 +180,7 @@ def test_an_engine_frozen_at_a_publication_is_noticed_in_time(engine, models, mo
     engine.publish(models[0].named_parameters(), version)
     watcher.join(60)
     assert 2.0 <= noticed[0] < BUSY_S
-    assert engine.version == version and engine._pool.lanes[0].supervisor.core is not core
+    assert engine.version == version and engine._pool.lanes[0].core is not core
     assert ("did not answer is_paused within 2 s" if moment == "before" else "frozen: no CPU time used") in caplog.text
     prompts = tiny_model.prompts(1, 20)
     c = engine.sample(prompts, 1, SamplingConfig(max_tokens=16, seed=1))[0][0]
@@ -211,22 +205,22 @@ def test_the_janitor_dies_then_the_engine_and_nothing_leaks(engine, caplog):
     engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
     before, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     restarts = engine.stats().restarts
-    os.kill(engine._cleanup.pid, signal.SIGKILL)
+    os.kill(engine._janitor.pid, signal.SIGKILL)
     os.kill(engine_pid(engine), signal.SIGKILL)
     assert len(engine.sample([[1]], 1, SamplingConfig(max_tokens=1))[0]) == 1
     assert engine.stats().restarts == restarts + 1
     assert "killed by SIGKILL, perhaps by the kernel's out-of-memory killer" in caplog.text
-    assert Path(f"/proc/{engine._cleanup.pid}").exists() and Path(engine._cleanup.folder).is_dir()
+    assert Path(f"/proc/{engine._janitor.pid}").exists() and Path(engine._janitor.folder).is_dir()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before and len(os.listdir("/proc/self/task")) <= threads)
 
 
 @pytest.mark.rest  # with stand-ins for engines: tests/unit/sampling/test_restarts.py
 def test_three_failures_in_a_row_are_final(engine):
-    supervisor = engine._pool.lanes[0].supervisor
+    lane = engine._pool.lanes[0]
 
     def strike():
         for _ in range(3):
-            wait_until(lambda: supervisor.core is not None and supervisor.core.calls and engine_pid(engine), 240)
+            wait_until(lambda: lane.core is not None and lane.core.calls and engine_pid(engine), 240)
             pid = engine_pid(engine)
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda pid=pid: engine_pid(engine) != pid)
@@ -264,7 +258,7 @@ def test_close_while_a_lost_engine_restarts(model_dir, tmp_path):
         lost = engine_pid(engine)
         os.kill(lost, signal.SIGKILL)
         wait_until(lambda: engine_pid(engine) not in (0, lost))
-        coming_up, folder, janitor = engine_pid(engine), engine._cleanup.folder, engine._cleanup.pid
+        coming_up, folder, janitor = engine_pid(engine), engine._janitor.folder, engine._janitor.pid
         time.sleep(1.0)  # in vLLM's hands by now
         started = time.monotonic()
         engine.close()
@@ -281,12 +275,12 @@ TRAINER = """
     config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)
     engine = Engine(sys.argv[1], config, sys.argv[2])
     engine.start()
-    while engine._pool.lanes[0].supervisor.core is None:
+    while engine._pool.lanes[0].core is None:
         time.sleep(0.01)
-    core = engine._pool.lanes[0].supervisor.core
+    core = engine._pool.lanes[0].core
     if sys.argv[3] != "starting":
         engine.wait_ready(240)
-    print(engine_pid(engine) or core.group, core.group, engine._cleanup.pid, engine._cleanup.folder, flush=True)
+    print(engine_pid(engine) or core.group, core.group, engine._janitor.pid, engine._janitor.folder, flush=True)
     if sys.argv[3] != "starting":
         if raise_in_main:
             raise SystemExit(3)

@@ -187,7 +187,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("message", CHANGES)
 def test_the_guard_knows_what_vllm_would_take_in_silence(trained, message):
-    from torchtune_ext.sampling.loading import check_quantized
+    from torchtune_ext.sampling.worker import check_quantized
 
     policy, source, _ = trained
     tensors = published(policy, source)

@@ -154,7 +154,7 @@ def test_one_that_was_not_told_stops_the_run(pool, model_dir, monkeypatch, fault
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.0 + 1e-5)  # far below what the gate could see
-    core = lanes(pool)[1].supervisor.core
+    core = lanes(pool)[1].core
     load = core.load
 
     async def lose(buffers, version):
@@ -191,5 +191,5 @@ def test_five_restarts_leave_descriptors_memory_and_groups_as_they_were(pool):
     wait_until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 20)
     # Frames and futures of five lives are kilobytes; a buffer of the weights or a client that is left would be more.
     assert process.memory_info().rss - memory < 32 << 20
-    assert sorted(pool._cleanup._groups) == sorted(lane.supervisor.core.group for lane in lanes(pool))
+    assert sorted(pool._janitor.groups) == sorted(lane.core.group for lane in lanes(pool))
     assert not pool._pool._groups

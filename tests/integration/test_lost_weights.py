@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DRIVE = """
 from pathlib import Path
 
-from torchtune_ext.sampling.remote_core import RemoteCore
+from torchtune_ext.sampling.vllm_core import RemoteCore
 from torchtune_ext.training.agreement import Disagreement
 
 FAULT = Path("fault")

@@ -24,9 +24,9 @@ from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_policy  # noqa: E402
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors  # noqa: E402
 from torchtune_ext.policy.hf_model import named_hf_tensors  # noqa: E402
+from torchtune_ext.sampling.courier import Courier  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
-from torchtune_ext.sampling.transfer.courier import Courier  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 
 REASON = second_machine.why_not()
@@ -187,7 +187,7 @@ def test_what_the_server_cannot_take_is_refused_there(server, models, tmp_path, 
 def test_a_link_that_is_cut_in_a_transfer_holds_nobody(engine, server, models, machine):
     """The trainer gives the transfer up at its deadline. When the link is back, the server gets the current weights."""
     engine.publish(models[0].named_parameters(), 1)
-    core, published = engine._pool.lanes[0].supervisor.core, []
+    core, published = engine._pool.lanes[0].core, []
     prompts = tiny_model.prompts(2, 20)
     drawn = [
         engine.submit(prompt, 2, SamplingConfig(max_tokens=900, seed=8), group=g) for g, prompt in enumerate(prompts)
@@ -200,7 +200,7 @@ def test_a_link_that_is_cut_in_a_transfer_holds_nobody(engine, server, models, m
         publishing.start()
         wait_until(lambda: machine.sent() - before > MIDDLE, 20)
         machine.cut()
-        wait_until(lambda: engine._pool.lanes[0].supervisor.core is not core, 60)
+        wait_until(lambda: engine._pool.lanes[0].core is not core, 60)
         took = time.monotonic() - began
     finally:
         machine.restore()

@@ -3,19 +3,19 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from torchtune_ext.run.errors import Failure, Mistake
-from torchtune_ext.sampling.loop_thread import fetch_error
 from torchtune_ext.sampling.records import Completion, Priority, SamplingConfig
 
 POLL_S = 0.2  # seconds between two looks at an engine that is called
 
+T = TypeVar("T")
 OnCompletion = Callable[[int, Completion], None]  # it takes the index of the sample in its group
 
 
@@ -70,9 +70,7 @@ class Submission:
         self.prompt, self.sampling, self.on_completion, self.group = prompt, sampling, on_completion, group
         self.seeds = group_seeds(sampling.seed, group, n)
         self.priority = priority
-        # The pool's: the engine that it is at, requests that have not ended, and the tokens that one is expected to cost, with
-        # its share of the prompt.
-        self.lane, self.left, self.share = None, n, 0.0
+        self.lane, self.left = None, n  # the pool's: the engine that it is at, and requests that have not ended
 
 
 class CoreLost(Failure):
@@ -134,26 +132,58 @@ class Call:
     seed: int | None
     first_version: int  # label of weights that were never published
     priority: Priority = Priority.SAMPLE  # where it stands in the engine's own queue
-    give_up_at: float = float("inf")  # the deadline, on time.monotonic()
-    # "deadline" or "early_stop" once we have asked the engine to end the request
-    ended_by: str = ""
-    task: asyncio.Task | None = None  # the task that waits for the result
-    lost: bool = False  # whether the engine ended before the request did
+    ended_by: str = ""  # "deadline" or "early_stop" once we have asked the engine to end the request
+    task: asyncio.Task | None = None  # the task that runs it
+    lost: str = ""  # why the engine ended before the request did
     watch: RunningLogprob | None = None  # the rule of the early stop; None: no early stop
     keep: int | None = None  # tokens to keep, once the early stop has fired
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """Starts the clock. The task that waits for the result calls it."""
+    def __post_init__(self):
         sampling = self.sampling
-        self.task = asyncio.current_task()
-        if sampling.deadline_s is not None:
-            self.give_up_at = time.monotonic() + sampling.deadline_s
         if sampling.early_stop_logprob is not None:
             self.watch = RunningLogprob(
                 sampling.early_stop_logprob, sampling.early_stop_decay, sampling.early_stop_min_tokens
             )
+
+    @contextmanager
+    def running(
+        self, calls: dict[str, "Call"], abort: Callable[[], Coroutine[Any, Any, Any]] | None = None
+    ) -> Iterator[None]:
+        """Inside, a backend runs the request, which stands in `calls` meanwhile; `lose` ends that with CoreLost.
+
+        Args: abort: asks the engine to end the request, which then returns what was sampled until now. It is called at
+        the deadline of `sampling.deadline_s`; None: somebody else sees to that."""
+        self.task, calls[self.id] = asyncio.current_task(), self
+        late = None
+        if abort is not None and self.sampling.deadline_s is not None:
+            late = asyncio.ensure_future(self._end_late(abort))
+        try:
+            yield
+        except asyncio.CancelledError:
+            # Only one that came from `lose`, and from nobody else, is a loss.
+            if self.lost and self.task.uncancel() == 0:
+                raise CoreLost(self.lost) from None
+            raise
+        finally:
+            if late is not None:
+                late.cancel()
+            del calls[self.id]
+
+    async def _end_late(self, abort: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        await asyncio.sleep(self.sampling.deadline_s)
+        self.ended_by = self.ended_by or "deadline"
+        try:
+            await abort()
+        except (CoreLost, ValueError) as error:
+            self.lose(f"a request could not be ended at its deadline: {error}")
+
+    def lose(self, why: str = "the engine was ended") -> None:
+        """Ends the request with CoreLost."""
+        self.lost = why
+        if self.task is not None:
+            self.task.cancel()
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
         """Takes what was sampled; returns whether the request shall end now."""
@@ -192,28 +222,18 @@ class Call:
             prompt_logprobs=np.array(prompt_logprobs, np.float32) if self.priority is Priority.SCORE else None,
         )
 
-    def lose(self) -> None:
-        """Ends the wait: the task gets CancelledError, which `was_lost` tells from a real one."""
-        self.lost = True
-        if self.task is not None:
-            self.task.cancel()
-
-    def was_lost(self) -> bool:
-        """Whether the CancelledError that the task has just caught came from `lose`, and from nobody else."""
-        return self.lost and self.task is not None and self.task.uncancel() == 0
-
 
 class Core(Protocol):
-    """One life of an engine, as the supervisor sees it: what a backend (`engine.BACKENDS`) makes.
+    """One life of an engine, as its lane sees it: what a backend (`engine.BACKENDS`) makes.
 
-    A life ends with the first method that raises CoreLost; the supervisor then calls `stop` and lets the backend make another
+    A life ends with the first method that raises CoreLost; the lane then calls `stop` and lets the backend make another
     one, which gets the published weights through `load`. All coroutines run in the engine's asyncio thread. Each of them
     bounds its own waits by the deadlines of the config. ValueError says that the engine refuses what was asked and lives on.
     """
 
-    # The requests under way, by their ids. The supervisor ends those whose deadline has passed.
+    # The requests under way, by their ids.
     calls: dict[str, Call]
-    # The moment of the last sign of life, on time.monotonic(). The supervisor pings an engine that has requests and gives none.
+    # The moment of the last sign of life, on time.monotonic(). The lane pings an engine that has requests and gives none.
     sign_of_life: float
     # The next three are known after `launch`: tokens that the KV cache holds, tokens of a block of it, and token ids that the
     # model has.
@@ -224,7 +244,7 @@ class Core(Protocol):
     asleep: int
     # The process group that has to be killed when the trainer dies; 0 when there is none.
     group: int
-    # The error that our own code raised over the engine's counters; with one the supervisor gives up.
+    # The error that our own code raised over the engine's counters; with one the lane gives up.
     broken: Exception | None
 
     @property
@@ -245,12 +265,8 @@ class Core(Protocol):
         """Returns once the engine can work. Raises CoreLost; ValueError when the engine refuses the config."""
 
     async def generate(self, call: Call) -> Completion:
-        """Runs one request to its end: `call.begin`, `call.add` for tokens as they come, `call.completion` for the result.
-        Raises CoreLost; ValueError when the engine refuses the request."""
-
-    async def end(self, call: Call, reason: str) -> None:
-        """Asks for the end of a running request; `generate` then returns what was sampled until now, with this reason.
-        Raises CoreLost, ValueError."""
+        """Runs one request to its end: inside of `call.running`, `call.add` for tokens as they come, `call.completion` for the
+        result. Raises CoreLost; ValueError when the engine refuses the request."""
 
     async def ping(self, deadline_s: float) -> None:
         """Returns once the engine has answered. Raises CoreLost after `deadline_s` seconds; ValueError."""
@@ -287,40 +303,41 @@ class Core(Protocol):
         """Ends this life, which may be over already, and every request in `calls` (`Call.lose`). It may be called twice."""
 
 
-def require_cleared(cleared: bool) -> None:
-    """Raises CoreLost where an engine says that it did not clear its KV cache: what it samples then fits no version."""
-    if not cleared:
-        raise CoreLost(
-            "the engine refused to clear its KV cache, and would go on with keys and values of the old weights"
-        )
+def fetch_error(task: asyncio.Future) -> None:
+    """Fetches the error of a task that is done. It is the callback of tasks whose caller may go away before they end (Ctrl-C,
+    a deadline) and has said why: asyncio prints an error that nobody fetches, with its traceback."""
+    if not task.cancelled():
+        task.exception()
 
 
-@contextmanager
-def paused() -> Iterator[None]:
-    """Inside, the engine stands still with weights that may be half loaded: whatever goes wrong, this life is over."""
+async def together(*work: Awaitable[T]) -> list[T]:
+    """Awaits all, and returns their results. Where one fails, the others end."""
+    tasks = [asyncio.ensure_future(each) for each in work]
     try:
-        yield
-    except ValueError as error:
-        raise CoreLost(f"the engine refused an update that had begun: {error}") from error
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.add_done_callback(fetch_error)
+            task.cancel()
 
 
 async def bounded(
     core: Core,
-    call: Coroutine[Any, Any, Any],
+    call: Awaitable[Any],
     deadline_s: float,
+    name: str,
     cpu_seconds: Callable[[], float] | None = None,
     idle_s: float = float("inf"),
 ) -> Any:
     """Awaits a call into the engine, which by itself would never return when the engine dies meanwhile.
 
-    Args: core: asked whether it is dead; deadline_s: seconds that the call may take; cpu_seconds: returns the CPU time that the
-    engine's processes have used; idle_s: seconds without more CPU time after which the engine counts as frozen, long before
-    the deadline of a long call has passed.
+    Args: core: asked whether it is dead; deadline_s: seconds that the call may take; name: of the call, in messages;
+    cpu_seconds: returns the CPU time that the engine's processes have used; idle_s: seconds without more CPU time after
+    which the engine counts as frozen, long before the deadline of a long call has passed.
     Raises: CoreLost, after which this life is over; ValueError, as the call raises it.
     """
     started = moved = looked = time.monotonic()
     used, poll_s = -1.0, min(POLL_S, deadline_s / 10, idle_s / 10)
-    name = getattr(call, "__name__", "call")
     task = asyncio.ensure_future(call)
     task.add_done_callback(fetch_error)
     try:

@@ -1,20 +1,25 @@
 """Starts a process of the sampler, says how it ended, and carries messages between it and us."""
 
 import asyncio
+import itertools
 import os
 import pickle
 import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.parent import environment
+from torchtune_ext.run.parent import environment, how_it_ended
+from torchtune_ext.sampling import janitor
+from torchtune_ext.sampling.calls import CoreLost
 
 # Variables that begin so tell the trainer its place among its ranks; a process of the sampler has none.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+END_S = 5.0  # seconds that a killed process has to end
 _LENGTH = struct.Struct("<Q")
 
 
@@ -56,6 +61,22 @@ def log_tail(log: Path, start: int, lines: int = 30) -> str:
     except OSError as error:
         return f"(cannot be read: {error})"
     return "\n".join(text.splitlines()[-lines:])
+
+
+def session_cpu_seconds(session: int) -> float:
+    """Returns the seconds of CPU time that the processes of a session have used until now, but for the one that leads it."""
+    ticks = 0
+    for folder in os.scandir("/proc"):
+        if folder.name.isdigit() and int(folder.name) != session:
+            try:
+                # The name in the brackets is whatever its process has called itself, so it is taken as bytes.
+                fields = Path(folder.path, "stat").read_bytes().rsplit(b")", 1)[1].split()
+            except OSError:
+                continue  # it has ended meanwhile
+            # The fourth field is the session.
+            if int(fields[3]) == session:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 # Messages between two processes of the sampler are pickled lists with their length before them, over a socket pair.
@@ -136,3 +157,112 @@ class Frames(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._on_end()
+
+
+class ChildProcess:
+    """One life of a process of the sampler, and those who wait for its answers.
+
+    A message to it is (number, method, arguments), or (number, "cancel", ()) for an answer that nobody waits for any
+    more. An answer is (number, "value", value), (number, "refused", message) or (number, "lost", message). All else it
+    says unasked."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        log: Path,
+        on_news: Callable[[str, Any], None] = lambda kind, value: None,
+        first: list[Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ):
+        """Starts the process; nobody waits for it. Raises OSError.
+
+        Args: name: in messages; module: its program; log: its output is appended to it; on_news: takes kind and value of
+        what it says unasked; first: a frame before all messages; environ: on top of our own environment."""
+        self.name = name
+        self.ended: str | None = None  # how this life ended, as soon as anybody knows
+        self.heard = time.monotonic()  # when its last message came
+        self._on_news = on_news
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future] = {}  # who waits, by the number of the message
+        self._loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = start_module(module, log, str(theirs.fileno()), environ=environ, keep=[theirs.fileno()])
+        if first is not None:
+            ours.sendall(pack(first))
+        ours.setblocking(False)
+        self._frames = Frames(self._receive, self._end)
+        self._connected = self._loop.create_task(self._loop.create_connection(lambda: self._frames, sock=ours))
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also that of its group."""
+        return self._process.pid
+
+    @property
+    def gone(self) -> bool:
+        return self.ended is not None or self._process.poll() is not None
+
+    def ending(self) -> str:
+        """Says how it ended."""
+        return self.ended or how_it_ended(self._process.poll(), self.name)
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """Sends a message, and returns the answer. The caller bounds the wait. Raises CoreLost, ValueError."""
+        if self.ended is not None:
+            raise CoreLost(self.ended)
+        number, answer = next(self._numbers), self._loop.create_future()
+        self._answers[number] = answer
+        self._frames.say((number, method, arguments))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._frames.say((number, "cancel", ()))
+            raise
+        finally:
+            del self._answers[number]
+
+    def kill(self) -> None:
+        """Kills it and all that it has started, from any thread and without a wait."""
+        janitor.kill(self.pid)
+
+    async def stop(self) -> None:
+        """Ends it, and all who wait for an answer. May be called twice."""
+        self.ended = self.ended or f"{self.name} was ended"
+        self.kill()
+        self._lose_answers()
+        self._connected.cancel()
+        self._frames.close()
+        await asyncio.to_thread(self._reap)
+
+    def _reap(self) -> None:
+        self._process.wait(END_S)
+        janitor.end(self.pid, END_S)
+
+    def _receive(self, messages: list[Any]) -> None:
+        self.heard = time.monotonic()
+        for number, kind, value in messages:
+            answer = self._answers.get(number)
+            if kind not in ("value", "refused", "lost"):
+                self._on_news(kind, value)
+            elif answer is not None and not answer.done():
+                if kind == "value":
+                    answer.set_result(value)
+                else:
+                    answer.set_exception(ValueError(value) if kind == "refused" else CoreLost(value))
+
+    def _end(self) -> None:
+        """The process is gone."""
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.ended = self.ended or how_it_ended(code, self.name)
+        self._lose_answers()
+
+    def _lose_answers(self) -> None:
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(CoreLost(self.ended))
+                answer.exception()  # it is fetched here, since the one who waited may be gone

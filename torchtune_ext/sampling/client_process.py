@@ -2,13 +2,12 @@
 
 That is most of what sampling asks of Python (0.7 ms for a request of eleven tokens), and in the trainer's interpreter it
 would take the lock from training, which then took twice as long (benchmarks/README.md). So the client lives here.
-`remote_core.RemoteCore` is the trainer's end.
+`vllm_core.RemoteCore` is the trainer's end.
 
     python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
 
-The first frame holds (directory of the model, EngineConfig, folder for temporary files). After that a message is (number,
-method, arguments), and its answer (number, "value", value) or (number, "lost" | "refused", message). Three more come
-unasked: (0, "step", Step), (0, "dead", how the engine ended), and (0, "beat", None).
+The first frame holds (directory of the model, EngineConfig). After that come messages, as `child_process.ChildProcess` sends
+them. Unasked it says (0, "step", Step), and (0, "dead", how the engine ended).
 
 The engine's process is a fork of this one, so vLLM is imported once for both, and it and its workers belong to our session.
 It ends when this one ends, and this one when the trainer does.
@@ -22,14 +21,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.run.parent import die_with_parent, how_it_ended
-from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
+from torchtune_ext.sampling.calls import Call, CoreLost, Step
 from torchtune_ext.sampling.child_process import Frames, receive
 from torchtune_ext.sampling.records import Completion, EngineConfig, Priority
 from torchtune_ext.sampling.server_command import CORES, engine_args, on_cpu
@@ -38,11 +37,10 @@ from torchtune_ext.sampling.weight_buffer import ADAPTER_ID
 LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LOOK_S = 0.1  # seconds between two looks at the engine's process
-BEAT_S = 1.0  # seconds between two messages which say that the client itself works
 
 
 class Client:
-    """Does what the trainer asks, and tells it what happens. The methods that it may ask for are those of `Core`."""
+    """Does what the trainer asks, and tells it what happens."""
 
     def __init__(self, end: socket.socket, model_dir: str, config: EngineConfig):
         self.config, self.model_dir = config, model_dir
@@ -54,19 +52,12 @@ class Client:
         self._gone = asyncio.Event()  # the trainer's end is closed
         self._llm: Any = None
         self._vllm_config: Any = None
-        self._asleep = 0  # level of sleep
-        self._lora_request: Any = None  # it goes with every request once an adapter is loaded
-        self._salt: str | None = None  # only requests of the same salt share a prefix
 
     async def serve(self) -> None:
         """Works until the trainer closes its end."""
         self._frames = Frames(self._receive, self._gone.set)
         await asyncio.get_running_loop().create_connection(lambda: self._frames, sock=self.socket)
-        beat_at = 0.0
         while not self._gone.is_set() and not self.dead:
-            if time.monotonic() >= beat_at:
-                beat_at = time.monotonic() + BEAT_S
-                self._frames.say((0, "beat", None))
             try:
                 await asyncio.wait_for(self._gone.wait(), LOOK_S)
             except TimeoutError:
@@ -78,9 +69,8 @@ class Client:
     def _receive(self, messages: list[Any]) -> None:
         for number, method, arguments in messages:
             if method == "cancel":
-                task = self._tasks.get(arguments[0])
-                if task is not None:
-                    task.cancel()
+                if number in self._tasks:
+                    self._tasks[number].cancel()
                 continue
             task = self._tasks[number] = asyncio.ensure_future(self._do(number, method, arguments))
             task.add_done_callback(lambda _, number=number: self._tasks.pop(number))
@@ -95,9 +85,11 @@ class Client:
         except asyncio.CancelledError:
             return  # the trainer does not wait for it any more
         except BaseException as error:
-            # Nobody sees this process: the trainer has to hear of it, and the log keeps the traceback.
+            # Nobody sees this process: the trainer has to hear of it, and the log keeps the traceback. vLLM wraps what
+            # happened in the engine's process in a bare Exception.
+            method = arguments[0] if method == "engine" else method
             logging.getLogger(__name__).exception("%s failed", method)
-            answer = ("lost", f"the engine's client failed in {method}: {error!r}")
+            answer = ("lost", self.ending() if self.dead else f"the engine failed in {method}: {error!r}")
         self._frames.say((number, *answer))
 
     @property
@@ -173,23 +165,28 @@ class Client:
 
         return StepLogger()
 
-    async def generate(self, call: Call) -> Completion:
-        """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses it."""
+    async def generate(self, call: Call, salt: str | None, adapted: bool) -> Completion:
+        """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses it.
+
+        Args: salt: only requests of the same salt share a prefix; adapted: whether it uses the adapter.
+        """
         from vllm.exceptions import VLLMClientError
+        from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        call.begin()
-        self.calls[call.id] = call
         prompt = {"type": "token", "prompt_token_ids": call.prompt}
-        prompt |= {"cache_salt": self._salt} if self._salt is not None else {}
+        prompt |= {"cache_salt": salt} if salt is not None else {}
+        # A path has to be named; nothing is read there, since the adapter is in the engine already.
+        lora = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory") if adapted else None
         try:
-            outputs = self._llm.generate(
-                prompt, self._params(call), call.id, lora_request=self._lora_request, priority=call.priority
-            )
-            async for output in outputs:
-                part = output.outputs[0]
-                if call.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
-                    await self._llm.abort(call.id)  # one more output follows it
+            with call.running(self.calls, lambda: self._llm.abort(call.id)):
+                outputs = self._llm.generate(
+                    prompt, self._params(call), call.id, lora_request=lora, priority=call.priority
+                )
+                async for output in outputs:
+                    part = output.outputs[0]
+                    if call.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
+                        await self._llm.abort(call.id)  # one more output follows it
             spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
             scores = output.prompt_logprobs.logprobs if call.priority is Priority.SCORE else ()
             return call.completion(part.finish_reason, spans, output.num_cached_tokens or 0, scores)
@@ -199,8 +196,6 @@ class Client:
             raise CoreLost(f"the engine failed in a request: {error.__cause__!r}") from error
         except VLLMClientError as error:
             raise Mistake(f"vLLM refuses the request: {error}") from error
-        finally:
-            del self.calls[call.id]
 
     def _params(self, call: Call) -> Any:
         from vllm import SamplingParams
@@ -226,96 +221,15 @@ class Client:
         params.flat_logprobs = True
         return params
 
-    async def end(self, name: str, reason: str) -> None:
-        """Asks for the end of a running request; it returns what was sampled until now."""
-        call = self.calls.get(name)
-        if call is not None and not call.ended_by:  # it may have ended meanwhile
-            call.ended_by = reason
-            await self._quick(self._llm.abort(name))
-
-    async def ping(self, deadline_s: float) -> None:
-        """Returns once the engine's main loop has answered. Raises CoreLost after `deadline_s`."""
-        await bounded(self, self._llm.is_paused(), deadline_s)
-
-    async def load(self, buffers: Sequence[tuple], version: int) -> tuple[float, float]:
-        """Replaces weights between two steps; requests in flight go on with the new ones.
-
-        Args: buffers: (address, manifest, PEFT's config or None) of what to load, the model before its adapter; empty: only the
-        label `version` is set.
-        Returns: seconds of pause, seconds of loading in it. Raises CoreLost: the engine must not be used further.
-        """
-        llm = self._llm
-        await self.ping(self.config.probe_deadline_s)
-        if not buffers:
-            await self._quick(llm.update_weight_version(str(version)))
-            return 0.0, 0.0
-        if self._asleep:
-            await self._bounded(llm.wake_up(["weights"]))
-        started = time.monotonic()
-        with paused():
-            await self._quick(llm.pause_generation(mode="keep", clear_cache=False))
-            if self.config.kv_on_publish == "recompute":
-                # It throws out all requests in flight, whose keys and values are then computed again.
-                require_cleared(await self._quick(llm.reset_prefix_cache(reset_running_requests=True)))
-            else:
-                # The old keys and values stay for those who have them; requests that come from now on never find them.
-                self._salt = str(version)
-            loading = time.monotonic()
-            for address, manifest, adapter in buffers:
-                if adapter is None:
-                    await self._load_model(address, manifest, version)
-                else:
-                    await self._load_adapter(address, manifest, adapter, version)
-            loaded = time.monotonic()
-            if self._asleep:
-                await self._bounded(llm.wake_up(["kv_cache", "scheduling"]))
-                self._asleep = 0
-            await self._quick(llm.resume_generation())
-        return time.monotonic() - started, loaded - loading
-
-    async def _load_model(self, address: dict, manifest: dict, version: int) -> None:
+    async def engine(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Calls a method of `AsyncLLM`, by its name. The trainer bounds the wait."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-        await self._quick(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(address)))
-        await self._bounded(self._llm.start_weight_update())
-        await self._bounded(self._llm.update_weights(WeightTransferUpdateRequest(manifest)))
-        await self._bounded(self._llm.finish_weight_update(str(version)))
-
-    async def _load_adapter(self, address: dict, manifest: dict, adapter: dict, version: int) -> None:
-        from vllm.lora.request import LoRARequest
-
-        await self._bounded(self._llm.collective_rpc("load_adapter", args=(address, manifest, adapter)))
-        await self._quick(self._llm.update_weight_version(str(version)))
-        # A path has to be named; nothing is read there, since the adapter is in the engine already.
-        self._lora_request = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory")
-
-    async def checksums(self) -> list[dict[str, int | None]]:
-        """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
-        return await self._quick(self._llm.collective_rpc("checksums"))
-
-    async def weight_version(self) -> int:
-        return int(await self._quick(self._llm.get_weight_version()))
-
-    async def sleep(self, level: int) -> None:
-        """Gives the GPU's memory back. Level 1 keeps the weights in host memory, level 2 drops them. Raises CoreLost."""
-        await self.ping(self.config.probe_deadline_s)
-        await self._bounded(self._llm.sleep(level=level, mode="keep"))
-        self._asleep = level
-
-    async def wake(self) -> None:
-        """Takes the memory again after a sleep of level 1; after level 2 only `load` wakes it. Raises CoreLost."""
-        await self.ping(self.config.probe_deadline_s)
-        await self._bounded(self._llm.wake_up())
-        self._asleep = 0
-
-    async def _quick(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Awaits a call that the engine answers between two steps. Raises CoreLost, ValueError."""
-        return await bounded(self, call, self.config.probe_deadline_s)
-
-    async def _bounded(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Awaits a call that moves weights: it may take long, but not stand still. Raises CoreLost, ValueError."""
-        config = self.config
-        return await bounded(self, call, config.rpc_deadline_s, engine_cpu_seconds, config.probe_deadline_s)
+        if method == "init_weight_transfer_engine":
+            arguments = {"request": WeightTransferInitRequest(**arguments)}
+        elif method == "update_weights":
+            arguments = {"request": WeightTransferUpdateRequest(**arguments)}
+        return await getattr(self._llm, method)(**arguments)
 
 
 class EngineContext:
@@ -352,23 +266,6 @@ def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str,
     reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     reload.addFilter(lambda record: record.msg != "%s: Failed to load weights")
     target(**kwargs)
-
-
-def engine_cpu_seconds() -> float:
-    """Returns the seconds of CPU time that the engine's process and its workers have used until now: all of our session, but
-    this process."""
-    ticks = 0
-    for folder in os.scandir("/proc"):
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            try:
-                # The name in the brackets is whatever its process has called itself, so it is taken as bytes.
-                fields = Path(folder.path, "stat").read_bytes().rsplit(b")", 1)[1].split()
-            except OSError:
-                continue  # it has ended meanwhile
-            # The fourth field is the session.
-            if int(fields[3]) == os.getsid(0):
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def forget_preemptions_of_pauses() -> None:

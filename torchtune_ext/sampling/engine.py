@@ -12,8 +12,8 @@
     engine.close()
 
 Inside lives one thread with an asyncio loop. It shares groups out among the engines (`pool.py`; one is the usual case) and
-feeds each (vLLM by default) as many requests as its throttle allows, while its supervisor keeps it alive
-(`supervisor.py`). vLLM's client is in a process of its own (`remote_core.py`). All methods may be called from any thread, also
+feeds each (vLLM by default) as many requests as its throttle allows, and keeps it alive
+(`lane.py`). vLLM's client is in a process of its own (`vllm_core.py`). All methods may be called from any thread, also
 at the same time.
 """
 
@@ -34,10 +34,10 @@ import torch
 
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Failure, Late, Mistake
-from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt
-from torchtune_ext.sampling.cleanup import Cleanup
-from torchtune_ext.sampling.loop_thread import LoopThread
-from torchtune_ext.sampling.pool import Lane, Pool
+from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt, fetch_error, together
+from torchtune_ext.sampling.janitor import Janitor
+from torchtune_ext.sampling.lane import Lane
+from torchtune_ext.sampling.pool import Pool
 from torchtune_ext.sampling.records import (
     CanaryAnswer,
     Completion,
@@ -49,8 +49,8 @@ from torchtune_ext.sampling.records import (
     SamplingConfig,
     WeightsIncomplete,
 )
-from torchtune_ext.sampling.remote_core import RemoteCore
 from torchtune_ext.sampling.server_command import log_name
+from torchtune_ext.sampling.vllm_core import RemoteCore
 from torchtune_ext.sampling.weight_buffer import Buffers
 
 __all__ = [
@@ -67,11 +67,110 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # seconds between two looks at the janitor, at most
 CLOSE_S = 30.0  # seconds that the engine's thread has to end everything
 # A backend is called with the model's directory, the config, the file that takes the engine's log, a folder for temporary
 # files, and the function that takes the counters of each step. It returns at once; `Core.launch` then waits.
 Backend = Callable[[str, EngineConfig, Path, str, Callable[[Step], None]], Core]
+
+
+async def _attended(work: Coroutine[Any, Any, Any]) -> Any:
+    asyncio.current_task().add_done_callback(fetch_error)
+    return await work
+
+
+class LoopThread:
+    """An asyncio loop in a thread of its own, which runs coroutines for other threads."""
+
+    def __init__(self, name: str):
+        """Args: name: the thread's."""
+        self._loop = asyncio.new_event_loop()
+        self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def refuse_itself(self) -> None:
+        """Raises RuntimeError in the loop's own thread, which would wait for itself for ever."""
+        if threading.current_thread() is self._thread:
+            raise Failure("on_completion may not call the engine: it runs in the engine's own thread")
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
+        """Begins `work` and returns. What has not ended when the thread does is cancelled. Raises EngineFailed when the thread
+        does not run."""
+        attended = _attended(work)
+        try:
+            if self._thread.is_alive():
+                future = asyncio.run_coroutine_threadsafe(attended, self._loop)
+                self._futures.add(future)
+                if not self._thread.is_alive():
+                    future.cancel()  # the thread ended in this moment, perhaps without a look at the work
+                return future
+        except RuntimeError:
+            pass  # the loop has been closed in this moment
+        attended.close()
+        work.close()
+        raise EngineFailed("the engine is not running: call start() first, and nothing after close()")
+
+    def call(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+        """Runs `work` and waits for its result. The work bounds its own waits; this one ends when the thread does.
+
+        Raises: EngineFailed when the thread does not run; TimeoutError; RuntimeError in the loop's own thread.
+        """
+        try:
+            self.refuse_itself()
+        except RuntimeError:
+            work.close()
+            raise
+        return self.result(self.submit(work), timeout)
+
+    def result(self, future: Future, timeout: float | None = None) -> Any:
+        """Waits for work that was submitted, and cancels it where the wait ends first. Raises as `call` does."""
+        give_up_at = time.monotonic() + (float("inf") if timeout is None else timeout)
+        try:
+            while True:
+                try:
+                    return future.result(timeout=0.5)
+                except CancelledError:
+                    raise EngineFailed("the engine was closed") from None
+                except TimeoutError:
+                    # The work itself timed out, or it ended just after our own wait had.
+                    if future.done():
+                        return future.result()
+                if not self._thread.is_alive():
+                    raise EngineFailed("the engine was closed")
+                if time.monotonic() > give_up_at:
+                    raise Late(f"the engine's thread did not answer within {timeout:g} s")
+        finally:
+            # It does nothing when the work is done; else the caller is going away (Ctrl-C).
+            future.cancel()
+
+    def stop(self) -> None:
+        """Ends the thread, and what still runs in it. Raises TimeoutError."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5.0)
+            if self._thread.is_alive():
+                raise Late(f"the thread {self._thread.name} did not end")
+        # A loop that has stopped no longer tells anybody what became of the work.
+        for future in list(self._futures):
+            future.cancel()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        give_up_at = time.monotonic() + 2.0
+        # What ends may begin more.
+        while (rest := asyncio.all_tasks(self._loop)) and time.monotonic() < give_up_at:
+            for task in rest:
+                # A task may make its first step before that: Python complains of work that never began.
+                self._loop.call_soon(task.cancel)
+            self._loop.run_until_complete(asyncio.wait(rest, timeout=give_up_at - time.monotonic()))
+        self._loop.close()
 
 
 class Engine:
@@ -92,9 +191,8 @@ class Engine:
         self._publish_lock = threading.Lock()  # one publication at a time, and none beside an evaluation
         self._evaluation: set[Future] = set()  # of the groups that are drawn for one
         self._thread = LoopThread("torchtune-ext-engine")
-        self._call = self._thread.call
-        self._cleanup: Cleanup | None = None
-        self._janitor_watch: asyncio.Task | None = None
+        self._janitor: Janitor | None = None
+        self._servers: dict[str, dict[str, Any]] = {}  # what each server said of itself when the run began
         self._started: Any = None  # future of the first start
         self._start_s: list[float] = []  # one number, once the engine has come up: the seconds that this took
         self._closed = False
@@ -113,14 +211,14 @@ class Engine:
         if self._started is not None or self._closed:
             raise Failure("Engine.start: an engine is started once; make a new one")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._cleanup, began = Cleanup(), time.monotonic()
+        self._janitor, began = Janitor(), time.monotonic()
         close = weakref.WeakMethod(self.close)
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
-        self._call(self._prepare(), timeout=30.0)
+        self._thread.call(self._pool.prepare(), timeout=30.0)
         try:
             # The others have the same settings: they find out by themselves.
-            self._pool.lanes[0].supervisor.core.configure()
+            self._pool.lanes[0].core.configure()
         except (ValueError, OSError) as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
@@ -150,7 +248,12 @@ class Engine:
         except CancelledError:  # another thread closed the engine meanwhile
             raise EngineFailed("the engine was closed") from None
         try:
-            self._call(self._pool.ready())
+            self._thread.call(self._pool.ready())
+            if self.config.address is not None:
+                from torchtune_ext.sampling.server import require_alike
+
+                self._servers.update((core.address, core.facts) for core in self._pool.cores)
+                require_alike(self._servers)
         except ValueError as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
@@ -168,11 +271,11 @@ class Engine:
         cores = self._pool.cores
         self._pool.refuse()
         if self._thread.alive:
-            self._attempt("the engine", lambda: self._call(self._pool.close(), CLOSE_S))
+            self._attempt("the engine", lambda: self._thread.call(self._pool.close(), CLOSE_S))
         self._attempt("its thread", self._thread.stop)
         self._attempt("the shared memory", self._buffers.close)
-        if self._cleanup is not None:
-            self._attempt("the janitor", self._cleanup.close)
+        if self._janitor is not None:
+            self._attempt("the janitor", self._janitor.close)
         if groups := [core.group for core in cores if core.group and not core.dead]:
             raise EngineFailed(f"Engine.close: process {groups[0]} of the engine did not end")
 
@@ -220,7 +323,7 @@ class Engine:
             )
             for p, prompt in enumerate(prompts)
         ]
-        return self._thread.result(self._begin(self._pool.draw_all(groups), priority))
+        return self._thread.result(self._begin(together(*map(self._pool.draw, groups)), priority))
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Asks how likely texts are under the weights as they are, at temperature 1 and over the whole vocabulary.
@@ -299,7 +402,7 @@ class Engine:
                     f"version; publish when it is over, or cancel it"
                 )
             buffer, copy_s = self._buffers.write(named_tensors, version, adapter, self.version)
-            pause_s, load_s = self._call(self._pool.load(version))
+            pause_s, load_s = self._thread.call(self._pool.load(version))
             return PublishReport(buffer.bytes, buffer.sums, copy_s, pause_s, load_s)
 
     def checksums(self) -> list[dict[str, int | None]]:
@@ -310,7 +413,7 @@ class Engine:
         stands for a tensor that came in two forms.
         Raises: EngineFailed.
         """
-        return self._call(self._pool.checksums())
+        return self._thread.call(self._pool.checksums())
 
     def canary(self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig) -> list[CanaryAnswer]:
         """Asks every engine that serves for the same few samples, before all others that wait, and which weights it has taken.
@@ -325,7 +428,7 @@ class Engine:
             return [self._submission(each, n, sampling, None, p, Priority.CANARY) for p, each in enumerate(prompts)]
 
         groups()  # what does not fit is an error before anything is sent
-        return self._call(self._pool.ask_each(groups))
+        return self._thread.call(self._pool.ask_each(groups))
 
     def require_own_model(self) -> None:
         """Raises ValueError when a server holds weights that a run has published there, and not those of its folder."""
@@ -337,14 +440,14 @@ class Engine:
         """Gives the engine's memory back on a GPU that it shares with the trainer; without `engine.sleep` nothing happens.
         `publish` and `sample` wake the engine. Raises EngineFailed."""
         if self.config.sleep:
-            self._call(self._pool.sleep())
+            self._thread.call(self._pool.sleep())
 
     def limit_concurrency(self, limit: int | None) -> None:
         """Fixes how many requests may be in flight in an engine. With None the limit follows its counters, from the beginning.
         Raises ValueError for a limit below 1."""
         if limit is not None and limit < 1:
             raise Mistake(f"limit_concurrency: {limit} requests; use 1 or more, or None to follow the engine")
-        self._call(self._limit(limit))
+        self._thread.call(self._limit(limit))
 
     def stats(self) -> EngineStats:
         """Returns the counters of the run until now."""
@@ -360,10 +463,6 @@ class Engine:
 
     # -- inside the loop's thread -------------------------------------------------------------------------------------
 
-    async def _prepare(self) -> None:
-        self._janitor_watch = asyncio.create_task(self._cleanup.watch(min(LOOK_S, self.config.probe_interval_s / 2)))
-        await self._pool.prepare()
-
     async def _limit(self, limit: int | None) -> None:
         for lane in self._pool.lanes:
             lane.limit_concurrency(limit)
@@ -371,11 +470,11 @@ class Engine:
     def _make_core(self, lane: Lane) -> Core:
         """Makes a life of an engine, the first one or a later one. Raises OSError when nobody could clean up after it."""
         log_path = self.log_path.with_name(self.log_path.name.replace("*", str(lane.number)))
-        core = self._backend(self.model_dir, lane.config, log_path, self._cleanup.folder, lane.on_step)
+        core = self._backend(self.model_dir, lane.config, log_path, self._janitor.folder, lane.on_step)
         if lane.config.address is not None:
-            core.peers = self._pool.servers
+            core.peers = self._servers
         try:
-            self._cleanup.guard([other.group for other in self._pool.cores] + [core.group])
+            self._janitor.guard([other.group for other in self._pool.cores] + [core.group])
         except BaseException:
             core.kill()  # nobody else knows of it yet
             raise

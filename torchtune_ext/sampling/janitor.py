@@ -1,20 +1,86 @@
-"""Cleans up after a trainer that can no longer do it itself, whatever ended it.
+"""Removes what an engine would leave behind, its temporary folder and its processes, also when the trainer is killed.
 
-Runs as its own tiny process in its own session (`python -I -S janitor.py PARENT_PID DIRECTORY`), so that neither Ctrl-C
-nor a kill of the trainer's process group reaches it. It reads the process groups of the engine cores from stdin, in each
+The trainer has a `Janitor`: a tiny process in its own session (`python -I -S janitor.py PARENT_PID DIRECTORY`), so that neither
+Ctrl-C nor a kill of the trainer's process group reaches it. It reads the process groups of the engines from stdin, in each
 line all that there are now (0: none), and waits until the trainer is gone. Then it kills those of the last line and removes
-the directory.
+the directory. It cannot import anything of ours.
 """
 
+import logging
 import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
 
 TRACKER = b"multiprocessing.resource_tracker"
 PATIENCE_S = 3.0  # seconds that a process group has to end
+END_S = 10.0  # seconds that the janitor has to end, more than its own patience
+SOCKET_PATH_MAX = 107  # bytes of a unix socket's path; vLLM appends 37
+
+
+class Janitor:
+    """Owns the engines' temporary folder, and the process that knows it and their process groups."""
+
+    def __init__(self):
+        """Makes the folder and starts the process. Raises OSError."""
+        base = tempfile.gettempdir()
+        self.folder = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
+        self.groups: list[int] = []  # what the process knows
+        self._closed = False
+        try:
+            self._start()
+        except OSError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def guard(self, groups: Sequence[int]) -> None:
+        """Makes these, one for each engine (0: none), the process groups to kill when the trainer ends. A process that has
+        died meanwhile is replaced. Raises OSError."""
+        if self._closed:
+            raise OSError("the engine is closed")
+        self.groups = list(groups)
+        try:
+            self._tell()
+        except BrokenPipeError:
+            log.warning("the engine's janitor ended (status %d): starting another one", self._process.wait(END_S))
+            self._process.stdin.close()  # type: ignore[union-attr]
+            self._start()
+            self._tell()
+
+    def close(self) -> None:
+        """Ends the process, which kills what is left of the groups, and removes the folder."""
+        self._closed = True
+        try:
+            self._process.stdin.close()  # type: ignore[union-attr]
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        from torchtune_ext.run.parent import environment
+
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.folder]
+        # The pipe has no buffer: else a write that failed would be tried again, and fail again, when the pipe is closed.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True, env=environment()
+        )
+
+    def _tell(self) -> None:
+        self._process.stdin.write(f"{' '.join(map(str, self.groups))}\n".encode())  # type: ignore[union-attr]
 
 
 def wait_for_end(parent: int) -> list[int]:

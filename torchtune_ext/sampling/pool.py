@@ -10,160 +10,21 @@ and says so; it fails when none is.
 import asyncio
 import itertools
 import logging
-import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.alike import require_alike
-from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission
-from torchtune_ext.sampling.loop_thread import fetch_error
-from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats, Priority
-from torchtune_ext.sampling.server_command import DEFAULT_MAX_NUM_SEQS, engine_configs
-from torchtune_ext.sampling.supervisor import State, Supervisor
-from torchtune_ext.sampling.throttle import Controller, Throttle
+from torchtune_ext.sampling.calls import Core, CoreLost, Submission, fetch_error, together
+from torchtune_ext.sampling.health import State
+from torchtune_ext.sampling.lane import LOOK_S, Lane
+from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats
+from torchtune_ext.sampling.server_command import engine_configs
 from torchtune_ext.sampling.weight_buffer import Buffers
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-ENDED = ("stop", "length", "early_stop")  # finish reasons that say how long completions are
-MEMORY = 256  # completions over which the mean length is taken, about
-LOOK_S = 0.2  # seconds between two looks at the other engines, while this one comes up
-
-
-class Lane:
-    """One engine with its supervisor, its throttle, its counters, and the requests on their way to it. A request is sent as
-    often as it takes: again whenever the engine was lost under it. Which engine a group goes to is the pool's business.
-    Coroutines and `on_step` run in the asyncio thread of all engines, other methods in any."""
-
-    def __init__(
-        self,
-        number: int,
-        name: str,
-        config: EngineConfig,
-        make_core: Callable[["Lane"], Core],
-        buffers: Buffers,
-        version: int,
-        ids: Iterator[int],
-        elsewhere: Callable[[], bool],
-    ):
-        """Args: number: place among the engines; name: in messages; config: of this engine; make_core: begins a life of it;
-        buffers: hold the current weights; version: label of weights that were never published; ids: numbers for requests,
-        unique in the run; elsewhere: whether another engine serves now, so that nobody has to wait for this one."""
-        self.number, self.name, self.config = number, name, config
-        self.supervisor = Supervisor(config, partial(make_core, self), buffers, version, name, elsewhere)
-        self.counts = dict.fromkeys(("queries", "hits", "preemptions", "completed", "tokens"), 0)
-        self.max_usage = 0.0  # highest share of the KV cache in use
-        self.last_step = Step(0.0, 0, 0, 0, 0, 0)
-        self._first_version, self._ids, self._elsewhere = version, ids, elsewhere
-        self.controller = Controller(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
-        self._fixed = config.max_concurrency
-        self.throttle = Throttle(self.concurrency)
-
-    @property
-    def serves(self) -> bool:
-        """Whether it may be given requests."""
-        return self.supervisor.health.serves
-
-    @property
-    def concurrency(self) -> int:
-        """The limit of requests in flight now."""
-        return self._fixed or self.controller.allowed
-
-    @property
-    def limit(self) -> int:
-        """The limit without the brake of a moment."""
-        return self._fixed or self.controller.limit
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with the limit of an earlier run, before anything is sampled."""
-        self.controller.load_state_dict(state)
-        if self._fixed is None:
-            self.throttle.size = self.controller.allowed
-
-    async def core(self) -> Core | None:
-        """Waits for a life that can sample; None once another engine serves and this one does not. Raises EngineFailed,
-        WeightsIncomplete."""
-        if (core := self.supervisor.present) is not None:
-            return core
-        ready = asyncio.ensure_future(self.supervisor.awake())
-        ready.add_done_callback(fetch_error)
-        try:
-            while True:
-                await asyncio.wait({ready}, timeout=LOOK_S)
-                if ready.done():
-                    return ready.result()
-                if not self.serves and self._elsewhere():
-                    return None
-        finally:
-            ready.cancel()
-
-    def expect(self, group: Submission) -> None:
-        """Sets the first limit by what this group may take. The few tokens of a canary say nothing of how long samples get."""
-        core = self.supervisor.core
-        if group.priority is not Priority.CANARY and core is not None:
-            max_tokens, samples = group.sampling.max_tokens, len(group.seeds)
-            self.controller.expect(core.cache_tokens, len(group.prompt), max_tokens, samples, core.block)
-            self._resize()
-
-    async def draw(self, group: Submission, sample: int) -> Completion | None:
-        """Draws one completion, from as many lives of the engine as it takes.
-
-        Returns: it; or None when the request has to go to another engine, since this one was lost and another one serves.
-        Raises EngineFailed, WeightsIncomplete, ValueError.
-        """
-        if not await self.throttle.acquire(group.priority):
-            return None
-        try:
-            while True:
-                core = await self.core()
-                if core is None:
-                    return None
-                name, version = f"{os.getpid()}-{next(self._ids)}", self._first_version
-                call = Call(name, group.prompt, group.sampling, group.seeds[sample], version, group.priority)
-                try:
-                    completion = await core.generate(call)
-                    break
-                except CoreLost as error:
-                    if self._elsewhere():
-                        self.supervisor.lose(core, error)
-                        return None
-                    await self.supervisor.report_lost(core, error)
-        finally:
-            self.throttle.release()
-            if not self.throttle.held:
-                self.controller.start_round()
-        self.supervisor.report_finished()
-        self.counts["completed"] += 1
-        self.counts["tokens"] += len(completion.tokens)
-        if group.priority is not Priority.CANARY:
-            self.controller.done()
-            self._resize()
-        return completion
-
-    def on_step(self, step: Step) -> None:
-        """Takes the counters of one step of the engine."""
-        self.supervisor.report_step()
-        self.counts["queries"] += step.prefix_queries
-        self.counts["hits"] += step.prefix_hits
-        self.counts["preemptions"] += step.preempted
-        self.max_usage = max(self.max_usage, step.usage)
-        self.last_step = step
-        self.controller.step(step.usage, step.running, step.waiting, step.preempted, self.throttle.blocked)
-        self._resize()
-
-    def limit_concurrency(self, limit: int | None) -> None:
-        """Does what `Engine.limit_concurrency` says."""
-        self._fixed = limit
-        self.controller = Controller(self.controller.ceiling)
-        self._resize()
-
-    def _resize(self) -> None:
-        if self.throttle.size != self.concurrency:
-            self.throttle.resize(self.concurrency)
 
 
 class Pool:
@@ -178,13 +39,11 @@ class Pool:
         self.lanes: list[Lane] = []
         for number, (name, each) in enumerate(zip(names, configs, strict=True)):
             elsewhere = partial(self._others_serve, number)
-            lane = Lane(number, name, each, make_core, buffers, version, ids, elsewhere)
-            lane.supervisor.health.on_change = partial(self._changed, lane)
+            lane = Lane(each, make_core, buffers, version, number, name, ids, elsewhere)
+            lane.health.on_change = partial(self._changed, lane)
             self.lanes.append(lane)
         self._groups: set[Submission] = set()  # under way
-        self._lengths = Lengths()
         self._begun = False  # whether all have come up once
-        self.servers: dict[str, dict[str, Any]] = {}  # what each server said of itself then
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
@@ -196,33 +55,33 @@ class Pool:
     @property
     def up(self) -> list[Lane]:
         """The engines that can load weights now."""
-        return [lane for lane in self.lanes if lane.supervisor.health.up]
+        return [lane for lane in self.lanes if lane.health.up]
 
     @property
     def left(self) -> list[Lane]:
         """The engines that are not retired."""
-        return [lane for lane in self.lanes if lane.supervisor.health.state is not State.RETIRED]
+        return [lane for lane in self.lanes if lane.health.state is not State.RETIRED]
 
     @property
     def version(self) -> int:
         """The newest version of weights that an engine has loaded."""
-        return max(lane.supervisor.version for lane in self.lanes)
+        return max(lane.version for lane in self.lanes)
 
     @property
     def cores(self) -> list[Core]:
         """The present lives."""
-        return [lane.supervisor.core for lane in self.lanes if lane.supervisor.core is not None]
+        return [lane.core for lane in self.lanes if lane.core is not None]
 
     def _others_serve(self, number: int) -> bool:
         return any(lane.serves for lane in self.lanes if lane.number != number)
 
     def _changed(self, lane: Lane) -> None:
         """An engine is in another state. What waits for a lost one goes to others."""
-        state, others = lane.supervisor.health.state, self._others_serve(lane.number)
-        if lane.supervisor.closed:
+        state, others = lane.health.state, self._others_serve(lane.number)
+        if lane.closed:
             return
         if state is State.RETIRED and self.left and self._begun:
-            why = lane.supervisor.health.cause.removeprefix(f"{lane.name} ")
+            why = lane.health.cause.removeprefix(f"{lane.name} ")
             log.warning(
                 "%s is retired (%s); the run goes on with %d of %d", lane.name, why, len(self.left), len(self.lanes)
             )
@@ -239,45 +98,34 @@ class Pool:
     async def prepare(self) -> None:
         """Begins the first life of each engine. None is waited for."""
         for lane in self.lanes:
-            await lane.supervisor.prepare()
+            await lane.prepare()
 
     async def start(self) -> None:
         """Brings all engines up at the same time."""
-        await asyncio.gather(*(lane.supervisor.start() for lane in self.lanes))
+        await asyncio.gather(*(lane.start() for lane in self.lanes))
 
     async def ready(self) -> None:
         """Waits until all engines have come up. Raises EngineFailed for the first one that cannot: at the start that is a
-        mistake of the config, mostly; ValueError for servers that are not alike."""
+        mistake of the config, mostly."""
         for lane in self.lanes:
-            await lane.supervisor.ready()
+            await lane.ready()
         self._begun = True
-        self.servers = {lane.config.address: lane.supervisor.core.facts for lane in self.lanes if lane.config.address}
-        require_alike(self.servers)
 
     def refuse(self) -> None:
         """Ends all engines at once, from any thread: those that come up, too, and there will be no others."""
         for lane in self.lanes:
-            lane.supervisor.closed = True
+            lane.closed = True
         for core in self.cores:
             core.kill()  # the loop's thread may stand still while an engine comes up, and goes on once that is dead
 
     async def close(self) -> None:
         """Ends the present lives and every wait for an engine. The error of the first that could not be ended is raised."""
-        ends = await asyncio.gather(*(lane.supervisor.close() for lane in self.lanes), return_exceptions=True)
+        ends = await asyncio.gather(*(lane.close() for lane in self.lanes), return_exceptions=True)
         for error in ends:
             if error is not None:
                 raise error
 
     # -- work ---------------------------------------------------------------------------------------------------------
-
-    async def draw_all(self, groups: Sequence[Submission]) -> list[list[Completion]]:
-        """Draws groups, in their order. Where one of them fails, the others end."""
-        tasks = [asyncio.create_task(self.draw(group)) for group in groups]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def draw(self, group: Submission, to: Lane | None = None) -> list[Completion]:
         """Draws the completions of a group. Args: to: the engine that has to do it; None: any.
@@ -289,16 +137,12 @@ class Pool:
                 f"sample: prompt {group.group} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
                 f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
             )
-        group.share = self._lengths.expected(group.sampling.max_tokens) + len(prompt) / len(group.seeds)
         self._send(group, to or self._choose())
         self._groups.add(group)
-        tasks = [asyncio.create_task(self._one(group, sample, to)) for sample in range(len(group.seeds))]
         try:
-            return await asyncio.gather(*tasks)
+            return await together(*(self._one(group, sample, to) for sample in range(len(group.seeds))))
         finally:
             self._groups.remove(group)
-            for task in tasks:
-                task.cancel()
 
     async def _one(self, group: Submission, sample: int, to: Lane | None) -> Completion:
         """Draws one completion, by as many engines as it takes."""
@@ -306,57 +150,50 @@ class Pool:
             lane = group.lane
             try:
                 completion = await lane.draw(group, sample)
-            except EngineFailed:
-                if lane.supervisor.closed or not self.left or to is not None:
-                    raise
-                completion = None
-            if completion is not None:
                 break
-            if to is not None:
-                raise CoreLost(f"{to.name} was lost")
+            except (CoreLost, EngineFailed):
+                if self._is_final(lane, to):
+                    raise
             # The first of its requests that learns of the loss finds the group another engine. The others follow it there.
             if group.lane is lane:
                 self._send(group, self._choose())
         group.left -= 1
-        if group.priority is not Priority.CANARY and completion.finish_reason in ENDED:
-            self._lengths.add(len(completion.tokens))
         if group.on_completion is not None:
             group.on_completion(sample, completion)
         return completion
 
-    async def _any_core(self, lane: Lane | None) -> Core:
-        """Waits for a life that can sample, of this engine or of any. Raises EngineFailed, WeightsIncomplete; CoreLost when
-        this one is lost and others serve."""
+    async def _any_core(self, to: Lane | None) -> Core:
+        """Waits for a life that can sample, of this engine or of any. Raises as `draw`."""
         while True:
-            target = lane or (self.serving or self.left or self.lanes)[0]
+            lane = to or (self.serving or self.left or self.lanes)[0]
             try:
-                core = await target.core()
-            except EngineFailed:
-                if target.supervisor.closed or not self.left or lane is not None:
+                return await lane.life()
+            except (CoreLost, EngineFailed):
+                if self._is_final(lane, to):
                     raise
-                continue
-            if core is not None:
-                return core
-            if lane is not None:
-                raise CoreLost(f"{lane.name} was lost")
+
+    def _is_final(self, lane: Lane, to: Lane | None) -> bool:
+        """Whether no other engine can do what this one could not. Args: to: the engine that has to do it; None: any."""
+        return to is not None or lane.closed or not self.left
 
     # -- routing ------------------------------------------------------------------------------------------------------
     #
-    # A group goes as a whole to the engine of which the fewest tokens are expected, so that its prompt is computed once, by
-    # that engine, and the others keep their caches for their own groups. It stays there, unless that engine is lost.
+    # A group goes as a whole to the engine with the fewest requests that have not ended, so that its prompt is computed
+    # once, by that engine, and the others keep their caches for their own groups. It stays there, unless that engine is
+    # lost.
     #
     # Hashing the prompt would look at no load: published runs with it had one engine whose cache fell from 98% to 5% hits
     # while three were idle.
 
     def _choose(self) -> Lane:
-        """Returns the engine of which the fewest tokens are expected: a healthy one, or else one that may become so."""
-        healthy = [lane for lane in self.lanes if lane.supervisor.health.state is State.HEALTHY]
+        """Returns the engine with the fewest requests: a healthy one, or else one that may become so."""
+        healthy = [lane for lane in self.lanes if lane.health.state is State.HEALTHY]
         lanes = healthy or self.serving or self.left or self.lanes
         return min(lanes, key=self._load)
 
-    def _load(self, lane: Lane) -> float:
-        """Returns the tokens that are expected of the requests at an engine."""
-        return sum(group.share * group.left for group in self._groups if group.lane is lane)
+    def _load(self, lane: Lane) -> int:
+        """Returns how many requests at an engine have not ended."""
+        return sum(group.left for group in self._groups if group.lane is lane)
 
     def _send(self, group: Submission, lane: Lane) -> None:
         group.lane = lane
@@ -374,7 +211,7 @@ class Pool:
         tasks = {asyncio.ensure_future(work(lane)): lane for lane in lanes}
         pending, answers, errors = set(tasks), {}, []
         try:
-            while pending and not (answers and not any(tasks[task].supervisor.health.up for task in pending)):
+            while pending and not (answers and not any(tasks[task].health.up for task in pending)):
                 done, pending = await asyncio.wait(pending, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     if (error := task.exception()) is None:
@@ -384,7 +221,7 @@ class Pool:
         finally:
             for task in pending:
                 task.add_done_callback(fetch_error)
-                task.cancel()  # what may not be broken off goes on (`supervisor.undisturbed`)
+                task.cancel()  # what may not be broken off goes on (`lane.undisturbed`)
         refused = [error for error in errors if isinstance(error, ValueError)]
         if refused or not answers:
             raise (refused or errors)[0]
@@ -395,26 +232,24 @@ class Pool:
         seconds. Raises EngineFailed when none takes them, or when one that serves was not told of them; ValueError when one
         refuses them."""
         try:
-            times = await self._each(lambda lane: lane.supervisor.load(), self.up)
+            times = await self._each(lambda lane: lane.load(), self.up)
         finally:
             for lane in self.serving:
-                if lane.supervisor.version < self.version:
-                    lane.supervisor.outdate(f"it holds version {lane.supervisor.version}, others {self.version}")
+                if lane.version < self.version:
+                    lane.outdate(f"it holds version {lane.version}, others {self.version}")
         for lane in times:
-            if lane.supervisor.version < version:
-                raise EngineFailed(
-                    f"publish: {lane.name} was not told of version {version}; it holds {lane.supervisor.version}"
-                )
+            if lane.version < version:
+                raise EngineFailed(f"publish: {lane.name} was not told of version {version}; it holds {lane.version}")
         return max(pause for pause, _ in times.values()), max(load for _, load in times.values())
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Does what `Engine.checksums` says."""
-        sums = await self._each(lambda lane: lane.supervisor.checksums(), self.serving)
+        sums = await self._each(lambda lane: lane.checksums(), self.serving)
         return [worker for lane in self.lanes if lane in sums for worker in sums[lane]]
 
     async def sleep(self) -> None:
         """Makes all engines give their GPU memory back, those that just come up, too. Raises EngineFailed when none is left."""
-        work = [lane.supervisor.sleep() for lane in self.left or self.lanes]
+        work = [lane.sleep() for lane in self.left or self.lanes]
         errors = [error for error in await asyncio.gather(*work, return_exceptions=True) if error is not None]
         if others := [error for error in errors if not isinstance(error, EngineFailed)] or (
             errors if not self.left else []
@@ -427,7 +262,7 @@ class Pool:
         async def ask(lane: Lane) -> CanaryAnswer | None:
             try:
                 completions = await asyncio.gather(*(self.draw(group, lane) for group in groups()))
-                return CanaryAnswer(lane.name, list(completions), await lane.supervisor.checksums())
+                return CanaryAnswer(lane.name, list(completions), await lane.checksums())
             except CoreLost as error:
                 log.warning(
                     "%s did not answer the canary (%s): it serves again once it has proven its weights",
@@ -457,7 +292,7 @@ class Pool:
             concurrency=sum(lane.limit for lane in serving),
             completed=sum(lane.counts["completed"] for lane in lanes),
             tokens=sum(lane.counts["tokens"] for lane in lanes),
-            restarts=sum(lane.supervisor.restarts for lane in lanes),
+            restarts=sum(lane.restarts for lane in lanes),
             healthy=len(serving),
             retired=len(lanes) - len(self.left),
         )
@@ -472,19 +307,3 @@ class Pool:
         states = state["engines"]
         for lane in self.lanes:
             lane.load_state_dict(states[lane.number % len(states)])
-
-
-class Lengths:
-    """Follows how many tokens a completion has, on average."""
-
-    def __init__(self):
-        self._mean, self._count = 0.0, 0
-
-    def add(self, tokens: int) -> None:
-        """Takes the length of a finished completion."""
-        self._count = min(self._count + 1, MEMORY)
-        self._mean += (tokens - self._mean) / self._count
-
-    def expected(self, max_tokens: int) -> float:
-        """Returns the tokens that a completion is expected to have; `max_tokens` until one has finished."""
-        return min(self._mean, max_tokens) if self._count else float(max_tokens)

@@ -15,6 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.alike import require_alike, server_facts
-from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded, paused, require_cleared
+from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
+from torchtune_ext.sampling.courier import START_S, Courier
 from torchtune_ext.sampling.records import TRANSFERS, Completion, EngineConfig, Priority
 from torchtune_ext.sampling.server_command import (
     KEY_VARIABLE,
@@ -33,15 +34,28 @@ from torchtune_ext.sampling.server_command import (
     server_key,
     shown_command,
 )
-from torchtune_ext.sampling.transfer.group import ADAPTER_NAME
-from torchtune_ext.sampling.transfer.ways import MemoryWay, NetworkWay
-from torchtune_ext.sampling.weight_buffer import WeightBuffer
+from torchtune_ext.sampling.vllm_core import VLLMCore
+from torchtune_ext.sampling.weight_buffer import UNREADABLE, WeightBuffer
 
 __all__ = ["ServerCore", "server_command"]
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5  # seconds between two tries to reach a server that does not answer
+SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+ADAPTER_NAME = "policy"  # by which requests ask a server for the adapter
+ADAPTER_PATH = "/nowhere/the-adapter-is-in-memory"  # vLLM wants one, and reads nothing there
+HAS_ADAPTER = "already been loaded"
+# Routes of those methods of `AsyncLLM` whose names they do not have, and what the answer calls the result.
+ROUTES = {
+    "is_paused": ("GET", "/is_paused", None),
+    "get_weight_version": ("GET", "/weight_info", "weight_version"),
+    "pause_generation": ("POST", "/pause?mode=keep&clear_cache=false", None),
+    "reset_prefix_cache": ("POST", "/reset_prefix_cache?reset_running_requests=true", "success"),
+    "resume_generation": ("POST", "/resume", None),
+    "collective_rpc": ("POST", "/collective_rpc", "results"),
+    "add_lora": ("POST", "/v1/load_lora_adapter", None),
+}
 METRICS_S = 0.5  # seconds between two looks at the server's counters
 METRICS = {  # names on vLLM's Prometheus page -> our names
     "vllm:kv_cache_usage_perc": "usage",
@@ -59,11 +73,10 @@ def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class ServerCore:
+class ServerCore(VLLMCore):
     """Holds one connection to a server. It ends (`CoreLost`) with the first thing that goes wrong, and another one is tried."""
 
     group = 0
-    asleep = 0
 
     def __init__(
         self,
@@ -75,12 +88,11 @@ class ServerCore:
         """Args: log_path: takes what the process says that sends weights over a network; temp_dir: the engine's, for all its
         connections."""
         assert config.address is not None
-        self.config, self.address, self.on_step = config, config.address.rstrip("/"), on_step
-        self.calls: dict[str, Call] = {}
+        self.life = secrets.token_hex(8)  # a server outlives trainers, whose versions begin anew
+        super().__init__(config, self.life)
+        self.address, self.on_step = config.address.rstrip("/"), on_step
         self.sign_of_life = time.monotonic()
-        self.cache_tokens = self.block = self.vocabulary = 0
         self.dead = False
-        self.broken: Exception | None = None
         self._resumed: float | None = None  # time.monotonic() of our last resume, until its preemptions have passed
         self._session: Any = None
         self._poll: asyncio.Task | None = None
@@ -92,10 +104,8 @@ class ServerCore:
         self._headers: dict[str, str] = {}  # they hold the key, once it is configured
         self._last: dict[str, float] | None = None
         self._log_path, self._temp_dir = log_path, temp_dir
-        self._way: MemoryWay | NetworkWay = MemoryWay(self)  # of weights; the real one is known after the launch
-        self._adapter: str | None = None  # the name of the adapter, once there is one
-        self._salt: str | None = None  # only requests of the same salt share a prefix
-        self._life = secrets.token_hex(8)  # a server outlives trainers, whose versions begin anew
+        self.kind: ServerKind | None = None  # known after the launch
+        self._courier: Courier | None = None  # of weights over the network; None: the server reads our memory
 
     def configure(self) -> None:
         """Reads the key; who starts the server configures all else. Raises ValueError without a key."""
@@ -122,7 +132,7 @@ class ServerCore:
         while True:
             try:
                 await asyncio.wait_for(self._check_guard(), 30.0)
-                info = await asyncio.wait_for(self._get("/server_info?config_format=json"), 30.0)
+                info = await asyncio.wait_for(self._request("GET", "/server_info?config_format=json"), 30.0)
                 break
             except (CoreLost, TimeoutError) as error:
                 if self._session.closed:
@@ -133,17 +143,17 @@ class ServerCore:
         self.dead = False
         vllm_config = info["vllm_config"]
         self._model = vllm_config["model_config"]["model"]
-        kind = check_kind(self.address, vllm_config, self.config, self.how)
+        self.kind = kind = check_kind(self.address, vllm_config, self.config, self.how)
         self.cache_tokens, self.block, self.vocabulary = kind.cache_tokens, kind.block, kind.vocabulary
         self.facts = server_facts(vllm_config["model_config"])
         require_alike(self.peers, (self.address, self.facts))
         if kind.transfer != "shm":
-            self._way = NetworkWay(self, kind.transfer, kind.workers, self._life, self._temp_dir, self._log_path)
-            self._way.start()
+            self._courier = Courier.shared(self._temp_dir, self._log_path)
+            self._courier.start()
         # A trainer before us may have died in a publication, or lost this server in one. Its requests would go on with weights
         # that are half loaded.
-        await self.slow("/abort_requests")
-        await self.slow("/resume")
+        await self.slow("abort_requests")
+        await self.slow("resume_generation")
         self.replaced = any(".lora_" not in name for worker in await self.checksums() for name in worker)
         self._poll = asyncio.create_task(self._poll_metrics())
         self.sign_of_life = time.monotonic()
@@ -179,15 +189,13 @@ class ServerCore:
 
     async def generate(self, call: Call) -> Completion:
         """Runs one request to its end. Raises CoreLost, or ValueError when the server refuses it."""
-        call.begin()
-        self.calls[call.id] = call
         sampling = call.sampling
         body = {
             "request_id": call.id,
-            "model": self._adapter,
+            "model": ADAPTER_NAME if self.adapted else None,
             "token_ids": call.prompt,
             "priority": call.priority,
-            "cache_salt": self._salt,
+            "cache_salt": self.salt,
             "stream": call.watch is not None,
             "stream_options": {"include_usage": True} if call.watch is not None else None,
             "sampling_params": {
@@ -203,14 +211,8 @@ class ServerCore:
                 "detokenize": False,
             },
         }
-        try:
+        with call.running(self.calls, lambda: self._abort(call)):
             return await self._generate(call, body)
-        except asyncio.CancelledError:
-            if call.was_lost():
-                raise CoreLost("the connection was ended") from None
-            raise
-        finally:
-            del self.calls[call.id]
 
     async def _generate(self, call: Call, body: dict[str, Any]) -> Completion:
         reason, spans, cached, scores = "abort", [], 0, []
@@ -230,66 +232,68 @@ class ServerCore:
                 spans += [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()]
         return call.completion(reason, spans, cached, scores)
 
-    async def end(self, call: Call, reason: str) -> None:
-        """Asks for the end of a running request; `generate` then returns what was sampled until now."""
-        if not call.ended_by:
-            call.ended_by = reason
-            await self._bounded(self._abort(call))
-
     async def _abort(self, call: Call) -> None:
-        await self._post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{call.id}"]})
+        path, body = "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{call.id}"]}
+        await bounded(self, self._request("POST", path, body), self.config.rpc_deadline_s, "abort_requests")
 
     def ending(self) -> str:
         return f"the connection to {self.address} was lost"
 
+    async def ask(self, method: str, /, **arguments: Any) -> Any:
+        verb, path, result = ROUTES.get(method, ("POST", f"/{method}", None))
+        answer = await self._request(verb, path, arguments if verb == "POST" else None)
+        return answer if result is None else answer[result]
+
     async def ping(self, deadline_s: float) -> None:
         """Returns once the server's engine has answered. Raises CoreLost after `deadline_s`."""
-        await bounded(self, self._get("/is_paused"), deadline_s)
+        await super().ping(deadline_s)
         self.sign_of_life = time.monotonic()
 
     async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
-        """Replaces the server's weights; requests in flight go on with the new ones. Returns the seconds of pause and of
-        loading. Raises CoreLost; ValueError when the server cannot read this process's memory."""
-        if not buffers:
-            await self.ping(self.config.probe_deadline_s)
-            await self.quick("/update_weight_version", {"new_version": str(version)})
-            return 0.0, 0.0
-        if self.replaced and all(buffer.adapter is not None for buffer in buffers):
+        only_adapter = all(buffer.adapter is not None for buffer in buffers)
+        if self.replaced and buffers and only_adapter:
             raise Mistake(f"publish: an adapter, but {self.other_model()}")
-        with self._way.expecting():
-            await self.ping(self.config.probe_deadline_s)
-            await self._way.prepare(buffers)
-            started = time.monotonic()
-            with paused():
-                await self.quick("/pause?mode=keep&clear_cache=false")
-                if self.config.kv_on_publish == "recompute":
-                    answer = await self.quick("/reset_prefix_cache?reset_running_requests=true")
-                    require_cleared(answer["success"])
-                else:  # as in Client.load
-                    self._salt = f"{self._life}-{version}"
-                loading = time.monotonic()
-                for buffer in buffers:
-                    await self._way.bring(buffer, version)
-                    self._adapter = ADAPTER_NAME if buffer.adapter is not None else self._adapter
-                loaded = time.monotonic()
-                self.replaced = self.replaced and all(buffer.adapter is not None for buffer in buffers)
-                await self.quick("/resume")
-        self._resumed = time.monotonic()
-        return self._resumed - started, loaded - loading
+        # Servers that take weights over the network get them together.
+        with nullcontext() if self._courier is None or not buffers else self._courier.expecting(self.address):
+            times = await super().load(buffers, version)
+        if buffers:
+            self.replaced, self._resumed = self.replaced and only_adapter, time.monotonic()
+        return times
 
-    async def checksums(self) -> list[dict[str, int | None]]:
-        """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
-        return (await self.quick("/collective_rpc", {"method": "checksums"}))["results"]
+    async def prepare(self, buffers: Sequence[WeightBuffer]) -> None:
+        if self._courier is not None:
+            return
+        try:
+            await super().prepare(buffers)
+        except CoreLost as error:
+            if UNREADABLE not in str(error):
+                raise
+            raise Mistake(
+                f"publish: {self.address} cannot read this process's memory ({error}); the server has to run on this "
+                f"machine, as the same user and in the same PID namespace, started like this: {self.how()}; on "
+                "another machine set engine.transfer=gloo or nccl, here and there"
+            ) from error
 
-    async def weight_version(self) -> int:
-        """Returns the label of what the server samples. Raises CoreLost."""
-        return int((await self._bounded(self._get("/weight_info"), self.config.probe_deadline_s))["weight_version"])
+    async def bring(self, buffer: WeightBuffer, version: int) -> None:
+        if self._courier is None:
+            return await super().bring(buffer, version)
+        # The courier keeps its own deadline for each try; this one is for a courier that does not.
+        limit_s = 4 * (self.config.rpc_deadline_s + self.config.probe_deadline_s + START_S)
+        await bounded(self, self._courier.deliver(self, buffer, version), limit_s, "deliver")
+
+    async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
+        await super().finish_update(buffer, version)
+        if buffer.adapter is None:
+            return
+        try:
+            # The first adapter that a server is told of gets the id that ours has in its memory.
+            await self.quick("add_lora", lora_name=ADAPTER_NAME, lora_path=ADAPTER_PATH)
+        except (CoreLost, ValueError) as error:
+            if HAS_ADAPTER not in str(error):
+                raise
 
     async def sleep(self, level: int) -> None:
         """Does nothing, since the server has its own GPU."""
-
-    async def wake(self) -> None:
-        """Does nothing."""
 
     def kill(self) -> None:
         self.dead = True  # the server is not ours to kill
@@ -304,8 +308,10 @@ class ServerCore:
             self._poll.cancel()
         for call in list(self.calls.values()):
             call.lose()
+        courier, self._courier = self._courier, None
         try:
-            await self._way.close()
+            if courier is not None:
+                await asyncio.shield(courier.release())
         finally:
             if self._session is not None:
                 await self._session.close()
@@ -315,7 +321,7 @@ class ServerCore:
             await asyncio.sleep(METRICS_S)
             request_time = time.monotonic()
             try:
-                text = await self._bounded(self._get("/metrics"), 30.0)
+                text = await bounded(self, self._request("GET", "/metrics"), 30.0, "metrics")
             except (CoreLost, ValueError):
                 continue  # the watch or the next request finds out
             try:
@@ -353,24 +359,7 @@ class ServerCore:
             self._resumed = None
         return step
 
-    async def quick(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Posts what the engine answers between two steps. Raises CoreLost, ValueError."""
-        return await self._bounded(self._post(path, body), self.config.probe_deadline_s)
-
-    async def slow(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Posts what may take as long as a load. Raises CoreLost, ValueError."""
-        return await self._bounded(self._post(path, body))
-
-    async def _bounded(self, call: Any, deadline_s: float | None = None) -> Any:
-        return await bounded(self, call, deadline_s or self.config.rpc_deadline_s)
-
-    async def _get(self, path: str) -> Any:
-        return await self._request("GET", path, None)
-
-    async def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        return await self._request("POST", path, body or {})
-
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         async for part in self._open(method, path, body):
             return part
 
@@ -480,3 +469,41 @@ def _check_nccl(address: str, vllm_config: dict[str, Any], how: Callable[[], str
             f"engine.transfer: nccl moves weights between GPUs only, and {side}{both}; use engine.transfer=gloo, and start the "
             f"server like this: {how()}"
         )
+
+
+def server_facts(model: dict[str, Any]) -> dict[str, Any]:
+    """Returns the model that a server holds, its sizes, its length and its kind of log-probs, by their names. Args: model:
+    `vllm_config.model_config` as the server reports it."""
+    text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
+    return {
+        # Its folder may lie elsewhere on another machine.
+        "model": Path(model["model"]).name,
+        **{name: text[name] for name in SIZES if name in text},
+        "max_model_len": model["max_model_len"],
+        "dtype": str(model.get("dtype")),
+        "logprobs_mode": model["logprobs_mode"],
+    }
+
+
+def require_alike(servers: dict[str, dict[str, Any]], again: tuple[str, dict[str, Any]] | None = None) -> None:
+    """Compares servers with the first one.
+
+    Args:
+        servers: what `server_facts` returned for each at the start of the run, by its address.
+        again: address and facts of one that has come back; None: it is the start.
+
+    Raises:
+        ValueError: one differs; says which and in what.
+    """
+    if not servers:
+        return
+    (first, expected), *others = servers.items()
+    for address, facts in others if again is None else [again]:
+        keys = [key for key in {**expected, **facts} if facts.get(key) != expected.get(key)]
+        if keys:
+            has, should = (", ".join(f"{key}={each.get(key)}" for key in keys) for each in (facts, expected))
+            others_have = f"{first} has {should}" if again is None else f"it had {should} when the run began"
+            raise Mistake(
+                f"engine.address: {address} has {has}, but {others_have}; the servers of a run have to be alike: start "
+                f"{address} with {'the model and the flags of ' + first if again is None else 'what it had'}, or leave it out"
+            )

@@ -156,13 +156,20 @@ class WeightBuffer:
             self._fd = -1
 
 
-def tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) from the memory of a `WeightBuffer`, as any process of this user on this machine can read it.
+def memory_of(path: str) -> torch.Tensor:
+    """Returns the memory of a `WeightBuffer` [bytes], uint8, mapped and not copied. Any process of this user on this
+    machine can read it. Args: path: `WeightBuffer.address()["path"]`."""
+    return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
 
-    The tensors are views of the memory: copy those that are kept.
-    Args: path: `WeightBuffer.address()["path"]`; manifest: `WeightBuffer.manifest`.
-    """
-    memory = torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
+
+def tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) from the memory of a `WeightBuffer`: views of it, so that those that are kept have to be copied.
+    Args: path: as in `memory_of`; manifest: `WeightBuffer.manifest`."""
+    return views(memory_of(path), manifest)
+
+
+def views(memory: torch.Tensor, manifest: Mapping[str, Sequence]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) from bytes in which tensors lie as a manifest says. Args: memory: [bytes], uint8."""
     for name, dtype_name, shape, offset in zip(*(manifest[key] for key in MANIFEST), strict=True):
         dtype = getattr(torch, dtype_name)
         yield name, memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

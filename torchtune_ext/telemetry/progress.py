@@ -8,7 +8,6 @@ stays short and a stall still shows. Other ranks show nothing.
 import logging
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
@@ -28,7 +27,8 @@ _ZERO = 1e-9  # Rewards whose standard deviation is below this are equal.
 
 
 class Bar:
-    """Counts items, tokens and rewards of one phase. It may be updated from other threads, and is a context manager.
+    """Counts items, tokens and rewards of one phase. It is a context manager. Threads may update it at the same time: it
+    may then be a sample late, and nothing reads it but people.
 
     Args:
         label: names the phase.
@@ -46,24 +46,21 @@ class Bar:
         self.reward_sum = 0.0
         self._clock, self._log_every_s, self._times = clock, log_every_s, times
         self._start = self._last_log = clock()
-        self._lock = threading.Lock()
         self._file, self._tqdm = file, None
         if file is not None:
             self._draw(self._open)
 
     def add(self, count: int = 1, tokens: int = 0) -> None:
         """Notes that `count` more items are done, which together have `tokens` tokens."""
-        with self._lock:
-            self.count += count
-            self.tokens += tokens
-            self._show(count)
+        self.count += count
+        self.tokens += tokens
+        self._show(count)
 
     def add_reward(self, reward: float) -> None:
         """Notes that one more sample was graded."""
-        with self._lock:
-            self.rewards += 1
-            self.reward_sum += reward
-            self._show(0)
+        self.rewards += 1
+        self.reward_sum += reward
+        self._show(0)
 
     def close(self) -> None:
         if self._tqdm is not None:

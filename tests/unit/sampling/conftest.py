@@ -26,11 +26,11 @@ def make_engine(monkeypatch, tmp_path):
     from fake_cores import CONFIG, SleepingCore
     from waiting import wait_until
 
-    from torchtune_ext.sampling import cleanup
+    from torchtune_ext.sampling import janitor
     from torchtune_ext.sampling.engine import BACKENDS, Engine
 
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(cleanup.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(janitor.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     monkeypatch.setitem(BACKENDS, "sleeping", SleepingCore)
     monkeypatch.setattr(SleepingCore, "made", [])
     monkeypatch.setattr(SleepingCore, "come_up", threading.Event())

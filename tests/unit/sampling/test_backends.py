@@ -37,9 +37,9 @@ class Countdown:
     async def generate(self, call):
         if self.dead:
             raise CoreLost(self.ending())
-        call.begin()
-        tokens = list(range(call.prompt[-1] - 1, 0, -1))[: call.sampling.max_tokens]
-        call.add(tokens, [-0.5] * len(tokens))
+        with call.running(self.calls):
+            tokens = list(range(call.prompt[-1] - 1, 0, -1))[: call.sampling.max_tokens]
+            call.add(tokens, [-0.5] * len(tokens))
         spans = [] if self.version is None else [(str(self.version), 0, len(tokens))]
         return call.completion("length", spans, cached=0)
 
@@ -56,9 +56,6 @@ class Countdown:
 
     async def weight_version(self):
         return self.version
-
-    async def end(self, call, reason):
-        pass
 
     async def ping(self, deadline_s):
         pass

@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from torchtune_ext.sampling.calls import CoreLost, bounded, paused  # noqa: E402
+from torchtune_ext.sampling.calls import CoreLost, bounded  # noqa: E402
+from torchtune_ext.sampling.vllm_core import paused  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,15 +27,15 @@ def test_a_call_that_moves_weights_may_take_long_but_not_stand_still():
 
     async def scenario():
         began = time.process_time()
-        assert await bounded(Answer(), slow(0.15), 10, lambda: time.monotonic(), 0.05) == "done"
+        assert await bounded(Answer(), slow(0.15), 10, "slow", lambda: time.monotonic(), 0.05) == "done"
         with pytest.raises(CoreLost, match="the engine is frozen: no CPU time used for 0.05 s in slow"):
-            await bounded(Answer(), slow(60), 10, lambda: began, 0.05)
+            await bounded(Answer(), slow(60), 10, "slow", lambda: began, 0.05)
         with pytest.raises(CoreLost, match="did not answer slow within 0.03 s"):
-            await bounded(Answer(), slow(60), 0.03)
+            await bounded(Answer(), slow(60), 0.03, "slow")
         dead = Answer()
         dead.dead = True
         with pytest.raises(CoreLost, match="killed by SIGKILL during slow"):
-            await bounded(dead, slow(60), 0.5)
+            await bounded(dead, slow(60), 0.5, "slow")
 
     asyncio.run(scenario())
 
@@ -50,7 +51,7 @@ def test_the_error_of_a_call_that_was_given_up_is_fetched(way, complaints):
             raise RuntimeError("Session is closed")
 
     async def scenario():
-        call = asyncio.create_task(bounded(Answer(), refused(), 60 if way == "cancelled" else 0.02))
+        call = asyncio.create_task(bounded(Answer(), refused(), 60 if way == "cancelled" else 0.02, "ping"))
         await asyncio.sleep(0.01)
         if way == "cancelled":
             call.cancel()

@@ -1,4 +1,4 @@
-"""How a process of the sampler ended, and the CPU time of the engine's, as its client sees them."""
+"""How a process of the sampler ended, and the CPU time of the engine's, as the trainer sees them."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from waiting import wait_until  # noqa: E402
 
 from torchtune_ext.run.parent import how_it_ended  # noqa: E402
-from torchtune_ext.sampling.client_process import engine_cpu_seconds  # noqa: E402
+from torchtune_ext.sampling.child_process import session_cpu_seconds  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,34 +26,36 @@ def test_how_the_process_ended():
     assert how_it_ended(None, "it").startswith("vLLM gave the engine up")
 
 
-def test_cpu_time_of_the_session_without_us(monkeypatch):
+def test_cpu_time_of_a_session_without_its_leader():
     command = ["sh", "-c", "python3 -c 'while True: pass' & wait"]
     with subprocess.Popen(command, start_new_session=True) as process:
-        monkeypatch.setattr(os, "getsid", lambda _: process.pid)
         try:
-            wait_until(lambda: engine_cpu_seconds() > 0.1)
+            wait_until(lambda: session_cpu_seconds(process.pid) > 0.1)
             os.killpg(process.pid, signal.SIGSTOP)
             time.sleep(0.1)
-            frozen = engine_cpu_seconds()
+            frozen = session_cpu_seconds(process.pid)
             time.sleep(0.3)
-            assert engine_cpu_seconds() == frozen
-            monkeypatch.setattr(os, "getpid", lambda: process.pid)
-            assert engine_cpu_seconds() <= frozen
+            assert session_cpu_seconds(process.pid) == frozen
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+    command = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as leader:
+        leader.stdout.readline()
+        assert session_cpu_seconds(leader.pid) == 0
+        leader.kill()
 
 
-def test_cpu_time_beside_a_process_with_a_strange_name(tmp_path, monkeypatch):
+def test_cpu_time_beside_a_process_with_a_strange_name(tmp_path):
     """Whatever a process calls itself, a publication must not end over it."""
     program = tmp_path / "strange"
     program.write_text(
-        "import ctypes\nctypes.CDLL(None).prctl(15, b'\\xff) (\\xfe', 0, 0, 0)\nprint(flush=True)\nwhile True: pass"
+        "import ctypes, os\nctypes.CDLL(None).prctl(15, b'\\xff) (\\xfe', 0, 0, 0)\nprint(os.getpid(), flush=True)\nwhile True: pass"
     )
-    with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, start_new_session=True) as process:
-        monkeypatch.setattr(os, "getsid", lambda _: process.pid)
+    command = ["sh", "-c", f"{sys.executable} {program} & wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
-            process.stdout.readline()
-            assert b"\xff) (\xfe" in Path(f"/proc/{process.pid}/stat").read_bytes()
-            wait_until(lambda: engine_cpu_seconds() > 0)
+            strange = int(process.stdout.readline())
+            assert b"\xff) (\xfe" in Path(f"/proc/{strange}/stat").read_bytes()
+            wait_until(lambda: session_cpu_seconds(process.pid) > 0)
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ from tables import every_row
 
 torch = pytest.importorskip("torch")
 
-from torchtune_ext.sampling import remote_core  # noqa: E402
+from torchtune_ext.sampling import child_process, vllm_core  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import ServerCore  # noqa: E402
 from torchtune_ext.sampling.server_command import GUARD, KEY_VARIABLE, ONE_MACHINE, KeyGuard, server_command  # noqa: E402
@@ -199,10 +199,10 @@ def test_settings_of_the_trainers_network_stay_with_the_trainer(monkeypatch, tmp
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv(machines.CHOSEN, "eth0")
     started = []
-    monkeypatch.setattr(remote_core, "start_module", lambda *words, environ, **options: started.append(environ))
+    monkeypatch.setattr(child_process, "start_module", lambda *words, environ, **options: started.append(environ))
 
     async def make():
-        remote_core.RemoteCore("model", EngineConfig(), tmp_path / "engine.log", str(tmp_path), lambda step: None)
+        vllm_core.RemoteCore("model", EngineConfig(), tmp_path / "engine.log", str(tmp_path), lambda step: None)
 
     with pytest.raises(BrokenPipeError):  # nobody has the other end
         asyncio.run(make())

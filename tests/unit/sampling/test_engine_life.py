@@ -44,7 +44,7 @@ def test_close_while_an_engine_comes_up(make_engine, first):
     engine.close()
     assert time.monotonic() - started < 5
     assert len(SleepingCore.made) == count  # no further one
-    assert not Path(engine._cleanup.folder).exists() and not Path(f"/proc/{engine._cleanup.pid}").exists()
+    assert not Path(engine._janitor.folder).exists() and not Path(f"/proc/{engine._janitor.pid}").exists()
     sampler.join(5)
     assert isinstance(outcome[0], EngineFailed)
 
@@ -68,13 +68,13 @@ def test_one_part_that_fails_does_not_keep_the_others_open(make_engine, monkeypa
     engine = make_engine()
 
     async def fail():
-        raise ZeroDivisionError("in the supervisor")
+        raise ZeroDivisionError("in the lane")
 
-    monkeypatch.setattr(engine._pool.lanes[0].supervisor, "close", fail)
+    monkeypatch.setattr(engine._pool.lanes[0], "close", fail)
     memory = Path(engine._buffers.model.address()["path"])
     engine.close()
-    assert "the engine was not closed properly" in caplog.text and "in the supervisor" in caplog.text
-    assert not memory.exists() and not engine._thread.alive and not Path(engine._cleanup.folder).exists()
+    assert "the engine was not closed properly" in caplog.text and "in the lane" in caplog.text
+    assert not memory.exists() and not engine._thread.alive and not Path(engine._janitor.folder).exists()
 
 
 def test_sample_and_publish_under_way_end_with_close(make_engine):

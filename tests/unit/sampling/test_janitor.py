@@ -1,4 +1,4 @@
-"""The janitor that cleans up after a killed trainer: it is always there, and it does its work."""
+"""The janitor that cleans up after a killed trainer: it is there for every engine, and it does its work."""
 
 import os
 import signal
@@ -14,40 +14,38 @@ pytest.importorskip("torch")
 from fake_cores import SleepingCore  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
-from torchtune_ext.sampling import cleanup, janitor  # noqa: E402
-from torchtune_ext.sampling.cleanup import Cleanup  # noqa: E402
+from torchtune_ext.sampling import janitor  # noqa: E402
 from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_a_dead_janitor_is_replaced_and_does_its_work(make_engine):
+def test_a_dead_janitor_is_replaced_by_the_next_engine_and_does_its_work(make_engine, caplog):
     engine = make_engine()
-    first = engine._cleanup.pid
+    first = engine._janitor.pid
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: engine._cleanup.pid != first)  # before it is needed
-    os.kill(engine._cleanup.pid, signal.SIGKILL)
-    SleepingCore.made[0].kill()  # before anybody has looked: when the next engine is made
+    SleepingCore.made[0].kill()
     wait_until(lambda: len(SleepingCore.made) == 2 and engine.stats().restarts == 1)
-    folder, core = Path(engine._cleanup.folder), SleepingCore.made[1]
-    engine._cleanup._janitor.stdin.close()  # what it sees when the trainer is killed
+    assert engine._janitor.pid != first and "the engine's janitor ended (status -9)" in caplog.text
+    folder, core = Path(engine._janitor.folder), SleepingCore.made[1]
+    engine._janitor._process.stdin.close()  # what it sees when the trainer is killed
     wait_until(lambda: not folder.exists() and core.process.poll() is not None)
 
 
 def test_close_with_a_dead_janitor(make_engine):
     engine = make_engine()
-    os.kill(engine._cleanup.pid, signal.SIGKILL)
-    folder = Path(engine._cleanup.folder)
+    os.kill(engine._janitor.pid, signal.SIGKILL)
+    folder = Path(engine._janitor.folder)
     engine.close()
     assert not folder.exists() and SleepingCore.made[0].process.poll() is not None
 
 
 def test_close_with_a_stopped_janitor(make_engine, monkeypatch):
-    monkeypatch.setattr(cleanup, "JANITOR_END_S", 0.05)
+    monkeypatch.setattr(janitor, "END_S", 0.05)
     engine = make_engine()
-    os.kill(engine._cleanup.pid, signal.SIGSTOP)
+    os.kill(engine._janitor.pid, signal.SIGSTOP)
     engine.close()
-    assert not Path(engine._cleanup.folder).exists() and not Path(f"/proc/{engine._cleanup.pid}").exists()
+    assert not Path(engine._janitor.folder).exists() and not Path(f"/proc/{engine._janitor.pid}").exists()
 
 
 def test_an_engine_that_nobody_could_guard_is_ended(make_engine, monkeypatch):
@@ -56,32 +54,18 @@ def test_an_engine_that_nobody_could_guard_is_ended(make_engine, monkeypatch):
     def fail(self, groups):
         raise OSError("no more processes")
 
-    monkeypatch.setattr(Cleanup, "guard", fail)
+    monkeypatch.setattr(janitor.Janitor, "guard", fail)
     SleepingCore.made[0].kill()
     with pytest.raises(EngineFailed, match="3 times in a row, the last time: no more processes"):
         engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4))
     wait_until(lambda: all(core.process.poll() is not None for core in SleepingCore.made))
 
 
-def test_a_janitor_is_not_replaced_after_close_and_a_cause_is_told_once(make_engine, monkeypatch, caplog):
+def test_nobody_is_guarded_after_close(make_engine):
     engine = make_engine()
-    looks = []
-
-    def fail(self):
-        looks.append(1)
-        raise OSError("no more processes")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Cleanup, "_start", fail)
-        os.kill(engine._cleanup.pid, signal.SIGKILL)
-        wait_until(lambda: len(looks) >= 3)
-    assert caplog.text.count("could not be started again") == caplog.text.count("janitor ended") == 1
     engine.close()
-    last = engine._cleanup.pid
-    engine._cleanup.look()
-    assert engine._cleanup.pid == last
     with pytest.raises(OSError, match="closed"):
-        engine._cleanup.guard([1])
+        engine._janitor.guard([1])
 
 
 SHARER = """

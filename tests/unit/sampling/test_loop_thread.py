@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from torchtune_ext.sampling.loop_thread import LoopThread  # noqa: E402
+from torchtune_ext.sampling.engine import LoopThread  # noqa: E402
 
 
 class Late(concurrent.futures.Future):

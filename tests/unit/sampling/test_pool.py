@@ -17,12 +17,9 @@ from fake_cores import CONFIG, until, weights  # noqa: E402
 from fake_pools import run, states  # noqa: E402
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.pool import (  # noqa: E402
-    Lengths,
-    Pool,
-)
+from torchtune_ext.sampling.health import State  # noqa: E402
+from torchtune_ext.sampling.pool import Pool  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed, Priority  # noqa: E402
-from torchtune_ext.sampling.supervisor import State  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -103,14 +100,6 @@ def test_a_group_of_the_pool_stays_together(monkeypatch):
     run(scenario, monkeypatch, 3)
 
 
-def test_expected_lengths_are_those_of_late():
-    lengths = Lengths()
-    assert lengths.expected(500) == 500
-    for _ in range(3):
-        lengths.add(100)
-    assert lengths.expected(500) == 100 and lengths.expected(50) == 50
-
-
 # -- a lost engine -------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +155,7 @@ def test_a_pool_goes_on_with_what_is_left_and_fails_when_none_is(monkeypatch, ca
             "engine 0 is retired (failed 3 times in a row, the last time: GPU 0 is gone (0 in requests and updates, 3 at starts and probes)); the run goes on with 1 of 2"
             in caplog.text
         )
-        health = bench.pool.lanes[0].supervisor.health
+        health = bench.pool.lanes[0].health
         assert "GPU 0 is gone" in health.cause and (health.lost_probes, health.lost_requests) == (3, 0)
         bench.now[1].kill()
         with pytest.raises(EngineFailed, match="(?s)engine 1 failed 3 times.*GPU 1 is gone.*the fake's log"):
@@ -259,7 +248,7 @@ def test_an_engine_of_the_pool_that_was_not_told_stops_the_publication(monkeypat
         async def forget():
             return 0.0, 0.0
 
-        bench.pool.lanes[1].supervisor.load = forget
+        bench.pool.lanes[1].load = forget
         with pytest.raises(EngineFailed, match="engine 1 was not told of version 1; it holds 0"):
             await bench.publish(weights(1), 1)
         assert states(bench) == [State.HEALTHY, State.STALE]
@@ -315,12 +304,12 @@ def test_50_restarts_leave_a_pool_as_it_was(monkeypatch):
         await bench.publish(weights(1), 1)
 
         async def restart(number):
-            before = bench.pool.lanes[number].supervisor.restarts
+            before = bench.pool.lanes[number].restarts
             work = asyncio.ensure_future(bench.pool.draw(bench.group(n=2)))
             bench.now[number].kill()
-            await until(lambda: bench.pool.lanes[number].supervisor.restarts == before + 1)
+            await until(lambda: bench.pool.lanes[number].restarts == before + 1)
             await work
-            bench.pool.lanes[number].supervisor.report_finished()
+            bench.pool.lanes[number].report_finished()
 
         for number in (0, 1):
             await restart(number)
@@ -331,7 +320,7 @@ def test_50_restarts_leave_a_pool_as_it_was(monkeypatch):
         assert (process.num_fds(), len(asyncio.all_tasks()), len(process.children(recursive=True))) == found
         for lane in bench.pool.lanes:
             assert lane.throttle.held == 0 and not lane.throttle.blocked
-            assert not lane.supervisor._undisturbed and len(lane.supervisor._held) == 1
+            assert not lane._undisturbed and len(lane._held) == 1
         assert bench.pool.stats().restarts == 52 and not bench.pool._groups
 
     run(scenario, monkeypatch, 2)

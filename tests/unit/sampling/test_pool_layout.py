@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 import fake_pools  # noqa: E402
 
 from torchtune_ext.sampling import server_command  # noqa: E402
-from torchtune_ext.sampling.alike import require_alike, server_facts  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
+from torchtune_ext.sampling.server import require_alike, server_facts  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from fake_cores import until, weights  # noqa: E402
 from fake_pools import run, states  # noqa: E402
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.health import State  # noqa: E402
 from torchtune_ext.sampling.records import WeightsIncomplete  # noqa: E402
-from torchtune_ext.sampling.supervisor import State  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,7 +41,7 @@ def test_an_engine_of_the_pool_that_comes_up_after_a_publication_begins_with_it(
         late.set()
         await starting
         groups = await asyncio.gather(*(fresh.pool.draw(fresh.group()) for _ in range(6)))
-        assert {lane.supervisor.version for lane in fresh.pool.lanes} == {1}
+        assert {lane.version for lane in fresh.pool.lanes} == {1}
         assert all(life[0].drawn for life in fresh.lives)
         assert {v for group in groups for c in group for v in c.versions.tolist()} == {1}
         await fresh.pool.close()
@@ -74,7 +74,7 @@ def test_an_engine_of_the_pool_waits_out_a_copy_that_broke_off(monkeypatch):
         for core in bench.now:
             core.kill()
         await until(lambda: states(bench) == [State.RETIRED] * 2)
-        assert isinstance(bench.pool.lanes[0].supervisor.failed.__cause__, WeightsIncomplete)
+        assert isinstance(bench.pool.lanes[0].failed.__cause__, WeightsIncomplete)
 
     run(scenario, monkeypatch, 2)
 
@@ -101,7 +101,6 @@ def test_a_group_that_is_cancelled_before_it_begins_leaves_no_load(monkeypatch):
         drawing.cancel()
         await asyncio.sleep(0.05)
         assert not bench.pool._groups
-        assert bench.pool._lengths.expected(1000) == 1000.0
 
     run(scenario, monkeypatch, 2)
 

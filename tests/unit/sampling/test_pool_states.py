@@ -1,5 +1,5 @@
 """No engine of a pool goes from dead to serving but by a completed publication that it confirms: the table of states, and the
-supervisors under failures drawn at random."""
+lanes under failures drawn at random."""
 
 import asyncio
 import random
@@ -17,8 +17,8 @@ from hypothesis import strategies as st  # noqa: E402
 
 from torchtune_ext.sampling import weight_buffer  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.health import NEXT, Health, State  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed  # noqa: E402
-from torchtune_ext.sampling.supervisor import NEXT, Health, State  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -107,8 +107,8 @@ def test_whoever_serves_in_a_pool_has_the_published_weights(monkeypatch, seed):
 
         def look():
             for lane in bench.pool.lanes:
-                if lane.serves and lane.supervisor.core is not None and sums:
-                    core = lane.supervisor.core
+                if lane.serves and lane.core is not None and sums:
+                    core = lane.core
                     served.append(lane.number)
                     # It may be in the midst of the newest publication, which is not complete yet.
                     assert core.version in (published[0], published[0] - 1, None if published[0] <= 1 else -1)
@@ -118,8 +118,8 @@ def test_whoever_serves_in_a_pool_has_the_published_weights(monkeypatch, seed):
         bench.prepare_core = fault
         served, published = [], [0]
         for lane in bench.pool.lanes:
-            change = lane.supervisor.health.on_change
-            lane.supervisor.health.on_change = lambda change=change: (change(), look())
+            change = lane.health.on_change
+            lane.health.on_change = lambda change=change: (change(), look())
         drawn, failed = [], None
         try:
             for version in range(1, 13):
@@ -129,14 +129,14 @@ def test_whoever_serves_in_a_pool_has_the_published_weights(monkeypatch, seed):
                 await bench.publish(tensors, version)
                 for lane in bench.pool.lanes:
                     if lane.serves:
-                        assert lane.supervisor.core.version == version and lane.supervisor.core.sums == sums[version]
+                        assert lane.core.version == version and lane.core.sums == sums[version]
                 work = [asyncio.ensure_future(bench.pool.draw(bench.group([version, i], 3, 30))) for i in range(8)]
                 for _ in range(rng.randint(0, 3)):
                     await asyncio.sleep(rng.random())
                     lane = rng.choice(bench.pool.lanes)
-                    if lane.supervisor.core is not None:
-                        lane.supervisor.core.kill()
-                        await lane.supervisor.core.stop()
+                    if lane.core is not None:
+                        lane.core.kill()
+                        await lane.core.stop()
                 for group in await asyncio.gather(*work):
                     drawn += group
                     assert {int(v) for c in group for v in c.versions} <= {version}
@@ -174,10 +174,10 @@ def test_an_engine_of_a_pool_that_answers_but_makes_no_step_is_replaced(monkeypa
         suspected = False
         while not all(task.done() for task in work):
             await asyncio.sleep(0.01)
-            suspected = suspected or bench.pool.lanes[0].supervisor.health.state is State.SUSPECT
+            suspected = suspected or bench.pool.lanes[0].health.state is State.SUSPECT
         took = asyncio.get_running_loop().time() - began
         assert suspected and 4 * CONFIG.probe_deadline_s < took < 6 * CONFIG.probe_deadline_s
-        assert "made no step" in bench.pool.lanes[0].supervisor.health.cause
+        assert "made no step" in bench.pool.lanes[0].health.cause
         await bench.pool.close()
         bench.buffers.close()
 

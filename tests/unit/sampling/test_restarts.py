@@ -1,8 +1,7 @@
-"""The supervisor's restarts with an engine made of a few lines: what starts another one, what ends it all, and with which
+"""A lane's restarts with an engine made of a few lines: what starts another one, what ends it all, and with which
 words. The same with real processes: tests/integration/test_engine_failures.py."""
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,7 @@ def dies(core):
 
 def hangs(core):
     """A request is under way, there was no step for long, and the engine does not answer a ping."""
-    core.calls = {"1": SimpleNamespace(give_up_at=float("inf"), ended_by="")}
+    core.calls = {"1": SimpleNamespace()}
     core.sign_of_life, core.fail = 0.0, CoreLost("did not answer")
 
 
@@ -31,11 +30,11 @@ def hangs(core):
 def test_a_lost_engine_is_started_again_with_the_current_weights(way, caplog):
     async def scenario(bench):
         bench.write(1)
-        await bench.supervisor.load()
+        await bench.lane.load()
         way(bench.lives[0])
-        await until(lambda: bench.supervisor.restarts == 1)
-        assert await bench.supervisor.awake() is bench.lives[1] and bench.lives[0].stops == 1
-        assert bench.lives[1].loads == [([1], [1], 1)] and bench.supervisor.version == 1
+        await until(lambda: bench.lane.restarts == 1)
+        assert await bench.lane.awake() is bench.lives[1] and bench.lives[0].stops == 1
+        assert bench.lives[1].loads == [([1], [1], 1)] and bench.lane.version == 1
         cause = "the fake ended" if way is dies else "did not answer"
         assert f"engine lost ({cause}), failure 1 in a row" in caplog.text
 
@@ -46,7 +45,7 @@ def test_a_lost_engine_is_started_again_with_the_current_weights(way, caplog):
 def test_a_restart_that_fails_is_tried_again_until_it_is_enough(moment):
     async def scenario(bench):
         bench.write(1)
-        await bench.supervisor.load()
+        await bench.lane.load()
 
         def break_it(core):
             core.fail = CoreLost("as it comes up")
@@ -58,10 +57,10 @@ def test_a_restart_that_fails_is_tried_again_until_it_is_enough(moment):
         with pytest.raises(
             EngineFailed, match="(?s)failed 3 times in a row, the last time: as it comes up.*the fake's log"
         ):
-            await bench.supervisor.report_lost(bench.lives[0], CoreLost("as it happens"))
-            await bench.supervisor.awake()
+            await bench.lane.lose(bench.lives[0], "as it happens")
+            await bench.lane.awake()
         assert len(bench.lives) == CONFIG.max_failures and all(core.stops for core in bench.lives)
-        assert bench.supervisor.restarts == 0
+        assert bench.lane.restarts == 0
 
     run(scenario)
 
@@ -70,14 +69,14 @@ def test_failures_count_in_a_row_and_a_finished_request_ends_the_row():
     async def scenario(bench):
         for count in range(1, 5):
             bench.lives[-1].kill()
-            await until(lambda count=count: bench.supervisor.restarts == count)
-            bench.supervisor.report_finished()
-        assert bench.supervisor.failures == 0
+            await until(lambda count=count: bench.lane.restarts == count)
+            bench.lane.report_finished()
+        assert bench.lane.failures == 0
         for count in (5, 6):
             bench.lives[-1].kill()
-            await until(lambda count=count: bench.supervisor.restarts == count)
+            await until(lambda count=count: bench.lane.restarts == count)
         bench.lives[-1].kill()
-        await until(lambda: bench.supervisor.failed is not None)
+        await until(lambda: bench.lane.failed is not None)
         assert len(bench.lives) == 7
 
     run(scenario)
@@ -89,9 +88,9 @@ def test_the_failure_of_the_first_start_is_final():
         bench.prepare_core = dies
         await bench.start()
         with pytest.raises(EngineFailed, match="(?s)the engine did not start: killed.*the fake's log"):
-            await bench.supervisor.awake()
+            await bench.lane.awake()
         assert len(bench.lives) == 1 and bench.lives[0].stops == 1
-        await bench.supervisor.close()
+        await bench.lane.close()
 
     asyncio.run(scenario())
 
@@ -99,12 +98,12 @@ def test_the_failure_of_the_first_start_is_final():
 def test_close_in_the_midst_of_a_restart_ends_the_engine_that_comes_up():
     async def scenario(bench):
         bench.write(1)
-        await bench.supervisor.load()
+        await bench.lane.load()
         bench.prepare_core = lambda core: core.go_on.clear()
         bench.lives[0].kill()
         await until(lambda: len(bench.lives) == 2 and bench.lives[1].reading.is_set())
-        waiting = [asyncio.ensure_future(bench.supervisor.awake()), asyncio.ensure_future(bench.supervisor.load())]
-        closing = asyncio.ensure_future(bench.supervisor.close())
+        waiting = [asyncio.ensure_future(bench.lane.awake()), asyncio.ensure_future(bench.lane.load())]
+        closing = asyncio.ensure_future(bench.lane.close())
         await asyncio.sleep(0.01)
         bench.lives[1].go_on.set()
         await asyncio.wait_for(closing, 5)
@@ -120,11 +119,11 @@ def test_closed_while_the_next_engine_is_made():
 
     async def scenario(bench):
         def close_now(core):
-            bench.supervisor.closed = True
+            bench.lane.closed = True
 
         bench.prepare_core = close_now
-        await bench.supervisor.report_lost(bench.lives[0], CoreLost("as it happens"))
-        assert len(bench.lives) == 2 and bench.lives[1].stops and bench.supervisor.restarts == 0
+        await bench.lane.lose(bench.lives[0], "as it happens")
+        assert len(bench.lives) == 2 and bench.lives[1].stops and bench.lane.restarts == 0
 
     run(scenario)
 
@@ -132,7 +131,7 @@ def test_closed_while_the_next_engine_is_made():
 def test_an_engine_lost_at_sleep_is_replaced_and_sleeps():
     async def scenario(bench):
         bench.lives[0].fail = CoreLost("frozen")
-        await bench.supervisor.sleep()
+        await bench.lane.sleep()
         assert len(bench.lives) == 2 and bench.lives[1].asleep == 1
 
     run(scenario)
@@ -143,13 +142,13 @@ def test_an_engine_that_dies_in_its_sleep_is_replaced_when_it_is_wanted():
 
     async def scenario(bench):
         bench.write(1)
-        await bench.supervisor.load()
-        await bench.supervisor.sleep()
+        await bench.lane.load()
+        await bench.lane.sleep()
         bench.lives[0].kill()
-        await asyncio.sleep(20 * bench.supervisor._tick_s)
+        await asyncio.sleep(20 * bench.lane._tick_s)
         assert len(bench.lives) == 1
         bench.write(2)
-        await bench.supervisor.load()
+        await bench.lane.load()
         assert len(bench.lives) == 2 and bench.lives[1].loads == [([2], [2], 2)] and not bench.lives[1].asleep
 
     run(scenario)
@@ -158,11 +157,11 @@ def test_an_engine_that_dies_in_its_sleep_is_replaced_when_it_is_wanted():
 def test_errors_of_our_own_come_out_as_themselves():
     async def scenario(bench):
         bench.lives[0].broken = ZeroDivisionError("division by zero")
-        await until(lambda: bench.supervisor.failed is not None and bench.supervisor.core is None)
+        await until(lambda: bench.lane.failed is not None and bench.lane.core is None)
         with pytest.raises(
             EngineFailed, match=r"counters could not be taken in: ZeroDivisionError\('division"
         ) as caught:
-            await bench.supervisor.awake()
+            await bench.lane.awake()
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         assert len(bench.lives) == 1  # another engine would not help
 
@@ -172,22 +171,20 @@ def test_errors_of_our_own_come_out_as_themselves():
 def test_a_watch_that_fails_is_not_silent():
     async def scenario(bench):
         bench.lives[0].__class__ = type("Strange", (FakeCore,), {"dead": property(lambda self: 1 / 0)})
-        await until(lambda: bench.supervisor.failed is not None)
+        await until(lambda: bench.lane.failed is not None)
         with pytest.raises(EngineFailed, match="no longer watched: ZeroDivisionError"):
-            await bench.supervisor.awake()
+            await bench.lane.awake()
 
     run(scenario)
 
 
-@pytest.mark.parametrize("asked", ["ping", "abort"])
-def test_a_server_that_refuses_a_ping_or_an_abort_is_connected_anew(asked):
+def test_a_server_that_refuses_a_ping_is_connected_anew():
     async def scenario(bench):
         core = bench.lives[0]
-        call = SimpleNamespace(give_up_at=0.0 if asked == "abort" else float("inf"), ended_by="")
-        core.calls, core.fail = {"1": call}, ValueError("refuses the request")
-        core.sign_of_life = 0.0 if asked == "ping" else time.monotonic() + 60
+        core.calls, core.fail = {"1": SimpleNamespace()}, ValueError("refuses the request")
+        core.sign_of_life = 0.0
         await until(lambda: len(bench.lives) == 2)
-        assert await bench.supervisor.ready() is bench.lives[1] and bench.supervisor.failed is None
+        assert await bench.lane.ready() is bench.lives[1] and bench.lane.failed is None
 
     run(scenario)
 
@@ -195,15 +192,15 @@ def test_a_server_that_refuses_a_ping_or_an_abort_is_connected_anew(asked):
 def test_a_healthy_engine_that_sleeps_is_not_ended_for_weights_that_broke_off():
     async def scenario(bench):
         bench.write(1)
-        await bench.supervisor.load()
-        await bench.supervisor.sleep()
+        await bench.lane.load()
+        await bench.lane.sleep()
         bench.break_off(2)
         with pytest.raises(WeightsIncomplete, match="broke off while copying.*publish again"):
-            await bench.supervisor.awake()
-        assert len(bench.lives) == 1 and not bench.lives[0].stops and bench.supervisor.failures == 0
+            await bench.lane.awake()
+        assert len(bench.lives) == 1 and not bench.lives[0].stops and bench.lane.failures == 0
         bench.write(3)
-        await bench.supervisor.load()
-        assert await bench.supervisor.awake() is bench.lives[0] and bench.supervisor.version == 3
+        await bench.lane.load()
+        assert await bench.lane.awake() is bench.lives[0] and bench.lane.version == 3
 
     run(scenario)
 
@@ -211,14 +208,14 @@ def test_a_healthy_engine_that_sleeps_is_not_ended_for_weights_that_broke_off():
 def test_no_engine_is_started_that_could_load_nothing():
     async def scenario(bench):
         bench.write(1)
-        await bench.supervisor.load()
+        await bench.lane.load()
         bench.break_off(2)
         bench.lives[0].kill()
-        await until(lambda: bench.supervisor.failed is not None and bench.supervisor.core is None)
+        await until(lambda: bench.lane.failed is not None and bench.lane.core is None)
         with pytest.raises(
             EngineFailed, match="lost .the fake ended. and cannot be replaced: the last publication broke"
         ):
-            await bench.supervisor.awake()
+            await bench.lane.awake()
         assert len(bench.lives) == 1
 
     run(scenario)

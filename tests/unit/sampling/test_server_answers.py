@@ -34,7 +34,7 @@ def answers(monkeypatch, core, replies):
     """Lets the server answer by path: text, or an error to raise; all else is fine. Returns the paths that were asked."""
     asked, replies = [], {CLEAR: {"success": True}} | replies
 
-    async def request(method, path, body):
+    async def request(method, path, body=None):
         asked.append(path)
         reply = replies.get(path, {})
         reply = reply.pop(0) if isinstance(reply, list) else reply
@@ -66,7 +66,7 @@ def test_an_answer_that_is_no_http_does_not_bring_the_key_into_a_message(core):
         core.address = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         async with aiohttp.ClientSession() as session:
             core._session = session
-            for call in (core._get("/metrics"), core._check_guard()):
+            for call in (core._request("GET", "/metrics"), core._check_guard()):
                 with pytest.raises(CoreLost, match="no connection to .*: .*Error: ") as caught:
                     await call
                 told = "".join(traceback.format_exception(caught.value)) + str(caught.value) + repr(caught.value)
@@ -109,7 +109,7 @@ def test_kept_keys_and_values_are_found_by_no_later_request(core, monkeypatch, w
     core.config = replace(core.config, kv_on_publish="keep")
     asked = answers(monkeypatch, core, {})
     asyncio.run(core.load([weights], 1))
-    assert CLEAR not in asked and core._salt.endswith("-1") and core._salt != "-1"
+    assert CLEAR not in asked and core.salt.endswith("-1") and core.salt != "-1"
 
 
 def test_an_update_that_another_trainer_began_is_finished_first(core, monkeypatch, weights):

@@ -13,16 +13,19 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
+aiohttp = pytest.importorskip("aiohttp")
 
 import weight_server  # noqa: E402
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
+from torchtune_ext.sampling.courier import Courier  # noqa: E402
+from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
+from torchtune_ext.sampling.server import ServerCore, ServerKind  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
-from torchtune_ext.sampling.transfer.courier import Courier, Parcel  # noqa: E402
-from torchtune_ext.sampling.transfer.group import Member  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum  # noqa: E402
 
 KEY = "the-key-of-these-servers"
+SESSIONS = []
 DEADLINE_S = 4.0
 LONG_S = 200.0  # a scenario is over before, however busy the machine is, unless it waits for a deadline of this length
 
@@ -48,23 +51,15 @@ class WeightServer:
         self.process.wait(10)
         self.process.stdout.close()
 
-    @property
-    def member(self) -> Member:
-        return Member(self.url, 1, str(self.life))
-
-    def parcel(self, buffer, version: int = 1, **changes) -> Parcel:
-        async def alive() -> None:
-            def ping():
-                request = urllib.request.Request(self.url + "/ping", b"{}", {"Authorization": f"Bearer {KEY}"})
-                urllib.request.urlopen(request, timeout=1.0).close()
-
-            try:
-                await asyncio.to_thread(ping)
-            except OSError as error:
-                raise CoreLost(f"no answer: {error}") from error
-
-        known = {"backend": "gloo", "member": self.member, "deadline_s": DEADLINE_S}
-        return Parcel(buffer=buffer, version=version, alive=alive, **(known | changes))
+    def core(self, **settings) -> ServerCore:
+        """A connection, as `ServerCore.launch` leaves it."""
+        settings = {"rpc_deadline_s": DEADLINE_S, "probe_deadline_s": 5.0} | settings
+        core = ServerCore(EngineConfig(address=self.url, **settings), lambda step: None)
+        core.configure()
+        core._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+        core.kind, core.life = ServerKind("gloo", 1, 0, 0, 0), str(self.life)
+        SESSIONS.append(core._session)
+        return core
 
 
 @pytest.fixture(scope="module")
@@ -114,26 +109,28 @@ def with_courier(tmp_path, monkeypatch, scenario):
             await courier.release()
             assert not pid or not Path(f"/proc/{pid}").exists()
             assert str(tmp_path) not in Courier._of
+            while SESSIONS:
+                await SESSIONS.pop().close()
 
     return asyncio.run(asyncio.wait_for(run(), LONG_S))
 
 
-async def both(courier, parcels, patience_s=5.0):
-    """What became of parcels that are handed in at once, by connections that expect each other."""
+async def both(courier, cores, weights, version):
+    """What became of weights for two servers whose connections expect each other."""
 
-    async def deliver(parcel):
-        with courier.expecting(parcel.member.url):
+    async def deliver(core):
+        with courier.expecting(core.address):
             await asyncio.sleep(0)
-            await courier.deliver(parcel, patience_s)
+            await courier.deliver(core, weights, version)
 
-    return await asyncio.gather(*map(deliver, parcels), return_exceptions=True)
+    return await asyncio.gather(*map(deliver, cores), return_exceptions=True)
 
 
 def test_servers_are_one_group_that_stays(pair, weights, tmp_path, monkeypatch):
     async def scenario(courier):
         begin = [len(server.ask("/state")["inits"]) for server in pair]
         for version in (3, 4):
-            assert await both(courier, [server.parcel(weights, version) for server in pair]) == [None, None]
+            assert await both(courier, [server.core() for server in pair], weights, version) == [None, None]
             for server in pair:
                 state = server.ask("/state")
                 assert state["sums"] == weights.sums and state["version"] == str(version)
@@ -142,7 +139,7 @@ def test_servers_are_one_group_that_stays(pair, weights, tmp_path, monkeypatch):
         assert sorted(init["rank_offset"] for (init,) in inits) == [1, 2] and inits[0][0]["world_size"] == 3
         assert inits[0][0]["group"] == inits[1][0]["group"]
         pair[0].life += 1  # the connection to one of them is a new one: so is the group
-        assert await both(courier, [server.parcel(weights, 5) for server in pair]) == [None, None]
+        assert await both(courier, [server.core() for server in pair], weights, 5) == [None, None]
         assert [len(server.ask("/state")["inits"]) for server in pair] == [n + 2 for n in begin]
 
     with_courier(tmp_path, monkeypatch, scenario)
@@ -153,14 +150,14 @@ def test_a_server_that_prepares_itself_is_waited_for_but_not_for_ever(pair, weig
 
     async def scenario(courier):
         with courier.expecting(second.url):
-            early = asyncio.ensure_future(courier.deliver(first.parcel(weights), 30.0))
+            early = asyncio.ensure_future(courier.deliver(first.core(probe_deadline_s=30.0), weights, 1))
             await asyncio.sleep(0.3)
             assert not early.done()
-            await courier.deliver(second.parcel(weights), 30.0)
+            await courier.deliver(second.core(probe_deadline_s=30.0), weights, 1)
             await early
         assert first.ask("/state")["inits"][-1]["world_size"] == 3
         with courier.expecting(second.url):
-            await courier.deliver(first.parcel(weights), 0.3)
+            await courier.deliver(first.core(probe_deadline_s=0.3), weights, 1)
         assert first.ask("/state")["inits"][-1]["world_size"] == 2
 
     with_courier(tmp_path, monkeypatch, scenario)
@@ -170,7 +167,7 @@ def test_an_adapter_goes_by_its_own_messages(pair, weights, tmp_path, monkeypatc
     weights.adapter = {"r": 4}
 
     async def scenario(courier):
-        await courier.deliver(pair[0].parcel(weights, 7), 5.0)
+        await courier.deliver(pair[0].core(), weights, 7)
         state = pair[0].ask("/state")
         assert state["adapter"] == {"r": 4} and state["sums"] == weights.sums and state["version"] == "7"
         assert state["calls"][-3:] == ["/collective_rpc", "/update_weight_version", "/v1/load_lora_adapter"]
@@ -182,11 +179,11 @@ def test_past_the_deadline_the_sender_is_killed_and_the_others_get_the_weights(p
     good, stalled = pair
 
     async def scenario(courier):
-        assert await both(courier, [server.parcel(weights, 1) for server in pair]) == [None, None]
+        assert await both(courier, [server.core() for server in pair], weights, 1) == [None, None]
         sender = courier.sender_pid
         stalled.ask("/fault", fault="stall")
         began = time.monotonic()
-        fine, lost = await both(courier, [server.parcel(weights, 2) for server in pair])
+        fine, lost = await both(courier, [server.core() for server in pair], weights, 2)
         assert time.monotonic() - began >= DEADLINE_S
         assert fine is None and isinstance(lost, CoreLost) and "does not answer" in str(lost)
         assert courier.sender_pid != sender and not Path(f"/proc/{sender}").exists()
@@ -200,11 +197,11 @@ def test_a_server_that_refuses_is_told_at_once_and_does_not_keep_the_other(pair,
     picky.ask("/fault", fault="refuse")
 
     async def scenario(courier):
-        fine, lost = await both(courier, [server.parcel(weights, 8, deadline_s=LONG_S) for server in pair])
+        fine, lost = await both(courier, [server.core(rpc_deadline_s=LONG_S) for server in pair], weights, 8)
         assert fine is None and "these weights are not wanted" in str(lost) and KEY not in str(lost)
         assert good.ask("/state")["version"] == "8"
         with pytest.raises(CoreLost, match="these weights are not wanted"):
-            await courier.deliver(picky.parcel(weights, 9, deadline_s=LONG_S), 5.0)
+            await courier.deliver(picky.core(rpc_deadline_s=LONG_S), weights, 9)
 
     with_courier(tmp_path, monkeypatch, scenario)
 
@@ -215,7 +212,7 @@ def test_a_server_that_is_slow_and_answers_takes_no_other_down(pair, weights, tm
     slow.ask("/fault", fault="slow")
 
     async def scenario(courier):
-        fine, lost = await both(courier, [server.parcel(weights, 3, deadline_s=2.0) for server in pair])
+        fine, lost = await both(courier, [server.core(rpc_deadline_s=2.0) for server in pair], weights, 3)
         assert fine is None and isinstance(lost, CoreLost)
         assert good.ask("/state")["version"] == "3"
         slow.ask("/fault", fault="")
@@ -229,7 +226,7 @@ def test_a_sender_that_is_killed_in_a_transfer_is_replaced(pair, weights, tmp_pa
     async def scenario(courier):
         stalled.ask("/fault", fault="stall")
         begin = len(stalled.ask("/state")["calls"])
-        work = asyncio.ensure_future(courier.deliver(stalled.parcel(weights, deadline_s=LONG_S), 5.0))
+        work = asyncio.ensure_future(courier.deliver(stalled.core(rpc_deadline_s=LONG_S), weights, 1))
         while (
             not work.done()
             and "/update_weights" not in (await asyncio.to_thread(stalled.ask, "/state"))["calls"][begin:]
@@ -239,7 +236,7 @@ def test_a_sender_that_is_killed_in_a_transfer_is_replaced(pair, weights, tmp_pa
         os.kill(courier.sender_pid, signal.SIGKILL)
         with pytest.raises(CoreLost, match="sender was killed by SIGKILL"):
             await work
-        await courier.deliver(pair[0].parcel(weights, 6), 5.0)
+        await courier.deliver(pair[0].core(), weights, 6)
         assert pair[0].ask("/state")["version"] == "6"
 
     with_courier(tmp_path, monkeypatch, scenario)
@@ -250,7 +247,7 @@ def test_a_server_that_dies_in_an_update_ends_nobody_else(servers, pair, weights
     mortal.ask("/fault", fault="die")
 
     async def scenario(courier):
-        results = await both(courier, [pair[0].parcel(weights, 11), mortal.parcel(weights, 11)])
+        results = await both(courier, [pair[0].core(), mortal.core()], weights, 11)
         assert results[0] is None and isinstance(results[1], CoreLost)
         assert pair[0].ask("/state")["version"] == "11" and pair[0].ask("/state")["sums"] == weights.sums
 
@@ -260,8 +257,8 @@ def test_a_server_that_dies_in_an_update_ends_nobody_else(servers, pair, weights
 def test_a_wrong_key_is_said_and_not_shown(pair, weights, tmp_path, monkeypatch):
     async def scenario(courier):
         monkeypatch.setenv(KEY_VARIABLE, "guessed")
-        with pytest.raises(CoreLost, match=r"failed \(401\)") as caught:
-            await courier.deliver(pair[0].parcel(weights), 5.0)
+        with pytest.raises(CoreLost, match="refuses the key") as caught:
+            await courier.deliver(pair[0].core(probe_deadline_s=5.0), weights, 1)
         assert "guessed" not in str(caught.value)
 
     with_courier(tmp_path, monkeypatch, scenario)
@@ -274,7 +271,7 @@ def test_an_engine_that_is_closed_waits_for_no_transfer(pair, weights, tmp_path,
     async def scenario(courier):
         other = Courier.shared(str(tmp_path), tmp_path / "sender.log")
         assert other is courier
-        under_way.append(asyncio.ensure_future(courier.deliver(pair[0].parcel(weights, deadline_s=LONG_S), 5.0)))
+        under_way.append(asyncio.ensure_future(courier.deliver(pair[0].core(rpc_deadline_s=LONG_S), weights, 1)))
         await asyncio.sleep(1.0)
         await other.release()  # a connection of two
         assert not under_way[0].done()

@@ -1,7 +1,6 @@
 """Bars and the table of steps."""
 
 import io
-import threading
 import time
 
 import pytest
@@ -55,16 +54,6 @@ def test_a_bar_shows_reward_length_and_speed():
         bar.add(4, tokens=400)
     assert bar.read_out() == "reward 0.500, length 100, 200 tok/s"
     assert "4/4" in file.getvalue() and "200 tok/s" in file.getvalue()
-
-
-def test_updates_from_threads_are_not_lost():
-    bar = Bar("sample", 4000, "sample", None)
-    threads = [threading.Thread(target=lambda: [bar.add(1, 2) for _ in range(1000)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert (bar.count, bar.tokens) == (4000, 8000)
 
 
 def test_summary_reads_as_a_table():

@@ -1,4 +1,4 @@
-"""The supervisor with an engine made of a few lines: which weights it loads under which label, and who waits for whom."""
+"""A lane with an engine made of a few lines: which weights it loads under which label, and who waits for whom."""
 
 import asyncio
 import threading
@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 
 from fake_cores import CONFIG, run, until, weights  # noqa: E402
 
-from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(30)
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.timeout(30)
 def test_no_publication_writes_while_a_restarting_engine_reads():
     async def scenario(bench):
         bench.write(1)
-        await bench.supervisor.load()
+        await bench.lane.load()
         bench.prepare_core = lambda core: core.go_on.clear()
         bench.lives[0].kill()  # the watch starts another one, which stops in the midst of its load
         await until(lambda: len(bench.lives) == 2 and bench.lives[1].reading.is_set())
@@ -31,9 +30,9 @@ def test_no_publication_writes_while_a_restarting_engine_reads():
         bench.lives[1].go_on.set()
         await until(lambda: not writer.is_alive())
         assert bench.lives[1].loads == [([1], [1], 1)]
-        assert bench.supervisor.version == 1  # 2 is published, but nobody has it yet
-        await bench.supervisor.load()
-        assert bench.lives[1].loads[1:] == [([2], [2], 2)] and bench.supervisor.version == 2
+        assert bench.lane.version == 1  # 2 is published, but nobody has it yet
+        await bench.lane.load()
+        assert bench.lives[1].loads[1:] == [([2], [2], 2)] and bench.lane.version == 2
 
     run(scenario)
 
@@ -42,7 +41,7 @@ def test_no_publication_writes_while_a_restarting_engine_reads():
 def test_no_engine_reads_while_a_publication_writes(moment):
     async def scenario(bench):
         bench.write(1)
-        await bench.supervisor.load()
+        await bench.lane.load()
         half, rest = threading.Event(), threading.Event()
 
         def slowly():
@@ -53,7 +52,7 @@ def test_no_engine_reads_while_a_publication_writes(moment):
             yield b
 
         if moment == "wake":
-            await bench.supervisor.sleep()
+            await bench.lane.sleep()
             assert bench.lives[0].asleep == 2
         writer = threading.Thread(target=bench.buffers.write, args=(slowly(), 2, None, 1))
         writer.start()
@@ -61,7 +60,7 @@ def test_no_engine_reads_while_a_publication_writes(moment):
         if moment == "restart":
             bench.lives[0].kill()
             await until(lambda: len(bench.lives) == 2)
-        waiting = asyncio.ensure_future(bench.supervisor.awake())
+        waiting = asyncio.ensure_future(bench.lane.awake())
         await asyncio.sleep(0.05)
         core = bench.lives[-1]
         assert len(bench.lives) == (2 if moment == "restart" else 1)
@@ -71,7 +70,7 @@ def test_no_engine_reads_while_a_publication_writes(moment):
             await until(lambda: core.loads)
         else:
             await waiting
-        assert core.loads[-1] == ([2], [2], 2) and bench.supervisor.version == 2
+        assert core.loads[-1] == ([2], [2], 2) and bench.lane.version == 2
         await waiting
 
     run(scenario)
@@ -82,7 +81,7 @@ def test_a_writer_that_never_ends_is_a_clear_error_on_both_sides():
 
     async def scenario(bench):
         bench.write(1)
-        await bench.supervisor.load()
+        await bench.lane.load()
         half, rest = threading.Event(), threading.Event()
 
         def never():
@@ -96,7 +95,7 @@ def test_a_writer_that_never_ends_is_a_clear_error_on_both_sides():
         bench.lives[0].kill()
         with pytest.raises(EngineFailed, match="did not finish its copy within rpc_deadline_s = 0.02"):
             while True:
-                await bench.supervisor.awake()
+                await bench.lane.awake()
                 await asyncio.sleep(0.002)
         with pytest.raises(EngineFailed, match="not finished loading the last weights within 0.12 s"):
             await asyncio.to_thread(bench.write, 3)  # as long as somebody holds the buffers
@@ -111,29 +110,29 @@ def test_the_label_is_that_of_the_weights_in_the_buffer():
 
     async def scenario(bench):
         bench.write(1)
-        async with bench.supervisor._control:
-            late = asyncio.ensure_future(bench.supervisor.load())
+        async with bench.lane._control:
+            late = asyncio.ensure_future(bench.lane.load())
             await asyncio.sleep(0.01)
             bench.write(2)
         await late
-        assert bench.lives[0].loads == [([2], [2], 2)] and bench.supervisor.version == 2
+        assert bench.lives[0].loads == [([2], [2], 2)] and bench.lane.version == 2
 
     run(scenario)
 
 
 def test_a_version_counts_once_it_is_loaded_and_versions_grow():
     async def scenario(bench):
-        assert bench.supervisor.version == 7
+        assert bench.lane.version == 7
         bench.lives[0].fail = ValueError("not with me")
         bench.write(8)
-        assert bench.supervisor.version == 7
+        assert bench.lane.version == 7
         with pytest.raises(ValueError, match="not with me"):
-            await bench.supervisor.load()
-        assert bench.supervisor.version == 7
+            await bench.lane.load()
+        assert bench.lane.version == 7
         bench.lives[0].fail = None
         bench.write(8)  # the same once more: nothing was ever sampled from it
-        await bench.supervisor.load()
-        assert bench.supervisor.version == 8
+        await bench.lane.load()
+        assert bench.lane.version == 8
         for version in (8, 3):
             with pytest.raises(ValueError, match=f"version {version} after 8; versions grow"):
                 bench.write(version)
@@ -144,11 +143,11 @@ def test_a_version_counts_once_it_is_loaded_and_versions_grow():
 def test_an_adapter_comes_alone_over_a_model_that_is_there_and_with_it_otherwise():
     async def scenario(bench):
         bench.write(1)
-        await bench.supervisor.load()
+        await bench.lane.load()
         bench.write(2, adapter={"r": 1})
-        await bench.supervisor.load()
+        await bench.lane.load()
         bench.write(3)
-        await bench.supervisor.load()
+        await bench.lane.load()
         bench.lives[0].kill()
         await until(lambda: len(bench.lives) == 2 and bench.lives[1].loads)
         assert [load[0] for load in bench.lives[0].loads] == [[1], [2], [3, 2]]
@@ -161,7 +160,7 @@ def test_half_an_adapter_never_reaches_the_engine():
     async def scenario(bench):
         bench.write(1)
         bench.write(2, adapter={"r": 1})
-        await bench.supervisor.load()
+        await bench.lane.load()
 
         def broken():
             yield weights(3)[0]
@@ -173,7 +172,7 @@ def test_half_an_adapter_never_reaches_the_engine():
             bench.write(4)
         bench.write(4, adapter={"r": 1})
         bench.write(5)
-        await bench.supervisor.load()
+        await bench.lane.load()
         assert bench.lives[0].loads[-1] == ([5, 4], [5, 4], 5)
 
     run(scenario)
@@ -185,22 +184,22 @@ def test_what_was_begun_is_finished_when_the_caller_goes_away(work):
 
     async def scenario(bench):
         bench.write(1)
-        await bench.supervisor.load()
+        await bench.lane.load()
         core = bench.lives[0]
+        core.reading.clear()
         if work == "load":
             bench.write(2)
-            core.reading.clear()
             core.go_on.clear()
-            caller = asyncio.ensure_future(bench.supervisor.load())
+            caller = asyncio.ensure_future(bench.lane.load())
         else:
             bench.prepare_core = lambda core: core.go_on.clear()
-            caller = asyncio.ensure_future(bench.supervisor.report_lost(core, CoreLost("as it happens")))
+            caller = bench.lane.lose(core, "as it happens")
         await until(lambda: bench.lives[-1].reading.is_set())
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
         bench.lives[-1].go_on.set()
-        assert await asyncio.wait_for(bench.supervisor.awake(), 5) is bench.lives[-1]
+        assert await asyncio.wait_for(bench.lane.awake(), 5) is bench.lives[-1]
         await until(lambda: bench.lives[-1].loads[-1][2] == (2 if work == "load" else 1))
 
     run(scenario)
@@ -211,7 +210,7 @@ def test_a_publication_of_nothing_leaves_the_last_one_as_it_is():
         bench.write(1)
         with pytest.raises(ValueError, match="named_tensors is empty"):
             bench.buffers.write([], 2, None, 0)
-        await bench.supervisor.load()
+        await bench.lane.load()
         assert bench.lives[0].loads == [([1], [1], 1)]
 
     run(scenario)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from torchtune_ext.sampling import remote_core  # noqa: E402
+from torchtune_ext.sampling import vllm_core  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 
@@ -27,12 +27,12 @@ NOTE = "import os, pathlib, sys, time; pathlib.Path(__file__).with_suffix('.pid'
 def test_a_client_that_does_not_start_is_reaped(program, message, tmp_path, monkeypatch):
     (tmp_path / "no_client.py").write_text(NOTE + program)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(remote_core, "CLIENT", "no_client")
+    monkeypatch.setattr(vllm_core, "CLIENT", "no_client")
     # Long enough for a Python to start on a busy machine and to note its number.
     config = EngineConfig(start_deadline_s=5.0)
 
     async def launch() -> None:
-        core = remote_core.RemoteCore("model", config, tmp_path / "engine.log", str(tmp_path), lambda step: None)
+        core = vllm_core.RemoteCore("model", config, tmp_path / "engine.log", str(tmp_path), lambda step: None)
         try:
             await core.launch()
         finally:

@@ -1,4 +1,5 @@
-"""Keeps one engine alive: starts it, watches it, and starts it again with the current weights when it is lost.
+"""One engine of a run: the requests on their way to it, and its lives. It is started, watched, and started again with the
+current weights when it is lost.
 
 What can happen to the engine, and how it is noticed:
 
@@ -10,48 +11,83 @@ What can happen to the engine, and how it is noticed:
     step any more
     it does not come up        `launch` fails; at the very first start that is final (a wrong configuration, mostly)
 
-Requests that were under way are repeated by their callers, with the same seeds. After `max_failures` failures without a
-finished request between them the supervisor gives up (the engine is retired, see `Health`), and everybody who waits for the
-engine gets `EngineFailed`. A life that replaces another one serves once it has proven which weights it holds.
+Requests that were under way are repeated, with the same seeds: by another engine, where one serves. After `max_failures`
+failures without a finished request between them the lane gives up (the engine is retired, see `Health`), and everybody
+who waits for the engine gets `EngineFailed`. A life that replaces another one serves once it has proven which weights it
+holds.
 
 Weights reach an engine only through `_load_buffers`. It keeps the publisher out of the buffers while the engine reads
 them, and takes the version's label from the buffers, so that a label never names other weights than those.
 """
 
 import asyncio
+import itertools
 import logging
+import os
 import time
-from collections.abc import Callable, Coroutine
-from enum import Enum
+from collections.abc import Callable, Coroutine, Iterator
+from functools import wraps
 from typing import Any
 
-from torchtune_ext.sampling.calls import Core, CoreLost
-from torchtune_ext.sampling.loop_thread import fetch_error, undisturbed
-from torchtune_ext.sampling.records import EngineConfig, EngineFailed, WeightsIncomplete
+from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission, fetch_error
+from torchtune_ext.sampling.health import Health, State
+from torchtune_ext.sampling.records import Completion, EngineConfig, EngineFailed, Priority, WeightsIncomplete
+from torchtune_ext.sampling.server_command import DEFAULT_MAX_NUM_SEQS
+from torchtune_ext.sampling.throttle import Controller, Throttle
 from torchtune_ext.sampling.weight_buffer import Buffers, WeightBuffer, wrong_tensors
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2  # seconds between two looks at the engine, at most
+LOOK_S = 0.2  # seconds between two looks at the other engines, while this one comes up
 WEDGED = 4  # times `probe_deadline_s` without an engine step, and with requests: no single step is as long
 
 
-class Supervisor:
-    """Owns the engine's present life. All methods run in the engine's asyncio thread; `closed` may be set from any."""
+def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., asyncio.Future]:
+    """Begins a method of an object with a set `_undisturbed`, and lets it run to its end also when its caller is
+    cancelled (Ctrl-C in the trainer, another request of the batch that failed) or does not await it. A restart or an
+    update that broke off in the middle would leave an engine that is paused, half loaded, or never announced, and nobody
+    would notice."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any) -> asyncio.Future:
+        task = asyncio.ensure_future(method(self, *args))
+        self._undisturbed.add(task)
+        task.add_done_callback(self._undisturbed.discard)
+        task.add_done_callback(fetch_error)
+        return asyncio.shield(task)
+
+    return run
+
+
+class Lane:
+    """Owns an engine's present life, its throttle and its counters. Which engine a group goes to is the pool's business.
+    Coroutines and `on_step` run in the asyncio thread of all engines, other methods in any; `closed` may be set from any."""
 
     def __init__(
         self,
         config: EngineConfig,
-        make_core: Callable[[], Core],
+        make_core: Callable[["Lane"], Core],
         buffers: Buffers,
         version: int,
+        number: int = 0,
         name: str = "the engine",
+        ids: Iterator[int] | None = None,
         elsewhere: Callable[[], bool] = lambda: False,
     ):
-        """Args: config: the deadlines count here; make_core: begins a life; buffers: hold the current weights; version: of the
-        weights on the disk; name: of the engine, in messages; elsewhere: whether another engine of the run serves now."""
+        """Args: config: of this engine; make_core: begins a life of it; buffers: hold the current weights; version: of
+        the weights on the disk, which were never published; number: place among the engines; name: of the engine, in
+        messages; ids: numbers for requests, unique in the run; elsewhere: whether another engine of the run serves now,
+        so that nobody has to wait for this one."""
         self.config, self._make_core, self._buffers = config, make_core, buffers
-        self.name, self._elsewhere = name, elsewhere
+        self.number, self.name, self._elsewhere = number, name, elsewhere
+        self.counts = dict.fromkeys(("queries", "hits", "preemptions", "completed", "tokens"), 0)
+        self.max_usage = 0.0  # highest share of the KV cache in use
+        self.last_step = Step(0.0, 0, 0, 0, 0, 0)
+        self._first_version, self._ids = version, itertools.count() if ids is None else ids
+        self.controller = Controller(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
+        self._fixed = config.max_concurrency
+        self.throttle = Throttle(self.concurrency)
         self.health = Health()
         self.core: Core | None = None  # the present life; None while there is none
         self.version = version  # the version of the weights that the engine holds
@@ -65,12 +101,120 @@ class Supervisor:
         self._counts_steps = False  # whether this life has ever reported a step; else nothing follows from its silence
         self._changed = asyncio.Event()  # ready, failed or closed
         self._control = asyncio.Lock()  # one restart or weight update at a time
-        self._watches: list[asyncio.Task] = []
+        self._watching: asyncio.Task | None = None
         self._undisturbed: set[asyncio.Future] = set()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def serves(self) -> bool:
+        """Whether it may be given requests."""
+        return self.health.serves
+
+    @property
+    def concurrency(self) -> int:
+        """The limit of requests in flight now."""
+        return self._fixed or self.controller.allowed
+
+    @property
+    def limit(self) -> int:
+        """The limit without the brake of a moment."""
+        return self._fixed or self.controller.limit
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with the limit of an earlier run, before anything is sampled."""
+        self.controller.load_state_dict(state)
+        if self._fixed is None:
+            self.throttle.size = self.controller.allowed
+
+    def limit_concurrency(self, limit: int | None) -> None:
+        """Does what `Engine.limit_concurrency` says."""
+        self._fixed = limit
+        self.controller = Controller(self.controller.ceiling)
+        self._resize()
+
+    def expect(self, group: Submission) -> None:
+        """Sets the first limit by what this group may take. The few tokens of a canary say nothing of how long samples get."""
+        if group.priority is not Priority.CANARY and self.core is not None:
+            cache_tokens, block = self.core.cache_tokens, self.core.block
+            self.controller.expect(cache_tokens, len(group.prompt), group.sampling.max_tokens, len(group.seeds), block)
+            self._resize()
+
+    async def draw(self, group: Submission, sample: int) -> Completion:
+        """Draws one completion, from as many lives of the engine as it takes.
+
+        Raises EngineFailed, WeightsIncomplete, ValueError; CoreLost when the request has to go to another engine, since
+        this one was lost and another one serves."""
+        if not await self.throttle.acquire(group.priority):
+            raise CoreLost(f"{self.name} was lost")
+        try:
+            while True:
+                core = await self.life()
+                name, version = f"{os.getpid()}-{next(self._ids)}", self._first_version
+                call = Call(name, group.prompt, group.sampling, group.seeds[sample], version, group.priority)
+                try:
+                    completion = await core.generate(call)
+                    break
+                except CoreLost as error:
+                    replaced = self.lose(core, str(error))
+                    if self._elsewhere():
+                        raise
+                    await replaced
+        finally:
+            self.throttle.release()
+            if not self.throttle.held:
+                self.controller.start_round()
+        self.report_finished()
+        self.counts["completed"] += 1
+        self.counts["tokens"] += len(completion.tokens)
+        if group.priority is not Priority.CANARY:
+            self.controller.done()
+            self._resize()
+        return completion
+
+    def report_finished(self) -> None:
+        """Notes that a request has finished, so that the engine works: the row of failures ends."""
+        self.failures = self.health.lost_requests = 0
+        self._moved = time.monotonic()
+
+    async def life(self) -> Core:
+        """Waits for a life that can sample. Raises EngineFailed, WeightsIncomplete; CoreLost once another engine serves
+        and this one does not."""
+        core = self.core
+        if core is not None and self._changed.is_set() and not self.closed and not core.asleep:
+            return core
+        awake = asyncio.ensure_future(self.awake())
+        awake.add_done_callback(fetch_error)
+        try:
+            while True:
+                await asyncio.wait({awake}, timeout=LOOK_S)
+                if awake.done():
+                    return awake.result()
+                if not self.serves and self._elsewhere():
+                    raise CoreLost(f"{self.name} was lost")
+        finally:
+            awake.cancel()
+
+    def on_step(self, step: Step) -> None:
+        """Takes the counters of one step of the engine."""
+        self._moved, self._counts_steps = time.monotonic(), True
+        self.counts["queries"] += step.prefix_queries
+        self.counts["hits"] += step.prefix_hits
+        self.counts["preemptions"] += step.preempted
+        self.max_usage = max(self.max_usage, step.usage)
+        self.last_step = step
+        self.controller.step(step.usage, step.running, step.waiting, step.preempted, self.throttle.blocked)
+        self._resize()
+
+    def _resize(self) -> None:
+        if self.throttle.size != self.concurrency:
+            self.throttle.resize(self.concurrency)
+
+    # -- lives --------------------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
         """Begins the first life, which is not waited for."""
-        self.core = self._make_core()
+        self.core = self._make_core(self)
 
     async def start(self) -> None:
         """Brings the first life up. Its failure is final."""
@@ -85,7 +229,7 @@ class Supervisor:
                 self._changed.set()
             except Exception as error:
                 await self._give_up(f"{self.name} did not start: {error}", cause=error)
-        self._watches = [asyncio.create_task(self._guarded(work)) for work in (self._watch, self._end_late_requests)]
+        self._watching = asyncio.create_task(self._watch())
 
     async def ready(self) -> Core:
         """Waits for a working engine. Raises EngineFailed."""
@@ -102,42 +246,18 @@ class Supervisor:
             raise EngineFailed(str(self.failed)) from self.failed.__cause__
         return self.core
 
-    @property
-    def present(self) -> Core | None:
-        """The life that can sample at this moment; None where there is none, or `awake` has to wake it."""
-        core = self.core
-        if core is None or not self._changed.is_set() or self.closed or core.asleep:
-            return None
-        return core
+    def lose(self, core: Core | None, cause: str, by_probe: bool = False) -> asyncio.Future:
+        """Takes a lost engine out of service at once, and replaces it, unless somebody has done so already.
 
-    def report_step(self) -> None:
-        """Notes a step of the engine."""
-        self._moved, self._counts_steps = time.monotonic(), True
-
-    def report_finished(self) -> None:
-        """Notes that a request has finished, so that the engine works: the row of failures ends."""
-        self.failures = self.health.lost_requests = 0
-        self._moved = time.monotonic()
-
-    async def report_lost(self, core: Core | None, cause: Exception) -> None:
-        """Replaces the engine that a request has lost, unless somebody has done so already. Returns when that is over; `ready`
-        then tells whether there is another one."""
-        self._mark_lost(core, str(cause), by_probe=False)
-        await self._replace(core, str(cause))
-
-    def lose(self, core: Core, cause: Exception) -> None:
-        """Does what `report_lost` does, in the background: another engine takes the request."""
-        self._mark_lost(core, str(cause), by_probe=False)
-        asyncio.ensure_future(self._replace(core, str(cause))).add_done_callback(fetch_error)
-
-    def _mark_lost(self, core: Core | None, cause: str, by_probe: bool) -> None:
-        """Takes a lost engine out of service at once. Several callers may report the same loss."""
-        if core is None or core is not self.core or not self.health.up:
-            return
-        self._changed.clear()
-        self.health.lost_probes += by_probe
-        self.health.lost_requests += not by_probe
-        self.health.lose(cause)
+        Args: core: the life that was lost; by_probe: whether our own look has found it so, and not a request or an update.
+        Returns: a future of the end of that, which need not be awaited; `ready` then tells whether there is another one.
+        """
+        if core is not None and core is self.core and self.health.up:
+            self._changed.clear()
+            self.health.lost_probes += by_probe
+            self.health.lost_requests += not by_probe
+            self.health.lose(cause)
+        return self._replace(core, cause)
 
     @undisturbed
     async def load(self) -> tuple[float, float]:
@@ -160,8 +280,7 @@ class Supervisor:
                 except CoreLost as error:
                     cause = f"publication: {error}"
         if core is not None:
-            self._mark_lost(core, cause, by_probe=False)
-            await self._replace(core, cause)
+            await self.lose(core, cause)
         await self.ready()  # a new engine begins with the weights of the buffers
         return time.monotonic() - started, 0.0
 
@@ -180,7 +299,7 @@ class Supervisor:
                     if core is self.core:
                         return
             except CoreLost as error:
-                await self.report_lost(core, error)  # the new one is awake: once more
+                await self.lose(core, str(error))  # the new one is awake: once more
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Returns what each worker of the engine says of the weights that it has taken. Raises EngineFailed."""
@@ -189,7 +308,7 @@ class Supervisor:
             try:
                 return await core.checksums()
             except CoreLost as error:
-                await self.report_lost(core, error)
+                await self.lose(core, str(error))
 
     async def awake(self) -> Core:
         """Waits for an engine that can sample. Raises EngineFailed; WeightsIncomplete when it sleeps and there are none to
@@ -209,13 +328,13 @@ class Supervisor:
                 elif core is self.core and core.asleep:
                     await self._load_buffers(core)
         except CoreLost as error:
-            await self.report_lost(core, error)
+            await self.lose(core, str(error))
 
     async def close(self) -> None:
         """Ends the present life and every wait for an engine."""
         self.closed = True
-        for task in self._watches:
-            task.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         core, self.core = self.core, None
         try:
             if core is not None:
@@ -251,7 +370,7 @@ class Supervisor:
                     # This comes before minutes are spent on an engine that could load nothing.
                     await self._buffers.wait_complete(lambda: self._elsewhere() and not self.closed)
                     if not self.closed:
-                        core = self.core = self._make_core()
+                        core = self.core = self._make_core(self)
                         await self._bring_up(core)
                         return
                 except WeightsIncomplete as error:
@@ -327,34 +446,32 @@ class Supervisor:
             self._changed.set()
             self.health.retire(why)
 
-    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs a watch. Nobody waits for it, so its own errors would be lost: they end the run."""
+    async def _watch(self) -> None:
+        """Looks after the engine until the end of the run. Nobody waits for this task, so its own errors end the run."""
         try:
-            await work()
+            while not self.closed and self.failed is None:
+                await asyncio.sleep(self._tick_s)
+                await self._look()
         except Exception as error:
             log.exception("%s is no longer watched", self.name)
             async with self._control:
                 await self._give_up(f"{self.name} is no longer watched: {error!r}", cause=error)
 
-    async def _watch(self) -> None:
-        """Looks after the engine until the end of the run."""
-        while not self.closed and self.failed is None:
-            await asyncio.sleep(self._tick_s)
-            core, now = self.core, time.monotonic()
-            if core is None or self._control.locked():
-                self._moved = now
-                continue  # a restart or an update watches by itself
-            if core.broken is not None:
-                async with self._control:
-                    why = f"{self.name}'s counters could not be taken in: {core.broken!r}"
-                    await self._give_up(why, cause=core.broken)
-            elif core.dead and not core.asleep:
-                # One that dies in its sleep is replaced when it is needed: a new one would take the memory of the trainer.
-                await self._replace_lost(core, core.ending())
-            else:
-                await self._look(core, now)
+    async def _look(self) -> None:
+        core = self.core
+        if core is None or self._control.locked():
+            self._moved = time.monotonic()  # a restart or an update watches by itself
+        elif core.broken is not None:
+            async with self._control:
+                why = f"{self.name}'s counters could not be taken in: {core.broken!r}"
+                await self._give_up(why, cause=core.broken)
+        elif core.dead and not core.asleep:
+            # One that dies in its sleep is replaced when it is needed: a new one would take the memory of the trainer.
+            await self.lose(core, core.ending(), by_probe=True)
+        else:
+            await self._ask_for_signs(core, time.monotonic())
 
-    async def _look(self, core: Core, now: float) -> None:
+    async def _ask_for_signs(self, core: Core, now: float) -> None:
         """Asks an engine that has requests, and gives no sign of life, for one. An answer does not yet clear it."""
         if not core.calls:
             self._moved = now
@@ -365,147 +482,9 @@ class Supervisor:
                 await core.ping(config.probe_deadline_s)
             except (CoreLost, ValueError) as error:
                 # After a ValueError, where it refuses the ping, `launch` of the next life says why.
-                await self._replace_lost(core, str(error))
+                await self.lose(core, str(error), by_probe=True)
         elif self._counts_steps and still_s > WEDGED * config.probe_deadline_s:
-            await self._replace_lost(core, f"it answers, but has made no step for {still_s:.0f} s in spite of requests")
+            cause = f"it answers, but has made no step for {still_s:.0f} s in spite of requests"
+            await self.lose(core, cause, by_probe=True)
         elif still_s < config.probe_interval_s:
             self.health.clear()
-
-    async def _replace_lost(self, core: Core, cause: str) -> None:
-        self._mark_lost(core, cause, by_probe=True)
-        await self._replace(core, cause)
-
-    async def _end_late_requests(self) -> None:
-        """Ends requests whose deadline has passed."""
-        while not self.closed:
-            await asyncio.sleep(self._tick_s / 2)
-            core, now = self.core, time.monotonic()
-            if core is None:
-                continue
-            for call in [call for call in core.calls.values() if call.give_up_at < now and not call.ended_by]:
-                try:
-                    await core.end(call, "deadline")
-                except CoreLost:
-                    break  # the watch notices it, too
-                except ValueError as error:
-                    await self._replace(core, str(error))
-                    break
-
-
-class State(Enum):
-    """What an engine is good for at the moment."""
-
-    RESTARTING = "restarting"
-    STALE = "stale"
-    HEALTHY = "healthy"
-    SUSPECT = "suspect"
-    DEAD = "dead"
-    RETIRED = "retired"
-
-
-# Where each state may lead.
-NEXT = {
-    State.RESTARTING: {State.STALE, State.DEAD, State.RETIRED},
-    State.STALE: {State.HEALTHY, State.DEAD, State.RETIRED},
-    State.HEALTHY: {State.SUSPECT, State.STALE, State.DEAD, State.RETIRED},
-    State.SUSPECT: {State.HEALTHY, State.STALE, State.DEAD, State.RETIRED},
-    State.DEAD: {State.RESTARTING, State.RETIRED},
-    State.RETIRED: set(),
-}
-
-
-class Health:
-    """The state of one engine, and the only way back to work for one that was lost. It has no clock and no I/O: the supervisor
-    tells it what has happened.
-
-        restarting   a life comes up; the first one, too
-        stale        it answers, but nobody has proven yet that it holds the current weights: it gets no requests
-        healthy      it samples
-        suspect      it has been silent for longer than it should; it still samples, but others get the new groups
-        dead         its life is over
-        retired      it failed too often and is not started again; the cause is kept
-
-    Only `confirm` leads from stale to healthy, and it wants two things of the engine: the version of the last completed
-    publication, and that every tensor is the one that was sent. (Before the first publication, the current weights are those
-    of the disk, which each life reads by itself.) An engine that merely answers may hold weights of long ago, and nobody would
-    see it in the samples.
-
-    Probes and requests are counted apart. An engine whose main loop answers while its requests stand still would otherwise
-    clear itself with every probe.
-    """
-
-    def __init__(self):
-        self.state = State.RESTARTING
-        self.cause = ""  # of the last change for the worse
-        self.lost_probes = 0  # lives in a row that a probe, or a start, found lost; one that comes up ends the row
-        self.lost_requests = 0  # lives in a row that a request or an update found lost; one that finishes ends the row
-        self._behind = False  # stale since others have newer weights, and not since it comes up
-        self.on_change: Callable[[], None] = lambda: None  # called after each change
-
-    @property
-    def serves(self) -> bool:
-        """Whether it may be given requests."""
-        return self.state in (State.HEALTHY, State.SUSPECT)
-
-    @property
-    def apart(self) -> str:
-        """Says which failures ended it."""
-        return f"{self.lost_requests} in requests and updates, {self.lost_probes} at starts and probes"
-
-    @property
-    def up(self) -> bool:
-        """Whether there is a life that can load weights when it is told to. One that comes up does so by itself."""
-        return self.serves or self._behind
-
-    def _go(self, state: State, cause: str = "") -> None:
-        assert state in NEXT[self.state], f"an engine never goes from {self.state.value} to {state.value}"
-        self.state, self.cause, self._behind = state, cause or self.cause, False
-        self.on_change()
-
-    def restart(self) -> None:
-        """Notes that another life begins."""
-        if self.state is not State.RESTARTING:
-            self._go(State.RESTARTING)
-
-    def came_up(self) -> None:
-        """Notes that a life answers. It serves only after `confirm`."""
-        self.lost_probes = 0
-        self._go(State.STALE)
-
-    def confirm(self, version: int, published: int, wrong: str | None) -> None:
-        """Takes the proof that the engine holds the current weights. Without it nothing changes.
-
-        Args: version: which the engine holds; published: that of the last completed publication; wrong: what of its tensors is
-        not what was sent; None: all are. Raises CoreLost when it holds others.
-        """
-        if version != published:
-            raise CoreLost(f"it holds version {version}, and version {published} is published")
-        if wrong is not None:
-            raise CoreLost(f"it does not hold the weights of version {version} as they were published: {wrong}")
-        self._go(State.HEALTHY)
-
-    def doubt(self, cause: str) -> None:
-        """Notes that an engine which should work gives no sign of life."""
-        if self.state is State.HEALTHY:
-            self._go(State.SUSPECT, cause)
-
-    def clear(self) -> None:
-        """Notes that a suspect engine works."""
-        if self.state is State.SUSPECT:
-            self._go(State.HEALTHY)
-
-    def outdate(self, cause: str) -> None:
-        """Notes that others have newer weights."""
-        if self.serves:
-            self._go(State.STALE, cause)
-            self._behind = True
-
-    def lose(self, cause: str) -> None:
-        """Notes that this life is over."""
-        if self.state not in (State.DEAD, State.RETIRED):
-            self._go(State.DEAD, cause)
-
-    def retire(self, cause: str) -> None:
-        """Notes that there will be no other life."""
-        if self.state is not State.RETIRED:
-            self._go(State.RETIRED, cause)

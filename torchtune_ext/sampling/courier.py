@@ -1,0 +1,207 @@
+"""The trainer's end of the sender: carries publications to servers, and never waits longer than a deadline.
+
+Each connection to a server (`ServerCore`) hands in its own parcel. Parcels of one publication travel together, as one
+group of servers. When the group fails, or is late, the sender is killed. Then the servers are asked whether they answer,
+and a new sender makes the group again without those that do not; where all answer, each gets its weights alone."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from torchtune_ext.sampling.calls import CoreLost, together
+from torchtune_ext.sampling.child_process import ChildProcess
+from torchtune_ext.sampling.weight_buffer import WeightBuffer
+
+log = logging.getLogger(__name__)
+
+SENDER = "torchtune_ext.sampling.sender_process"
+START_S = 60.0  # seconds until a new sender answers: a Python that imports torch
+
+
+@dataclass(eq=False, slots=True)
+class Parcel:
+    """One buffer on its way to one server."""
+
+    core: Any  # the connection to it, a `ServerCore`
+    buffer: WeightBuffer
+    version: int  # the label of what is sampled from then on
+    arrived: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What parcels of one publication have in common."""
+        return self.core.kind.transfer, id(self.buffer), self.buffer.version, self.version
+
+
+class Courier:
+    """Owns the sender of a run. All methods run in the engine's asyncio thread."""
+
+    _of: dict[str, "Courier"] = {}  # by the folder that an engine has for its temporary files
+
+    def __init__(self, key: str, log_path: Path):
+        """Starts nothing yet. `shared` makes it."""
+        self._key, self._log_path, self._users = key, log_path, 0
+        self._sender: ChildProcess | None = None
+        self._members: list[tuple[str, str]] = []  # of the sender's group: address and life of each connection
+        self._waiting: list[Parcel] = []
+        self._expected: list[str] = []  # addresses of servers that will hand in a parcel soon
+        self._patience: asyncio.TimerHandle | None = None
+        self._carrying: asyncio.Task | None = None
+
+    @classmethod
+    def shared(cls, key: str, log_path: Path) -> "Courier":
+        """Returns the courier of an engine, the same one for all its connections; each calls `release`. Args: key: the engine's
+        folder for temporary files; log_path: takes what the sender says."""
+        courier = cls._of.setdefault(key, cls(key, log_path))
+        courier._users += 1
+        return courier
+
+    async def release(self) -> None:
+        """Ends the sender, when this was the last connection that used it."""
+        self._users -= 1
+        if self._users == 0:
+            self._of.pop(self._key, None)
+            if self._carrying is not None:
+                self._carrying.cancel()
+            _lose(self._waiting, "the connection was ended")
+            self._waiting = []
+            await self._kill()
+
+    def start(self) -> None:
+        """Starts the sender, which takes seconds to come up, unless there is one. Raises OSError."""
+        if self._sender is None or self._sender.gone:
+            self._sender, self._members = ChildProcess("the sender", SENDER, self._log_path), []
+
+    @property
+    def sender_pid(self) -> int:
+        """The process id of the sender; 0 without one."""
+        return 0 if self._sender is None else self._sender.pid
+
+    @contextmanager
+    def expecting(self, address: str) -> Iterator[None]:
+        """Inside, a server prepares itself for a publication: parcels of others wait for its own."""
+        self._expected.append(address)
+        try:
+            yield
+        finally:
+            self._expected.remove(address)
+            self._look()
+
+    async def deliver(self, core: Any, buffer: WeightBuffer, version: int) -> None:
+        """Brings weights to a server; returns once it has finished the update. It waits for other servers that prepare
+        themselves, but no longer than `probe_deadline_s`. Args: core: the connection to it. Raises CoreLost."""
+        parcel = Parcel(core, buffer, version)
+        self._waiting.append(parcel)
+        self._look()
+        await parcel.arrived
+
+    def _look(self, at_once: bool = False) -> None:
+        """Sets off with the parcels of one publication, once all that are expected are here. Args: at_once: whether to wait for
+        no others."""
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        self._waiting = [parcel for parcel in self._waiting if not parcel.arrived.done()]
+        busy = self._carrying is not None and not self._carrying.done()
+        if busy or not self._waiting:
+            return  # it looks again when it is done
+        first = self._waiting[0]
+        parcels = [parcel for parcel in self._waiting if parcel.kind == first.kind]
+        # One that hands in another kind, since it comes back and needs more, has to wait for these.
+        if not at_once and not set(self._expected) <= {parcel.core.address for parcel in self._waiting}:
+            patience_s = first.core.config.probe_deadline_s
+            self._patience = asyncio.get_running_loop().call_later(patience_s, self._look, True)
+            return
+        self._waiting = [parcel for parcel in self._waiting if parcel not in parcels]
+        self._carrying = asyncio.ensure_future(self._carry(parcels))
+        self._carrying.add_done_callback(lambda _: self._look())
+
+    async def _carry(self, parcels: list[Parcel]) -> None:
+        """Brings a publication to all servers that answer, and tells each parcel what became of it."""
+        try:
+            await self._send(parcels)
+            for parcel in parcels:
+                if not parcel.arrived.done():
+                    parcel.arrived.set_result(None)
+        except Exception as error:
+            addresses = ", ".join(sorted(parcel.core.address for parcel in parcels))
+            log.warning("weights did not reach %s: %s", addresses, error)
+            await self._kill()
+            rest = await self._answering(parcels, error)
+            # Nobody knows which of those that answer holds the others up.
+            for some in [rest] if len(rest) < len(parcels) else [[parcel] for parcel in rest]:
+                if some:
+                    await self._carry(some)
+        finally:
+            _lose(parcels, "the connection was ended")
+
+    async def _send(self, parcels: list[Parcel]) -> None:
+        """Makes the servers a group with the sender, if they are none yet, and broadcasts. Raises CoreLost, ValueError,
+        OSError."""
+        cores = sorted((parcel.core for parcel in parcels), key=lambda core: core.address)
+        buffer, version = parcels[0].buffer, parcels[0].version
+        limit_s = min(core.config.rpc_deadline_s for core in cores)
+        members = [(core.address, core.life) for core in cores]
+        self.start()
+        init = None
+        if members != self._members:
+            places = [(parts.hostname or "", parts.port or 80) for parts in (urlsplit(c.address) for c in cores)]
+            world_size = 1 + sum(core.kind.workers for core in cores)
+            async with within(START_S, "the sender did not start"):
+                init = await self._sender.ask("listen", cores[0].kind.transfer, places, world_size, limit_s)
+        async with within(limit_s, f"the sender did not bring version {version} to the servers"):
+            if init is not None:
+                await self._join(cores, init)
+                self._members = members
+            await together(*(core.begin_update(buffer) for core in cores))
+            # The servers take what is broadcast meanwhile.
+            sending = self._sender.ask("send", buffer.address()["path"], buffer.manifest, limit_s)
+            await together(sending, *(core.take(buffer, broadcast=True) for core in cores))
+            await together(*(core.finish_update(buffer, version) for core in cores))
+
+    async def _join(self, cores: list[Any], init: dict[str, Any]) -> None:
+        """Lets sender and servers make their group. Args: init: what the first server is told."""
+        joins, rank = [self._sender.ask("join")], 1
+        for core in cores:
+            joins.append(core.slow("init_weight_transfer_engine", init_info=init | {"rank_offset": rank}))
+            rank += core.kind.workers
+        await together(*joins)
+
+    async def _answering(self, parcels: list[Parcel], error: Exception) -> list[Parcel]:
+        """Returns the parcels of the servers that are worth another try, and gives the others up."""
+        if len(parcels) == 1:
+            _lose(parcels, str(error) or repr(error))
+            return []
+        pings = (parcel.core.ping(parcel.core.config.probe_deadline_s) for parcel in parcels)
+        answers = await asyncio.gather(*pings, return_exceptions=True)
+        for parcel, answer in zip(parcels, answers, strict=True):
+            if isinstance(answer, Exception):
+                _lose([parcel], f"{error}; it does not answer: {answer}")
+        return [parcel for parcel in parcels if not parcel.arrived.done()]
+
+    async def _kill(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            await sender.stop()
+
+
+@asynccontextmanager
+async def within(limit_s: float, what: str) -> AsyncIterator[None]:
+    """Raises CoreLost where the body takes longer. Args: what: did not happen."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise CoreLost(f"{what} within {limit_s:g} s") from None
+
+
+def _lose(parcels: list[Parcel], why: str) -> None:
+    for parcel in parcels:
+        if not parcel.arrived.done():
+            parcel.arrived.set_exception(CoreLost(f"weights did not reach {parcel.core.address}: {why}"))
+            parcel.arrived.exception()  # it is fetched here, since the one who waited may be gone

@@ -1,0 +1,256 @@
+"""Lives of vLLM engines: what an engine of our own and a server have in common, and the engine of our own.
+
+`VLLMCore` holds the calls of vLLM's `AsyncLLM` that bring weights, prove them, and let the engine sleep. How a call
+travels is the business of its two kinds: `server.ServerCore` sends it by HTTP, `RemoteCore` to a process of its own
+(`client_process.py`). Training and the client of sampling then share no interpreter, so that neither waits for the
+other's lock."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
+from torchtune_ext.sampling.child_process import ChildProcess, log_tail, session_cpu_seconds
+from torchtune_ext.sampling.records import Completion, EngineConfig
+from torchtune_ext.sampling.server_command import engine_environment, one_machine
+from torchtune_ext.sampling.weight_buffer import WeightBuffer
+
+CLIENT = "torchtune_ext.sampling.client_process"
+ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an update was begun and never finished
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Inside, the engine stands still with weights that may be half loaded: whatever goes wrong, this life is over."""
+    try:
+        yield
+    except ValueError as error:
+        raise CoreLost(f"the engine refused an update that had begun: {error}") from error
+
+
+class VLLMCore:
+    """The half of a `Core` that speaks of weights. `Core` says what its methods promise."""
+
+    # Returns the seconds of CPU time that the engine has used, where that can be known.
+    cpu_seconds: Callable[[], float] | None = None
+
+    def __init__(self, config: EngineConfig, life: str = ""):
+        """Args: life: stands before the versions in salts, where others use the engine, too."""
+        self.config, self._life = config, life
+        self.calls: dict[str, Call] = {}
+        self.cache_tokens = self.block = self.vocabulary = 0  # known after the launch
+        self.asleep = 0  # level of sleep
+        self.broken: Exception | None = None  # the error of our own code over a step's counters
+        self.adapted = False  # whether requests use the adapter
+        self.salt: str | None = None  # only requests of the same salt share a prefix
+
+    def ask(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
+        """Calls a method of `AsyncLLM`, by its name there. Raises CoreLost, ValueError."""
+        raise NotImplementedError
+
+    async def quick(self, method: str, /, **arguments: Any) -> Any:
+        """Makes a call that the engine answers between two steps. Raises CoreLost, ValueError."""
+        return await bounded(self, self.ask(method, **arguments), self.config.probe_deadline_s, method)
+
+    async def slow(self, method: str, /, **arguments: Any) -> Any:
+        """Makes a call that moves weights: it may take long, but not stand still. Raises CoreLost, ValueError."""
+        limit_s, idle_s = self.config.rpc_deadline_s, self.config.probe_deadline_s
+        return await bounded(self, self.ask(method, **arguments), limit_s, method, self.cpu_seconds, idle_s)
+
+    async def ping(self, deadline_s: float) -> None:
+        """Returns once the engine's main loop has answered. Raises CoreLost after `deadline_s`."""
+        await bounded(self, self.ask("is_paused"), deadline_s, "is_paused")
+
+    async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
+        """Replaces weights between two steps; requests in flight go on with the new ones.
+
+        Args: buffers: what to load, the model before its adapter; empty: only the label `version` is set.
+        Returns: seconds of pause, seconds of loading in it. Raises CoreLost: the engine must not be used further; ValueError
+        when it cannot read the weights, and goes on with what it has.
+        """
+        await self.ping(self.config.probe_deadline_s)
+        if not buffers:
+            await self.quick("update_weight_version", new_version=str(version))
+            return 0.0, 0.0
+        if self.asleep:
+            await self.slow("wake_up", tags=["weights"])
+        await self.prepare(buffers)
+        started = time.monotonic()
+        with paused():
+            await self.quick("pause_generation", mode="keep", clear_cache=False)
+            if self.config.kv_on_publish == "recompute":
+                # It throws out all requests in flight, whose keys and values are then computed again.
+                if not await self.quick("reset_prefix_cache", reset_running_requests=True):
+                    raise CoreLost(
+                        "the engine refused to clear its KV cache, and would go on with keys and values of the old weights"
+                    )
+            else:
+                # The old keys and values stay for those who have them; requests that come from now on never find them.
+                self.salt = f"{self._life}-{version}"
+            loading = time.monotonic()
+            for buffer in buffers:
+                await self.bring(buffer, version)
+            loaded = time.monotonic()
+            if self.asleep:
+                await self.slow("wake_up", tags=["kv_cache", "scheduling"])
+                self.asleep = 0
+            await self.quick("resume_generation")
+        return time.monotonic() - started, loaded - loading
+
+    async def prepare(self, buffers: Sequence[WeightBuffer]) -> None:
+        """Lets the engine look for the trainer's memory, before anything stands still for it."""
+        await self.quick("init_weight_transfer_engine", init_info=buffers[0].address())
+
+    async def bring(self, buffer: WeightBuffer, version: int) -> None:
+        """Loads a buffer while the engine stands still."""
+        await self.begin_update(buffer)
+        await self.take(buffer)
+        await self.finish_update(buffer, version)
+
+    async def begin_update(self, buffer: WeightBuffer) -> None:
+        """Begins an update; for an adapter nothing has to be begun. One that a trainer before us began, and died in, is
+        finished first: that gives every layer a whole set of tensors, whatever they hold, and ours then overwrites them."""
+        if buffer.adapter is not None:
+            return
+        try:
+            return await self.slow("start_weight_update")
+        except CoreLost as error:
+            if ALREADY_ACTIVE not in str(error):
+                raise
+        try:
+            await self.slow("finish_weight_update")
+            await self.slow("start_weight_update")
+        except CoreLost as error:
+            raise CoreLost(
+                f"it is in the midst of an update of another trainer that cannot be finished; start the server again ({error})"
+            ) from error
+
+    async def take(self, buffer: WeightBuffer, broadcast: bool = False) -> None:
+        """Lets the engine take the tensors out of the trainer's memory, or out of the broadcast of its group."""
+        if buffer.adapter is None:
+            await self.slow("update_weights", update_info=buffer.manifest)
+        elif broadcast:
+            await self.slow("collective_rpc", method="receive_adapter", args=[buffer.manifest, buffer.adapter])
+        else:
+            arguments = [buffer.address(), buffer.manifest, buffer.adapter]
+            await self.slow("collective_rpc", method="load_adapter", args=arguments)
+
+    async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
+        """Ends an update, and labels what is sampled from then on."""
+        if buffer.adapter is None:
+            await self.slow("finish_weight_update", weight_version=str(version))
+        else:
+            await self.quick("update_weight_version", new_version=str(version))
+            self.adapted = True
+
+    async def checksums(self) -> list[dict[str, int | None]]:
+        """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
+        return await self.quick("collective_rpc", method="checksums")
+
+    async def weight_version(self) -> int:
+        """Returns the label of what the engine samples. Raises CoreLost."""
+        return int(await self.quick("get_weight_version"))
+
+    async def sleep(self, level: int) -> None:
+        """Gives the GPU's memory back. Level 1 keeps the weights in host memory, level 2 drops them. Raises CoreLost."""
+        await self.ping(self.config.probe_deadline_s)
+        await self.slow("sleep", level=level, mode="keep")
+        self.asleep = level
+
+    async def wake(self) -> None:
+        """Takes the memory again after a sleep of level 1; after level 2 only `load` wakes it. Raises CoreLost."""
+        await self.ping(self.config.probe_deadline_s)
+        await self.slow("wake_up")
+        self.asleep = 0
+
+
+class RemoteCore(VLLMCore):
+    """Runs a vLLM engine of our own, with its client in another process. `Core` says what its methods promise."""
+
+    def __init__(
+        self, model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]
+    ):
+        """Starts the client's process; it imports vLLM in the background. `launch` waits for it. Raises OSError."""
+        super().__init__(config)
+        self.on_step, self.log = on_step, log_path
+        self._configured = False
+        self._loop = asyncio.get_running_loop()
+        self.log_start = log_path.stat().st_size if log_path.exists() else 0
+        environ = engine_environment(config) | {"VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir} | one_machine()
+        environ |= {"VLLM_RPC_BASE_PATH": temp_dir}
+        self._client = ChildProcess(
+            "the engine's client", CLIENT, log_path, self._hear, [model_dir, config], environ=environ
+        )
+        self.cpu_seconds = partial(session_cpu_seconds, self._client.pid)  # without the client
+
+    @property
+    def group(self) -> int:
+        """The process group of the client, the engine and its workers."""
+        return self._client.pid
+
+    @property
+    def dead(self) -> bool:
+        return self._client.gone
+
+    @property
+    def sign_of_life(self) -> float:
+        """What the client says without being asked comes from the engine."""
+        return self._client.heard
+
+    def ending(self) -> str:
+        return self._client.ending()
+
+    def configure(self) -> None:
+        """Lets the client import vLLM and make its configuration, and waits for that. Raises ValueError when vLLM refuses the
+        config, OSError when the client is lost."""
+        try:
+            asyncio.run_coroutine_threadsafe(self._configure(), self._loop).result()
+        except CoreLost as error:
+            raise OSError(f"{error}\n--- end of the engine's log ---\n{self.log_tail()}") from error
+
+    async def _configure(self) -> None:
+        await bounded(self, self._client.ask("configure"), self.config.start_deadline_s, "configure")
+        self._configured = True
+
+    async def launch(self) -> None:
+        """Brings the engine up, in 8 to 15 s with a small model, and until `start_deadline_s` at most. Raises CoreLost;
+        ValueError when vLLM refuses the configuration."""
+        if not self._configured:
+            await self._configure()
+        self.cache_tokens, self.block, self.vocabulary = await bounded(
+            self, self._client.ask("launch"), self.config.start_deadline_s, "launch"
+        )
+
+    async def generate(self, call: Call) -> Completion:
+        """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses the request."""
+        with call.running(self.calls):
+            return await self._client.ask("generate", replace(call, task=None), self.salt, self.adapted)
+
+    def ask(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
+        return self._client.ask("engine", method, arguments)
+
+    def kill(self) -> None:
+        self._client.kill()
+
+    def log_tail(self) -> str:
+        return log_tail(self.log, self.log_start)
+
+    async def stop(self) -> None:
+        """Ends this life and everything that waits for it. The waiting requests end with CoreLost."""
+        for call in list(self.calls.values()):
+            call.lose()
+        await self._client.stop()
+
+    def _hear(self, kind: str, value: Any) -> None:
+        if kind == "dead":
+            self._client.ended = value
+        elif kind == "step" and self.broken is None:
+            try:
+                self.on_step(value)
+            except Exception as error:
+                self.broken = error  # the lane ends the run over it
