@@ -32,6 +32,13 @@ class Sample:
         """Returns the score, or None where the sample was not graded or could not be graded."""
         return None if self.outcome is None else self.outcome.score
 
+    @property
+    def rated_messages(self) -> list[tuple[Message, float | None]]:
+        """Returns the messages of a conversation, each turn of the policy with what the environment gave for it. None: it did
+        not answer this turn, or the message is its own."""
+        rewards = iter(self.turn_rewards)
+        return [(m, next(rewards, None) if m["role"] == "assistant" else None) for m in self.messages]
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

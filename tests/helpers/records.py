@@ -1,9 +1,13 @@
 """Records that tests need many of."""
 
+from dataclasses import replace
+
 import numpy as np
 
+from torchtune_ext.episodes import Episode
 from torchtune_ext.groups import Sample
 from torchtune_ext.sampling.records import Completion
+from torchtune_ext.tasks.task import Turn
 
 
 def sampled(tokens, logprobs=None, versions=None, finish_reason="stop", **rest) -> Sample:
@@ -15,3 +19,20 @@ def sampled(tokens, logprobs=None, versions=None, finish_reason="stop", **rest) 
         tokens, np.asarray(logprobs, dtype=np.float32), np.asarray(versions, dtype=np.int32), finish_reason
     )
     return Sample(completion, **rest)
+
+
+def guessed(ending="completed", turns=(55, 62, 58), read=(20, 21, 22), **rest) -> Sample:
+    """A conversation about a number, the last of `turns`, whose guess is worth 1, all others 0.
+
+    Each turn has three tokens with log-probs of -1, -2 and -3 nats, and the policy version of its place. Each answer, and what
+    stands around it, is the ids `read`.
+    """
+    episode = Episode()
+    for version, guess in enumerate(turns):
+        episode.sampled(sampled([guess // 10, guess % 10, 9], [-1, -2, -3], [version] * 3).completion, str(guess))
+        done = version == len(turns) - 1
+        answer = [] if done else [{"role": "user", "content": "higher" if guess < turns[-1] else "lower"}]
+        episode.answered(Turn(answer, reward=float(done), done=done))
+        if not done:
+            episode.go_on(read, "")
+    return replace(episode.over(ending), **rest)

@@ -220,13 +220,21 @@ def _speller(folders: Iterable[str | Path], sample: Sample) -> TokenPieces | Non
         except Exception as error:  # noqa: BLE001 (the library raises nothing narrower for a damaged file)
             log.warning("%s: its tokenizer cannot be read (%s)", folder, error)
             continue
-        if pieces.spells(sample.completion.tokens, sample.text):
+        if all(pieces.spells(ids, text) for ids, text in _sampled_texts(sample)):
             return pieces
         others.append(str(folder))
     if others:
         log.warning("%s: the tokenizer there is not the one of the stored samples; their tokens are shown as numbers",
                     ", ".join(others))  # fmt: skip
     return None
+
+
+def _sampled_texts(sample: Sample) -> list[tuple[np.ndarray, str]]:
+    """Returns ids as they were sampled with their text: the whole sample, or each turn of a conversation."""
+    if not sample.completion.turns:
+        return [(sample.completion.tokens, sample.text)]
+    texts = [message["content"] for message in sample.messages if message["role"] == "assistant"]
+    return [(sample.completion.tokens[slice(*turn)], text) for turn, text in zip(sample.completion.turns, texts, strict=True)]
 
 
 # ---------------------------------------------------------------- records of the page
@@ -262,12 +270,17 @@ def messages_of(group: Group, limit: int) -> list[dict[str, str]]:
 
 
 def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
-    """Returns all that is shown of a sample but its tokens; its text has at most about `limit` characters."""
+    """Returns all that is shown of a sample but its tokens; its text has at most about `limit` characters.
+
+    A conversation has its `turns`, as in `Completion`, and its `messages`. What its environment answered is counted in `total`,
+    and in nothing else.
+    """
     completion, outcome, score = sample.completion, sample.outcome, sample.score
-    count = len(completion.tokens)
-    return {
+    sampled_S = completion.sampled
+    facts = {
         "text": cut_text(sample.text, limit),
-        "count": count,
+        "count": len(sampled_S),
+        "total": len(completion.tokens),
         "reward": None if score is None else finite(score.reward),
         "parts": {} if score is None else {k: finite(v) for k, v in score.parts.items()},
         "note": "" if score is None else cut_text(score.note, 2000),
@@ -276,9 +289,21 @@ def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
         "advantage": finite(sample.advantage),
         "trained": bool(sample.trained),
         "finish": completion.finish_reason,
-        "versions": run_lengths(completion.versions),
-        "logprob": finite(float(np.mean(completion.logprobs, dtype=np.float64))) if count else None,
+        "versions": run_lengths(completion.versions[sampled_S]),
+        "logprob": finite(np.mean(completion.logprobs[sampled_S], dtype=np.float64)) if len(sampled_S) else None,
     }
+    if completion.turns:
+        share = limit if len(sample.text) <= limit else limit // len(sample.messages)
+        facts["turns"] = completion.turns
+        facts["messages"] = [
+            {
+                "role": message["role"],
+                "content": cut_text(str(message["content"]), share),
+                "reward": None if reward is None else finite(reward),
+            }
+            for message, reward in sample.rated_messages
+        ]
+    return facts
 
 
 def _sample_record(sample: Sample, num_tokens: int, pieces: TokenPieces | None) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def _learning(records: Sequence[Mapping[str, Any]], silent: Silent | None) -> li
     notices = []
     infra = sum(record.get("groups/infra_failed") or 0 for record in records)
     if infra:
-        text = f"{_count(int(infra), 'sample')} could not be graded (grader raised, hung or crashed)."
+        text = f"{_count(int(infra), 'sample')} could not be graded (grader or environment raised, hung or crashed)."
         notices.append(Finding(text, "Learning"))
     for name, kind in (("problems/skipped", "problem"), ("eval/skipped", "held-out problem")):
         # The metric counts from the beginning of the run, and is not written while it is 0.

@@ -7,13 +7,14 @@ import logging
 
 import numpy as np
 import pytest
-from records import sampled
+from records import guessed, sampled
 from report_runs import byte_tokenizer
 
+from torchtune_ext.episodes import Episode
 from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
-from torchtune_ext.tasks.task import Problem, Score
-from torchtune_ext.telemetry.excerpts import Limits, excerpts_of
+from torchtune_ext.tasks.task import Problem, Score, Turn
+from torchtune_ext.telemetry.excerpts import Limits, excerpts_of, sample_facts
 from torchtune_ext.telemetry.findings import Silent
 from torchtune_ext.telemetry.rollouts import RolloutStore, rollout_paths
 
@@ -147,6 +148,70 @@ def test_tokens_are_text_where_a_tokenizer_spells_the_samples(tmp_path, caplog):
         assert "".join(pieces) == text + "<|end|>"
         # Only what makes up the smile is said once more, beside the pieces of the page.
         assert len(sample.get("odd", {})) == (4 if "🙂" in text else 0)
+
+
+def conversations(**rest):
+    """A group of two conversations about the same number, one of which ran out of turns."""
+    won, lost = guessed(advantage=0.5, trained=True, **rest), guessed("max_turns", advantage=-0.5, trained=True, **rest)
+    return Group(Problem("game", ({"role": "user", "content": "40-70"},), 58), np.arange(3), (won, lost))
+
+
+def test_a_conversation_is_shown_by_its_turns(tmp_path):
+    (shown,) = unpacked(excerpts_of(stored(tmp_path, {1: [conversations()]}), Limits()).blobs[1])
+    sample = shown["samples"][0]
+    assert [(m["role"], m["content"], m["reward"]) for m in sample["messages"]] == [
+        ("assistant", "55", 0.0), ("user", "higher", None), ("assistant", "62", 0.0), ("user", "lower", None),
+        ("assistant", "58", 1.0),
+    ]  # fmt: skip
+    assert sample["ids"] == [5, 5, 9, 20, 21, 22, 6, 2, 9, 20, 21, 22, 5, 8, 9]
+    assert sample["turns"] == [[0, 3], [6, 9], [12, 15]]
+    assert [each["finish"] for each in shown["samples"]] == ["completed", "max_turns"]
+
+
+def test_what_an_environment_answered_counts_for_nothing_that_was_sampled(tmp_path):
+    found = excerpts_of(stored(tmp_path, {1: [conversations()]}), Limits())
+    for sample in (unpacked(found.blobs[1])[0]["samples"][0], found.pair["good"]):
+        assert (sample["count"], sample["total"]) == (9, 15)
+        assert sample["logprob"] == -2.0, "of -1, -2 and -3, not of the zeros between the turns"
+        assert sample["versions"] == [[0, 3], [1, 3], [2, 3]]
+
+
+def test_a_conversation_of_one_turn_that_was_cut(tmp_path):
+    episode = Episode()
+    episode.sampled(sampled([1, 2], [-1, -3], finish_reason="length").completion, "It is")
+    cut = Group(Problem("game", (), 58), np.arange(3), (episode.over("length"),))
+    (shown,) = unpacked(excerpts_of(stored(tmp_path, {1: [cut]}), Limits()).blobs[1])[0]["samples"]
+    assert shown["messages"] == [{"role": "assistant", "content": "It is", "reward": None}]
+    assert (shown["turns"], shown["finish"], shown["reward"], shown["logprob"]) == ([[0, 2]], "length", 0.0, -2.0)
+
+
+def test_a_long_conversation_is_cut_message_by_message():
+    episode = Episode()
+    for _ in range(9):
+        episode.sampled(sampled([1, 2]).completion, "t" * 1000)
+        episode.answered(Turn([{"role": "user", "content": "yes"}]))
+        episode.go_on([3], "")
+    shown = sample_facts(episode.over("max_turns"), 3600)["messages"]
+    assert [m["content"] for m in shown[1::2]] == ["yes"] * 9
+    assert all(200 < len(m["content"]) < 250 and "800 characters left out" in m["content"] for m in shown[::2])
+
+
+def test_the_turns_of_a_conversation_tell_its_tokenizer(tmp_path, caplog):
+    """The text of a conversation has roles, which nobody sampled."""
+    tokenizer = leave_a_tokenizer(tmp_path / "right", "0 1 2 3 4 5 6 7 8 9 higher lower")
+    leave_a_tokenizer(tmp_path / "wrong", "zebras buzz fuzzily, zigzag")
+    episode, end = Episode(), tokenizer.token_to_id("<|end|>")
+    for guess, answer in (("55", "higher"), ("62 lower", "")):
+        episode.sampled(sampled([*tokenizer.encode(guess).ids, end]).completion, guess)
+        episode.answered(Turn([{"role": "user", "content": answer}] if answer else [], done=not answer))
+        if answer:
+            episode.go_on(tokenizer.encode(f"user {answer} assistant").ids, "")
+    group = Group(Problem("game", (), 58), np.arange(3), (episode.over("completed"),))
+    found = excerpts_of(stored(tmp_path, {1: [group]}), Limits(), [tmp_path / "wrong", tmp_path / "right"])
+    assert caplog.records == []
+    (sample,) = unpacked(found.blobs[1])[0]["samples"]
+    pieces = "".join(found.pieces[token] for token in sample["ids"])
+    assert pieces == "55<|end|>user higher assistant62 lower<|end|>"
 
 
 def test_without_its_tokenizer_a_page_has_numbers(tmp_path, caplog):

@@ -4,6 +4,7 @@ import re
 
 from metric_names import documented, drawn, known_as
 
+from torchtune_ext.grading.environments import ENDINGS
 from torchtune_ext.measured.check import OUTCOMES
 from torchtune_ext.measured.matmul.rewards import FAILURES
 from torchtune_ext.measured.matmul.stages import STAGES
@@ -23,6 +24,18 @@ def test_the_docs_list_the_buckets_of_places_and_ages(repo_root):
         sentence = re.search(rf"`<{word}>` is [^:]+: ((?:`\w+`[,\s]*)+)", text)[1]
         listed[name] = [f"{name}_{bucket}" for bucket in re.findall(r"`(\w+)`", sentence)]
     assert listed["at"] + listed["age"] == NAMES
+
+
+def test_the_docs_and_the_report_list_the_endings_of_conversations(repo_root):
+    text = (repo_root / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `episode/<ending>` \| ([^|]+) \|", text, re.MULTILINE)
+    assert tuple(re.findall(r"`(\w+)`", row)) == ENDINGS
+    names = [f"episode/{name}" for name in (*sorted(ENDINGS), "turns", "read_tokens")]
+    panels = {panel.title: panel for panel in panels_for(names)}
+    assert panels.keys() == {"Turns of a conversation", "Tokens read in a conversation", "Endings of conversations"}
+    endings = panels["Endings of conversations"]
+    assert [name for name, _ in endings.series] == [f"episode/{ending}" for ending in ENDINGS]
+    assert len(set(endings.colors)) == len(ENDINGS)
 
 
 def test_a_name_is_known_by_itself_or_by_the_longest_that_it_fits():

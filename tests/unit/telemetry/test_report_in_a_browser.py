@@ -1,13 +1,19 @@
 """The report as a reader sees it: narrow and wide, light and dark, in one start of a browser that shows six copies of a page."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from pages import MISSING, WIDTHS, opened
-from report_runs import make_run
+from records import guessed
+from report_runs import HOSTILE, make_run
 
+from torchtune_ext.groups import Group
+from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.report import build_report
+from torchtune_ext.telemetry.rollouts import pack_rollouts, read_rollouts, rollout_paths
 
 pytestmark = pytest.mark.skipif(MISSING, reason="needs chromium")
 
@@ -23,6 +29,13 @@ BEFORE = """
   for (const node of document.querySelectorAll("details")) node.open = true;
   await settled();
   const legend = (title) => [...document.querySelectorAll("figure")].find((node) => node.querySelector("h3").textContent.startsWith(title));
+  const read = () => [...document.querySelector(".detail-pane .sample").querySelectorAll(".turn")].map((row) => [
+    row.classList.contains("answer"), row.querySelector(".role").textContent, row.querySelector("pre").textContent,
+    row.querySelector(".earned")?.textContent ?? "", row.querySelectorAll("[style]").length]);
+  document.querySelector(`.group[data-id="game"]`).click();
+  const turns = read(), ending = document.querySelector(".detail-pane .bar").textContent;
+  [...document.querySelectorAll(".controls button")].find((node) => node.textContent === "log-probs").click();
+  const tokens = read();
 """
 PROBE = """
     order, folded, all: [...document.querySelectorAll(".grid, .tiles")].map(rows),
@@ -32,8 +45,16 @@ PROBE = """
     legends: Object.fromEntries(["Reward", "Completion length", "Entropy"].map((title) => [title, [...legend(title).querySelectorAll(".number")].map((node) => node.textContent)])),
     when: legend("Entropy").querySelector(".at").textContent, lead: legend("Reward").querySelector("svg").getBoundingClientRect().height,
     pair: [...document.querySelectorAll("#pair .sample")].map((node) => [node.querySelector(".verdict").textContent, node.querySelector(".reward").textContent, node.querySelector("pre").textContent]),
+    turns, ending, tokens,
     groups: [...document.querySelectorAll(".group")].map((node) => node.classList.contains("silent")),
 """
+
+
+def conversation():
+    """Two turns; the first answer tries to break the page."""
+    sample = guessed("max_turns", turns=(55, 58), advantage=1.0, trained=True)
+    first, answer, second = sample.messages
+    return replace(sample, messages=(first, {**answer, "content": HOSTILE}, second))
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +88,9 @@ def shown(tmp_path_factory):
                     "eval/solved_sampled": 0.2,
                 }
             metrics.log(step, values)
+    stored = rollout_paths(run)[42]
+    game = Group(Problem("game", ({"role": "user", "content": HOSTILE},), 58), np.arange(3), (conversation(),))
+    stored.write_bytes(pack_rollouts(42, [*read_rollouts(stored), game]))
     page = build_report(run, folder / "page.html").path
     return opened(page, PROBE, BEFORE, place="&step=40")
 
@@ -117,4 +141,15 @@ def test_samples_stand_near_the_top_and_a_step_that_is_not_there_is_said(shown):
         assert (good[0], bad[0]) == ("highest advantage", "lowest advantage") and float(good[1]) > float(bad[1])
         assert good[2].startswith("sample ") and "</script>" in good[2]
         assert copy["said"] == "The rollouts of step 40 are not in this page; those of step 42 are shown."
-        assert copy["groups"] == [False] * 4 + [True], "groups with a signal come first"
+        assert copy["groups"] == [False] * 5 + [True], "groups with a signal come first"
+
+
+def test_a_conversation_stands_there_turn_by_turn(shown):
+    for copy in shown[0].values():
+        assert copy["turns"] == [
+            [False, "assistant", "55", "0.000", 0], [True, "user", HOSTILE, "", 0], [False, "assistant", "58", "1.000", 0],
+        ]  # fmt: skip
+        assert copy["tokens"] == [
+            [False, "assistant", "559", "0.000", 3], [True, "user", "202122", "", 0], [False, "assistant", "589", "1.000", 3],
+        ], "the tokens of the environment have no color of a log-prob"  # fmt: skip
+        assert all(words in copy["ending"] for words in ("max turns", "2 turns", "6 tokens", "log-prob -2"))

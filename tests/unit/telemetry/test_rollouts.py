@@ -11,6 +11,7 @@ import pytest
 from full_disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import guessed
 
 from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group, Sample, run_lengths
@@ -46,8 +47,9 @@ def assert_same(a: Group, b: Group):
             x, y = getattr(one.completion, name), getattr(other.completion, name)
             assert x.dtype == y.dtype
             np.testing.assert_array_equal(x, y)
-        assert one.completion.finish_reason == other.completion.finish_reason
-        for name in ("text", "advantage", "trained", "outcome"):
+        for name in ("finish_reason", "turns"):
+            assert getattr(one.completion, name) == getattr(other.completion, name)
+        for name in ("text", "advantage", "trained", "outcome", "messages", "turn_rewards"):
             assert getattr(one, name) == getattr(other, name)
         np.testing.assert_equal(one.teacher_logprobs, other.teacher_logprobs)
 
@@ -64,6 +66,7 @@ def test_round_trip(tmp_path):
         make_sample(outcome=Outcome("infra_failed", None, "OSError: <no>\nworker"), advantage=0.0, trained=False),
         make_sample(outcome=None, advantage=1.0),
         make_sample(outcome=Outcome("policy_failed", Score(float("-inf"), {"x": float("inf")}), "no answer")),
+        guessed("max_turns", advantage=-0.5, trained=True),
     ]
     groups = [make_group(samples, "a"), make_group([], "b")]
     path = RolloutStore(tmp_path).write(12, groups)

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import wandb_reader
-from records import sampled
+from records import guessed, sampled
 from tables import every_row
 
 from torchtune_ext.grading import Outcome
@@ -98,6 +98,13 @@ def test_versions_and_ages():
     none = sampled([], text="")
     rows = sample_rows(1, [Group(Problem("p", (), 0), np.arange(1), (old, new, none))], 1)
     assert {(row.completion, row.version, row.age) for row in rows} == {("a", 3, 2), ("b", 5, 0), ("", None, None)}
+
+
+def test_a_conversation_is_shown_with_the_reward_of_each_turn():
+    """What its environment answered is no token that was sampled."""
+    (row,) = sample_rows(3, [Group(Problem("game", (), 58), np.arange(1), (guessed("max_turns", turns=(55, 58)),))], 1)
+    assert row.completion == "assistant (reward 0): 55\nuser: higher\nassistant (reward 1): 58"
+    assert (row.finish, row.tokens, row.reward, row.version, row.age) == ("max_turns", 6, 1.0, 0, 1)
 
 
 def test_the_columns_have_types_that_never_mix():

@@ -1,11 +1,17 @@
-"""The stopwatch: phases add up to the step, details stand below their phase, and nothing between two laps is lost."""
+"""The stopwatch: phases add up to the step, details stand below their phase, and nothing between two laps is lost. And what is
+counted of conversations."""
 
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
+from records import guessed, sampled
 
+from torchtune_ext.grading.environments import ENDINGS
+from torchtune_ext.groups import Group
+from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry import summary
-from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics
+from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, rollout_metrics
 
 
 @pytest.fixture
@@ -84,3 +90,15 @@ def test_the_wait_for_rollouts_is_the_wait_for_the_engine_and_for_the_graders():
     found = clock_metrics({"async/age_mean": 1.0}, seconds | {"time/step": 9.0})
     assert found["time/wait_for_rollouts"] == 5.0
     assert "time/wait_for_rollouts" not in clock_metrics({}, seconds), "an engine that does not sample ahead"
+
+
+def test_the_metrics_of_conversations():
+    """Nine tokens were sampled and six read in one, six and three in the other."""
+    samples = (guessed(), guessed("max_turns", turns=(55, 58)))
+    found = rollout_metrics([Group(Problem("game", (), 58), np.arange(3), samples)])
+    assert (found["length/mean"], found["length/max"], found["length/tokens"]) == (7.5, 9.0, 15.0)
+    assert (found["episode/turns"], found["episode/read_tokens"]) == (2.5, 4.5)
+    endings = {name: found[f"episode/{name}"] for name in ENDINGS}
+    assert endings == dict.fromkeys(ENDINGS, 0.0) | {"completed": 0.5, "max_turns": 0.5}
+    plain = rollout_metrics([Group(Problem("p", (), 0), np.arange(3), (sampled([1, 2]),))])
+    assert not any(name.startswith("episode/") for name in plain)

@@ -115,7 +115,7 @@ function samples(problems, { rows, settings }) {
     const largest = Math.max(...runs.flatMap(({ samples }) => samples.map((sample) => Math.abs(sample.advantage ?? 0))));
     const text = (words) => el("pre", { class: "text" }, words);
     const sample = (each, i) => el("article", { class: each.trained ? "sample" : "sample unused" },
-      el("div", { class: "verdict" }, ["best", "worst"][i]), bar(each, largest), text(each.text));
+      el("div", { class: "verdict" }, ["best", "worst"][i]), bar(each, largest), textOf(each));
     const ofRun = ({ run, mean, count, samples }) => {
       const { setting, name } = rows.find((row) => row.run === run);
       return el("div", { class: "of-run" }, el("div", { class: "run-head" }, named(setting, settings[setting].letter),

@@ -67,14 +67,14 @@ function pair(overview, open) {
   root.hidden = false;
   const largest = Math.max(Math.abs(shown.good.advantage ?? 0), Math.abs(shown.bad.advantage ?? 0));
   const prompt = el("div", { class: "prompt" }, ...promptOf(shown.messages, (text) => [text]));
-  const one = (kind, sample, words) => el("article", { class: `sample ${kind}` }, el("div", { class: "verdict" }, words), bar(sample, largest), el("pre", { class: "text" }, sample.text));
+  const one = (kind, sample, words) => el("article", { class: `sample ${kind}` }, el("div", { class: "verdict" }, words), bar(sample, largest), textOf(sample));
   const there = overview.rollouts.some((entry) => entry.step === shown.step);
   root.append(el("h2", {}, "A good and a bad sample"), el("div", { class: "panel" },
     el("div", { class: "pair-head" }, el("span", {}, "Highest and lowest advantage of one group, ", el("b", {}, shown.id), `, at step ${shown.step.toLocaleString("en")}`),
       there ? el("button", { onclick: () => open(shown.step, shown.id) }, "rollouts of this step") : null),
     prompt, el("div", { class: "two" }, one("good", shown.good, "highest advantage"), one("bad", shown.bad, "lowest advantage"))));
   clip(prompt, 170);
-  for (const body of root.querySelectorAll(".sample > .text")) clip(body, 260);
+  for (const body of root.querySelectorAll(BODIES)) clip(body, 260);
 }
 
 async function rollouts(overview) {

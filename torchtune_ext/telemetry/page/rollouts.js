@@ -15,19 +15,31 @@ function advantage(value, largest) {
 function bar(sample, largest) {
   const all = Object.entries(sample.parts), told = all.length > 6 ? all.filter(([, value]) => value !== 0) : all; // of many parts, those that are 0 say little
   const parts = told.map(([name, value]) => chip(name, format(value, "")));
-  const kinds = { stop: "", length: "warn", deadline: "warn", abort: "bad" };
+  const kinds = { length: "warn", deadline: "warn", max_turns: "warn", context_overflow: "warn", abort: "bad", step_timeout: "bad", environment_failed: "bad" };
   const versions = sample.versions.length > 1 ? el("span", { class: "chip", title: sample.versions.map(([v, n]) => `version ${v}: ${n} tokens`).join("\n") }, `versions ${sample.versions[0][0]}–${sample.versions.at(-1)[0]}`) : null;
   return el("div", {},
     el("div", { class: "bar" }, el("span", { class: "reward", title: "reward" }, fixed(sample.reward)), advantage(sample.advantage, largest), ...parts,
       sample.outcome === "scored" ? null : el("span", { class: "chip bad" }, sample.outcome.replace("_", " ")),
-      el("span", { class: `chip ${kinds[sample.finish] ?? ""}`, title: "why it ended" }, sample.finish), versions,
-      el("span", { class: "chip" }, `${sample.count} tokens`), el("span", { class: "chip", title: "mean log-prob of a token" }, `log-prob ${format(sample.logprob, "")}`),
+      el("span", { class: `chip ${kinds[sample.finish] ?? ""}`, title: "why it ended" }, sample.finish.replace("_", " ")), versions,
+      sample.turns ? el("span", { class: "chip" }, `${sample.turns.length} ${sample.turns.length === 1 ? "turn" : "turns"}`) : null,
+      el("span", { class: "chip", title: sample.turns ? `sampled; ${sample.total - sample.count} more were read` : null }, `${sample.count} tokens`), el("span", { class: "chip", title: "mean log-prob of a token" }, `log-prob ${format(sample.logprob, "")}`),
       sample.trained ? null : el("span", { class: "chip" }, "not trained")),
     sample.cause ? el("div", { class: "cause" }, sample.cause) : null,
     sample.note ? el("div", { class: "note" }, sample.note) : null);
 }
 
 const promptOf = (messages, marked) => messages.flatMap((m) => [el("div", { class: "role" }, m.role), el("pre", { class: "text" }, ...marked(m.content))]);
+
+const BODIES = ".sample > .text, .sample > .turns";
+
+// A conversation, turn by turn. What its environment answered has another tint, since nobody sampled it.
+const conversation = (rows) => el("div", { class: "turns" }, ...rows.map(({ role, reward, body }) => el("div", { class: role === "assistant" ? "turn" : "turn answer" },
+  el("div", { class: "role" }, role), body, reward == null ? null : el("div", { class: "earned", title: "reward of this turn" }, fixed(reward)))));
+
+function textOf(sample, marked = (text) => [text]) {
+  const pre = (text) => el("pre", { class: "text" }, ...marked(text));
+  return sample.messages ? conversation(sample.messages.map(({ role, reward, content }) => ({ role, reward, body: pre(content) }))) : pre(sample.text);
+}
 
 // Shows the first pixels of what is much higher.
 function clip(body, height) {
@@ -217,7 +229,7 @@ class Browser {
       hidden > 0 ? el("p", { class: "muted", style: "margin-top:10px" }, `${hidden} more samples of this group are in the run's folder.`) : null];
     this.pane.replaceChildren(...children.filter((child) => child != null));
     if (!this.marksPrompt(group)) clip(prompt, 200);
-    for (const body of this.pane.querySelectorAll(".sample > .text")) clip(body, 340);
+    for (const body of this.pane.querySelectorAll(BODIES)) clip(body, 340);
   }
 
   marksPrompt(group) {
@@ -236,31 +248,44 @@ class Browser {
 
   sample(sample, largest, count) {
     return el("article", { class: sample.trained ? "sample" : "sample unused" }, count > 1 ? el("div", { class: "verdict" }, `${count} ×`) : null, bar(sample, largest),
-      this.view === "text" ? el("pre", { class: "text" }, ...this.marked(sample.text)) : this.tokens(sample));
+      this.view === "text" ? textOf(sample, (text) => this.marked(text)) : this.tokens(sample));
   }
 
   tokens(sample) {
-    const body = el("pre", { class: this.pieces ? "text tokens" : "text tokens ids" });
-    const limits = [];
+    const turns = sample.turns ?? [[0, sample.total]], rows = [], limits = [], left = sample.total - sample.ids.length;
     for (const [version, count] of sample.versions) limits.push([version, (limits.at(-1)?.[1] ?? 0) + count]);
     sample.ids.forEach((id, i) => {
-      if (i === sample.gap) body.append(el("span", { class: "gap" }, ` [… ${sample.count - sample.ids.length} tokens left out …] `));
-      const nats = sample.nats[i] / 1000, place = sample.gap != null && i >= sample.gap ? i + sample.count - sample.ids.length : i;
+      const place = sample.gap != null && i >= sample.gap ? i + left : i, turn = turns.findLastIndex(([start]) => start <= place);
+      const sampled = place < turns[turn][1];
+      if (i === sample.gap) rows.at(-1).body.append(el("span", { class: "gap" }, ` [… ${left} tokens left out …] `));
+      if (rows.at(-1)?.turn !== turn || rows.at(-1).sampled !== sampled) {
+        rows.push({ turn, sampled, ...this.speaker(sample, turn, sampled), body: el("pre", { class: this.pieces ? "text tokens" : "text tokens ids" }) });
+      }
       const piece = sample.odd?.[i] ?? this.pieces?.[id]; // an odd one is a part of a character, or ends one
-      const heat = Math.min(1, nats / 4.6) ** 0.7; // full color at p = 1%
+      const nats = sample.nats[i] / 1000, heat = sampled ? Math.min(1, nats / 4.6) ** 0.7 : 0; // full color at p = 1%
       const node = el("span", { class: "token", style: heat > 0.02 ? `background:rgba(var(--heat),${(0.75 * heat).toFixed(2)})` : null }, piece ?? String(id));
-      node.about = { id, nats, place, piece, version: limits.find(([, end]) => place < end)?.[0] };
-      body.append(node);
+      const before = turns.slice(0, turn).reduce((sum, [start, stop]) => sum + stop - start, place - turns[turn][0]); // that were sampled
+      node.about = { id, nats: sampled ? nats : null, place, piece, version: limits.find(([, stop]) => before < stop)?.[0] };
+      rows.at(-1).body.append(node);
     });
-    return body;
+    return sample.turns ? conversation(rows) : rows[0]?.body ?? el("pre", { class: "text" });
+  }
+
+  // Who wrote a turn of a conversation, or the answer to it, and the reward of the turn.
+  speaker({ messages }, turn, sampled) {
+    if (!messages) return {};
+    const own = messages.flatMap(({ role }, i) => (role === "assistant" ? [i] : []));
+    if (sampled) return { role: "assistant", reward: messages[own[turn]].reward };
+    return { role: [...new Set(messages.slice(own[turn] + 1, own[turn + 1]).map(({ role }) => role))].join(", ") };
   }
 
   hover(event) {
     const about = event.target.about;
     this.tip.hidden = !about;
     if (!about) return;
-    const p = Math.exp(-about.nats), piece = about.piece == null ? "" : `${JSON.stringify(about.piece)}  `;
-    this.tip.textContent = `${piece}id ${about.id}  token ${about.place}\nlog-prob ${about.nats ? "−" : ""}${about.nats.toFixed(3)}  p ${p < 0.001 ? p.toExponential(1) : `${+(100 * p).toPrecision(3)}%`}  version ${about.version ?? "–"}`;
+    const { id, nats, place, version } = about, p = Math.exp(-nats), piece = about.piece == null ? "" : `${JSON.stringify(about.piece)}  `;
+    const sampled = nats == null ? "of the environment, not sampled" : `log-prob ${nats ? "−" : ""}${nats.toFixed(3)}  p ${p < 0.001 ? p.toExponential(1) : `${+(100 * p).toPrecision(3)}%`}  version ${version ?? "–"}`;
+    this.tip.textContent = `${piece}id ${id}  token ${place}\n${sampled}`;
     this.tip.style.left = `${Math.min(event.clientX + 12, innerWidth - this.tip.offsetWidth - 8)}px`;
     this.tip.style.top = `${event.clientY + 18}px`;
   }

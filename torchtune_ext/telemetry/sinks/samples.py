@@ -27,14 +27,14 @@ class SampleRow:
     chosen: str  # why its group is shown: "best" or "worst" mean reward, "widest" reward spread, or "not graded"
     problem: str  # id of the problem
     prompt: str  # as the model read it, cut to MAX_PROMPT characters
-    completion: str  # the text, cut to MAX_COMPLETION characters
+    completion: str  # the text, cut to MAX_COMPLETION characters; of a conversation with the reward of each turn
     reward: float | None  # None: it was not graded
     parts: str  # the named components of the reward, as JSON
     advantage: float | None
     note: str  # the grader's remark, or why there is no reward
     outcome: str  # "scored", "policy_failed", ... (`grading.Outcome`)
-    finish: str  # why the engine stopped: "stop", "length"
-    tokens: int
+    finish: str  # why the engine stopped: "stop", "length"; or how a conversation ended (`grading.environments`)
+    tokens: int  # that were sampled
     version: int | None  # of the policy that sampled the first token; None: there is no token
     age: int | None  # versions between that and the newest token of the step
 
@@ -101,17 +101,24 @@ def _row(
         chosen=chosen,
         problem=clean(str(group.problem.id)),
         prompt=_cut(prompt, MAX_PROMPT),
-        completion=_cut(sample.text, MAX_COMPLETION),
+        completion=_cut(_text(sample), MAX_COMPLETION),
         reward=_finite(score.reward) if score else None,
         parts=clean(json.dumps({name: _finite(v) for name, v in score.parts.items()})) if score else "{}",
         advantage=_finite(sample.advantage),
         note=_cut(note, MAX_NOTE),
         outcome=outcome.kind if outcome else "not graded",
         finish=str(completion.finish_reason),
-        tokens=len(completion.tokens),
+        tokens=len(completion.sampled),
         version=version,
         age=None if version is None else newest - version,
     )
+
+
+def _text(sample: Sample) -> str:
+    """Returns the text of a sample; a conversation has, in front of each turn, its role and what the environment gave for it."""
+    heads = [f"{m['role']}{'' if reward is None else f' (reward {reward:g})'}" for m, reward in sample.rated_messages]
+    lines = [f"{head}: {m['content']}" for head, m in zip(heads, sample.messages, strict=True)]
+    return "\n".join(lines) or sample.text
 
 
 def _some(samples: Sequence[Sample]) -> list[Sample]:
