@@ -1,8 +1,6 @@
 """chat.py against recorded `apply_chat_template` results, transformers' own masks, and difficult templates."""
 
-import gzip
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torchtune_ext.chat import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
-DATA = Path(os.environ.get("TORCHTUNE_EXT_DATA", ROOT.parent / "shared" / "data"))
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-needs_data = pytest.mark.skipif(not (DATA / "chat-templates/vectors.json").is_file(), reason="no TORCHTUNE_EXT_DATA")
 
 # Untagged templates of our own, each difficult in one way.
 PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -73,19 +69,11 @@ def conversation(*texts: str) -> list[dict[str, str]]:
 # ---- the real templates -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def qwen_dir(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("qwen")
-    (path / "tokenizer.json").write_bytes(gzip.decompress((DATA / "tokenizer-qwen/tokenizer.json.gz").read_bytes()))
-    return path
-
-
-@needs_data
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
-def test_recorded_vectors(qwen_dir, family):
+def test_recorded_vectors(data_dir, qwen_dir, family):
     """All 72 recorded rows: text and ids of the original templates; text, ids and mask of their training variants."""
-    rows = json.loads((DATA / "chat-templates/vectors.json").read_text())
-    tokenizer = ChatTokenizer(qwen_dir, template=str(DATA / f"chat-templates/{family}.jinja"))
+    rows = json.loads((data_dir / "chat-templates/vectors.json").read_text())
+    tokenizer = ChatTokenizer(qwen_dir, template=str(data_dir / f"chat-templates/{family}.jinja"))
     assert tokenizer.stop_token_ids == (151645,)  # no config names it: it is the token that ends a turn
     seen = 0
     for row in rows:
@@ -103,12 +91,11 @@ def test_recorded_vectors(qwen_dir, family):
     assert seen == 24
 
 
-@needs_data
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
-def test_sampled_tokens_of_the_real_templates(qwen_dir, family):
+def test_sampled_tokens_of_the_real_templates(data_dir, qwen_dir, family):
     """The mask begins where the engine's prompt ends, and each turn's ends with the token at which the engine stops."""
-    tokenizer = ChatTokenizer(qwen_dir, template=str(DATA / f"chat-templates/{family}.jinja"))
-    rows = json.loads((DATA / "chat-templates/vectors.json").read_text())
+    tokenizer = ChatTokenizer(qwen_dir, template=str(data_dir / f"chat-templates/{family}.jinja"))
+    rows = json.loads((data_dir / "chat-templates/vectors.json").read_text())
     for row in rows:
         if row["template"] != f"{family}_training" or row["add_generation_prompt"]:
             continue
@@ -121,9 +108,8 @@ def test_sampled_tokens_of_the_real_templates(qwen_dir, family):
             assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt), row["name"]
 
 
-@needs_data
-def test_thinking_switched_off_is_part_of_the_prompt(qwen_dir):
-    template = str(DATA / "chat-templates/qwen3.jinja")
+def test_thinking_switched_off_is_part_of_the_prompt(data_dir, qwen_dir):
+    template = str(data_dir / "chat-templates/qwen3.jinja")
     tokenizer = ChatTokenizer(qwen_dir, template, template_options={"enable_thinking": False})
     ids, mask = tokenizer.conversation_ids(conversation("2+2?", "4"))
     assert marked(tokenizer, ids, mask) == ["4<|im_end|>"]
