@@ -14,13 +14,23 @@ from tiny_runs import command, metrics, write_tiny_model
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE
 
-__all__ = ["KL", "command", "environment", "make_workplace", "metrics", "run", "start_server", "wait_for_steps"]
+__all__ = [
+    "KL",
+    "TALKS",
+    "command",
+    "environment",
+    "make_workplace",
+    "metrics",
+    "run",
+    "start_server",
+    "wait_for_steps",
+]
 
 SERVER_KEY = "key-of-the-servers-that-runs-share"
 
 TASK = '''
 import hashlib
-from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.tasks.task import Problem, Score, Turn
 
 class Letters:
     """Asks for nothing in particular and rewards what the text hashes to: signal in every group, whatever the model."""
@@ -54,7 +64,31 @@ class Seldom(Letters):
 class Generous(Letters):
     def grade(self, problem, text):
         return Score(1.0, {})
+
+
+class Talks(Letters):
+    """Answers three turns, the last one without asking further, and rewards what the turns hash to."""
+
+    max_turns = 4
+
+    def environment(self, problem, seed):
+        return Talk(seed)
+
+
+class Talk:
+    def __init__(self, seed):
+        self.seed, self.turns = seed, 0
+
+    def step(self, message):
+        self.turns += 1
+        value = hashlib.sha256(f"{self.seed}/{message['content']}".encode()).digest()[0] / 255
+        if self.turns == 3:
+            return Turn(reward=value, done=True)
+        return Turn([{"role": "user", "content": f"Go on. {self.turns}"}], reward=value)
 '''
+# A run of conversations. A random model seldom samples the end of a turn: a fifth of all tokens end one here.
+TALKS = ["task._component_=letters.Talks", "evaluation.task._component_=letters.Talks", "grader.workers=8"]
+TALKS += [f"sampling.stop_token_ids={[*range(2, 320, 5)]}"]
 
 CONFIG = """
 output_dir: ???

@@ -20,47 +20,15 @@ from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TALKS = '''
-import hashlib
-from letters import Letters
-from torchtune_ext.tasks.task import Turn
-
-
-class Talks(Letters):
-    """Answers three turns, the last one without asking further, and rewards what the turns hash to."""
-
-    max_turns = 4
-
-    def environment(self, problem, seed):
-        return Talk(seed)
-
-
-class Talk:
-    def __init__(self, seed):
-        self.seed, self.turns = seed, 0
-
-    def step(self, message):
-        self.turns += 1
-        value = hashlib.sha256(f"{self.seed}/{message['content']}".encode()).digest()[0] / 255
-        if self.turns == 3:
-            return Turn(reward=value, done=True)
-        return Turn([{"role": "user", "content": f"Go on. {self.turns}"}], reward=value)
-'''
-# A random model seldom samples the end of a turn: a fifth of all tokens end one.
-STOPS = f"sampling.stop_token_ids={[*range(2, 320, 5)]}"
-WORDS = ["task._component_=talks.Talks", "evaluation.task._component_=talks.Talks", "grader.workers=8", STOPS]
-
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    folder = runs.make_workplace(tmp_path_factory.mktemp("talks"))
-    (folder / "talks.py").write_text(TALKS)
-    return folder
+    return runs.make_workplace(tmp_path_factory.mktemp("talks"))
 
 
 @pytest.fixture(scope="module")
 def run(workplace, served):
-    output = runs.run(workplace, "grpo_full", "output_dir=run", *WORDS, served)
+    output = runs.run(workplace, "grpo_full", "output_dir=run", *runs.TALKS, served)
     assert "conversations of up to 4 turns, 8 at a time" in output
     return workplace / "run"
 
@@ -103,26 +71,26 @@ def test_what_a_run_of_conversations_logs(run):
 
 
 def test_a_replay_ends_with_the_same_weights(run, workplace):
-    output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=run", *WORDS)
-    assert "Set otherwise" not in output
+    output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=run", *runs.TALKS)
+    assert "Set otherwise" not in output, output
     assert weights(workplace / "again") == weights(run)
 
 
 def test_killed_between_two_turns_and_resumed_equals_uninterrupted(run, workplace, served):
-    command = runs.command("grpo_full", "output_dir=killed", "resume_from_checkpoint=True", *WORDS, served)
+    command = runs.command("grpo_full", "output_dir=killed", "resume_from_checkpoint=True", *runs.TALKS, served)
     process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), stdout=subprocess.DEVNULL)
     runs.wait_for_steps(workplace / "killed", 2, process)
     time.sleep(random.Random(0).random() / 4)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    runs.run(workplace, "grpo_full", "output_dir=killed", "resume_from_checkpoint=True", *WORDS, served)
+    runs.run(workplace, "grpo_full", "output_dir=killed", "resume_from_checkpoint=True", *runs.TALKS, served)
     assert weights(workplace / "killed") == weights(run)
 
 
 def test_turns_of_several_versions(workplace, served):
     """A run that samples ahead publishes in the midst of conversations."""
     words = ["output_dir=ahead", "staleness=1", "max_steps=4", "evaluation.task=null"]
-    runs.run(workplace, "grpo_full", *words, *WORDS, served)
+    runs.run(workplace, "grpo_full", *words, *runs.TALKS, served)
     lines = runs.metrics(workplace / "ahead")[1:]
     assert max(line["async/age_max"] for line in lines) == 1 and all(line["episode/turns"] > 1 for line in lines)
 
@@ -130,7 +98,13 @@ def test_turns_of_several_versions(workplace, served):
 def test_the_pages_game(workplace, served):
     (game,) = [text for language, text in blocks(PAGE) if language == "python"]
     (workplace / "my_game.py").write_text(game)
-    words = ["task={_component_:my_game.Sticks}", "evaluation.task=null", "output_dir=sticks", "max_steps=1", STOPS]
+    words = [
+        "task._component_=my_game.Sticks",
+        "evaluation.task=null",
+        "output_dir=sticks",
+        "max_steps=1",
+        runs.TALKS[-1],
+    ]
     runs.run(workplace, "grpo_full", *words, served)
-    (line,) = runs.metrics(workplace / "sticks")
+    line = runs.metrics(workplace / "sticks")[-1]
     assert line["reward/mean"] < 0 and line["episode/completed"] > 0

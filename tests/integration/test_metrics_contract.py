@@ -82,9 +82,16 @@ def async_run(full_workplace):
 
 
 @pytest.fixture(scope="module")
-def all_runs(full_workplace, kl_run, lora_workplace, async_run, warmup):
-    """Runs that write, between them, all that there is: on all weights, with a reference, on adapters, ahead, supervised."""
-    return [full_workplace / "reference", kl_run, lora_workplace / "reference", async_run, warmup]
+def conversations(full_workplace, served):
+    runs.run(full_workplace, "grpo_full", "output_dir=talks", "max_steps=1", *runs.TALKS, served)
+    return full_workplace / "talks"
+
+
+@pytest.fixture(scope="module")
+def all_runs(full_workplace, kl_run, lora_workplace, async_run, warmup, conversations):
+    """Runs that write, between them, all that there is: on all weights, with a reference, on adapters, ahead, supervised, of
+    conversations."""
+    return [full_workplace / "reference", kl_run, lora_workplace / "reference", async_run, warmup, conversations]
 
 
 # A sum of two details, beside the phases: the seconds that a step waited for groups.

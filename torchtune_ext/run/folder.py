@@ -107,6 +107,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     leaves: list[tuple[str, Any]] = []
     for key, value in node.items():
+        value = list(value) if isinstance(value, tuple) else value  # as it is in a file
         leaves += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
     return leaves
 

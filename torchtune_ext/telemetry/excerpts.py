@@ -234,7 +234,10 @@ def _sampled_texts(sample: Sample) -> list[tuple[np.ndarray, str]]:
     if not sample.completion.turns:
         return [(sample.completion.tokens, sample.text)]
     texts = [message["content"] for message in sample.messages if message["role"] == "assistant"]
-    return [(sample.completion.tokens[slice(*turn)], text) for turn, text in zip(sample.completion.turns, texts, strict=True)]
+    return [
+        (sample.completion.tokens[slice(*turn)], text)
+        for turn, text in zip(sample.completion.turns, texts, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------- records of the page

@@ -61,15 +61,15 @@ PANELS = (
           (("length/mean", "mean"), ("length/max", "max")), unit="int", zero=True),
     Panel("Learning", "Truncated", "Share of samples that hit the token limit.",
           (("length/truncated", "truncated"),), unit="percent", zero=True),
-    Panel("Learning", "Turns of a conversation", "Mean of the step's samples; each turn is sampled, and answered by the environment.",
+    Panel("Learning", "Turns of a conversation", "Mean of the step's samples; the environment answers each turn.",
           (("episode/turns", "turns"),), zero=True),
-    Panel("Learning", "Tokens read in a conversation", "What the environment answered, with what the chat template writes around "
-          "it. Not sampled, and not trained on.", (("episode/read_tokens", "read"),), unit="int", zero=True),
+    Panel("Learning", "Tokens read in a conversation", "What the environment answered, and what the template "
+          "writes around it. Not sampled, and not trained on.", (("episode/read_tokens", "read"),), unit="int", zero=True),
     Panel("Learning", "Endings of conversations", "Share of the step's conversations that ended so.", (("episode/*", ""),),
           unit="percent", style="stack", zero=True, order=ENDINGS, colors=(3, 7, 2, 4, 1, 5)),
     Panel("Learning", "Groups", "With a signal, and without (all rewards equal).",
           (("groups/used", "signal"), ("groups/no_signal", "no signal")), unit="int", zero=True),
-    Panel("Learning", "Samples without a grade", "The grader, or the environment, raised, hung or crashed; kept out of the baseline.",
+    Panel("Learning", "Samples without a grade", "Grader or environment raised, hung or crashed; kept out of the baseline.",
           (("groups/infra_failed", "ungraded"),), unit="int", zero=True, quiet=True),
     Panel("Learning", "Problems passed over", "Since the run began, and of the held-out ones: rows that are broken or too long "
           "for the engine.", (("problems/skipped", "training"), ("eval/skipped", "held out")), unit="int", zero=True,

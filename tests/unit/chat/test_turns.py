@@ -48,7 +48,9 @@ THOUGHT = "<think>\nI add.\n</think>\n\n"
 
 def families(*given):
     """The tokenizers and templates with which a test runs, as (name of the template, its options)."""
-    return pytest.mark.parametrize("tokenizer", given, indirect=True, ids=lambda family: "-".join([family[0], *family[1]]))
+    return pytest.mark.parametrize(
+        "tokenizer", given, indirect=True, ids=lambda family: "-".join([family[0], *family[1]])
+    )
 
 
 def user(content: str) -> dict[str, str]:
@@ -209,7 +211,9 @@ def test_an_unusual_tokenization_stays(tokenizer):
 
 
 @families(*KEEPING, *SILENCED)
-@every_row("last", ["<|end|>", "<|endoftext|>", "4"], ids=["the template's end", "another stop token", "no end, a cut turn"])
+@every_row(
+    "last", ["<|end|>", "<|endoftext|>", "4"], ids=["the template's end", "another stop token", "no end, a cut turn"]
+)
 def test_the_end_of_a_turn(tokenizer, last):
     """What follows the end that was sampled is the environment's part; where another was sampled, or none, the end is, too."""
     end = end_of(tokenizer)
@@ -222,7 +226,11 @@ def test_the_end_of_a_turn(tokenizer, last):
     assert ids == [*whole[:start], *turn, *([] if last == end else [end]), *behind]
     completion = episode.over("completed").completion
     assert completion.tokens[completion.sampled].tolist() == turn
-    written = "<|eot_id|><|start_header_id|>user" if "<|eot_id|>" in tokenizer.spell([end]) else "<|im_end|>\n<|im_start|>user"
+    written = (
+        "<|eot_id|><|start_header_id|>user"
+        if "<|eot_id|>" in tokenizer.spell([end])
+        else "<|im_end|>\n<|im_start|>user"
+    )
     assert tokenizer.spell([end, *behind]).startswith(written)
 
 
@@ -263,7 +271,13 @@ def test_what_a_template_rewrites_stays_as_it_was_sampled(tokenizer, rewritten):
 @families(("minicpm_v_4_5", THINKS))
 def test_a_later_prompt_opens_a_thought(tokenizer):
     """Its text is the environment's part, and the message begins with it. Behind a tool's answer the template drops no thoughts."""
-    messages = [user("2+2?"), policy(THOUGHT + "add"), tool("4"), policy("<think>\nSo it is.\n</think>\n\n4"), tool("Right.")]
+    messages = [
+        user("2+2?"),
+        policy(THOUGHT + "add"),
+        tool("4"),
+        policy("<think>\nSo it is.\n</think>\n\n4"),
+        tool("Right."),
+    ]
     ids, episode = appended(tokenizer, messages)
     assert ids == tokenizer.prompt_ids(messages)
     assert [message["content"] for message in episode.over("completed").messages[::2]] == [

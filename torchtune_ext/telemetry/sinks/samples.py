@@ -115,7 +115,7 @@ def _row(
 
 
 def _text(sample: Sample) -> str:
-    """Returns the text of a sample; a conversation has, in front of each turn, its role and what the environment gave for it."""
+    """Returns the text of a sample; of a conversation each turn behind its role and what the environment gave for it."""
     heads = [f"{m['role']}{'' if reward is None else f' (reward {reward:g})'}" for m, reward in sample.rated_messages]
     lines = [f"{head}: {m['content']}" for head, m in zip(heads, sample.messages, strict=True)]
     return "\n".join(lines) or sample.text
