@@ -86,7 +86,9 @@ class Episode:
             versions=self._joined([part.versions for part in parts], versions),
             finish_reason=ending,
             cached_prompt_tokens=parts[0].cached_prompt_tokens,
-            turns=tuple((int(start), int(start) + len(part.tokens)) for start, part in zip(starts, parts, strict=True)),
+            turns=tuple(
+                (int(start), int(start) + len(part.tokens)) for start, part in zip(starts, parts, strict=False)
+            ),
         )
         return Sample(
             completion,

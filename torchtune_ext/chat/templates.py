@@ -124,7 +124,7 @@ class ChatTemplate:
             ValueError: the template refuses the messages, or does not write the turn before them.
         """
         base = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
-        before, mark, after = self.render([*base, *messages], tools, generation_prompt=True).rpartition(_MARK)
+        _, mark, after = self.render([*base, *messages], tools, generation_prompt=True).partition(_MARK)
         if not mark:
             raise self._no_place("an assistant's turn before further messages")
         return after

@@ -10,10 +10,7 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from records import sampled
 from tables import every_row
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -41,7 +38,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "
            "<|eot_id|>"]  # fmt: skip
 THINKS, SILENT = {"enable_thinking": True}, {"enable_thinking": False}
 # These neither rewrite older turns nor add anything to newer ones; nor does Qwen3 as long as there are no thoughts.
-KEEPING = [("smollm2", {}), ("qwen2_5", {}), ("qwen3_instruct_2507", {}), ("llama3", {})]
+KEEPING = [("smollm2", {}), ("qwen2_5", {}), ("qwen3_instruct_2507", {})]
 SILENCED = [("minicpm_v_4_5", SILENT), ("qwen3", SILENT)]
 THOUGHT = "<think>\nI add.\n</think>\n\n"
 
@@ -161,53 +158,7 @@ def test_appended_ids_are_those_of_the_whole_conversation(tokenizer, messages):
     assert appended(tokenizer, messages)[0] == tokenizer.prompt_ids(messages)
 
 
-@families(*KEEPING, *SILENCED)
-@every_row("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_a_warm_up_learns_the_ids_that_a_run_appends(tokenizer, messages):
-    """Whatever the template does to older turns: in a warm-up each of them has the form of the newest."""
-    ids, episode = appended(tokenizer, messages)
-    learned, mask = tokenizer.conversation_ids(messages, add_generation_prompt=True)
-    assert learned == ids
-    completion = episode.over("completed").completion
-    assert np.flatnonzero(mask).tolist() == (completion.sampled + len(ids) - len(completion.tokens)).tolist()
-
-
-FRAGMENTS = ["a", "The ", "4", " ", "\n", "\n\n", "\t", "é", "中", "🙂", ".", "<think>", "<tool_call>", *SPECIAL]
-said = st.text(max_size=9).filter(lambda text: not any(token in text for token in SPECIAL)).map(str.strip)
-answers = st.builds(
-    lambda role, parts: {"role": role, "content": "".join(parts)},
-    st.sampled_from(["user", "tool", "system"]),
-    st.lists(st.sampled_from(FRAGMENTS) | st.characters(exclude_categories=["Cs", "Co"]), max_size=8),
-)
-rounds = st.lists(st.tuples(said.map(policy), st.lists(answers, min_size=1, max_size=3)), min_size=1, max_size=4)
-
-
-@families(*KEEPING, ("qwen3", {}))
-@settings(max_examples=60)
-@given(rounds=rounds)
-def test_whatever_is_said(tokenizer, rounds):
-    messages = [user("x"), *(message for turn, answer in rounds for message in (turn, *answer))]
-    ids, episode = appended(tokenizer, messages)
-    assert ids == tokenizer.prompt_ids(messages)
-    for (turn, _), part in zip(rounds, episode.over("completed").messages[::2], strict=False):
-        assert part["role"] == turn["role"]
-
-
 # ---- where it is not: what was sampled stays -----------------------------------------------------------------------
-
-
-@families(*KEEPING, *SILENCED)
-def test_an_unusual_tokenization_stays(tokenizer):
-    """An encoding is one of many that have the same text, and the policy may sample any of them."""
-    letters = [token for letter in "It is 4." for token in tokenizer.encode(letter)]
-    assert len(letters) == 8 > len(tokenizer.encode("It is 4."))
-    turn = [*letters, end_of(tokenizer)]
-    ids, episode = appended(tokenizer, [user("2+2?"), policy("It is 4."), user("So?")], [turn])
-    start = len(ids) - len(episode.path)
-    assert ids[start : start + len(turn)] == turn and episode.last.tokens.tolist() == turn
-    usual = appended(tokenizer, [user("2+2?"), policy("It is 4."), user("So?")])[0]
-    assert ids != usual and tokenizer.spell(ids) == tokenizer.spell(usual)
-    assert tokenizer.encode(tokenizer.spell(ids)) == usual  # so made again from text they would be others
 
 
 @families(*KEEPING, *SILENCED)
@@ -290,22 +241,6 @@ def test_a_later_prompt_opens_a_thought(tokenizer):
 
 
 # ---- templates of our own ------------------------------------------------------------------------------------------
-
-
-@every_row(
-    "template, turn, answer, follows",
-    [
-        # the end of a turn is not the first token, and none that an answer may write
-        ("{{ m.role }}: {{ m.content }} <|eot_id|>\n", "4<|eot_id|>", "<|eot_id|>", "\nuser: <|eot_id|> <|eot_id|>\n"),
-        ("{{ m.role }}: {{ m.content }}\n", "4<|endoftext|>", "a<|endoftext|>b", "\nuser: a<|endoftext|>b\n"),
-        # the token that begins the next message is the one at which the engine stops
-        ("<|im_end|>{{ m.role }}: {{ m.content }}", "4<|im_end|>", "5", "user: 5"),
-    ],
-)
-def test_ends_of_other_kinds(small_dir, tmp_path, template, turn, answer, follows):
-    tokenizer_of = ChatTokenizer(small_dir, "{% for m in messages %}" + template + "{% endfor %}")
-    ids = tokenizer_of.between_turns_ids([user(answer)], end=tokenizer_of.encode(turn)[-1])
-    assert tokenizer_of.spell(ids) == follows
 
 
 def test_a_template_that_forgets_turns_is_refused(small_dir):
