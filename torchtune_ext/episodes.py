@@ -86,9 +86,7 @@ class Episode:
             versions=self._joined([part.versions for part in parts], versions),
             finish_reason=ending,
             cached_prompt_tokens=parts[0].cached_prompt_tokens,
-            turns=tuple(
-                (int(start), int(start) + len(part.tokens)) for start, part in zip(starts, parts, strict=False)
-            ),
+            turns=tuple((int(start), int(start) + len(part.tokens)) for start, part in zip(starts, parts, strict=True)),
         )
         return Sample(
             completion,

@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -62,6 +62,19 @@ def make_groups(rng, shapes, untrained=0.0):
     return groups
 
 
+def in_turns(rng, groups):
+    """The same groups, whose completions are conversations: turns of 1 to 4 tokens, between them answers of 1 to 3."""
+
+    def conversation(sample):
+        length, turns, start = len(sample.completion.tokens), [], 0
+        while start < length:
+            turns.append((start, min(start + int(rng.integers(1, 5)), length)))
+            start = turns[-1][1] + int(rng.integers(1, 4))
+        return replace(sample, completion=replace(sample.completion, turns=tuple(turns)))
+
+    return [replace(group, samples=tuple(map(conversation, group.samples))) for group in groups]
+
+
 def trained_samples(groups):
     return [(g, s) for g in groups for s in g.samples if s.trained]
 
@@ -101,12 +114,12 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
 
     def logprobs_and_entropy(m, group, sample):
         ids = torch.tensor(np.concatenate([group.prompt_tokens, sample.completion.tokens]), dtype=torch.long)
-        logits = m(ids[None, :-1])[0][len(group.prompt_tokens) - 1 :] / temperature
-        logp, labels = torch.log_softmax(logits, -1), ids[len(group.prompt_tokens) :]
+        logits = m(ids[None, :-1])[0][len(group.prompt_tokens) - 1 :][sample.completion.sampled] / temperature
+        logp, labels = torch.log_softmax(logits, -1), ids[len(group.prompt_tokens) :][sample.completion.sampled]
         return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1), logits.abs().max().item()
 
     pairs = trained_samples(groups)
-    labels = sum(len(s.completion.tokens) for _, s in pairs)
+    labels = sum(len(s.completion.sampled) for _, s in pairs)
     total, loss_size, logit_size, scored = 0.0, 0.0, 0.0, {}
     params = dict(model.named_parameters())
     grads, sizes = {name: torch.zeros_like(p) for name, p in params.items()}, dict.fromkeys(params, 0.0)
@@ -114,7 +127,8 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
         for group, sample in pairs:
             logp, entropy, largest = logprobs_and_entropy(model, group, sample)
             ratio = (logp - logp.detach()).exp()
-            importance = (logp.detach() - torch.tensor(sample.completion.logprobs).double()).exp().clamp(max=2.0)  # TIS
+            behavior = torch.tensor(sample.completion.logprobs[sample.completion.sampled]).double()
+            importance = (logp.detach() - behavior).exp().clamp(max=2.0)  # TIS
             terms = [-importance * ratio * sample.advantage, -loss.entropy_coef * entropy]
             changes = list(terms)
             if ref_model is not None:
@@ -123,7 +137,7 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
                 d = d - (logp - logp.detach())
                 terms.append(loss.kl_coef * (d.exp() - 1 - d))
                 changes.append(loss.kl_coef * (d.exp() + 1))
-            of_label = 1 / labels if aggregation == "token" else 1 / (len(pairs) * len(sample.completion.tokens))
+            of_label = 1 / labels if aggregation == "token" else 1 / (len(pairs) * len(sample.completion.sampled))
             weight = float(np.float32(of_label))
             for term in terms:
                 total += weight * term.sum().item()
@@ -150,7 +164,8 @@ def packed_logprobs_by_sample(rows, scored_rows, groups):
             by_key.setdefault(key, []).append(scores.logprobs_L[at])
     result = {}
     for _, s in trained_samples(groups):
-        result[id(s)] = by_key[(tuple(s.completion.tokens.tolist()), tuple(s.completion.logprobs.tolist()))].pop()
+        tokens, logprobs = (each[s.completion.sampled] for each in (s.completion.tokens, s.completion.logprobs))
+        result[id(s)] = by_key[(tuple(tokens.tolist()), tuple(logprobs.tolist()))].pop()
     assert not any(by_key.values()), "a label was counted that no sample has"
     return result
 

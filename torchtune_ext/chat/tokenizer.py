@@ -74,9 +74,11 @@ class ChatTokenizer:
             ValueError: the template cannot render `messages` behind a turn of the assistant.
         """
         ids = self.encode(self.template.between_turns(messages, tools))
-        # A template may write more than one token at the end of a turn, and a sampled one stands for all up to its like.
+        # A template may write white space and other special tokens before the one that ends a turn, and a sampled one stands
+        # for all up to its like. Behind any other text it is none of the template's, but written in a message.
         head = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), -1)
-        return ids[head + 1 :] if head >= 0 and ids[head] == end else ids
+        ended = head >= 0 and ids[head] == end and not self.decode(ids[:head]).strip()
+        return ids[head + 1 :] if ended else ids
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
         """Returns the "<think>" and the white space after it if a prompt ends with them, otherwise "".
@@ -116,12 +118,14 @@ class ChatTokenizer:
                 for t, (begin, end) in enumerate(offsets):
                     mask[t] |= begin < turn.end and end > turn.start
             return ids, mask
-        seams = {turn.sampled for turn in conversation.turns}
-        cuts = [seam for seam in sorted(seams) if any(begin < seam < end for begin, end in offsets)]
-        # The engine could not have sampled a token that is partly prompt and partly turn. So the text is cut at the
-        # seam, and each piece is encoded by itself.
+        # The engine samples behind the ids that a prompt has by itself. Where those would be others with the turn behind it (a
+        # token over the seam, for one), the text is cut at the seam, and each piece is encoded by itself.
+        seams = sorted({turn.sampled for turn in conversation.turns})
+        text = conversation.text
+        prompts = [[token for token, (_, end) in zip(ids, offsets, strict=True) if end <= seam] for seam in seams]
+        cuts = [seam for seam, prompt in zip(seams, prompts, strict=True) if prompt != self.encode(text[:seam])]
         if cuts:
-            ids, offsets = self._encode_cut(conversation.text, cuts)
+            ids, offsets = self._encode_cut(text, cuts)
             mask = [False] * len(ids)
         for turn in conversation.turns:
             inside = [t for t, (begin, _) in enumerate(offsets) if turn.sampled <= begin < turn.end]

@@ -212,6 +212,20 @@ def test_token_over_the_seam_is_cut(model_dir):
     assert len(ids) == len(tokenizer.conversation_ids(messages, sampled_only=False)[0]) + 1
 
 
+def test_a_prompt_has_the_ids_that_it_has_by_itself(model_dir, tmp_path):
+    """GPT-2's rule cuts "\\n\\n" in two before a word, and not at the end of a prompt. No token is over the seam."""
+    vocabulary = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    vocabulary.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = ChatTokenizer(
+        tmp_path, PLAIN.replace("m.role }}\n", "m.role }}\n\n").replace("assistant\n", "assistant\n\n")
+    )
+    ids, mask = tokenizer.conversation_ids(conversation("a", "b"))
+    prompt = tokenizer.prompt_ids(conversation("a"))
+    assert ids[: mask.index(True)] == prompt and tokenizer.decode(prompt[-1:]) == "\n\n"
+    assert marked(tokenizer, ids, mask) == ["b<|im_end|>"]
+
+
 # ---- ids and files ------------------------------------------------------------------------------------------------
 
 

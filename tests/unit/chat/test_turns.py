@@ -10,10 +10,13 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from records import sampled
 from tables import every_row
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.episodes import Episode
@@ -36,9 +39,11 @@ SHA256 = {  # of the texts whose rules these tests know
 }
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
            "<|eot_id|>"]  # fmt: skip
+# How the vocabulary of Llama 3 cuts a text before it merges.
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 THINKS, SILENT = {"enable_thinking": True}, {"enable_thinking": False}
 # These neither rewrite older turns nor add anything to newer ones; nor does Qwen3 as long as there are no thoughts.
-KEEPING = [("smollm2", {}), ("qwen2_5", {}), ("qwen3_instruct_2507", {})]
+KEEPING = [("smollm2", {}), ("qwen2_5", {}), ("qwen3_instruct_2507", {}), ("llama3", {})]
 SILENCED = [("minicpm_v_4_5", SILENT), ("qwen3", SILENT)]
 THOUGHT = "<think>\nI add.\n</think>\n\n"
 
@@ -88,7 +93,12 @@ CONVERSATIONS = {
 def small_dir(tmp_path_factory) -> Path:
     """A vocabulary of bytes, of what is in the conversations above, and of the special tokens of all families."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet, show_progress=False)
@@ -116,12 +126,16 @@ def tokenizer(request) -> ChatTokenizer:
     return ChatTokenizer(folder, source, options)
 
 
+def before_a_turn(messages) -> list[dict[str, str]]:
+    return list(takewhile(lambda message: message["role"] != "assistant", messages))
+
+
 def end_of(tokenizer: ChatTokenizer) -> int:
     """The token with which the template ends a turn."""
     return tokenizer.stop_token_ids[-1]
 
 
-def appended(tokenizer: ChatTokenizer, messages, turns=()) -> tuple[list[int], Episode]:
+def appended(tokenizer: ChatTokenizer, messages, turns=()) -> tuple[list[int], int, Episode]:
     """Plays a conversation as a run does.
 
     Args:
@@ -129,23 +143,24 @@ def appended(tokenizer: ChatTokenizer, messages, turns=()) -> tuple[list[int], E
         turns: the ids of the first turns as they were sampled; of others, those of the text and of the template's end.
 
     Returns:
-        The ids that the next turn would be sampled behind, and the episode.
+        The ids that the next turn would be sampled behind, how many of them are the prompt, and the episode.
     """
-    prompt = tokenizer.prompt_ids(list(takewhile(lambda message: message["role"] != "assistant", messages)))
-    opened, turns = tokenizer.opened_thought(prompt), list(turns)
+    prompt = tokenizer.prompt_ids(before_a_turn(messages))
+    opened, turns, between = tokenizer.opened_thought(prompt), list(turns), []
     episode = Episode(opened)
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if between:
+            episode.go_on(between, opened)
         text = message["content"].removeprefix(opened)
         ids = turns.pop(0) if turns else [*tokenizer.encode(text), end_of(tokenizer)]
         episode.sampled(sampled(ids).completion, tokenizer.decode(ids))
-        answer = list(takewhile(lambda message: message["role"] != "assistant", messages[place + 1 :]))
+        answer = before_a_turn(messages[place + 1 :])
         episode.answered(Turn(answer))
-        ids = tokenizer.between_turns_ids(answer, end=int(episode.last.tokens[-1]))
-        opened = tokenizer.opened_thought([*prompt, *episode.path, *ids])
-        episode.go_on(ids, opened)
-    return [*prompt, *episode.path], episode
+        between = tokenizer.between_turns_ids(answer, end=int(episode.last.tokens[-1]))
+        opened = tokenizer.opened_thought([*prompt, *episode.path, *between])
+    return [*prompt, *episode.path, *between], len(prompt), episode
 
 
 # ---- where it is the template's own text ---------------------------------------------------------------------------
@@ -158,7 +173,50 @@ def test_appended_ids_are_those_of_the_whole_conversation(tokenizer, messages):
     assert appended(tokenizer, messages)[0] == tokenizer.prompt_ids(messages)
 
 
+# But for the last one: what a warm-up learns is no stranger's text, and there the mark would not be found in it.
+@families(*KEEPING, *SILENCED)
+@every_row("messages", list(CONVERSATIONS.values())[:-1], ids=list(CONVERSATIONS)[:-1])
+def test_a_warm_up_learns_the_ids_that_a_run_appends(tokenizer, messages):
+    """Whatever the template does to older turns: in a warm-up each of them has the form of the newest."""
+    ids, start, episode = appended(tokenizer, messages)
+    learned, mask = tokenizer.conversation_ids(messages, add_generation_prompt=True)
+    assert learned == ids
+    completion = episode.over("completed").completion
+    assert np.flatnonzero(mask).tolist() == (start + completion.sampled).tolist()
+
+
+FRAGMENTS = ["a", "The ", "4", " ", "\n", "\n\n", "\t", "é", "中", "🙂", ".", "<think>", "<tool_call>", *SPECIAL]
+said = st.text(max_size=9).filter(lambda text: not any(token in text for token in SPECIAL)).map(str.strip)
+answers = st.builds(
+    lambda role, parts: {"role": role, "content": "".join(parts)},
+    st.sampled_from(["user", "tool", "system"]),
+    st.lists(st.sampled_from(FRAGMENTS) | st.characters(exclude_categories=["Cs", "Co"]), max_size=8),
+)
+rounds = st.lists(st.tuples(said.map(policy), st.lists(answers, min_size=1, max_size=3)), min_size=1, max_size=4)
+
+
+@families(*KEEPING, ("qwen3", {}))
+@settings(max_examples=40)
+@given(rounds=rounds)
+def test_whatever_turns_and_answers_say(tokenizer, rounds):
+    messages = [user("x"), *(message for turn, answer in rounds for message in (turn, *answer))]
+    assert appended(tokenizer, messages)[0] == tokenizer.prompt_ids(messages)
+
+
 # ---- where it is not: what was sampled stays -----------------------------------------------------------------------
+
+
+@families(*KEEPING, *SILENCED)
+def test_an_unusual_tokenization_stays(tokenizer):
+    """An encoding is one of many that have the same text, and the policy may sample any of them."""
+    letters = [token for letter in "It is 4." for token in tokenizer.encode(letter)]
+    assert len(letters) == 8 > len(tokenizer.encode("It is 4."))
+    turn = [*letters, end_of(tokenizer)]
+    ids, start, episode = appended(tokenizer, [user("2+2?"), policy("It is 4."), user("So?")], [turn])
+    assert ids[start : start + len(turn)] == turn and episode.last.tokens.tolist() == turn
+    usual = appended(tokenizer, [user("2+2?"), policy("It is 4."), user("So?")])[0]
+    assert ids != usual and tokenizer.spell(ids) == tokenizer.spell(usual)
+    assert tokenizer.encode(tokenizer.spell(ids)) == usual  # so made again from text they would be others
 
 
 @families(*KEEPING, *SILENCED)
@@ -170,9 +228,8 @@ def test_the_end_of_a_turn(tokenizer, last):
     end = end_of(tokenizer)
     (last,) = [end] if last == "<|end|>" else tokenizer.encode(last)
     turn = [*tokenizer.encode("It is"), last]
-    ids, episode = appended(tokenizer, ASKED, [turn])
-    start = len(ids) - len(episode.path)
-    whole, _ = appended(tokenizer, [ASKED[0], policy("It is"), *ASKED[2:]])
+    ids, start, episode = appended(tokenizer, ASKED, [turn])
+    whole, _, _ = appended(tokenizer, [ASKED[0], policy("It is"), *ASKED[2:]])
     behind = whole[start + len(turn) :]  # the end that the template writes
     assert ids == [*whole[:start], *turn, *([] if last == end else [end]), *behind]
     completion = episode.over("completed").completion
@@ -214,7 +271,7 @@ DROPS, EMPTY, TRIMS, CALLS = REWRITTEN.values()
 )
 def test_what_a_template_rewrites_stays_as_it_was_sampled(tokenizer, rewritten):
     turn, told, was, becomes = rewritten
-    ids, _ = appended(tokenizer, [user("2+2?"), turn, user("So?")])
+    ids, _, _ = appended(tokenizer, [user("2+2?"), turn, user("So?")])
     whole = tokenizer.prompt_ids([user("2+2?"), told, user("So?")])
     assert ids != whole and tokenizer.spell(ids).replace(was, becomes, 1) == tokenizer.spell(whole)
 
@@ -229,7 +286,7 @@ def test_a_later_prompt_opens_a_thought(tokenizer):
         policy("<think>\nSo it is.\n</think>\n\n4"),
         tool("Right."),
     ]
-    ids, episode = appended(tokenizer, messages)
+    ids, start, episode = appended(tokenizer, messages)
     assert ids == tokenizer.prompt_ids(messages)
     assert [message["content"] for message in episode.over("completed").messages[::2]] == [
         messages[1]["content"],
@@ -241,6 +298,22 @@ def test_a_later_prompt_opens_a_thought(tokenizer):
 
 
 # ---- templates of our own ------------------------------------------------------------------------------------------
+
+
+@every_row(
+    "template, turn, answer, follows",
+    [
+        # the end of a turn is not the first token, and none that an answer may write
+        ("{{ m.role }}: {{ m.content }} <|eot_id|>\n", "4<|eot_id|>", "<|eot_id|>", "\nuser: <|eot_id|> <|eot_id|>\n"),
+        ("{{ m.role }}: {{ m.content }}\n", "4<|endoftext|>", "a<|endoftext|>b", "\nuser: a<|endoftext|>b\n"),
+        # the token that begins the next message is the one at which the engine stops
+        ("<|im_end|>{{ m.role }}: {{ m.content }}", "4<|im_end|>", "5", "user: 5"),
+    ],
+)
+def test_ends_of_other_kinds(small_dir, tmp_path, template, turn, answer, follows):
+    tokenizer_of = ChatTokenizer(small_dir, "{% for m in messages %}" + template + "{% endfor %}")
+    ids = tokenizer_of.between_turns_ids([user(answer)], end=tokenizer_of.encode(turn)[-1])
+    assert tokenizer_of.spell(ids) == follows
 
 
 def test_a_template_that_forgets_turns_is_refused(small_dir):

@@ -14,7 +14,7 @@ from torchtune import training
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
-from unpacked import PAD, assert_equal_to_plain, make_groups, reference, tiny_model, trained_samples
+from unpacked import PAD, assert_equal_to_plain, in_turns, make_groups, reference, tiny_model, trained_samples
 
 from torchtune_ext.kernels.packed_attention import block_mask, dense_mask, packed_attention, segment_mask
 from torchtune_ext.objective.loss import PolicyLoss
@@ -69,6 +69,26 @@ def test_variants(variant, monkeypatch):
     if variant == "dense":  # the reference mask itself, through the stock SDPA call
         monkeypatch.setattr(logprobs, "packed_mask", lambda row: dense_mask(row.group_ids_T, row.parent_ids_T)[None])
     assert_equal_to_plain(policy, rows, groups, loss, want, 1.0)
+
+
+@every_row(
+    "row_tokens, aggregation, mask",
+    [(200, "token", "segments"), (200, "sequence", "dense"), (40, "sequence", "segments"), (40, "token", "dense")],
+)
+def test_conversations(row_tokens, aggregation, mask, monkeypatch):
+    """What an environment answers is read, and neither trained nor counted. "dense" is the plain mask, in the stock SDPA call."""
+    rng = np.random.default_rng(5)
+    groups = in_turns(rng, make_groups(rng, [(7, [26, 1, 19, 8]), (4, [12, 23, 1]), (1, [9, 30])]))
+    samples = [sample.completion for _, sample in trained_samples(groups)]
+    turns = [stop - start for sample in samples for start, stop in sample.turns]
+    assert 1 in turns and max(len(sample.turns) for sample in samples) > 3
+    loss, model = PolicyLoss(importance="tis", entropy_coef=0.01), tiny_model(dtype=torch.float64)
+    want = reference(model, groups, loss, aggregation, 0.9)
+    rows, stats = pack(groups, row_tokens, aggregation)
+    assert (stats.rows == 1) == (row_tokens == 200) and stats.labels == sum(turns)
+    if mask == "dense":
+        monkeypatch.setattr(logprobs, "packed_mask", lambda row: dense_mask(row.group_ids_T, row.parent_ids_T)[None])
+    assert_equal_to_plain(PackedPolicy(model), rows, groups, loss, want, 0.9)
 
 
 @settings(max_examples=40)

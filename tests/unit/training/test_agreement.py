@@ -530,3 +530,22 @@ def test_contexts_are_equal_where_the_log_prob_is():
     cut = rows([5, 6, 7], [5, 9], [6], size=5)  # the same in other rows
     assert len(cut) == 2 and sorted(c for row in cut for c in contexts(row)) == sorted([a, b, c, d, e, f])
     assert contexts(pack([], 16)[0][0]) == []
+
+
+def test_contexts_of_conversations_hold_what_was_answered():
+    """The same tokens are the same context, whichever row they are in and whoever wrote them."""
+
+    def rows(*texts, turns=((0, 1), (3, 5)), size=10_000):
+        samples = [sampled(text, trained=True) for text in texts]
+        samples = [replace(sample, completion=replace(sample.completion, turns=turns)) for sample in samples]
+        return pack([Group(Problem("p", (), None), np.array([1, 2], np.int32), tuple(samples))], size)[0]
+
+    ours, again, other = [5, 6, 7, 8, 9], [5, 6, 7, 8, 4], [5, 6, 3, 8, 9]  # another last token; another answer
+    (one,) = rows(ours, again, other)
+    first, second, third = (contexts(one)[at : at + 3] for at in (0, 3, 6))
+    assert first[:2] == second[:2] and first[2] != second[2]
+    assert first[0] == third[0] and set(first[1:]).isdisjoint(third)
+    split = rows(ours, again, other, size=6)
+    assert len(split) == 3 and sorted(c for row in split for c in contexts(row)) == sorted(contexts(one))
+    whole = contexts(rows(ours, turns=())[0])
+    assert first == [whole[0], whole[3], whole[4]]
