@@ -54,7 +54,8 @@ def conversation():
     """Two turns; the first answer tries to break the page."""
     sample = guessed("max_turns", turns=(55, 58), advantage=1.0, trained=True)
     first, answer, second = sample.messages
-    return replace(sample, messages=(first, {**answer, "content": HOSTILE}, second))
+    messages = first, {**answer, "content": HOSTILE}, second
+    return replace(sample, messages=messages, text="\n".join(f"{m['role']}: {m['content']}" for m in messages))
 
 
 @pytest.fixture(scope="module")
