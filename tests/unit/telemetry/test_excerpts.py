@@ -187,10 +187,11 @@ def test_a_conversation_of_one_turn_that_was_cut(tmp_path):
 
 def test_a_long_conversation_is_cut_message_by_message():
     episode = Episode()
-    for _ in range(9):
+    for turn in range(9):
+        if turn:
+            episode.go_on([3], "")
         episode.sampled(sampled([1, 2]).completion, "t" * 1000)
         episode.answered(Turn([{"role": "user", "content": "yes"}]))
-        episode.go_on([3], "")
     shown = sample_facts(episode.over("max_turns"), 3600)["messages"]
     assert [m["content"] for m in shown[1::2]] == ["yes"] * 9
     assert all(200 < len(m["content"]) < 250 and "800 characters left out" in m["content"] for m in shown[::2])

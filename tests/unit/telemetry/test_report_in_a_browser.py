@@ -36,6 +36,10 @@ BEFORE = """
   const turns = read(), ending = document.querySelector(".detail-pane .bar").textContent;
   [...document.querySelectorAll(".controls button")].find((node) => node.textContent === "log-probs").click();
   const tokens = read();
+  const tips = [...document.querySelector(".detail-pane .sample").querySelectorAll(".token")].slice(2, 4).map((node) => {
+    node.dispatchEvent(new PointerEvent("pointermove", { bubbles: true }));
+    return text(".hover-tip");
+  });
 """
 PROBE = """
     order, folded, all: [...document.querySelectorAll(".grid, .tiles")].map(rows),
@@ -45,7 +49,7 @@ PROBE = """
     legends: Object.fromEntries(["Reward", "Completion length", "Entropy"].map((title) => [title, [...legend(title).querySelectorAll(".number")].map((node) => node.textContent)])),
     when: legend("Entropy").querySelector(".at").textContent, lead: legend("Reward").querySelector("svg").getBoundingClientRect().height,
     pair: [...document.querySelectorAll("#pair .sample")].map((node) => [node.querySelector(".verdict").textContent, node.querySelector(".reward").textContent, node.querySelector("pre").textContent]),
-    turns, ending, tokens,
+    turns, ending, tokens, tips,
     groups: [...document.querySelectorAll(".group")].map((node) => node.classList.contains("silent")),
 """
 
@@ -54,7 +58,8 @@ def conversation():
     """Two turns; the first answer tries to break the page."""
     sample = guessed("max_turns", turns=(55, 58), advantage=1.0, trained=True)
     first, answer, second = sample.messages
-    return replace(sample, messages=(first, {**answer, "content": HOSTILE}, second))
+    messages = first, {**answer, "content": HOSTILE}, second
+    return replace(sample, messages=messages, text="\n".join(f"{m['role']}: {m['content']}" for m in messages))
 
 
 @pytest.fixture(scope="module")
@@ -153,4 +158,7 @@ def test_a_conversation_stands_there_turn_by_turn(shown):
         assert copy["tokens"] == [
             [False, "assistant", "559", "0.000", 3], [True, "user", "202122", "", 0], [False, "assistant", "589", "1.000", 3],
         ], "the tokens of the environment have no color of a log-prob"  # fmt: skip
+        assert copy["tips"] == [
+            "id 9  token 2\nlog-prob −3.000  p 4.98%  version 0", "id 20  token 3\nof the environment, not sampled",
+        ]  # fmt: skip
         assert all(words in copy["ending"] for words in ("max turns", "2 turns", "6 tokens", "log-prob -2"))
