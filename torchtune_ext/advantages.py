@@ -22,7 +22,7 @@ class AdvantageStats:
 
     groups: int  # groups that carry a signal
     no_signal: int  # groups whose gradable samples all have the same reward
-    infra_failed: int  # samples that could not be graded (the grader raised, hung or crashed); not in the baseline
+    infra_failed: int  # samples without a grade (grader or environment raised, hung or crashed); not in the baseline
     truncated: int  # samples cut by max_tokens or a deadline
 
     def metrics(self) -> dict[str, float]:
@@ -221,8 +221,7 @@ def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> 
     share = float(_cut(sample))
     if config.overlong:
         buffer = config.overlong * max_tokens
-        turns = sample.completion.turns or ((0, len(sample.completion.tokens)),)
-        longest = max(stop - start for start, stop in turns)
+        longest = max(stop - start for start, stop in sample.completion.spans)
         share = max(share, min(1.0, (longest - (max_tokens - buffer)) / buffer))
     return reward - config.penalty * share
 

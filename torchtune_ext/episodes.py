@@ -35,6 +35,11 @@ class Episode:
         return len(self._parts)
 
     @property
+    def tokens(self) -> int:
+        """How many tokens the policy has sampled."""
+        return sum(len(part.tokens) for part in self._parts)
+
+    @property
     def path(self) -> list[int]:
         """The ids behind the prompt, sampled or not."""
         return self._joined([part.tokens for part in self._parts], self._answers).tolist()
@@ -46,7 +51,7 @@ class Episode:
 
     @property
     def message(self) -> Message:
-        """The turn that was sampled last, or what the environment has answered to it."""
+        """The turn that was sampled last, until it is answered."""
         return self._messages[-1]
 
     def sampled(self, completion: Completion, text: str) -> None:

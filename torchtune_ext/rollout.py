@@ -109,7 +109,9 @@ class Unfinished:
 
     @property
     def tokens(self) -> int:
-        """The tokens of the completions that are there."""
+        """The tokens that were sampled of the completions that are there, and of the turns of conversations."""
+        if self.episodes:
+            return sum(episode.tokens for episode in self.episodes)
         return sum(len(sample.completion.tokens) for sample in self.arrived)
 
     @property
@@ -202,7 +204,7 @@ class GroupStream:
         self.last_sign = time.monotonic()
         self.times.begin(group.key, problem=problem.id)
         try:
-            self._draw(group, group.prompt, samples, sampling, place, lambda sample: sample, priority)
+            self._draw(group, group.prompt, samples, sampling, place, priority)
         except BaseException:
             del self._groups[number]
             self.times.end(group.key, cancelled=True)
@@ -342,18 +344,18 @@ class GroupStream:
         samples: int,
         sampling: SamplingConfig,
         number: int,
-        place_of: Callable[[int], int],
         priority: Priority,
+        first: int = 0,
     ) -> None:
         """Lets the engine draw completions of a group: all first ones, or the next turn of one conversation.
 
         Args:
             number: of the group for `Engine.submit`, which makes the seeds of it.
-            place_of: index of a completion among those of this call -> place of its sample in the group.
+            first: place in the group of the first of these completions.
         """
 
         def arrived(index: int, completion: Completion) -> None:
-            self._events.put((group, place_of(index), completion))
+            self._events.put((group, first + index, completion))
 
         group.drawing += 1
         drawing = self._engine.submit(prompt, samples, sampling, arrived, number, priority)
@@ -445,7 +447,7 @@ class GroupStream:
         episode.go_on(ids, self._tokenizer.opened_thought(prompt))
         seed = group.sampling.seed
         own = replace(group.sampling, seed=None if seed is None else mixed_seed(seed, group.place, place))
-        self._draw(group, prompt, 1, own, episode.turns, lambda _: place, min(group.priority, Priority.TURN))
+        self._draw(group, prompt, 1, own, episode.turns, min(group.priority, Priority.TURN), place)
 
     def _end_episode(self, group: Unfinished, place: int, sample: Sample) -> None:
         group.leave(place)
@@ -513,7 +515,7 @@ def sample_groups(
 def tell(watcher: Watcher, samples: Iterable[Sample]) -> None:
     """Tells a watcher what has come of a group already: completions, and their scores."""
     for sample in samples:
-        watcher.add(1, len(sample.completion.tokens))
+        watcher.add(1, len(sample.completion.sampled))
         if sample.score is not None:
             watcher.add_reward(sample.score.reward)
 

@@ -333,4 +333,4 @@ class GroupSource:
 
 
 def _tokens(groups: Sequence[Group]) -> int:
-    return sum(len(sample.completion.tokens) for group in groups for sample in group.samples)
+    return sum(len(sample.completion.sampled) for group in groups for sample in group.samples)

@@ -32,6 +32,13 @@ def loss(body: str, says: str, words: str = "") -> Mistake:
     return full(f"loss._component_=mine.Mine {words}", says, files={"mine.py": text})
 
 
+def environment(body: str, says: str, words: str = "", turns: str = "max_turns = 3") -> Mistake:
+    """A task whose environment does `body` in `step`."""
+    inside = body.replace("\n", "\n            ")
+    game = f"class Game:\n        def step(self, message):\n            {inside}\n    return Game()"
+    return task(f"{turns}\ndef environment(self, problem, seed):\n    {game}", says, words)
+
+
 LENGTH = "def __len__(self): return 4"
 GET = "def __getitem__(self, i): return Problem(str(i), ({'role': 'user', 'content': 'x'},), i)"
 GRADE = "def grade(self, problem, text): return Score(0.0, {})"
@@ -70,6 +77,15 @@ CLASSES = {
     "__getitem__ returns a dict": task("def __getitem__(self, i): return {'prompt': 'x'}", r"task: Mine\(\.\.\.\)\[0\] is a dict, not a Problem; return Problem\(id, messages, answer\)", real=True),
     "messages are a text": task("def __getitem__(self, i): return Problem('x', 'what?', 1)", r"task: Mine\(\.\.\.\)\[0\] has messages='what\?'; write \(\{\"role\": \"user\""),
     "messages without a role": task("def __getitem__(self, i): return Problem('x', ({'content': 'x'},), 1)", r"task: Mine\(\.\.\.\)\[0\] has messages=.*write \(\{\"role\": \"user\""),
+    "an environment without max_turns": environment("pass", r"task: Mine has an environment and max_turns=None; give it the number of turns", turns="pass"),
+    "max_turns of 0": environment("pass", r"task: Mine has an environment and max_turns=0; give it the number of turns .*, 1 or more", turns="max_turns = 0"),
+    "an environment that raises": environment("return message.text", r"task: the environment of Mine fails at turn 1 of problem 'sum-0', '.*': AttributeError: .*; mend its `step`, or raise grader.timeout_s=10 "),
+    "an environment that hangs": environment("time.sleep(60)", r"task: the environment of Mine fails at turn 1 .*: no answer within 0.5 s; .*grader.timeout_s=0.5", "grader.timeout_s=0.5"),
+    "an environment without step": task("max_turns = 3\ndef environment(self, problem, seed): return object()", r"the environment of Mine fails at turn 1 .*: AttributeError: 'object' object has no attribute 'step'"),
+    "an environment that returns text": environment("return 'go on'", r"the environment of Mine fails at turn 1 .*: step returned str; return a Turn of torchtune_ext.tasks.task"),
+    "an environment that is the assistant": environment("from torchtune_ext.tasks.task import Turn\nreturn Turn([{'role': 'assistant', 'content': 'x'}])", r"step returned a message of the assistant, whose turns only the policy writes"),
+    "an environment whose reward is no number": environment("from torchtune_ext.tasks.task import Turn\nreturn Turn(reward='much', done=True)", r"the environment of Mine fails at turn 1 .*reward='much', which is no number"),
+    "an environment that pays nothing": environment("from torchtune_ext.tasks.task import Turn\nreturn Turn(done=True)", r"task: the environment of Mine gives its own solution of problem 'sum-0' the reward 0: `environment` and `solution` do not fit"),
     "grade raises": task("def grade(self, problem, text): return problem.anser", r"task: Mine cannot grade its own solution of problem 'sum-0': AttributeError: .*\(mine.py:8\); none of the first 4 problems can be graded"),
     "grade returns None": task("def grade(self, problem, text): pass", r"task: Mine cannot grade its own solution of problem 'sum-0': .*None"),
     "grade returns NaN": task("def grade(self, problem, text): return Score(float('nan'), {})", r"task: Mine cannot grade its own solution of problem 'sum-0': .*nan.*not finite"),

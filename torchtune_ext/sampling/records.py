@@ -222,9 +222,14 @@ class Completion:
     turns: tuple[tuple[int, int], ...] = ()
 
     @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The turns; a completion that is no conversation is one."""
+        return self.turns or ((0, len(self.tokens)),)
+
+    @property
     def sampled(self) -> np.ndarray:
         """The places [S] of the sampled tokens in `tokens`."""
-        return np.concatenate([np.arange(*turn) for turn in self.turns or ((0, len(self.tokens)),)])
+        return np.concatenate([np.arange(*span) for span in self.spans])
 
 
 @dataclass(frozen=True, slots=True)

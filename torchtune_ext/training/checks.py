@@ -280,7 +280,8 @@ def check_prompts(
 
 
 def trained_too(task: Task, held_out: Task | None) -> list[str]:
-    """Returns the ids of the held-out problems whose messages are also those of a problem that is trained on.
+    """Returns the ids of the held-out problems whose messages are also those of a problem that is trained on; of
+    conversations, the hidden answers, too.
 
     Tasks without end are not compared, and of others what `LOOK_S` seconds allow to make.
 
@@ -300,14 +301,16 @@ def trained_too(task: Task, held_out: Task | None) -> list[str]:
 
 
 def _ids(task: Task) -> dict[str, str]:
-    """Messages -> id of the problems of a task."""
+    """Messages, and of conversations the hidden answer, -> id of the problems of a task."""
     ids, began = {}, time.monotonic()
     for index in range(len(task)):
         if time.monotonic() - began > LOOK_S:
             break
         try:
             problem = task[index]
-            ids[str(list(problem.messages))] = problem.id
+            # Many games begin with the same words.
+            hidden = problem.answer if isinstance(task, ConversationTask) else None
+            ids[str((list(problem.messages), hidden))] = problem.id
         except Exception:
             continue  # a broken row is named when its turn comes (`rollouts.bad_problems`)
     return ids

@@ -151,10 +151,9 @@ def test_samples_stand_near_the_top_and_a_step_that_is_not_there_is_said(shown):
 
 def test_a_conversation_stands_there_turn_by_turn(shown):
     for copy in shown[0].values():
-        first, answer, last = copy["turns"]
-        assert first == [False, "assistant", "55", "0.000", 0] and last == [False, "assistant", "58", "1.000", 0]
-        # The middle of a long answer is left out.
-        assert answer[:2] == [True, "user"] and answer[2].startswith(HOSTILE[:20]) and answer[3:] == ["", 0]
+        assert copy["turns"] == [
+            [False, "assistant", "55", "0.000", 0], [True, "user", HOSTILE, "", 0], [False, "assistant", "58", "1.000", 0],
+        ]  # fmt: skip
         assert copy["tokens"] == [
             [False, "assistant", "559", "0.000", 3], [True, "user", "202122", "", 0], [False, "assistant", "589", "1.000", 3],
         ], "the tokens of the environment have no color of a log-prob"  # fmt: skip
