@@ -67,7 +67,14 @@ def test_more_lengths_than_are_compiled_by_default():
     assert torch.cuda.max_memory_allocated() < scores
 
 
-def test_policy_on_cuda_equals_cpu(tmp_path):
+def learner_on(device, path, dtype, level="token"):
+    source = HFModel(path)
+    policy = build_policy(lambda: from_config(str(path)), source, torch.device(device), dtype)
+    return Learner(policy, PolicyLoss(level=level), Ranks(0, 1, torch.device(device)))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
     shape = Shape(
         hidden_size=128,
         num_hidden_layers=2,
@@ -76,13 +83,31 @@ def test_policy_on_cuda_equals_cpu(tmp_path):
         intermediate_size=256,
         vocab_size=400,
     )
-    write_model(tmp_path / "m", make_tokenizer(["some text\n"] * 9, ["x"], [], 400), shape, seed=0)
-    source = HFModel(tmp_path / "m")
+    path = tmp_path_factory.mktemp("model") / "m"
+    write_model(path, make_tokenizer(["some text\n"] * 9, ["x"], [], 400), shape, seed=0)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_gradients_repeat_bit_for_bit(model, dtype, level):
+    """The six completions of a prompt meet in its last token, where their gradients must be added in one order."""
+    learner, gradients = learner_on("cuda", model, dtype, level), []
+    for _ in range(4):
+        for parameter in learner.policy.model.parameters():
+            parameter.grad = None
+        learner.forward_backward([row()])
+        gradients.append([parameter.grad.clone() for parameter in learner.policy.model.parameters()])
+    for again in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], again))
+
+
+def test_policy_on_cuda_equals_cpu(model):
     values = {}
     for device in ("cpu", "cuda"):
-        policy = build_policy(lambda: from_config(str(source.path)), source, torch.device(device), torch.float32)
-        gradient = Learner(policy, PolicyLoss(), Ranks(0, 1, torch.device(device))).forward_backward([row()])
-        grads = torch.cat([p.grad.flatten().cpu() for p in policy.model.parameters()])
+        learner = learner_on(device, model, torch.float32)
+        gradient = learner.forward_backward([row()])
+        grads = torch.cat([p.grad.flatten().cpu() for p in learner.policy.model.parameters()])
         values[device] = gradient.loss, gradient.logprobs[0].logprobs_L.cpu(), grads
     assert values["cuda"][0] == pytest.approx(values["cpu"][0], rel=1e-3)
     assert (values["cuda"][1] - values["cpu"][1]).abs().max() < 1e-2

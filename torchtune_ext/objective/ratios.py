@@ -13,6 +13,7 @@ pi_old            log-probs
 
 from torch import Tensor
 
+from torchtune_ext.kernels.indexing import add_at, take
 from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.run.errors import Mistake
 
@@ -61,9 +62,7 @@ def bounded_exp(log_ratio_L: Tensor) -> Tensor:
 
 def sample_sums(values_L: Tensor, samples_L: Tensor) -> Tensor:
     """Every label gets the sum of its completion's values. `samples_L` is the index of the label's completion, below L."""
-    sums = values_L.new_zeros(values_L.shape).index_add(0, samples_L, values_L)
-    # Its backward adds in the order of the labels, which that of `sums[samples_L]` does not on a CPU.
-    return sums.index_select(0, samples_L)
+    return take(add_at(values_L.new_zeros(values_L.shape), samples_L, values_L), samples_L)
 
 
 def sample_means(values_L: Tensor, samples_L: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear, TransformerDecoder
 
+from torchtune_ext.kernels.indexing import take
 from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_top_k
 from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
 from torchtune_ext.packing import Row
@@ -94,9 +95,7 @@ class PackedPolicy:
         where weights are whole."""
         output = self.model.output
         weight_VD = output.tied_module.weight if isinstance(output, TiedLinear) else effective_weight(output)
-        # A prompt's last token is the source of every first label of its group. On a CPU the backward of `x[sources]` would add
-        # these gradients in any order; that of `index_select` adds them in theirs, so a run can be replayed bit for bit.
-        hidden_LD = self.model.norm(hidden_BTD)[0].index_select(0, self._row.sources_L)
+        hidden_LD = take(self.model.norm(hidden_BTD)[0], self._row.sources_L)
         head = hidden_LD, weight_VD.to(hidden_LD.dtype)
         if isinstance(self._top, Tensor):
             self._tops = linear_gather(*head, self._top, self._temperature), self._top
