@@ -1,8 +1,9 @@
 """Rows taken by index, and values added by index, so that a run can be replayed bit for bit.
 
-Several labels may have one index: a prompt's last token is the source of every first label of its group. Either the gradient or
-the sum then adds several values in one place. `index_add`, which is also the backward of `index_select`, adds them in their order
-on a CPU and in any order on CUDA. `index_put`, the backward of `x[index]`, sorts them first on CUDA and not on a CPU.
+Several labels may have one index: a prompt's last token is the source of every first label of its group. Then the
+gradient, or the sum, adds several values in one place. `index_add`, which is also the backward of `index_select`, adds
+them in their order on a CPU and in any order on CUDA. `index_put`, the backward of `x[index]`, sorts them first on CUDA
+and not on a CPU.
 """
 
 from torch import Tensor
