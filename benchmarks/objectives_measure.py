@@ -27,7 +27,7 @@ def measure(folder: Path, step: int, start: Path) -> dict[str, float]:
     """Entropy and KL of the weights after `step`, see above; `start`: the model after the warm-up."""
     cfg = json.loads((folder / "run.json").read_text())["config"]
     task, tokenizer = instantiate(cfg["evaluation"]["task"]), ChatTokenizer(start)
-    prompts = [tokenizer.prompt_ids(list(task[i].messages)) for i in range(len(task))]
+    prompts = [tokenizer.prompt_ids(task[i].messages) for i in range(len(task))]
     model, initial = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         for path in (folder / "checkpoints" / f"step_{step:06d}", start)

@@ -223,7 +223,7 @@ class WarmupRecipe:
 
     def group(self, problem: Problem) -> Group:
         """One problem with its solution as the only sample; the end of a turn is trained too."""
-        ids, mask = self.tokenizer.conversation_ids([*problem.messages, *self.solution(problem)])
+        ids, mask = self.tokenizer.conversation_ids([*problem.messages, *self.solution(problem)], problem.tools)
         first = 1 if self.cfg.train_on_prompt else mask.index(True)
         last = len(mask) - mask[::-1].index(True)
         tokens = np.asarray(ids[first:last], dtype=np.int32)

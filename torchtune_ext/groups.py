@@ -93,6 +93,8 @@ def group_json(group: Group) -> str:
     started again begins with an empty one, and a run that lost an engine on its way keeps the record of one that lost none.
     """
     problem = {"id": group.problem.id, "messages": group.problem.messages, "answer": group.problem.answer}
+    if group.problem.tools:
+        problem["tools"] = group.problem.tools
     samples = ",".join(_sample_text(sample) for sample in group.samples)
     return (
         f'{{"problem":{json.dumps(problem, default=repr)},"prompt_tokens":{_ints(group.prompt_tokens)},'
@@ -129,7 +131,9 @@ def group_of(record: dict[str, Any]) -> Group:
     what the prefix cache held."""
     problem = record["problem"]
     return Group(
-        problem=Problem(id=problem["id"], messages=tuple(problem["messages"]), answer=problem["answer"]),
+        problem=Problem(
+            problem["id"], tuple(problem["messages"]), problem["answer"], tools=tuple(problem.get("tools", ()))
+        ),
         prompt_tokens=np.array(record["prompt_tokens"], dtype=np.int32),
         samples=tuple(_sample(sample) for sample in record["samples"]),
     )

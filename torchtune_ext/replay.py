@@ -200,8 +200,9 @@ class Replay:
         for cursor in range(BATCHES * batch):
             problem = problems.at(cursor)
             group = None if problem is None else groups.get(problem.id)
-            if group is not None and group.prompt_tokens.tolist() == tokenizer.prompt_ids(list(problem.messages)):
-                del groups[problem.id]
+            if group is not None:
+                if group.prompt_tokens.tolist() == tokenizer.prompt_ids(problem.messages, problem.tools):
+                    del groups[problem.id]
             if not groups:
                 return
         named = [text for text in self._changed if text.startswith(("task.", "tokenizer."))]

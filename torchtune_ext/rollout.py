@@ -59,7 +59,7 @@ class Unfinished:
     ):
         self.key, self.problem, self._decode = key, problem, tokenizer.decode
         self.sampling, self.place, self.priority = sampling, place, priority  # as `GroupStream.submit` has them
-        self.prompt = tokenizer.prompt_ids(list(problem.messages))
+        self.prompt = tokenizer.prompt_ids(problem.messages, problem.tools)
         self._opened = tokenizer.opened_thought(self.prompt)
         self.samples: list[Sample | None] = [None] * samples
         # Of conversations, one for each sample.
@@ -434,7 +434,7 @@ class GroupStream:
             self._end_episode(group, place, episode.over("completed" if answer.done else "max_turns"))
             return
         try:
-            ids = self._tokenizer.between_turns_ids(answer.messages, end=int(episode.last.tokens[-1]))
+            ids = self._tokenizer.between_turns_ids(answer.messages, int(episode.last.tokens[-1]), group.problem.tools)
         except Mistake as error:
             # Only this answer may be one that the template has no form for.
             failure = Outcome("infra_failed", None, f"its answer cannot be read: {error}")

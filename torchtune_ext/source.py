@@ -54,7 +54,7 @@ def prompt_fault(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: int) 
 
     def fault(problem: Problem) -> str:
         try:
-            tokens = len(tokenizer.prompt_ids(list(problem.messages)))
+            tokens = len(tokenizer.prompt_ids(problem.messages, problem.tools))
         except Exception as error:  # noqa: BLE001 (the template's code, on messages that the user's task made)
             return f"its messages are no prompt: {text_of(error)}"
         if not tokens:

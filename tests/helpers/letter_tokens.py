@@ -8,7 +8,7 @@ from torchtune_ext.sampling.records import Completion
 class LetterTokenizer:
     """The part of `ChatTokenizer` that sampling and grading use. The prompt is the first message."""
 
-    def prompt_ids(self, messages):
+    def prompt_ids(self, messages, tools=()):
         return [ord(letter) for letter in messages[0]["content"]]
 
     def opened_thought(self, prompt):

@@ -9,7 +9,7 @@ fails, a ValueError says what was missing and asks for tags.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from torchtune_ext.run.errors import Mistake
 
 Message = dict[str, Any]
+Tool = Mapping[str, Any]  # the JSON schema of a function
 
 # This is ChatML with as few tokens as possible: four tokens around a message (<|im_start|>, role, newline, <|im_end|>),
 # no default system message, no newline after a turn. It is for models that the supervised warm-up makes from scratch.
@@ -84,7 +85,7 @@ class ChatTemplate:
         self._variables = {**special_tokens, **(options or {})}
         self._frame: tuple[str, str] | None = None
 
-    def render(self, messages: Sequence[Message], tools: list | None = None, generation_prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation_prompt: bool = False) -> str:
         """Returns the text that the template gives for `messages`.
 
         Raises:
@@ -93,7 +94,7 @@ class ChatTemplate:
         return self._render(messages, tools, generation_prompt, tags=False)[0]
 
     def conversation(
-        self, messages: Sequence[Message], tools: list | None = None, generation_prompt: bool = False
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation_prompt: bool = False
     ) -> Conversation:
         """Returns the text to train on, with the place of each assistant turn.
 
@@ -114,7 +115,7 @@ class ChatTemplate:
         prompt = self._frame_texts()[0]
         return Conversation(text, tuple(Turn(a, min(_after(text, a, prompt), b), b) for a, b in spans))
 
-    def between_turns(self, messages: Sequence[Message], tools: list | None = None) -> str:
+    def between_turns(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """Returns what stands between a turn's own text and the next turn: its end, `messages`, and the generation prompt.
 
         It is rendered behind a turn that is only a mark, so nothing that was sampled is rendered again, and what the template
@@ -133,7 +134,8 @@ class ChatTemplate:
         try:
             texts, spans = render_jinja_template(
                 conversations=[list(messages)],
-                tools=tools,
+                # Some templates take an empty list for tools.
+                tools=list(tools) if tools else None,
                 chat_template=self.source,
                 return_assistant_tokens_mask=tags,
                 add_generation_prompt=generation_prompt,

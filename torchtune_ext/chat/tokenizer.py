@@ -17,14 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.chat.templates import CHATML, ChatTemplate, Message
+from torchtune_ext.chat.templates import CHATML, ChatTemplate, Message, Tool
 from torchtune_ext.run.errors import Mistake
 
 __all__ = ["CHATML", "ChatTokenizer"]
 
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
 _LONGEST_OPENING = 16  # tokens; enough for "<think>" and white space if every character is a token
-_THOUGHT_MARKS = ("<think>", "</think>")
+# Marks that graders and environments read. In some models they are special tokens.
+_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 class ChatTokenizer:
@@ -49,18 +50,18 @@ class ChatTokenizer:
         self._special_ids = set(self._tokenizer.all_special_ids)
         self._special_ids |= {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         names = self._tokenizer.convert_ids_to_tokens
-        self._unread_ids = {i for i in self._special_ids if names(i) not in _THOUGHT_MARKS}
+        self._unread_ids = {i for i in self._special_ids if names(i) not in _MARKS}
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.stop_token_ids = self._find_stop_token_ids()
         self.eos_id: int = self.stop_token_ids[0]
         pad_id = self._tokenizer.pad_token_id
         self.pad_id: int = self.eos_id if pad_id is None else pad_id
 
-    def prompt_ids(self, messages: Sequence[Message], tools: list | None = None) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Returns the prompt that the engine completes: the ids [P] of the messages and of the generation prompt."""
         return self.encode(self.template.render(messages, tools, generation_prompt=True))
 
-    def between_turns_ids(self, messages: Sequence[Message], end: int, tools: list | None = None) -> list[int]:
+    def between_turns_ids(self, messages: Sequence[Message], end: int, tools: Sequence[Tool] = ()) -> list[int]:
         """Returns what a conversation goes on with after a sampled turn: `messages` and the next generation prompt.
 
         The ids are appended to those that were sampled, which are never made again from text. What the template writes behind
@@ -69,6 +70,7 @@ class ChatTokenizer:
         Args:
             messages: what the environment answers.
             end: the last sampled token.
+            tools: as in the prompt.
 
         Raises:
             ValueError: the template cannot render `messages` behind a turn of the assistant.
@@ -92,7 +94,7 @@ class ChatTokenizer:
     def conversation_ids(
         self,
         messages: Sequence[Message],
-        tools: list | None = None,
+        tools: Sequence[Tool] = (),
         add_generation_prompt: bool = False,
         sampled_only: bool = True,
     ) -> tuple[list[int], list[bool]]:
@@ -141,7 +143,7 @@ class ChatTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of sampled ids, for graders and people, never for training.
 
-        Special tokens are left out, except the marks of thoughts, which are special tokens in some models.
+        Special tokens are left out, except the marks of thoughts and of tool calls, which are special tokens in some models.
         """
         return self._tokenizer.decode(
             [int(i) for i in ids if int(i) not in self._unread_ids],

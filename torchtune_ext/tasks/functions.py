@@ -1,4 +1,5 @@
-"""Functions that grade: a task's argument `grader` or `group_grader` names one, in the place of the task's own `grade`."""
+"""Functions that grade: a task's argument `grader` or `group_grader` names one, in the place of the task's own `grade`.
+Classes are named alike."""
 
 import importlib
 import inspect
@@ -50,22 +51,7 @@ def by_path(path: str, key: str, what: str) -> Callable:
         ValueError: there is no such module or function, its file cannot be run, or it does not take two arguments.
     """
     setting = f"{key}={path!r}"
-    module_name, _, name = path.removesuffix("()").rpartition(".")
-    if not module_name or name == "py" or "/" in path or ":" in path:
-        raise Mistake(f"{setting}: write FILE.FUNCTION, {key}=my_reward.f for the function f of my_reward.py")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        # Importing runs the user's code, which may raise any error.
-        raise Mistake(f"{setting}: {_why_not(module_name, error)}") from error
-    if not hasattr(module, name):
-        known = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
-        near = nearest(name, known)
-        hint = f"; did you mean {near!r}?" if near else f"; it has {', '.join(known) or 'no function'}"
-        raise Mistake(f"{setting}: {getattr(module, '__file__', module_name)} has no {name!r}{hint}")
-    function = getattr(module, name)
+    function = named(path, key, "function", "my_reward.f")
     if not callable(function):
         raise Mistake(f"{setting} is a {type(function).__name__}; name a function f(problem, {what})")
     try:
@@ -83,6 +69,39 @@ def by_path(path: str, key: str, what: str) -> Callable:
             f"{setting} takes an answer first, but it is given the problem: f(problem, {what}), and problem.answer"
         )
     return function
+
+
+def named(path: str, key: str, kind: str, example: str) -> Any:
+    """Returns what a dotted path names. Modules in the working directory are found, too.
+
+    Args:
+        path: "MODULE.NAME".
+        key: the argument that names it, for messages.
+        kind: "function" or "class", for messages.
+        example: of a path, for messages.
+
+    Raises:
+        ValueError: there is no such module or name, or its file cannot be run.
+    """
+    setting = f"{key}={path!r}"
+    module_name, _, name = path.removesuffix("()").rpartition(".")
+    if not module_name or name == "py" or "/" in path or ":" in path:
+        file, _, its_name = example.partition(".")
+        raise Mistake(f"{setting}: write FILE.{kind.upper()}, {key}={example} for the {kind} {its_name} of {file}.py")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        # Importing runs the user's code, which may raise any error.
+        raise Mistake(f"{setting}: {_why_not(module_name, error)}") from error
+    if not hasattr(module, name):
+        is_kind = inspect.isclass if kind == "class" else inspect.isroutine
+        known = [key for key, value in vars(module).items() if is_kind(value) and not key.startswith("_")]
+        near = nearest(name, known)
+        hint = f"; did you mean {near!r}?" if near else f"; it has {', '.join(known) or f'no {kind}'}"
+        raise Mistake(f"{setting}: {getattr(module, '__file__', module_name)} has no {name!r}{hint}")
+    return getattr(module, name)
 
 
 def name_of(function: str | Callable) -> str:

@@ -25,6 +25,9 @@ class Problem:
     # The record of the data set that the problem was made of, for graders that need more of it than the answer. It is not
     # stored with the rollouts.
     example: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    # JSON schemas of functions, which the chat template shows in the prompt. Who calls them is the environment
+    # (`chat.tool_calls` reads the calls in a turn).
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
     Those that cannot be made or encoded are left out.
 
     Raises:
-        ValueError: none can; this is the first one's error.
+        ValueError: none can; this is the first one's error. Or the template does not show the tools of one.
     """
     lengths, began, first = [], time.monotonic(), None
     looked_at, whole = min(len(task), LOOKED_AT), len(task) if len(task) <= SHUFFLE_LIMIT else LOOKED_AT
@@ -222,11 +222,17 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
             break
         try:
             with blame(f"{key}: the prompt of {_name(task)}(...)[{index}]"):
-                ids = tokenizer.prompt_ids(list(task[index].messages))
+                problem = task[index]
+                ids = tokenizer.prompt_ids(problem.messages, problem.tools)
         except ValueError as error:
             first = first or error
         else:
             lengths.append(len(ids))
+            if problem.tools and ids == tokenizer.prompt_ids(problem.messages):
+                raise Mistake(
+                    f"{key}: {_name(task)}(...)[{index}] has tools, which the chat template {tokenizer.template.name!r} does "
+                    "not show; name one that does in tokenizer.template, or describe them in a message (docs/environments.md)"
+                )
     if not lengths:
         raise first
     return lengths
@@ -254,7 +260,7 @@ def check_prompts(
             continue
         if isinstance(task, ConversationTask):
             with blame(f"{key}: {_name(task)} leads conversations:"):
-                tokenizer.between_turns_ids([{"role": "user", "content": "x"}], end=tokenizer.eos_id)
+                tokenizer.between_turns_ids([{"role": "user", "content": "x"}], tokenizer.eos_id)
         lengths = prompt_lengths(task, tokenizer, key)
         shortest, longest = min(lengths), max(lengths)
         if shortest > room:

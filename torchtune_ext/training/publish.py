@@ -226,7 +226,7 @@ class Publisher:
 
 def canary_prompts(problems: ProblemStream, tokenizer: ChatTokenizer) -> list[list[int]]:
     """The same few prompts for every publication of a run."""
-    return [tokenizer.prompt_ids(list(problem.messages)) for problem in problems.first(CANARY_PROMPTS)]
+    return [tokenizer.prompt_ids(problem.messages, problem.tools) for problem in problems.first(CANARY_PROMPTS)]
 
 
 def _as_group(prompt: list[int], completions: Sequence[Completion]) -> Group:

@@ -12,6 +12,7 @@ from tables import every_row
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls
 
 ROOT = Path(__file__).resolve().parents[3]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -89,6 +90,22 @@ def test_recorded_vectors(data_dir, qwen_dir, family):
             continue
         seen += 1
     assert seen == 24
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
+def test_results_of_tools_come_behind_the_sampled_call(data_dir, qwen_dir, family):
+    """The ids that are appended make the conversation that the template writes as a whole, with the call as an object."""
+    tokenizer = ChatTokenizer(qwen_dir, template=str(data_dir / f"chat-templates/{family}.jinja"))
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = ({"type": "function", "function": {"name": "double", "description": "2a", "parameters": parameters}},)
+    call = '<tool_call>\n{"name": "double", "arguments": {"a": 1}}\n</tool_call>'
+    sampled = tokenizer.encode(f"{call}<|im_end|>")
+    assert tokenizer.decode(sampled) == call
+    assert tool_calls(call) == [ToolCall("double", {"a": 1})]
+    user, results = conversation("1+1?"), [{"role": "tool", "content": "2"}, {"role": "tool", "content": "two"}]
+    ids = [*tokenizer.prompt_ids(user, tools), *sampled, *tokenizer.between_turns_ids(results, sampled[-1], tools)]
+    turn = {"role": "assistant", "content": "", "tool_calls": [{"name": "double", "arguments": {"a": 1}}]}
+    assert ids == tokenizer.prompt_ids([*user, turn, *results], tools) != tokenizer.prompt_ids([*user, turn, *results])
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
@@ -319,3 +336,16 @@ def test_missing_files_raise(model_dir, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
     with pytest.raises(ValueError, match="names no end token"):
         ChatTokenizer(tmp_path, "{{ messages[0].content }}")
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_the_marks_of_a_call_are_read(model_dir, tmp_path, special):
+    """Some models have them for special tokens, which are left out of other texts."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+    marks = "<tool_call>", "</tool_call>"
+    add([AddedToken(token, special=special, normalized=False) for token in marks])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = ChatTokenizer(tmp_path, template=PLAIN)
+    text = f'{marks[0]}{{"name": "a"}}{marks[1]}'
+    assert ours.decode(ours.encode(f"{text}<|im_end|>")) == text

@@ -22,14 +22,14 @@ from torchtune_ext.sampling.engine import Priority, SamplingConfig
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem
 
-PROBLEM = Problem("p", ({"role": "user", "content": "?"},), answer=None)
+PROBLEM = Problem("p", ({"role": "user", "content": "?"},), answer=None, tools=({"name": "look"},))
 SAMPLING = SamplingConfig(max_tokens=20, seed=7)
 
 
 class TurnLetters(LetterTokenizer):
     """The next turn comes behind the answers in brackets."""
 
-    def between_turns_ids(self, messages, end):
+    def between_turns_ids(self, messages, end, tools=()):
         if messages[0]["role"] == "tool":
             raise Mistake("the template has no tools")
         return [ord(letter) for message in messages for letter in f"[{message['content']}]"]
@@ -93,6 +93,7 @@ def test_ids_are_appended_and_what_the_environment_said_was_not_sampled(environm
     assert sample.text == "assistant: more 2\nuser: go\nassistant: look\nuser: go\nassistant: win"
     stored = group_of(json.loads(group_json(group)))
     assert group_json(stored) == group_json(group) and stored.samples[0].messages == sample.messages
+    assert stored.problem == PROBLEM
 
 
 def test_each_turn_has_a_seed_of_its_own_and_goes_before_new_samples(environments):

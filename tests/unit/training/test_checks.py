@@ -3,6 +3,7 @@
 import json
 import re
 from collections import namedtuple
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tables import every_row
 from tiny_runs import write_tiny_model
 
-from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.chat import CHATML, ChatTokenizer
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
@@ -113,7 +114,7 @@ class Slow:
 def test_prompts_are_measured_for_a_second_at_most(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    tokenizer = SimpleNamespace(prompt_ids=lambda messages: [0] * len(messages[0]["content"]))
+    tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [0] * len(messages[0]["content"]))
     # Four are made in 1.2 s; the one that cannot be made is left to the run.
     assert checks.prompt_lengths(Slow(clock), tokenizer, "task") == [0, 31, 46]
 
@@ -125,7 +126,7 @@ def test_a_broken_first_row_is_left_to_the_run():
                 raise KeyError("answer")
             return Problem(str(index), ({"role": "user", "content": "12"},), "")
 
-    tokenizer = SimpleNamespace(prompt_ids=lambda messages: [0] * len(messages[0]["content"]))
+    tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [0] * len(messages[0]["content"]))
     assert checks.prompt_lengths(Rows([0, 7]), tokenizer, "task") == [2]
     with pytest.raises(ValueError, match=r"the prompt of Rows\(...\)\[0\] raised KeyError"):
         checks.prompt_lengths(Rows([0, 1]), tokenizer, "task")
@@ -148,11 +149,24 @@ def test_prompts_from_all_over_a_long_task_are_looked_at():
     task = Rows(*("x" * (i // 10) for i in range(100)))
 
     class Counting:
-        def prompt_ids(self, messages):
+        def prompt_ids(self, messages, tools=()):
             return [0] * len(messages[0]["content"])
 
     lengths = checks.prompt_lengths(task, Counting(), "task")
     assert len(lengths) == checks.LOOKED_AT and lengths[0] == 1 and lengths[-1] == 10
+
+
+def test_tools_that_the_template_does_not_show_are_told(model_dir):
+    class Shop(Rows):
+        def __getitem__(self, index):
+            return replace(super().__getitem__(index), tools=({"type": "function", "function": {"name": "buy"}},))
+
+    task, shows = Shop("a", "b"), CHATML + "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    with pytest.raises(
+        ValueError, match=r"task: Shop\(...\)\[0\] has tools, which the chat template 'chatml' does not show"
+    ):
+        checks.prompt_lengths(task, ChatTokenizer(model_dir, "chatml"), "task")
+    assert len(checks.prompt_lengths(task, ChatTokenizer(model_dir, shows), "task")) == 2
 
 
 def test_held_out_problems_that_are_trained_on_are_told(monkeypatch):

@@ -1,0 +1,56 @@
+"""Tool calls as the templates of the families write them."""
+
+import json
+
+import pytest
+from tables import every_row
+
+from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls
+
+ADD, NOW = ToolCall("add", {"a": 1, "b": [2, "{;}"]}), ToolCall("now", {})
+ADD_TEXT, NOW_TEXT = (json.dumps({"name": call.name, "arguments": call.arguments}) for call in (ADD, NOW))
+LLAMA = ADD_TEXT.replace("arguments", "parameters")
+
+
+@every_row(
+    "text, calls",
+    [
+        (f"<tool_call>\n{ADD_TEXT}\n</tool_call>", [ADD]),
+        (f"Let me see.\n<tool_call>{ADD_TEXT}</tool_call>\n<tool_call>{NOW_TEXT}</tool_call>", [ADD, NOW]),
+        (f"<tool_call>[{ADD_TEXT}, {NOW_TEXT}]</tool_call>", [ADD, NOW]),
+        ("<tool_call>[]</tool_call>", []),
+        (f"<tool_call>{NOW_TEXT}", [NOW]),
+        (f"<think>or <tool_call>{NOW_TEXT}</tool_call></think>\n\n<tool_call>{ADD_TEXT}</tool_call>", [ADD]),
+        (f"<think><tool_call>{NOW_TEXT}</tool_call>", []),
+        (LLAMA, [ADD]),
+        (f"<|python_tag|>{LLAMA}", [ADD]),
+        (f"{LLAMA}; {NOW_TEXT}", [ADD, NOW]),
+        (f'{{"type": "function", {LLAMA[1:]}', [ADD]),
+        ('{"name": "Ann", "age": 7}', []),
+        ("The sum is 3.", []),
+        ("3", []),
+        ("", []),
+        (f"{LLAMA} is what I would call", []),
+        ("[" * 100_000, []),
+    ],
+)
+def test_calls_are_read(text, calls):
+    assert tool_calls(text) == calls
+
+
+@every_row(
+    "inside, words",
+    [
+        ('{"name": "add", "arguments": {"a": 1}', "no JSON: Expecting"),
+        ("add(1, 2)", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ('{"name": "add"}', '{"name": "add"} is no tool call; write {"name": "...", "arguments": {...}}'),
+        ('{"name": "add", "arguments": "a=1"}', "is no tool call"),
+        ('{"name": 3, "arguments": {}}', "is no tool call"),
+        ("7", "7 is no tool call"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_told_to_the_policy(inside, words):
+    with pytest.raises(ValueError, match=".*") as error:
+        tool_calls(f"<tool_call>{inside}</tool_call>")
+    assert words in str(error.value)

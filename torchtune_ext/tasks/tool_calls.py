@@ -1,0 +1,67 @@
+"""Reads the tool calls in a turn that was sampled.
+
+family                      a call
+Qwen2.5, Qwen3, Hermes      <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, one or several
+SmolLM2                     <tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>, all in one list
+Llama 3.1, Llama 3.2        {"name": "add", "parameters": {"a": 1}} as the whole turn, or several with "; " between them
+
+What is read is only executed. It is never rendered again, which would change its bytes: the policy is trained on the ids that
+it sampled.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torchtune_ext.run.errors import Mistake
+from torchtune_ext.tasks.answers import spoken
+
+# A model may end its turn without closing the mark.
+_MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def tool_calls(text: str) -> list[ToolCall]:
+    """Returns the calls in the text of a turn, in their order. What stands in a thought is none.
+
+    Raises:
+        ValueError: what stands between the marks of a call cannot be read. The message is for the policy.
+    """
+    text = spoken(text)
+    if marked := _MARKED.findall(text):
+        return [_call(value) for piece in marked for value in _values(piece)]
+    try:
+        return [_call(value) for value in _values(text.strip().removeprefix(_PYTHON_TAG))]
+    except ValueError:
+        # Without marks, what is no call is an answer.
+        return []
+
+
+def _values(text: str) -> list[Any]:
+    """Returns what a text holds in JSON: one value, several, or a list of them."""
+    values, rest = [], text.strip()
+    while rest:
+        try:
+            value, end = _DECODER.raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            raise Mistake(f"the tool call is no JSON: {error}") from None
+        values += value if isinstance(value, list) else [value]
+        rest = rest[end:].lstrip("; \n\t")
+    return values
+
+
+def _call(value: Any) -> ToolCall:
+    arguments = value.get("arguments", value.get("parameters")) if isinstance(value, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
+        raise Mistake(f'{json.dumps(value):.80} is no tool call; write {{"name": "...", "arguments": {{...}}}}')
+    return ToolCall(value["name"], arguments)

@@ -1,0 +1,153 @@
+'''Environments in the convention of TRL: a plain class whose methods are the tools of the policy.
+
+class Shop:
+    def reset(self, budget, **row):      # begins a conversation; gets the row's fields
+        self.left = budget
+        return f"You have {budget} coins."
+
+    def buy(self, item: str, count: int = 1) -> str:
+        """Buys something.
+
+        Args:
+            item: what to buy.
+            count: how many of it.
+        """
+        ...
+
+    def get_reward(self) -> float:       # what the conversation is worth
+        ...
+
+task:
+  _component_: torchtune_ext.tasks.tool_class.ToolClass
+  environment: my_shop.Shop
+  rows: rows.jsonl
+'''
+
+import asyncio
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchtune_ext.run.errors import Mistake, blame
+from torchtune_ext.tasks.functions import named
+from torchtune_ext.tasks.games import Games, prompt_of
+from torchtune_ext.tasks.task import Message, Turn
+from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls
+
+NO_TOOLS = ("reset", "get_reward")  # public methods that are no tools
+
+
+class ToolClass(Games):
+    """The task.
+
+    A turn without a tool call ends a conversation. The results of the calls in a turn are messages of the role "tool". What a
+    tool raises is its result, as is what is wrong with a call. The reward comes with the last turn.
+
+    Args:
+        environment: dotted path of the class. Its public methods but `reset` and `get_reward` are the tools, each with type
+            hints and a docstring in Google's style, of which transformers makes the schema. Methods may be async.
+        rows: a file or the rows themselves. `prompt`, messages or a text, is what the policy reads first; a text that
+            `reset` returns is appended to it. `reset` gets all fields. None: `reset` returns the prompt, drawn from `random`.
+        max_turns: of the assistant.
+        system: a message before the prompt. {tools} in it stands for the schemas as JSON, where the template shows no tools.
+        count, first, seed: as in `Games`.
+
+    Raises:
+        ValueError: the class, or the row's prompt, is not as above.
+    """
+
+    def __init__(
+        self,
+        environment: str,
+        rows: str | Sequence[Mapping[str, Any]] | None = None,
+        max_turns: int = 10,
+        system: str | None = None,
+        count: int | None = None,
+        first: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.factory, self.system = named(environment, "environment", "class", "my_shop.Shop"), system
+        schemas = _schemas(self.factory, f"environment={environment!r}")
+        if system is not None and "{tools}" in system:
+            self.system, schemas = system.replace("{tools}", json.dumps(schemas)), []
+        super().__init__(self.factory.__name__, rows, count, first, seed, max_turns, schemas)
+
+    def begin(self, row: Mapping[str, Any], seed: int) -> tuple["ToolEnvironment", list[Message]]:
+        messages = prompt_of(row)
+        with blame(f"{self.name}.reset({', '.join(f'{field}=...' for field in row)})"):
+            game = self.factory()
+            messages[-1]["content"] += _awaited(game.reset(**row)) or ""
+        if not messages[-1]["content"]:
+            raise Mistake(f"{self.name}: nothing to read; let `reset` return a text, or give each row a field `prompt`")
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return ToolEnvironment(game, self.max_turns), before + messages
+
+
+class ToolEnvironment:
+    """Calls the tools of an instance of the class."""
+
+    def __init__(self, game: Any, max_turns: int) -> None:
+        self.game, self.turns_left, self.calls, self.errors = game, max_turns, 0, 0
+
+    def step(self, message: Message) -> Turn:
+        self.turns_left -= 1
+        try:
+            calls = tool_calls(message["content"])
+        except ValueError as error:
+            self.calls += 1
+            results = [{"role": "tool", "content": self._failed(error)}]
+        else:
+            results = [{"role": "tool", "name": call.name, "content": self._result(call)} for call in calls]
+        is_last = not results or not self.turns_left
+        reward = _awaited(self.game.get_reward()) if is_last else 0.0
+        return Turn(results, reward, not results, {"tool_calls": self.calls, "tool_errors": self.errors})
+
+    def _result(self, call: ToolCall) -> str:
+        self.calls += 1
+        names = _tool_names(type(self.game))
+        if call.name not in names:
+            return self._failed(f"there is no tool {call.name}, only {', '.join(names)}")
+        try:
+            return str(_awaited(getattr(self.game, call.name)(**call.arguments)))
+        except Exception as error:  # noqa: BLE001 (the policy reads what it did wrong)
+            return self._failed(error)
+
+    def _failed(self, error: Exception | str) -> str:
+        self.errors += 1
+        return str({"error": str(error) or type(error).__name__})
+
+
+def _tool_names(factory: type) -> list[str]:
+    methods = [name for name, _ in inspect.getmembers(factory, inspect.isfunction)]
+    return [name for name in methods if not name.startswith("_") and name not in NO_TOOLS]
+
+
+def _schemas(factory: Any, setting: str) -> list[dict[str, Any]]:
+    """Returns the schemas of a class's tools, once it is clear that it has all that it needs."""
+    # This import comes late, because the process of an environment does not need it.
+    from transformers.utils import chat_template_utils as schema
+
+    if not inspect.isclass(factory):
+        raise Mistake(f"{setting} is a {type(factory).__name__}; name a class with the methods reset and get_reward")
+    if missing := [name for name in NO_TOOLS if not hasattr(factory, name)]:
+        raise Mistake(f"{setting} has no method {missing[0]}; it needs reset(**row) and get_reward()")
+    with blame(f"{setting}: {factory.__name__}()"):
+        instance = factory()
+    schemas = []
+    for name in _tool_names(factory):
+        try:
+            schemas.append(schema.get_json_schema(getattr(instance, name)))
+        except (schema.DocstringParsingException, schema.TypeHintParsingException) as error:
+            raise Mistake(
+                f"{setting}: {name} can be no tool: {error}; give it type hints and a docstring with `Args:`, or begin its "
+                "name with _ if it is none"
+            ) from error
+    if not schemas:
+        raise Mistake(f"{setting} has no tool: write a public method with type hints and a docstring")
+    return schemas
+
+
+def _awaited(value: Any) -> Any:
+    """Returns what a method returned, which may be async."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
