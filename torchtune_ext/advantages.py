@@ -24,10 +24,11 @@ class AdvantageStats:
     no_signal: int  # groups whose gradable samples all have the same reward
     infra_failed: int  # samples without a grade (grader or environment raised, hung or crashed); not in the baseline
     truncated: int  # samples cut by max_tokens or a deadline
+    lone_turns: int | None = None  # turns that only one sample of its group reached; None: turns are not compared
 
     def metrics(self) -> dict[str, float]:
         """Returns the counts by their names in the log."""
-        names = ("no_signal", "infra_failed")
+        names = ["no_signal", "infra_failed"] + ["lone_turns"] * (self.lone_turns is not None)
         return {"groups/used": float(self.groups)} | {f"groups/{name}": float(getattr(self, name)) for name in names}
 
 
@@ -51,6 +52,9 @@ class AdvantageConfig:
     # Above 1, the value of a sample is the best reward among k samples of its group, averaged over all choices of k
     # samples that include it.
     pass_k: int = 1
+    # Of a conversation: "episode", one advantage for all its turns, or "turn": each turn is worth what the environment gave
+    # from it on, compared with the samples of the group that reached this turn.
+    credit: str = "episode"
     # What happens to samples cut by max_tokens or a deadline: "keep", "mask" (they count only in the baseline),
     # "penalize".
     truncated: str = "keep"
@@ -64,6 +68,7 @@ class AdvantageConfig:
         for name, value, known in (
             ("baseline", self.baseline, ("mean", "leave_one_out")),
             ("scale", self.scale, ("group_std", "batch_std", "none")),
+            ("credit", self.credit, ("episode", "turn")),
             ("truncated", self.truncated, ("keep", "mask", "penalize")),
         ):
             if value not in known:
@@ -74,6 +79,11 @@ class AdvantageConfig:
             raise Mistake(
                 f"advantage.pass_k={self.pass_k} has a baseline and a deviation of its own; use baseline=mean, and "
                 f"scale=group_std or none, not baseline={self.baseline}, scale={self.scale}"
+            )
+        if self.credit == "turn" and (self.pass_k > 1 or self.scale == "batch_std"):
+            raise Mistake(
+                f"advantage.credit=turn compares turns of one group; use pass_k=1, and scale=group_std or none, not "
+                f"pass_k={self.pass_k}, scale={self.scale}"
             )
         if not self.penalty >= 0.0:
             raise Mistake(f"advantage.penalty={self.penalty} must not be negative")
@@ -87,6 +97,8 @@ class AdvantageConfig:
 
     def __str__(self) -> str:
         words = [f"advantage {self.baseline}/{self.scale}"]
+        if self.credit == "turn":
+            words.append("turn by turn")
         if self.pass_k > 1:
             words.append(f"best of {self.pass_k}")
         if self.truncated != "keep":
@@ -119,21 +131,26 @@ def with_advantages(
     gradable = [[s for s in group.samples if s.score is not None] for group in groups]
     rewards = [np.array([_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
     batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and rewards else 1.0
-    results, used = [], 0
+    results, used, lone_turns = [], 0, 0
     for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
-        graded_G = np.array([s.score.reward for s in samples])
-        advantages_G = None if config.overlong and _all_equal(graded_G) else _advantages(rewards_G, config, batch_std)
-        used += advantages_G is not None
-        if advantages_G is None and train_all:
-            advantages_G = np.zeros(len(samples))
-        values = () if advantages_G is None else zip(map(id, samples), advantages_G.tolist(), strict=True)
-        by_sample = dict(values)
+        if config.overlong and _all_equal(np.array([s.score.reward for s in samples])):
+            values = None
+        elif config.credit == "turn":
+            values, lone = _by_turn(samples, rewards_G, config)
+            lone_turns += lone
+        else:
+            values = _advantages(rewards_G, config, batch_std)
+        used += values is not None
+        if values is None and train_all:
+            values = np.zeros(len(samples))
+        by_sample = {} if values is None else dict(zip(map(id, samples), values, strict=True))
         results.append(replace(group, samples=tuple(_set(s, by_sample.get(id(s)), config) for s in group.samples)))
     return results, AdvantageStats(
         groups=used,
         no_signal=len(groups) - used,
         infra_failed=sum(s.score is None for g in groups for s in g.samples),
         truncated=sum(_cut(s) for g in groups for s in g.samples),
+        lone_turns=lone_turns if config.credit == "turn" else None,
     )
 
 
@@ -173,6 +190,26 @@ def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float
     if config.baseline == "leave_one_out":
         advantages_G = advantages_G * len(rewards_G) / (len(rewards_G) - 1)
     return advantages_G / {"group_std": std, "batch_std": batch_std, "none": 1.0}[config.scale]
+
+
+def _by_turn(
+    samples: list[Sample], rewards_G: np.ndarray, config: AdvantageConfig
+) -> tuple[list[np.ndarray] | None, int]:
+    """Returns the advantages of the turns [T] of each sample, or None for a group without signal; and how many turns only one
+    sample reached. Its advantage there is 0."""
+    # What a turn is worth is the reward without what the environment gave for the turns before.
+    to_go = [
+        reward - np.cumsum([0.0, *s.turn_rewards])[: len(s.completion.spans)]
+        for s, reward in zip(samples, rewards_G, strict=True)
+    ]
+    advantages, lone = [np.zeros(len(turns)) for turns in to_go], 0
+    for t in range(max(map(len, to_go), default=0)):
+        reached = [i for i, turns in enumerate(to_go) if t < len(turns)]
+        lone += len(reached) == 1
+        values = _advantages(np.array([to_go[i][t] for i in reached]), config, 1.0)
+        for i, value in zip(reached, () if values is None else values, strict=False):
+            advantages[i][t] = value
+    return advantages if any(map(np.any, advantages)) else None, lone
 
 
 def _all_equal(values_G: np.ndarray) -> bool:
@@ -231,7 +268,9 @@ def _cut(sample: Sample) -> bool:
     return sample.completion.finish_reason in CUT
 
 
-def _set(sample: Sample, advantage: float | None, config: AdvantageConfig) -> Sample:
+def _set(sample: Sample, advantage: float | np.ndarray | None, config: AdvantageConfig) -> Sample:
     if advantage is None:
-        return replace(sample, advantage=0.0, trained=False)
-    return replace(sample, advantage=advantage, trained=not (config.truncated == "mask" and _cut(sample)))
+        return replace(sample, advantage=0.0, turn_advantages=(), trained=False)
+    trained = not (config.truncated == "mask" and _cut(sample))
+    turns = tuple(advantage.tolist()) if isinstance(advantage, np.ndarray) else ()
+    return replace(sample, advantage=float(np.mean(advantage)), turn_advantages=turns, trained=trained)

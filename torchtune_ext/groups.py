@@ -22,10 +22,14 @@ class Sample:
     text: str = ""
     outcome: Outcome | None = None  # what came out of grading; None: the sample was not given to a grader
     advantage: float = 0.0  # set by `with_advantages`
+    turn_advantages: tuple[
+        float, ...
+    ] = ()  # of each turn, whose mean `advantage` is then; empty: it is that of all turns
     trained: bool = False  # False: the sample is kept for the record, but not packed
     teacher_logprobs: np.ndarray | None = None  # [R] float32, nats: of the tokens under a teacher; None: there is none
     messages: tuple[Message, ...] = ()  # of a conversation: what follows the prompt, for people; so does the text
     turn_rewards: tuple[float, ...] = ()  # of a conversation: what the environment gave for each turn that it answered
+    turn_advantages: tuple[float, ...] = ()  # of each turn, whose mean `advantage` is then; empty: it is that of all turns
 
     @property
     def score(self) -> Score | None:
@@ -50,8 +54,8 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Tells whether any sample has an advantage other than 0."""
-        return any(sample.advantage for sample in self.samples)
+        """Tells whether any sample, or a turn of it, has an advantage other than 0."""
+        return any(sample.advantage or any(sample.turn_advantages) for sample in self.samples)
 
     @property
     def completions(self) -> int:
@@ -119,6 +123,8 @@ def _sample_text(sample: Sample) -> str:
     }
     if completion.turns:
         head |= {"turns": completion.turns, "turn_rewards": sample.turn_rewards, "messages": sample.messages}
+    if sample.turn_advantages:
+        head["turn_advantages"] = sample.turn_advantages
     arrays = f'"tokens":{_ints(completion.tokens)},"logprobs":{_floats(completion.logprobs)}'
     if sample.teacher_logprobs is not None:
         arrays += f',"teacher_logprobs":{_floats(sample.teacher_logprobs)}'
@@ -159,6 +165,7 @@ def _sample(record: dict[str, Any]) -> Sample:
         text=record["text"],
         outcome=outcome,
         advantage=float(record["advantage"]),
+        turn_advantages=tuple(record.get("turn_advantages", ())),
         trained=record["trained"],
         teacher_logprobs=_array(record["teacher_logprobs"]) if "teacher_logprobs" in record else None,
         messages=tuple(record.get("messages", ())),

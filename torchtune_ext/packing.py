@@ -353,7 +353,8 @@ def _build(
             logprobs.append(sample.completion.logprobs[sampled_L])
             if sample.teacher_logprobs is not None:
                 teacher.append(sample.teacher_logprobs[sampled_L])
-            advantages.append(np.full(len(sampled_L), sample.advantage))
+            spans = [stop - start for start, stop in sample.completion.spans]
+            advantages.append(np.repeat(sample.turn_advantages or [sample.advantage] * len(spans), spans))
             weights.append(np.full(len(sampled_L), weight_of(len(sampled_L))))
             versions.append(sample.completion.versions[sampled_L])
             sample_ids.append(np.full(len(sampled_L), next_sample))

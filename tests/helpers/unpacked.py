@@ -63,16 +63,26 @@ def make_groups(rng, shapes, untrained=0.0):
 
 
 def in_turns(rng, groups):
-    """The same groups, whose completions are conversations: turns of 1 to 4 tokens, between them answers of 1 to 3."""
+    """The same groups, whose completions are conversations: turns of 1 to 4 tokens, between them answers of 1 to 3. The turns
+    of some have advantages of their own."""
 
     def conversation(sample):
         length, turns, start = len(sample.completion.tokens), [], 0
         while start < length:
             turns.append((start, min(start + int(rng.integers(1, 5)), length)))
             start = turns[-1][1] + int(rng.integers(1, 4))
-        return replace(sample, completion=replace(sample.completion, turns=tuple(turns)))
+        own = tuple(map(float, rng.normal(size=len(turns)).astype(np.float32))) if rng.integers(2) else ()
+        return replace(sample, completion=replace(sample.completion, turns=tuple(turns)), turn_advantages=own)
 
     return [replace(group, samples=tuple(map(conversation, group.samples))) for group in groups]
+
+
+def of_each_token(sample):
+    """The advantage of each sampled token."""
+    if not sample.turn_advantages:
+        return sample.advantage
+    turns = zip(sample.completion.turns, sample.turn_advantages, strict=True)
+    return torch.tensor([advantage for (start, stop), advantage in turns for _ in range(start, stop)]).double()
 
 
 def trained_samples(groups):
@@ -129,7 +139,7 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
             ratio = (logp - logp.detach()).exp()
             behavior = torch.tensor(sample.completion.logprobs[sample.completion.sampled]).double()
             importance = (logp.detach() - behavior).exp().clamp(max=2.0)  # TIS
-            terms = [-importance * ratio * sample.advantage, -loss.entropy_coef * entropy]
+            terms = [-importance * ratio * of_each_token(sample), -loss.entropy_coef * entropy]
             changes = list(terms)
             if ref_model is not None:
                 with torch.no_grad():

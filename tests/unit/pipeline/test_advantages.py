@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,6 +42,63 @@ def test_by_hand():
     assert advantages(4.0, 0.0, 2.0, scale="none") == [2.0, -2.0, 0.0]
     # mean 1/4, variance 3/16: 3/4 over sqrt(3)/4, and -1/4 over it
     assert advantages(1.0, 0.0, 0.0, 0.0) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
+
+
+def conversation(*rewards: float, answered: bool = True) -> Sample:
+    """One turn of two tokens for each reward; the last one may be cut, so that its environment never sees it."""
+    turns = tuple((3 * t, 3 * t + 2) for t in range(len(rewards)))
+    talk = sampled(range(3 * len(rewards)), finish_reason="completed" if answered else "length")
+    return replace(
+        talk,
+        completion=replace(talk.completion, turns=turns),
+        outcome=Outcome("scored", Score(sum(rewards), {}), ""),
+        turn_rewards=rewards if answered else rewards[:-1],
+    )
+
+
+def test_turns_are_compared_with_turns():
+    talks = [conversation(1.0, 0.0), conversation(0.0, 1.0), conversation(0.0, 0.0, 2.0), conversation(0.0)]
+    (done,), stats = with_advantages([group(*talks)], AdvantageConfig(credit="turn", scale="none"))
+    # What is left to earn: 1 1 2 0 from the first turn on, 0 1 2 from the second one, 2 from the third.
+    assert [s.turn_advantages for s in done.samples] == [(0.0, -1.0), (0.0, 0.0), (1.0, 1.0, 0.0), (-1.0,)]
+    assert [s.advantage for s in done.samples] == [-0.5, 0.0, 2 / 3, -1.0]
+    assert all(s.trained for s in done.samples)
+    assert stats.metrics() == {
+        "groups/used": 1.0,
+        "groups/no_signal": 0,
+        "groups/infra_failed": 0,
+        "groups/lone_turns": 1,
+    }
+    assert "groups/lone_turns" not in with_advantages([group(*talks)], AdvantageConfig())[1].metrics()
+
+
+def test_equal_episodes_may_differ_by_turn():
+    talks = [conversation(1.0, 0.0), conversation(0.0, 1.0)]
+    (whole,), _ = with_advantages([group(*talks)], AdvantageConfig())
+    (turns,), stats = with_advantages([group(*talks)], AdvantageConfig(credit="turn"))
+    assert not whole.has_signal and turns.has_signal and stats.groups == 1
+    assert [s.turn_advantages for s in turns.samples] == [(0.0, -1.0), (0.0, 1.0)]
+
+
+def test_a_penalty_is_for_all_turns_of_a_conversation_that_was_cut():
+    talks = [conversation(0.0, 0.0, answered=False), conversation(0.0, 0.0)]
+    config = AdvantageConfig(credit="turn", scale="none", truncated="penalize", penalty=1.0)
+    (done,), _ = with_advantages([group(*talks)], config)
+    assert [s.turn_advantages for s in done.samples] == [(-0.5, -0.5), (0.5, 0.5)]
+
+
+@settings(max_examples=200)
+@given(
+    rewards=st.lists(REWARDS, min_size=2, max_size=9),
+    options=st.sampled_from([("mean", "group_std"), ("leave_one_out", "none")]),
+)
+def test_one_turn_is_an_episode(rewards, options):
+    baseline, scale = options
+    config = AdvantageConfig(baseline=baseline, scale=scale, credit="turn")
+    (done,), _ = with_advantages([group(*map(sample, rewards), sample(FAILED))], config)
+    whole = advantages(*rewards, FAILED, baseline=baseline, scale=scale)
+    assert [s.advantage for s in done.samples] == whole
+    assert done.has_signal == any(whole)
 
 
 @settings(max_examples=200)
@@ -241,6 +299,15 @@ def test_with_overlong_lengths_alone_are_no_signal():
         ({"truncated": "drop"}, "advantage.truncated='drop' is unknown"),
         ({"pass_k": 0}, "advantage.pass_k=0 must be at least 1"),
         ({"pass_k": 2, "baseline": "leave_one_out"}, "advantage.pass_k=2 has a baseline and a deviation of its own"),
+        ({"credit": "token"}, "advantage.credit='token' is unknown; use one of episode, turn"),
+        (
+            {"credit": "turn", "scale": "batch_std"},
+            "advantage.credit=turn compares turns of one group; use pass_k=1, and scale=",
+        ),
+        (
+            {"credit": "turn", "pass_k": 2},
+            "advantage.credit=turn compares turns of one group; use pass_k=1, and scale=",
+        ),
         ({"pass_k": 2, "scale": "batch_std"}, "advantage.pass_k=2 has a baseline"),
         ({"penalty": -1.0}, "advantage.penalty=-1.0 must not be negative"),
         ({"overlong": 1.5, "truncated": "penalize"}, "advantage.overlong=1.5 is a share"),

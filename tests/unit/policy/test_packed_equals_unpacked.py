@@ -79,6 +79,7 @@ def test_conversations(row_tokens, aggregation, mask, monkeypatch):
     """What an environment answers is read, and neither trained nor counted. "dense" is the plain mask, in the stock SDPA call."""
     rng = np.random.default_rng(5)
     groups = in_turns(rng, make_groups(rng, [(7, [26, 1, 19, 8]), (4, [12, 23, 1]), (1, [9, 30])]))
+    assert len({bool(sample.turn_advantages) for _, sample in trained_samples(groups)}) == 2
     samples = [sample.completion for _, sample in trained_samples(groups)]
     turns = [stop - start for sample in samples for start, stop in sample.turns]
     assert 1 in turns and max(len(sample.turns) for sample in samples) > 3

@@ -49,7 +49,7 @@ def assert_same(a: Group, b: Group):
             np.testing.assert_array_equal(x, y)
         for name in ("finish_reason", "turns"):
             assert getattr(one.completion, name) == getattr(other.completion, name)
-        for name in ("text", "advantage", "trained", "outcome", "messages", "turn_rewards"):
+        for name in ("text", "advantage", "turn_advantages", "trained", "outcome", "messages", "turn_rewards"):
             assert getattr(one, name) == getattr(other, name)
         np.testing.assert_equal(one.teacher_logprobs, other.teacher_logprobs)
 
@@ -67,6 +67,7 @@ def test_round_trip(tmp_path):
         make_sample(outcome=None, advantage=1.0),
         make_sample(outcome=Outcome("policy_failed", Score(float("-inf"), {"x": float("inf")}), "no answer")),
         guessed("max_turns", advantage=-0.5, trained=True),
+        guessed(advantage=0.0, turn_advantages=(-0.25, 0.0, 0.25), trained=True),
     ]
     groups = [make_group(samples, "a"), make_group([], "b")]
     path = RolloutStore(tmp_path).write(12, groups)
