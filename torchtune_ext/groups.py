@@ -22,14 +22,11 @@ class Sample:
     text: str = ""
     outcome: Outcome | None = None  # what came out of grading; None: the sample was not given to a grader
     advantage: float = 0.0  # set by `with_advantages`
-    turn_advantages: tuple[
-        float, ...
-    ] = ()  # of each turn, whose mean `advantage` is then; empty: it is that of all turns
     trained: bool = False  # False: the sample is kept for the record, but not packed
     teacher_logprobs: np.ndarray | None = None  # [R] float32, nats: of the tokens under a teacher; None: there is none
     messages: tuple[Message, ...] = ()  # of a conversation: what follows the prompt, for people; so does the text
     turn_rewards: tuple[float, ...] = ()  # of a conversation: what the environment gave for each turn that it answered
-    turn_advantages: tuple[float, ...] = ()  # of each turn, whose mean `advantage` is then; empty: it is that of all turns
+    turn_advantages: tuple[float, ...] = ()  # of each turn; `advantage` is their mean then
 
     @property
     def score(self) -> Score | None:
