@@ -33,7 +33,7 @@ def preset_file(preset: str) -> Path:
     if preset not in known:
         near = nearest(preset, known)
         hint = f" did you mean {near!r}?" if near else ""
-        raise Mistake(f"preset={preset!r} is unknown;{hint} There are: {', '.join(known)}, or a path of your own")
+        raise Mistake(f"preset={preset!r} is unknown;{hint} choose {', '.join(known)}, or a path of your own")
     return known[preset]
 
 

@@ -29,7 +29,8 @@ class GuessNumber:
         size: how many numbers a range has.
         max_turns: guesses that are allowed.
         split: "train", "heldout" or "all": by the hash of range and number, one in eight is held out (`arithmetic.held_out`).
-        halving: share of the guesses of the solutions that halve what is left; the others are anywhere in it.
+        halving: share of the guesses of the solutions that halve what is left; the others are anywhere in the range, as if nothing
+            had been answered.
         prompt: the first message, in which {low} and {high} stand for the ends of the range.
 
     Raises:
@@ -81,16 +82,16 @@ class GuessNumber:
         return Game(problem.answer["number"])
 
     def solution(self, problem: Problem) -> list[Message]:
-        """Returns a game that is won, however many turns it takes: each guess is one that the answers allow."""
-        low, high, number = (problem.answer[name] for name in ("low", "high", "number"))
-        rng, game, messages = random.Random(problem.id), Game(number), []
+        """Returns a game that is won, however many turns it takes."""
+        first, last, number = (problem.answer[name] for name in ("low", "high", "number"))
+        rng, game, messages, low, high = random.Random(problem.id), Game(number), [], first, last
         while True:
-            guess = (low + high) // 2 if rng.random() < self.halving else rng.randint(low, high)
+            guess = (low + high) // 2 if rng.random() < self.halving else rng.randint(first, last)
             messages.append({"role": "assistant", "content": str(guess)})
             turn = game.step(messages[-1])
             if turn.done:
                 return messages
-            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+            low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
             messages += turn.messages
 
     def _drawn(self, rng: random.Random) -> tuple[int, int]:
