@@ -32,8 +32,8 @@ def preset_file(preset: str) -> Path:
     known = preset_files()
     if preset not in known:
         near = nearest(preset, known)
-        hint = f" did you mean {near!r}?" if near else ""
-        raise Mistake(f"preset={preset!r} is unknown;{hint} choose {', '.join(known)}, or a path of your own")
+        hint = f"did you mean {near!r}?" if near else f"use {', '.join(known)}, or a path of your own"
+        raise Mistake(f"preset={preset!r} is unknown; {hint}")
     return known[preset]
 
 

@@ -29,8 +29,8 @@ class GuessNumber:
         size: how many numbers a range has.
         max_turns: guesses that are allowed.
         split: "train", "heldout" or "all": by the hash of range and number, one in eight is held out (`arithmetic.held_out`).
-        halving: share of the guesses of the solutions that halve what is left; the others are anywhere in the range, as if nothing
-            had been answered.
+        halving: share of the guesses of the solutions that halve what is left; the others are anywhere in the range, as if
+            nothing had been answered.
         prompt: the first message, in which {low} and {high} stand for the ends of the range.
 
     Raises:
