@@ -83,7 +83,8 @@ def async_run(full_workplace):
 
 @pytest.fixture(scope="module")
 def conversations(full_workplace, served):
-    runs.run(full_workplace, "grpo_full", "output_dir=talks", "max_steps=1", *runs.TALKS, served)
+    credit = "advantage.credit=turn"
+    runs.run(full_workplace, "grpo_full", "output_dir=talks", "max_steps=1", credit, *runs.TALKS, served)
     return full_workplace / "talks"
 
 

@@ -71,6 +71,8 @@ PANELS = (
           (("groups/used", "signal"), ("groups/no_signal", "no signal")), unit="int", zero=True),
     Panel("Learning", "Samples without a grade", "Grader or environment raised, hung or crashed; kept out of the baseline.",
           (("groups/infra_failed", "ungraded"),), unit="int", zero=True, quiet=True),
+    Panel("Learning", "Turns without a comparison", "Only one conversation of its group reached them, so their advantage is 0.",
+          (("groups/lone_turns", "turns"),), unit="int", zero=True, quiet=True),
     Panel("Learning", "Problems passed over", "Since the run began, and of the held-out ones: rows that are broken or too long "
           "for the engine.", (("problems/skipped", "training"), ("eval/skipped", "held out")), unit="int", zero=True,
           newest=True),

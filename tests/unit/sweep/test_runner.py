@@ -136,12 +136,12 @@ def test_a_second_signal_ends_the_runs_at_once(tmp_path):
 
 
 def test_a_run_that_does_not_end_is_killed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("torchtune_ext.sweep.runner.END_S", 0.2)
+    monkeypatch.setattr("torchtune_ext.sweep.runner.END_S", 0.05)
     text = "parameters: {lr: {values: [0.3, 0.1]}}\nearly_terminate: {type: hyperband, min_iter: 1, eta: 3}\n"
     file = small_sweeps.write(tmp_path / "lr.yaml", text)
-    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=2", "seconds=1.5")
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=2", "seconds=2.5")
     assert runner.run() and [run.state for run in folder.runs] == ["finished", "stopped_early"]
-    assert "run_02 has not ended within 0.2 s of SIGTERM: it is killed" in capsys.readouterr().out
+    assert "run_02 has not ended within 0.05 s of SIGTERM: it is killed" in capsys.readouterr().out
 
 
 def test_killed_and_resumed_no_point_runs_twice(tmp_path):
