@@ -26,7 +26,7 @@ class Problem:
     # stored with the rollouts.
     example: Mapping[str, Any] = field(default_factory=dict, compare=False)
     # JSON schemas of functions, which the chat template shows in the prompt. Who calls them is the environment
-    # (`chat.tool_calls` reads the calls in a turn).
+    # (`tasks.tool_calls` reads the calls in a turn).
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
