@@ -116,25 +116,23 @@ def test_a_server_takes_adapters_out_of_our_memory(server, models, tmp_path):
 def test_deadline_early_stop_and_publication_in_flight(engine, models):
     prompts = tiny_model.prompts(2, 20)
     engine.publish(models[0].named_parameters(), 1)
-    late = engine.sample(prompts, 2, SamplingConfig(max_tokens=1000, seed=3, deadline_s=0.5))
+    # Many samples at once: a thousand steps of the engine take far longer than the deadline, the first one far less.
+    late = engine.sample(prompts, 32, SamplingConfig(max_tokens=1000, seed=3, deadline_s=2.0))
     check(models[0], prompts, late)
     assert all(c.finish_reason == "deadline" and 0 < len(c.tokens) < 1000 for group in late for c in group)
+    free = engine.sample(prompts, 2, SamplingConfig(max_tokens=20, seed=3))
     early = SamplingConfig(max_tokens=200, seed=3, early_stop_logprob=-1.0, early_stop_min_tokens=20)
     stopped = engine.sample(prompts, 2, early)
     check(models[0], prompts, stopped)
-    for a, b in zip(late, stopped, strict=True):
+    for a, b in zip(free, stopped, strict=True):
         for c, d in zip(a, b, strict=True):
-            assert d.finish_reason == "early_stop" and d.tokens.tolist() == c.tokens[:20].tolist()
-    result = []
-    thread = threading.Thread(
-        target=lambda: result.append(engine.sample(prompts, 4, SamplingConfig(max_tokens=900, seed=8)))
-    )
-    thread.start()
-    time.sleep(0.7)
+            assert d.finish_reason == "early_stop" and d.tokens.tolist() == c.tokens.tolist()
+    under_way = [engine.submit(prompt, 4, SamplingConfig(max_tokens=900, seed=8)) for prompt in prompts]
+    # What was asked for later is answered: those before it have tokens of version 1.
+    engine.sample(prompts, 1, SamplingConfig(max_tokens=20))
     engine.publish(models[1].named_parameters(), 2)
-    thread.join(60)
-    for prompt, group in zip(prompts, result[0], strict=True):
-        for c in group:
+    for prompt, group in zip(prompts, under_way, strict=True):
+        for c in group.result(60):
             split = int((c.versions == 1).sum())
             assert 0 < split < 900 and set(c.versions[split:]) == {2}
             by_old, by_new = (tiny_model.logprobs(model, prompt, c.tokens) for model in models)
@@ -297,7 +295,7 @@ def test_several_servers_are_a_pool_and_one_that_is_unlike_the_others_is_refused
             check(models[1], prompts, undisturbed)
             assert all(lane.counts["completed"] == 8 for lane in engine._pool.lanes)
             futures = [engine.submit(prompt, 4, sampling, group=g) for g, prompt in enumerate(prompts)]
-            time.sleep(0.3)
+            wait_until(lambda: engine.stats().running)
             second.kill()
             for future, group in zip(futures, undisturbed, strict=True):
                 assert [c.tokens.tolist() for c in future.result(120)] == [c.tokens.tolist() for c in group]

@@ -126,17 +126,14 @@ def test_weights_reach_a_server_that_shares_no_memory(engine, models, machine):
 
 
 def test_a_publication_in_flight_marks_every_token(engine, models):
-    prompts, found = tiny_model.prompts(2, 20), []
+    prompts = tiny_model.prompts(2, 20)
     engine.publish(models[0].named_parameters(), 1)
-    drawn = threading.Thread(
-        target=lambda: found.append(engine.sample(prompts, 4, SamplingConfig(max_tokens=900, seed=8)))
-    )
-    drawn.start()
-    time.sleep(0.7)
+    under_way = [engine.submit(prompt, 4, SamplingConfig(max_tokens=900, seed=8)) for prompt in prompts]
+    # What was asked for later is answered: those before it have tokens of version 1.
+    engine.sample(prompts, 1, SamplingConfig(max_tokens=20))
     engine.publish(models[1].named_parameters(), 2)
-    drawn.join(60)
-    for prompt, group in zip(prompts, found[0], strict=True):
-        for c in group:
+    for prompt, group in zip(prompts, under_way, strict=True):
+        for c in group.result(60):
             split = int((c.versions == 1).sum())
             assert 0 < split < 900 and set(c.versions[split:]) == {2}
             by_old, by_new = (tiny_model.logprobs(model, prompt, c.tokens) for model in models)
