@@ -115,7 +115,7 @@ def rows_of(prompt: int, completion: int) -> list[Row]:
 
 def tiles(row: Row) -> int:
     """Tiles that FlexAttention computes for a row."""
-    mask = block_mask(row.group_ids_T, row.parent_ids_T)
+    mask = block_mask(row.ends_T)
     return int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
 
 
@@ -123,12 +123,7 @@ def block_masks() -> Iterator[tuple]:
     for name, (prompt, completion) in SHAPES.items():
         (row, *_) = rows_of(prompt, completion)
         tokens, computed = row.tokens_T.numel(), tiles(row)
-        needed = sum(
-            p * (p + 1) / 2 + sum(c * p + c * (c + 1) / 2 for c in completions)
-            for p, completions in (
-                (s.prompt[1] - s.prompt[0], [stop - start for start, stop in s.completions]) for s in row.segments
-            )
-        )
+        needed = int((row.positions_T + 1).sum())
         side = -(-tokens // TILE)
         yield (
             f"{name}, {prompt}/{completion} x {step.SAMPLES}", f"{tokens:,}", f"{computed:,}",

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.kernels.packed_attention import dense_mask, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import Row, Segment, pack
+from torchtune_ext.packing import Row, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name
@@ -158,7 +158,7 @@ def own_ways(names: list[str], case: Case) -> dict[str, Way]:
     learner = Learner(policy, PolicyLoss(), Ranks(0, 1, case.device))
     packed, _ = pack(case.groups, case.row_tokens, layout=learner.layout)
     alone = [replace(group, samples=(sample,)) for group in case.groups for sample in group.samples]
-    repeated = [causal(row) for row in pack(alone, case.row_tokens, layout=learner.layout)[0]]
+    repeated = pack(alone, case.row_tokens, layout=learner.layout)[0]
 
     def way(name: str) -> Way:
         rows = repeated if name == "repeated" else packed
@@ -175,12 +175,7 @@ def own_ways(names: list[str], case: Case) -> dict[str, Way]:
 
 
 def whole_mask(row: Row) -> Tensor:
-    return dense_mask(row.group_ids_T, row.parent_ids_T)[None]
-
-
-def causal(row: Row) -> Row:
-    """Makes a prompt with its only completion one causal sequence, for which the CPU makes one call instead of two."""
-    return replace(row, segments=tuple(Segment((s.prompt[0], s.completions[0][1]), ()) for s in row.segments))
+    return dense_mask(row.ends_T)[None]
 
 
 def trl_ways(names: list[str], case: Case) -> dict[str, Way]:

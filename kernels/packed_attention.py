@@ -1,50 +1,51 @@
-"""Computes attention over packed rows: a completion sees its prompt and itself, but no other completion.
+"""Computes attention over packed rows: a token sees the path that leads to it, and nothing of another branch.
 
-This is the rule for query i and key j of a row. `dense_mask` is the reference, which everything else must equal::
+This is the rule for query i and key j of a row (`packing.py`). `dense_mask` is the reference, which everything else must equal::
 
-    allowed[i, j] = j <= i  and  (group[i] == group[j]  or  parent[i] == group[j])
+    allowed[i, j] = j <= i < end[j]
 
 The computation depends on the device:
 
-* On **CUDA** it is FlexAttention with a block mask made from the ids. Tiles of 128 x 128 in which nothing is allowed
+* On **CUDA** it is FlexAttention with a block mask made from the ends. Tiles of 128 x 128 in which nothing is allowed
   are never loaded, so the cost grows with the allowed area, and there is no T x T mask.
 * On **CPU** FlexAttention has no backward pass, and a dense mask wastes three quarters of the work. But the structure
-  is known: causal attention inside the prompt, then every completion over [prompt, itself]. Completions of one prompt
-  are stacked, sorted by length, so that there is little padding. They share one mask [R, P + R], because the padding of
-  a shorter one comes after its own tokens. A group needs two fused SDPA calls if all its completions are in one stack.
+  is known: tokens that follow each other and have one end are a run, and a run sees itself, causally, and all of the runs
+  above it. The completions of one prompt are stacked, sorted by length, so that there is little padding. They share one
+  mask [R, P + R], because the padding of a shorter one comes after its own tokens. A group needs two fused SDPA calls if
+  all its completions are in one stack.
 
 Both are exact: they equal the dense mask up to rounding, in value and gradient.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from torchtune_ext.packing import LENGTHS, Row, Segment
+from torchtune_ext.packing import LENGTHS, Row
 
 TILE = 128  # queries, and keys, in a block of FlexAttention
 TILES_AT_ONCE = 8  # query tiles whose mask is computed at a time while a block mask is made
 MAX_PADDING = 0.25  # largest share of padding in a stacked completion
 
 
-def dense_mask(group_ids_T: Tensor, parent_ids_T: Tensor) -> Tensor:
+def dense_mask(ends_T: Tensor) -> Tensor:
     """Returns the reference mask, bool [T, T], True where a query (first axis) may see a key. Needs O(T^2) memory."""
-    same = group_ids_T[:, None] == group_ids_T[None, :]
-    child = parent_ids_T[:, None] == group_ids_T[None, :]
-    return (same | child).tril()
+    places = torch.arange(ends_T.numel(), device=ends_T.device)[:, None]
+    return (places < ends_T).tril()
 
 
-def block_mask(group_ids_T: Tensor, parent_ids_T: Tensor) -> BlockMask:
+def block_mask(ends_T: Tensor) -> BlockMask:
     """Returns the rule of `dense_mask` as a block mask of FlexAttention."""
 
     def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i) & ((group_ids_T[i] == group_ids_T[j]) | (parent_ids_T[i] == group_ids_T[j]))
+        return (j <= i) & (i < ends_T[j])
 
-    T, device = group_ids_T.numel(), group_ids_T.device
+    T, device = ends_T.numel(), ends_T.device
     num_tiles = -(-T // TILE)
     columns = torch.arange(T, device=device)[None]
     counts = torch.empty(num_tiles, num_tiles, dtype=torch.int64, device=device)  # allowed pairs in each tile
@@ -73,55 +74,67 @@ def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """N completions of one prompt that are computed together, each padded to R places."""
+    """N runs with the same runs above them that are computed together, each padded to R places."""
 
-    prompt: int  # number of the prompt among those of the row
+    above: tuple[int, ...]  # numbers of those runs, of K tokens in all; each is a stack of one
     count: int  # N
-    mask: Tensor  # [R, P + R] bool
+    mask: Tensor | None  # [R, K + R] bool; None: there is nothing above
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentMask:
     """The plan by which the CPU computes a row. It is made once and used by every layer.
 
-    The row is put in the order in which it is computed, all prompts and then all stacks, and its parts are views of that.
+    The row is put in the order in which it is computed, first every run that has others below it. Its parts are views of that.
     """
 
-    order_S: Tensor  # int64, places in the row; a shorter completion of a stack is padded with its last place
-    sizes: tuple[int, ...]  # places of each prompt, and of each stack
+    order_S: Tensor  # int64, places in the row; a shorter run of a stack is padded with its last place
+    sizes: tuple[int, ...]  # places of each stack
     stacks: tuple[_Stack, ...]
-    back_T: Tensor  # int64, for each place of the row, its index in S; S itself on padding
+    back_T: Tensor  # int64, for each place of the row, its index in S
 
 
 def packed_mask(row: Row) -> BlockMask | SegmentMask:
     """Returns the mask object of a row for the device that its tensors are on."""
-    if row.tokens_T.is_cuda:
-        return block_mask(row.group_ids_T, row.parent_ids_T)
-    return segment_mask(row.segments, row.tokens_T.numel())
+    return block_mask(row.ends_T) if row.tokens_T.is_cuda else segment_mask(row.ends_T)
 
 
-def segment_mask(segments: tuple[Segment, ...], num_tokens: int) -> SegmentMask:
-    """Makes the plan for the CPU: which completions are stacked, and how the results return to their places."""
-    places = [torch.arange(*segment.prompt) for segment in segments]
-    valid = [torch.ones_like(each, dtype=torch.bool) for each in places]
-    stacks = []
-    for prompt, segment in enumerate(segments):
-        for index_NR, valid_NR in _stacked(segment.completions):
-            (count, longest), shared = index_NR.shape, places[prompt].numel()
-            mask = torch.ones(longest, shared + longest, dtype=torch.bool).tril(shared)
-            stacks.append(_Stack(prompt, count, mask))
+def segment_mask(ends_T: Tensor) -> SegmentMask:
+    """Makes the plan for the CPU: which runs are stacked, and how the results return to their places."""
+    inner: list[tuple[int, int]] = []  # runs, as intervals [start, stop)
+    families: list[tuple[tuple[int, ...], list[tuple[int, int]]]] = []  # what is above, and runs below it
+    last: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # runs with nothing below them, by what is above
+    above: list[int] = []
+    ends = ends_T.tolist()
+    starts = [place for place, end in enumerate(ends) if not place or end != ends[place - 1]]
+    for start, stop in pairwise([*starts, len(ends)]):
+        while above and ends[inner[above[-1]][0]] <= start:
+            above.pop()
+        if ends[start] == stop:
+            last.setdefault(tuple(above), []).append((start, stop))
+            continue
+        families.append((tuple(above), [(start, stop)]))
+        above.append(len(inner))
+        inner.append((start, stop))
+    families += last.items()
+    stacks, places, valid = [], [], []
+    for runs_above, runs in families:
+        context = sum(stop - start for start, stop in (inner[each] for each in runs_above))
+        for index_NR, valid_NR in _stacked(runs):
+            count, longest = index_NR.shape
+            mask = torch.ones(longest, context + longest, dtype=torch.bool).tril(context) if context else None
+            stacks.append(_Stack(runs_above, count, mask))
             places.append(index_NR.flatten())
             valid.append(valid_NR.flatten())
-    sizes = tuple(each.numel() for each in places)
-    order, valid = (torch.cat(each) if each else torch.empty(0, dtype=torch.int64) for each in (places, valid))
-    back = torch.full((num_tokens,), order.numel())
+    order, valid = torch.cat(places), torch.cat(valid)
+    back = torch.empty(len(ends), dtype=torch.int64)
     back[order[valid]] = torch.arange(order.numel())[valid]
-    return SegmentMask(order, sizes, tuple(stacks), back)
+    return SegmentMask(order, tuple(each.numel() for each in places), tuple(stacks), back)
 
 
-def _stacked(completions: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the places [N, R] of completions that are computed together, and whether each is one or padding."""
-    spans = sorted((span for span in completions if span[1] > span[0]), key=lambda span: span[0] - span[1])
+def _stacked(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the places [N, R] of runs that are computed together, and whether each is one or padding."""
+    spans = sorted(runs, key=lambda span: span[0] - span[1])
     while spans:
         longest = spans[0][1] - spans[0][0]
         stack = [span for span in spans if span[1] - span[0] >= (1 - MAX_PADDING) * longest]
@@ -134,26 +147,20 @@ def _stacked(completions: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, T
 
 @torch.compiler.disable(recursive=False)
 def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Tensor:
-    """Computes attention on the CPU. q, k, v and the result are [1, H, T, D]; the result is zero on padding."""
-    # In a row of only padding every parameter must still get a gradient. Otherwise this rank would make fewer
-    # collectives than the others.
-    if not mask.sizes:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """Computes attention on the CPU. q, k, v and the result are [1, H, T, D]."""
     # In bfloat16 torch's backward of fused attention on a CPU takes up to three times as long as in float32.
     dtype, accumulate = q.dtype, torch.promote_types(q.dtype, torch.float32)
     # Each slice of the row by itself would fill an array of the row's size with zeros in the backward.
     q, k, v = (x[0].to(accumulate).index_select(1, mask.order_S).split(mask.sizes, dim=1) for x in (q, k, v))
-    prompts = len(mask.sizes) - len(mask.stacks)
-    results = [
-        F.scaled_dot_product_attention(q[i][None], k[i][None], v[i][None], is_causal=True)[0] for i in range(prompts)
-    ]
-    for i, stack in enumerate(mask.stacks, start=prompts):
-        own_q, own_k, own_v = (x[i].unflatten(1, (stack.count, -1)).transpose(0, 1) for x in (q, k, v))  # [N, H, R, D]
-        prompt_k, prompt_v = (x[stack.prompt].expand(stack.count, -1, -1, -1) for x in (k, v))
-        keys, values = torch.cat([prompt_k, own_k], dim=2), torch.cat([prompt_v, own_v], dim=2)
-        out = F.scaled_dot_product_attention(own_q, keys, values, attn_mask=stack.mask)
+    results = []
+    for i, stack in enumerate(mask.stacks):
+        queries, *own = (x[i].unflatten(1, (stack.count, -1)).transpose(0, 1) for x in (q, k, v))  # [N, H, R, D]
+        keys, values = (
+            torch.cat([*(x[run].expand(stack.count, -1, -1, -1) for run in stack.above), mine], dim=2)
+            for x, mine in zip((k, v), own, strict=True)
+        )
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=stack.mask, is_causal=stack.mask is None)
         results.append(out.transpose(0, 1).flatten(1, 2))
-    results.append(results[0].new_zeros(results[0].shape[0], 1, results[0].shape[2]))
     return torch.cat(results, dim=1).index_select(1, mask.back_T)[None].to(dtype)
 
 

@@ -1,19 +1,22 @@
 """Packs groups into rows: a prompt is in a row once, its completions follow it, and every label has its source.
 
-A row is one flat sequence that holds several groups::
+A row is one flat sequence that holds several groups, each a tree whose paths are what was sampled::
 
+    place        0  1  2    3  4    5  6  7    8  9   10
     tokens      p0 p1 p2 | a0 a1 | b0 b1 b2 | q0 q1 | c0 ...
-    group id     0  0  0    1  1    2  2  2    3  3    4
-    parent id    0  0  0    0  0    0  0  0    3  3    3
+    end          8  8  8    5  5    8  8  8   11 11   11
     position     0  1  2    3  4    3  4  5    0  1    2
 
-Query i sees key j when j <= i and (group[i] == group[j] or parent[i] == group[j]). So the completions of a prompt do
-not see each other.
+Query i sees key j when j <= i < end[j]. The places of a tree are in the order in which a walk enters them, and the end of a
+token is the place at which the walk has left all that follows it. So the completions of a prompt do not see each other. In
+terms of groups, tokens that follow each other and have one end are a group, whose parent is the nearest group before it that
+does not end before it; a group sees itself, its parent, the parent's parent, and so on.
 
-The last token of a completion predicts nothing, so it is a label but never an input. A completion of R tokens therefore
+The last token of a path predicts nothing, so it is a label but never an input. A completion of R tokens therefore
 takes R - 1 places in the row. Its first token is predicted from the last *prompt* token, whatever is before it in the
 row. No other file shifts labels. A conversation is one completion, in which what the environment answered is an input and
-no label.
+no label. Where a later turn was sampled behind a context that keeps only the beginning of what was before it
+(`Completion.kept`), the tree branches there, and one hidden state may predict several labels.
 
 The weights do the aggregation: the loss of an update is the sum over all its rows of weight * token loss. With token
 and sequence mean, the weights of an update sum to one, whichever row a group is in.
@@ -37,6 +40,7 @@ from torch import Tensor
 
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.sampling.records import Completion
 
 LENGTHS = 32  # lengths between a power of two and the next that a padded row may have
 ROUND = 512  # tokens; what a round costs beside its rows: launches of kernels, and weights that ranks gather
@@ -45,22 +49,12 @@ FINER = 1.02  # the ratio of a size to the one before
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """The places of one prompt and its completions in a row, as half-open [start, stop) intervals."""
-
-    prompt: tuple[int, int]
-    completions: tuple[tuple[int, int], ...]  # the interval of a completion of one token is empty
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """One packed sequence of T tokens with L labels. All tensors are on the CPU until `to` moves them to a device."""
 
     tokens_T: Tensor  # int64, input ids
     positions_T: Tensor  # int64, position of the token in its own unpacked sequence
-    group_ids_T: Tensor  # int32, id of the prompt or of the completion; -1, -2, ... on padding, which sees only itself
-    parent_ids_T: Tensor  # int32, id of the prompt; on padding the group id
-    segments: tuple[Segment, ...]  # places of the prompts and their completions, as intervals
+    ends_T: Tensor  # int64, one past the last place that sees the token; padding sees only itself
     labels_L: Tensor  # int64, id of the token to be predicted
     sources_L: Tensor  # int64, index into T of the hidden state that predicts the label
     logprobs_L: Tensor  # float32, log-prob of the label under the policy that sampled it, as the sampler reported
@@ -76,21 +70,13 @@ class Row:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with a completion."""
-        spans = [
-            (segment.prompt, completion) for segment in self.segments for completion in (*segment.completions, (0, 0))
-        ]
-        return max((stop - start + end - begin for (start, stop), (begin, end) in spans), default=0)
+        """Tokens of the longest path."""
+        return int(self.positions_T.max()) + 1
 
     def to(self, device: torch.device) -> "Row":
         """Returns the row with its tensors on `device`."""
-        tensors = {name: tensor for name in _TENSORS if (tensor := getattr(self, name)) is not None}
-        return Row(
-            segments=self.segments, **{name: each.to(device, non_blocking=True) for name, each in tensors.items()}
-        )
-
-
-_TENSORS = tuple(name for name in Row.__slots__ if name != "segments")
+        tensors = {name: tensor for name in self.__slots__ if (tensor := getattr(self, name)) is not None}
+        return Row(**{name: each.to(device, non_blocking=True) for name, each in tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +109,14 @@ class Lengths:
     """What of a group needs places in a row.
 
     Args:
-        prompt: tokens of the prompt.
+        prompt: tokens of the prompt, as far as all completions share it.
         completions: places that each completion takes beside the prompt; 0 for a completion of one token.
+        pairs: pairs of a query in each completion and a key that the attention mask allows; None: each is one run of tokens.
     """
 
     prompt: int
     completions: tuple[int, ...]
+    pairs: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -228,14 +216,14 @@ def pack(
         ValueError: a prompt with one of its completions is longer than a row, the aggregation is unknown, or "constant"
             has no `aggregation_constant`.
     """
-    trained = [(group, [s for s in group.samples if s.trained and len(s.completion.tokens)]) for group in groups]
-    trained = [(group, samples) for group, samples in trained if samples]
-    lengths = [_lengths(group, samples, row_tokens) for group, samples in trained]
+    trees = [tree for group in groups if (tree := Tree(group)).samples]
+    lengths = [tree.lengths(row_tokens) for tree in trees]
     if completions is None:
         completions = sum(group.completions for group in groups)
-    weight_of = _weights([s for _, samples in trained for s in samples], aggregation, aggregation_constant, completions)
+    samples = [sample for tree in trees for sample in tree.samples]
+    weight_of = _weights(samples, aggregation, aggregation_constant, completions)
     planned = balanced_rows(lengths, row_tokens, layout)
-    rows = [_build(parts, trained, weight_of, pad_id, layout.row_length(parts)) for parts in planned]
+    rows = [_build(parts, trees, weight_of, pad_id, layout.row_length(parts)) for parts in planned]
     stats = PackStats(
         rows=sum(bool(parts) for parts in planned),
         tokens=sum(part.tokens for parts in planned for part in parts),
@@ -274,32 +262,80 @@ def pack_updates(
     return updates, total
 
 
+class Tree:
+    """The trained completions of a group behind the beginning of the prompt that all their paths share."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.samples = [s for s in group.samples if s.trained and len(s.completion.tokens)]
+        self.shared = min([len(group.prompt_tokens), *(keeps for s in self.samples for keeps in s.completion.kept)])
+        self.branches = [_branches(len(group.prompt_tokens), self.shared, s.completion) for s in self.samples]
+
+    def lengths(self, row_tokens: int) -> Lengths:
+        """Returns what it needs of a row. Raises ValueError: a row has no room for one of the completions."""
+        places = tuple(len(branches.positions_N) for branches in self.branches)
+        longest = self.shared + max(places)
+        if longest > row_tokens:
+            prompt = len(self.group.prompt_tokens)
+            raise Mistake(
+                f"row_tokens={row_tokens} cannot hold problem {self.group.problem.id!r}: its prompt has {prompt} tokens and a "
+                f"completion {longest - prompt + 1}; raise row_tokens to at least {longest}, or lower max_tokens"
+            )
+        return Lengths(self.shared, places, tuple(int((each.positions_N + 1).sum()) for each in self.branches))
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """A completion of S sampled tokens as it stands in a row: N places behind the shared prompt."""
+
+    tokens_N: np.ndarray  # which token stands there: its index in the prompt and the completion, one behind the other
+    positions_N: np.ndarray  # of the token in its own path
+    ends_N: np.ndarray  # one past the last of these places that sees the token
+    sources_S: np.ndarray  # place that predicts each sampled token; -1: the last one of the shared prompt
+
+
+def _branches(prompt: int, shared: int, completion: Completion) -> Branches:
+    """Walks along the turns of a completion, each of which goes on from the path before it or branches from it.
+
+    Args:
+        prompt: tokens of the prompt.
+        shared: how many of them stand before the first place.
+    """
+    length = prompt + len(completion.tokens)
+    # A path is a list of places, those of the shared prompt below 0. A prompt's own rest comes before the first turn.
+    path, tokens = np.arange(prompt) - shared, [np.arange(shared, prompt)]
+    positions, ends, sources = [np.arange(shared, prompt)], np.full(length, -1), []
+    at, begin = prompt - shared, 0
+    spans, kept = completion.spans, completion.kept or (length,) * len(completion.spans)
+    for (start, stop), keeps, next_keeps in zip(spans, kept, (*kept[1:], 0), strict=True):
+        ends[path[max(keeps, shared) :]] = at
+        path = path[:keeps]
+        context, size = len(path), stop - begin
+        # The last token is an input where the next turn goes on behind it.
+        size -= next_keeps < context + size
+        path = np.concatenate([path, np.arange(at, at + size)])
+        sources.append(path[context + start - begin - 1 : context + stop - begin - 1])
+        tokens.append(np.arange(prompt + begin, prompt + begin + size))
+        positions.append(np.arange(context, context + size))
+        at, begin = at + size, stop
+    ends[path[shared:]] = at
+    return Branches(np.concatenate(tokens), np.concatenate(positions), ends[:at], np.concatenate(sources))
+
+
 def contexts(row: Row) -> list[int]:
-    """Returns a hash for each label of a row, [L], over its prompt, the tokens before it and the label itself.
+    """Returns a hash for each label of a row, [L], over the path before it and the label itself.
 
     Labels with equal hashes, also in different rows, have the same log-prob under the same policy.
     """
-    tokens, before = row.tokens_T.tolist(), {}
-    for segment in row.segments:
-        prompt = hash(tuple(tokens[slice(*segment.prompt)]))
-        before[segment.prompt[1] - 1] = prompt
-        for start, stop in segment.completions:
-            context = prompt
-            for place in range(start, stop):
-                before[place] = context = hash((context, tokens[place]))
+    tokens, ends, before = row.tokens_T.tolist(), row.ends_T.tolist(), []
+    path: list[int] = []  # places that the present one sees
+    for place, token in enumerate(tokens):
+        while path and ends[path[-1]] <= place:
+            path.pop()
+        before.append(hash((before[path[-1]] if path else 0, token)))
+        path.append(place)
     pairs = zip(row.sources_L.tolist(), row.labels_L.tolist(), strict=True)
     return [hash((before[source], label)) for source, label in pairs]
-
-
-def _lengths(group: Group, samples: Sequence[Sample], row_tokens: int) -> Lengths:
-    prompt, completions = len(group.prompt_tokens), tuple(len(s.completion.tokens) - 1 for s in samples)
-    longest = prompt + max(completions)
-    if longest > row_tokens:
-        raise Mistake(
-            f"row_tokens={row_tokens} cannot hold problem {group.problem.id!r}: its prompt has {prompt} tokens and a "
-            f"completion {max(completions) + 1}; raise row_tokens to at least {longest}, or lower max_tokens"
-        )
-    return Lengths(prompt, completions)
 
 
 def _weights(
@@ -318,61 +354,45 @@ def _weights(
     raise Mistake(f"aggregation={aggregation!r} is unknown; use 'token', 'sequence' or 'constant'")
 
 
-def _build(
-    parts: Parts,
-    groups: Sequence[tuple[Group, Sequence[Sample]]],
-    weight_of: Callable[[int], float],
-    pad_id: int,
-    row_length: int,
-) -> Row:
+def _build(parts: Parts, trees: Sequence[Tree], weight_of: Callable[[int], float], pad_id: int, row_length: int) -> Row:
     """Makes a row of `row_length` places from its parts. This is the only place where labels are made."""
-    tokens, positions, group_ids, parent_ids, segments = [], [], [], [], []
+    tokens, positions, ends = [], [], []
     labels, sources, logprobs, advantages, weights, versions, sample_ids = [], [], [], [], [], [], []
     teacher: list[np.ndarray] = []
-    at = next_id = next_sample = 0
+    at = next_sample = 0
     for part in parts:
-        group, samples = groups[part.group]
-        prompt_len, prompt_id = len(group.prompt_tokens), next_id
-        prompt = (at, at + prompt_len)
-        tokens.append(group.prompt_tokens)
-        positions.append(np.arange(prompt_len))
-        group_ids.append(np.full(prompt_len, prompt_id))
-        parent_ids.append(np.full(prompt_len, prompt_id))
-        at, next_id = at + prompt_len, next_id + 1
-        intervals = []
-        for sample in (samples[i] for i in part.completions):
-            length, sampled_L = len(sample.completion.tokens), sample.completion.sampled
-            tokens.append(sample.completion.tokens[:-1])
-            positions.append(np.arange(prompt_len, prompt_len + length - 1))
-            group_ids.append(np.full(length - 1, next_id))
-            parent_ids.append(np.full(length - 1, prompt_id))
-            # Of a conversation the policy is trained on what it sampled; what its environment answered is only read. The first
-            # token of a later turn is predicted from the last one of that answer.
-            labels.append(sample.completion.tokens[sampled_L])
-            sources.append(np.concatenate([[prompt[1] - 1], np.arange(at, at + length - 1)])[sampled_L])
-            logprobs.append(sample.completion.logprobs[sampled_L])
+        tree = trees[part.group]
+        prompt, shared = tree.group.prompt_tokens, tree.shared
+        tokens.append(prompt[:shared])
+        positions.append(np.arange(shared))
+        ends.append(np.full(shared, at + part.tokens))
+        at += shared
+        last = at - 1  # of the shared prompt
+        for sample, branches in ((tree.samples[i], tree.branches[i]) for i in part.completions):
+            # Of a conversation the policy is trained on what it sampled; what its environment answered is only read.
+            completion, sampled_S = sample.completion, sample.completion.sampled
+            tokens.append(np.concatenate([prompt, completion.tokens])[branches.tokens_N])
+            positions.append(branches.positions_N)
+            ends.append(at + branches.ends_N)
+            labels.append(completion.tokens[sampled_S])
+            sources.append(np.where(branches.sources_S < 0, last, at + branches.sources_S))
+            logprobs.append(completion.logprobs[sampled_S])
             if sample.teacher_logprobs is not None:
-                teacher.append(sample.teacher_logprobs[sampled_L])
-            spans = [stop - start for start, stop in sample.completion.spans]
+                teacher.append(sample.teacher_logprobs[sampled_S])
+            spans = [stop - start for start, stop in completion.spans]
             advantages.append(np.repeat(sample.turn_advantages or [sample.advantage] * len(spans), spans))
-            weights.append(np.full(len(sampled_L), weight_of(len(sampled_L))))
-            versions.append(sample.completion.versions[sampled_L])
-            sample_ids.append(np.full(len(sampled_L), next_sample))
-            intervals.append((at, at + length - 1))
-            at, next_id, next_sample = at + length - 1, next_id + 1, next_sample + 1
-        segments.append(Segment(prompt, tuple(intervals)))
+            weights.append(np.full(len(sampled_S), weight_of(len(sampled_S))))
+            versions.append(completion.versions[sampled_S])
+            sample_ids.append(np.full(len(sampled_S), next_sample))
+            at, next_sample = at + len(branches.tokens_N), next_sample + 1
     padding = row_length - at
-    pad_ids = -1 - np.arange(padding)  # each place of padding is a group of its own
     tokens.append(np.full(padding, pad_id))
     positions.append(np.zeros(padding))
-    group_ids.append(pad_ids)
-    parent_ids.append(pad_ids)
+    ends.append(np.arange(at, row_length) + 1)
     return Row(
         tokens_T=_tensor(tokens, torch.int64),
         positions_T=_tensor(positions, torch.int64),
-        group_ids_T=_tensor(group_ids, torch.int32),
-        parent_ids_T=_tensor(parent_ids, torch.int32),
-        segments=tuple(segments),
+        ends_T=_tensor(ends, torch.int64),
         labels_L=_tensor(labels, torch.int64),
         sources_L=_tensor(sources, torch.int64),
         logprobs_L=_tensor(logprobs, torch.float32),
@@ -502,9 +522,10 @@ def _longest_that_fit(group: Lengths, candidates: Sequence[int], free: int) -> l
 def _parts(groups: Sequence[Lengths], row: Sequence[tuple[int, Sequence[int]]]) -> Parts:
     parts = []
     for index, taken in row:
-        prompt, lengths = groups[index].prompt, [groups[index].completions[i] for i in taken]
-        pairs = _triangle(prompt) + sum(length * prompt + _triangle(length) for length in lengths)
-        parts.append(Part(index, tuple(sorted(taken)), prompt + sum(lengths), pairs))
+        group, prompt = groups[index], groups[index].prompt
+        lengths = [group.completions[i] for i in taken]
+        pairs = [group.pairs[i] for i in taken] if group.pairs else [n * prompt + _triangle(n) for n in lengths]
+        parts.append(Part(index, tuple(sorted(taken)), prompt + sum(lengths), _triangle(prompt) + sum(pairs)))
     return tuple(parts)
 
 

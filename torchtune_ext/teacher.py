@@ -91,11 +91,17 @@ class Teacher:
         on. Each sample costs a whole prefill: the prefix cache holds no log-probs. Raises EngineFailed."""
         samples = [(group, s) for group in groups for s in group.samples if s.score is not None]
         samples = [(group, s) for group, s in samples if len(s.completion.tokens)]
-        texts = [np.concatenate([group.prompt_tokens, s.completion.tokens]) for group, s in samples]
-        logprobs = {
-            id(s): row[-len(s.completion.tokens) :]
-            for (_, s), row in zip(samples, self.engine.score(texts), strict=True)
-        }
+        paths, texts = [], []
+        for group, s in samples:
+            prompt, ids = len(group.prompt_tokens), np.concatenate([group.prompt_tokens, s.completion.tokens])
+            # Without branches the last path holds all others.
+            for path in list(s.completion.paths(prompt))[0 if s.completion.kept else -1 :]:
+                paths.append((s, path - prompt))
+                texts.append(ids[path])
+        logprobs = {id(s): np.zeros(len(s.completion.tokens), np.float32) for _, s in samples}
+        for (s, path), row in zip(paths, self.engine.score(texts), strict=True):
+            own = path >= 0  # of the completion, not of the prompt
+            logprobs[id(s)][path[own]] = row[own[1:]]
 
         def with_teacher(sample: Sample) -> Sample:
             return replace(sample, teacher_logprobs=logprobs.get(id(sample)))

@@ -77,6 +77,36 @@ def in_turns(rng, groups):
     return [replace(group, samples=tuple(map(conversation, group.samples))) for group in groups]
 
 
+def in_branches(rng, groups):
+    """The same in turns, where a turn may be sampled behind a part of what was before it: of the turn before with its context,
+    or of the prompt."""
+
+    def branching(group, sample):
+        path, begin, kept = len(group.prompt_tokens), 0, []
+        for _, stop in sample.completion.turns:
+            near, anywhere = rng.integers(max(1, path - 4), path + 1), rng.integers(1, path + 1)
+            kept.append(int(rng.choice([path, near, near, anywhere])))
+            path, begin = kept[-1] + stop - begin, stop
+        return replace(sample, completion=replace(sample.completion, kept=tuple(kept)))
+
+    return [
+        replace(group, samples=tuple(branching(group, s) for s in group.samples)) for group in in_turns(rng, groups)
+    ]
+
+
+def paths_of(group, sample):
+    """Yields each path of a sample, as ids, with the places of its labels there. They are the sampled tokens, in order."""
+    completion, ids = sample.completion, group.prompt_tokens.tolist()
+    if not completion.kept:
+        yield [*ids, *completion.tokens.tolist()], len(ids) + completion.sampled
+        return
+    begin = 0
+    for (start, stop), keeps in zip(completion.turns, completion.kept, strict=True):
+        ids = ids[:keeps] + completion.tokens[begin:stop].tolist()
+        yield ids, np.arange(len(ids) - (stop - start), len(ids))
+        begin = stop
+
+
 def of_each_token(sample):
     """The advantage of each sampled token."""
     if not sample.turn_advantages:
@@ -123,9 +153,9 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
     model, ref_model = (None if m is None else copy.deepcopy(m).double() for m in (model, ref_model))
 
     def logprobs_and_entropy(m, group, sample):
-        ids = torch.tensor(np.concatenate([group.prompt_tokens, sample.completion.tokens]), dtype=torch.long)
-        logits = m(ids[None, :-1])[0][len(group.prompt_tokens) - 1 :][sample.completion.sampled] / temperature
-        logp, labels = torch.log_softmax(logits, -1), ids[len(group.prompt_tokens) :][sample.completion.sampled]
+        paths = [(torch.tensor(ids), places) for ids, places in paths_of(group, sample)]
+        logits = torch.cat([m(ids[None, :-1])[0][places - 1] for ids, places in paths]) / temperature
+        logp, labels = torch.log_softmax(logits, -1), torch.cat([ids[places] for ids, places in paths])
         return logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1), logits.abs().max().item()
 
     pairs = trained_samples(groups)

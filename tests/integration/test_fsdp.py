@@ -12,6 +12,7 @@ from tiny_runs import write_tiny_model
 
 GRADIENTS = """
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,9 @@ for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2
         )
         for n in lengths
     )
+    if g == 1:  # a conversation whose second turn forgets a part of its first, and whose third goes on from all
+        turns = replace(samples[0].completion, turns=((0, 6), (9, 12), (14, 20)), kept=(4, 7, 12))
+        samples = (replace(samples[0], completion=turns), samples[1])
     groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
 loss = PolicyLoss(constraint="kl", delta=1e-4, top_k=8, importance="tis", kl_coef=0.2, entropy_coef=0.01)
 
@@ -270,6 +274,9 @@ for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2
         )
         for n in lengths
     )
+    if g == 1:  # a conversation whose second turn forgets a part of its first, and whose third goes on from all
+        turns = replace(samples[0].completion, turns=((0, 6), (9, 12), (14, 20)), kept=(4, 7, 12))
+        samples = (replace(samples[0], completion=turns), samples[1])
     groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
 rows, _ = pack(groups, 40, layout=Layout(4))
 assert len(rows) > 4, "several rows for a rank: the copies sum their gradients with the last one"

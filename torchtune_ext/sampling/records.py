@@ -1,7 +1,7 @@
 """The records of the sampling stage: configs go in; completions, reports and counters come out; two errors may be raised."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -220,6 +220,9 @@ class Completion:
     # [start, stop) of each turn of a conversation in `tokens`. Between two turns stands what the environment answered, which
     # was not sampled: its log-probs are 0. Empty: all of `tokens` was sampled.
     turns: tuple[tuple[int, int], ...] = ()
+    # Of each turn, how many tokens of the path before it its context begins with: of the prompt, or of the turn before it with
+    # that one's context. The rest of the context stands before the turn in `tokens`. Empty: every turn goes on from all.
+    kept: tuple[int, ...] = ()
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -230,6 +233,14 @@ class Completion:
     def sampled(self) -> np.ndarray:
         """The places [S] of the sampled tokens in `tokens`."""
         return np.concatenate([np.arange(*span) for span in self.spans])
+
+    def paths(self, prompt: int) -> Iterator[np.ndarray]:
+        """Yields the path of each turn, its context and itself, as indices in `prompt` tokens and `tokens` behind them."""
+        path, begin = np.arange(prompt), prompt
+        for (_, stop), keeps in zip(self.spans, self.kept or (None,) * len(self.spans), strict=True):
+            path = np.concatenate([path[:keeps], np.arange(begin, prompt + stop)])
+            begin = prompt + stop
+            yield path
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def test_variants(variant, monkeypatch):
     if variant == "checkpointing":
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     if variant == "dense":  # the reference mask itself, through the stock SDPA call
-        monkeypatch.setattr(logprobs, "packed_mask", lambda row: dense_mask(row.group_ids_T, row.parent_ids_T)[None])
+        monkeypatch.setattr(logprobs, "packed_mask", lambda row: dense_mask(row.ends_T)[None])
     assert_equal_to_plain(policy, rows, groups, loss, want, 1.0)
 
 
@@ -88,7 +88,7 @@ def test_conversations(row_tokens, aggregation, mask, monkeypatch):
     rows, stats = pack(groups, row_tokens, aggregation)
     assert (stats.rows == 1) == (row_tokens == 200) and stats.labels == sum(turns)
     if mask == "dense":
-        monkeypatch.setattr(logprobs, "packed_mask", lambda row: dense_mask(row.group_ids_T, row.parent_ids_T)[None])
+        monkeypatch.setattr(logprobs, "packed_mask", lambda row: dense_mask(row.ends_T)[None])
     assert_equal_to_plain(PackedPolicy(model), rows, groups, loss, want, 0.9)
 
 
@@ -103,15 +103,11 @@ def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad):
     draw = partial(torch.randn, 1, 2, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     q, k, v = (draw(requires_grad=True) for _ in range(3))
     upstream = draw()
-    upstream[:, :, row.group_ids_T < 0] = 0.0  # nobody reads padding
-    dense = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=dense_mask(row.group_ids_T, row.parent_ids_T)[None, None]
-    )
-    fast = packed_attention(q, k, v, segment_mask(row.segments, T), 0.0, True)
-    real = row.group_ids_T >= 0
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(row.ends_T)[None, None])
+    fast = packed_attention(q, k, v, segment_mask(row.ends_T), 0.0, True)
     want, got = (torch.autograd.grad(out, (q, k, v), upstream) for out in (dense, fast))
     # Of v, which is averaged, and of the largest gradient: that of q and k is zero where a token sees itself alone.
-    assert (dense[:, :, real] - fast[:, :, real]).abs().max() < 1e-12 * v.abs().max()
+    assert (dense - fast).abs().max() < 1e-12 * v.abs().max()
     size = max(grad.abs().max() for grad in want)
     assert max((a - b).abs().max() for a, b in zip(want, got, strict=True)) < 1e-12 * size
 
@@ -146,11 +142,10 @@ def test_empty_rows_keep_ranks_in_step_and_change_nothing():
 @every_row("num_tokens", [1, 127, 128, 300, 1024, 2500])
 def test_block_mask_is_the_one_that_torch_makes_of_a_whole_mask(num_tokens):
     draw = torch.Generator().manual_seed(num_tokens)
-    groups = torch.randint(0, 6, (num_tokens,), generator=draw).sort().values
-    parents = torch.where(torch.rand(num_tokens, generator=draw) < 0.5, groups - 1, groups)
-    dense = dense_mask(groups, parents)
+    ends = torch.arange(num_tokens) + torch.randint(1, num_tokens + 1, (num_tokens,), generator=draw)
+    dense = dense_mask(ends)
     whole = create_block_mask(lambda b, h, i, j: dense[i, j], None, None, num_tokens, num_tokens, device="cpu")
-    ours = block_mask(groups, parents)
+    ours = block_mask(ends)
     for table in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"):
         assert torch.equal(getattr(ours, table), getattr(whole, table)), table
     assert ours.seq_lengths == whole.seq_lengths

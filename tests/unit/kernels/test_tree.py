@@ -1,0 +1,147 @@
+"""Packed trees against every path alone: one forward for each turn, in the context in which it was sampled, stock torchtune."""
+
+import adapters
+import fp8_models
+import numpy as np
+import pytest
+import torch
+from tables import every_row
+from torchtune import training
+from torchtune.models.qwen2 import qwen2
+from torchtune.modules import TransformerSelfAttentionLayer
+from unpacked import (
+    PAD,
+    assert_equal_to_plain,
+    in_branches,
+    make_groups,
+    packed_logprobs_by_sample,
+    paths_of,
+    reference,
+    tiny_model,
+    trained_samples,
+)
+
+from torchtune_ext.groups import Group
+from torchtune_ext.kernels import linear_logprob
+from torchtune_ext.kernels.packed_attention import dense_mask, segment_mask
+from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.packing import Layout, contexts, pack
+from torchtune_ext.policy import logprobs
+from torchtune_ext.policy.logprobs import PackedPolicy
+
+LOSS = PolicyLoss(importance="tis", entropy_coef=0.01)
+
+
+def trees(seed, number=2, length=34):
+    """Groups of conversations of up to eight turns, and the places that the widest of them needs."""
+    rng = np.random.default_rng(seed)
+    shapes = [
+        (int(rng.integers(1, 8)), rng.integers(1, length, int(rng.integers(1, 3))).tolist()) for _ in range(number)
+    ]
+    groups = in_branches(rng, make_groups(rng, shapes))
+    return groups, max(p + max(c) for p, c in shapes)
+
+
+def depth_of(row):
+    """How many runs of tokens the longest way from a root to a leaf goes through."""
+    return 1 + max(len(stack.above) for stack in segment_mask(row.ends_T).stacks)
+
+
+# Two trees for each seed.
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 1100), marks=pytest.mark.rest)], ids=["few", "many"]
+)
+def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
+    """Loss, log-probs and gradients, in float64 to 1e-10 of what was summed up; and the plain mask says the same."""
+    depths, kinds = set(), set()
+    for seed in seeds:
+        groups, longest = trees(seed)
+        aggregation, row_tokens = ["token", "sequence"][seed % 2], longest + 7 + 40 * (seed % 3)
+        layout = Layout(1 + seed % 2, 8 if seed % 5 == 0 else None)
+        model = tiny_model(dtype=torch.float64)
+        want, policy = reference(model, groups, LOSS, aggregation, 0.9), PackedPolicy(model)
+        rows, stats = pack(groups, row_tokens, aggregation, pad_id=PAD, layout=layout)
+        assert stats.labels == sum(len(s.completion.sampled) for _, s in trained_samples(groups))
+        assert_equal_to_plain(policy, rows, groups, LOSS, want, 0.9)
+        if seed % 4 == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(logprobs, "packed_mask", lambda row: dense_mask(row.ends_T)[None])
+                model.zero_grad()
+                assert_equal_to_plain(policy, rows, groups, LOSS, want, 0.9)
+        depths |= {depth_of(row) for row in rows}
+        for row in rows:
+            sources = row.sources_L.tolist()
+            kinds |= {"several labels"} if len(set(sources)) < len(sources) else set()
+        for group, sample in trained_samples(groups):
+            path, begin = len(group.prompt_tokens), 0
+            for (start, stop), keeps in zip(sample.completion.turns, sample.completion.kept, strict=True):
+                kinds |= {"one token"} if stop - start == 1 else set()
+                kinds |= {"inside the prompt"} if keeps < len(group.prompt_tokens) else set()
+                kinds |= {"inside a turn"} if path - keeps in (1, 2) and begin else set()
+                path, begin = keeps + stop - begin, stop
+    assert kinds == {"several labels", "one token", "inside the prompt", "inside a turn"}
+    assert {1, 2, 3, 4, 5, 6} <= depths
+
+
+@every_row("way", ["chunks", "checkpointing", "lora", "lora and checkpointing"])
+def test_trees_with_what_changes_the_computation(way, monkeypatch):
+    model, plain = tiny_model(dtype=torch.float64), None
+    if way == "chunks":
+        monkeypatch.setattr(linear_logprob, "CHUNK_ELEMENTS", 5 * 61)  # five labels at a time
+    if "lora" in way:
+        model = adapters.adapted(tie_word_embeddings=False).double()
+        plain = adapters.Plain(model, qwen2(**adapters.DIMS, tie_word_embeddings=False))
+    groups, longest = trees(7, number=4)
+    want = reference(plain or model, groups, LOSS, "token", 0.9)
+    policy = PackedPolicy(model)
+    if "checkpointing" in way:
+        training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    assert_equal_to_plain(policy, pack(groups, longest + 30)[0], groups, LOSS, want, 0.9)
+
+
+def test_trees_in_fp8(tmp_path):
+    """Apart from rounding in front of a layer, which moves a few values to the neighboring code, packed trees score like paths."""
+    source = fp8_models.directory(tmp_path)
+    policy, in_full = fp8_models.policy_of(source), PackedPolicy(fp8_models.policy_of(source, None).model)
+    groups, _ = trees(3, length=90)
+    rows = pack(groups, 1000)[0]
+    packed = packed_logprobs_by_sample(rows, fp8_models.gradients(policy, rows)[1], groups)
+    gaps, rounding = [], []
+    for group, sample in trained_samples(groups):
+        alone, full = [], []
+        for ids, places in paths_of(group, sample):
+            prompt, turn = np.array(ids[: places[0]], np.int32), sample.completion
+            turn = type(turn)(np.array(ids)[places], np.zeros(len(places)), np.zeros(len(places)), "stop")
+            one = Group(group.problem, prompt, (type(sample)(turn, trained=True),))
+            (row,) = pack([one], 1000)[0]
+            with torch.no_grad():
+                alone.append(policy(row).logprobs_L)
+                full.append(in_full(row).logprobs_L)
+        gaps.append((torch.cat(alone) - packed[id(sample)]).abs())
+        rounding.append((torch.cat(alone) - torch.cat(full)).abs())
+    assert torch.cat(gaps).median() < 1e-5
+    assert torch.cat(gaps).mean() < 0.01 * torch.cat(rounding).mean()
+
+
+def test_equal_paths_are_known_by_their_contexts():
+    """Labels behind the same tokens have one hash, wherever they stand, and labels behind others have another."""
+    groups, longest = trees(11, number=3)
+    hashes = {}
+    for row_tokens in (longest, 500):
+        labels = {}
+        for row in pack(groups, row_tokens)[0]:
+            for number in range(int(row.samples_L.max()) + 1):
+                at = (row.samples_L == number).tolist()
+                key = tuple(row.logprobs_L[torch.tensor(at)].tolist())
+                labels[key] = [each for each, own in zip(contexts(row), at, strict=True) if own]
+        hashes[row_tokens] = labels
+    assert hashes[longest] == hashes[500]
+    paths = {}
+    for group, sample in trained_samples(groups):
+        own = iter(hashes[500][tuple(sample.completion.logprobs[sample.completion.sampled].tolist())])
+        for ids, places in paths_of(group, sample):
+            for place in places:
+                paths.setdefault(tuple(ids[: place + 1]), set()).add(next(own))
+    assert all(len(each) == 1 for each in paths.values())
+    assert len(set().union(*paths.values())) == len(paths)
