@@ -2,7 +2,9 @@
 
 Ids are only appended: to what was sampled comes what the template writes around the answer (`between_turns_ids`), and both
 together are the prompt of the next turn. So the policy is trained on the tokens that were sampled, in the context in which they
-were sampled, and the engine finds all of it but the answer in its prefix cache.
+were sampled, and the engine finds all of it but the answer in its prefix cache. With `history: template` a context is what the
+template leaves of older turns (`context_ids`), in the ids that were sampled. It shares a beginning with the turn before it, and
+goes on from there as a branch of its own.
 """
 
 from collections.abc import Sequence
@@ -19,12 +21,14 @@ from torchtune_ext.tasks.task import Message, Score, Turn
 class Episode:
     """What has become of one conversation so far."""
 
-    def __init__(self, opened: str = "") -> None:
-        """Args: opened: how the first turn's text begins (`ChatTokenizer.opened_thought`)."""
+    def __init__(self, prompt: Sequence[int] = (), opened: str = "") -> None:
+        """Args: prompt: what the first turn is sampled behind; opened: how its text begins (`ChatTokenizer.opened_thought`)."""
         self.seat: Seat | None = None  # its environment's place; None before the first answer is asked for
-        self._opened = opened
+        self._context, self._opened = np.asarray(prompt, dtype=np.int32), opened  # of the last turn
         self._parts: list[Completion] = []  # turns
-        self._answers: list[np.ndarray] = []  # ids between them
+        self._kept = [len(prompt)]  # of each turn, how much of the path before it is in its context
+        self._branches = False  # whether any keeps less than all
+        self._answers: list[np.ndarray] = []  # ids between turns that are in no path before
         self._messages: list[Message] = []
         self._rewards: list[float] = []
         self._score = Score(0.0)  # of all answers
@@ -41,13 +45,18 @@ class Episode:
 
     @property
     def path(self) -> list[int]:
-        """The ids behind the prompt, sampled or not."""
-        return self._joined([part.tokens for part in self._parts], self._answers).tolist()
+        """The ids of the last turn, behind all that it was sampled behind."""
+        return [*self._context.tolist(), *self._parts[-1].tokens.tolist()]
 
     @property
-    def last(self) -> Completion:
-        """The turn that was sampled last."""
-        return self._parts[-1]
+    def sampled_ids(self) -> list[list[int]]:
+        """The ids of each turn."""
+        return [part.tokens.tolist() for part in self._parts]
+
+    @property
+    def messages(self) -> list[Message]:
+        """What follows the prompt."""
+        return self._messages
 
     @property
     def message(self) -> Message:
@@ -68,10 +77,15 @@ class Episode:
             score.reward + turn.reward, {**score.parts, **turn.parts}, turn.note or score.note, score.facts
         )
 
-    def go_on(self, ids: Sequence[int], opened: str) -> None:
-        """The next turn comes behind these ids."""
-        self._answers.append(np.asarray(ids, dtype=np.int32))
-        self._opened = opened
+    def go_on(self, context: Sequence[int], opened: str) -> None:
+        """The next turn is sampled behind these ids."""
+        path, self._context, self._opened = np.array(self.path), np.asarray(context, dtype=np.int32), opened
+        length = min(len(path), len(context))
+        others = np.flatnonzero(path[:length] != self._context[:length])
+        kept = int(others[0]) if len(others) else length
+        self._kept.append(kept)
+        self._branches |= kept < len(path)
+        self._answers.append(self._context[kept:])
 
     def over(self, ending: str, failure: Outcome | None = None) -> Sample:
         """Returns the conversation as a sample.
@@ -92,6 +106,7 @@ class Episode:
             finish_reason=ending,
             cached_prompt_tokens=parts[0].cached_prompt_tokens,
             turns=tuple((int(start), int(start) + len(part.tokens)) for start, part in zip(starts, parts, strict=True)),
+            kept=tuple(self._kept) if self._branches else (),
         )
         return Sample(
             completion,

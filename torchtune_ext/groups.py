@@ -120,6 +120,8 @@ def _sample_text(sample: Sample) -> str:
     }
     if completion.turns:
         head |= {"turns": completion.turns, "turn_rewards": sample.turn_rewards, "messages": sample.messages}
+    if completion.kept:
+        head["kept"] = completion.kept
     if sample.turn_advantages:
         head["turn_advantages"] = sample.turn_advantages
     arrays = f'"tokens":{_ints(completion.tokens)},"logprobs":{_floats(completion.logprobs)}'
@@ -156,6 +158,7 @@ def _sample(record: dict[str, Any]) -> Sample:
         versions=np.array(versions, dtype=np.int32),
         finish_reason=record["finish_reason"],
         turns=tuple(map(tuple, record.get("turns", ()))),
+        kept=tuple(record.get("kept", ())),
     )
     return Sample(
         completion,

@@ -32,7 +32,7 @@ attention mask.
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ class Row:
     tokens_T: Tensor  # int64, input ids
     positions_T: Tensor  # int64, position of the token in its own unpacked sequence
     ends_T: Tensor  # int64, one past the last place that sees the token; padding sees only itself
+    longest: int  # tokens of the longest path
     labels_L: Tensor  # int64, id of the token to be predicted
     sources_L: Tensor  # int64, index into T of the hidden state that predicts the label
     logprobs_L: Tensor  # float32, log-prob of the label under the policy that sampled it, as the sampler reported
@@ -68,15 +69,10 @@ class Row:
     def num_labels(self) -> int:
         return self.labels_L.numel()
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest path."""
-        return int(self.positions_T.max()) + 1
-
     def to(self, device: torch.device) -> "Row":
         """Returns the row with its tensors on `device`."""
-        tensors = {name: tensor for name in self.__slots__ if (tensor := getattr(self, name)) is not None}
-        return Row(**{name: each.to(device, non_blocking=True) for name, each in tensors.items()})
+        tensors = {name: each for name in self.__slots__ if isinstance(each := getattr(self, name), Tensor)}
+        return replace(self, **{name: each.to(device, non_blocking=True) for name, each in tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +389,7 @@ def _build(parts: Parts, trees: Sequence[Tree], weight_of: Callable[[int], float
         tokens_T=_tensor(tokens, torch.int64),
         positions_T=_tensor(positions, torch.int64),
         ends_T=_tensor(ends, torch.int64),
+        longest=max(int(each.max(initial=-1)) for each in positions) + 1,
         labels_L=_tensor(labels, torch.int64),
         sources_L=_tensor(sources, torch.int64),
         logprobs_L=_tensor(logprobs, torch.float32),

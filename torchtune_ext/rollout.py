@@ -63,7 +63,7 @@ class Unfinished:
         self._opened = tokenizer.opened_thought(self.prompt)
         self.samples: list[Sample | None] = [None] * samples
         # Of conversations, one for each sample.
-        self.episodes = [Episode(self._opened) for _ in range(samples)] if environments else []
+        self.episodes = [Episode(self.prompt, self._opened) for _ in range(samples)] if environments else []
         self._environments = environments
         self.futures: list[Future] = []  # of the engine, of the grader
         self.drawing = 0  # futures of the engine that are not done
@@ -159,6 +159,7 @@ class GroupStream:
         self.times = times or GroupTimes()
         self.last_sign = time.monotonic()  # when the last completion or grade came
         self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
+        self._differs = False  # whether it was said that a context is not the template's own text
         # Those that `next` has not handed out and `cancel` has not ended. Only their caller's thread changes the dict.
         self._groups: dict[int, Unfinished] = {}
         self._events: SimpleQueue[tuple[Unfinished, int | None, Completion | Future] | None] = SimpleQueue()
@@ -434,20 +435,33 @@ class GroupStream:
             self._end_episode(group, place, episode.over("completed" if answer.done else "max_turns"))
             return
         try:
-            ids = self._tokenizer.between_turns_ids(answer.messages, int(episode.last.tokens[-1]), group.problem.tools)
+            prompt = self._next_context(group.problem, episode, answer)
         except Mistake as error:
             # Only this answer may be one that the template has no form for.
             failure = Outcome("infra_failed", None, f"its answer cannot be read: {error}")
             self._end_episode(group, place, episode.over("environment_failed", failure))
             return
-        prompt = [*group.prompt, *episode.path, *ids]
         if len(prompt) + group.sampling.max_tokens > self._engine.config.max_model_len:
             self._end_episode(group, place, episode.over("context_overflow"))
             return
-        episode.go_on(ids, self._tokenizer.opened_thought(prompt))
+        episode.go_on(prompt, self._tokenizer.opened_thought(prompt))
         seed = group.sampling.seed
         own = replace(group.sampling, seed=None if seed is None else mixed_seed(seed, group.place, place))
         self._draw(group, prompt, 1, own, episode.turns, min(group.priority, Priority.TURN), place)
+
+    def _next_context(self, problem: Problem, episode: Episode, answer: Turn) -> list[int]:
+        """Returns what the next turn of a conversation is sampled behind. Raises Mistake: the template has no form for it."""
+        tokenizer, path = self._tokenizer, episode.path
+        if tokenizer.history == "sampled":
+            return [*path, *tokenizer.between_turns_ids(answer.messages, path[-1], problem.tools)]
+        context = tokenizer.context_ids(problem.messages, episode.messages, episode.sampled_ids, problem.tools)
+        if context != tokenizer.prompt_ids([*problem.messages, *episode.messages], problem.tools) and not self._differs:
+            self._differs = True
+            log.info(
+                "problem %r: the template's own text has other ids than were sampled, which stay as they were",
+                problem.id,
+            )
+        return context
 
     def _end_episode(self, group: Unfinished, place: int, sample: Sample) -> None:
         group.leave(place)

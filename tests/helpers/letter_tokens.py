@@ -8,6 +8,8 @@ from torchtune_ext.sampling.records import Completion
 class LetterTokenizer:
     """The part of `ChatTokenizer` that sampling and grading use. The prompt is the first message."""
 
+    history = "sampled"
+
     def prompt_ids(self, messages, tools=()):
         return [ord(letter) for letter in messages[0]["content"]]
 

@@ -34,5 +34,5 @@ def guessed(ending="completed", turns=(55, 62, 58), read=(20, 21, 22), **rest) -
         answer = [] if done else [{"role": "user", "content": "higher" if guess < turns[-1] else "lower"}]
         episode.answered(Turn(answer, reward=float(done), done=done))
         if not done:
-            episode.go_on(read, "")
+            episode.go_on([*episode.path, *read], "")
     return replace(episode.over(ending), **rest)

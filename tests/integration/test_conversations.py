@@ -70,6 +70,41 @@ def test_what_a_run_of_conversations_logs(run):
         assert 1 < line["episode/turns"] <= 3 and line["mismatch/mean_abs"] < 1e-4
 
 
+FORGETS = """\
+{%- for m in messages -%}
+    {{- '<|im_start|>' + m.role + '\\n' + (m.content.split('\ufffd')[-1] if m.role == 'assistant' else m.content) + '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+def test_turns_behind_what_a_template_leaves_of_older_ones(workplace, served):
+    """What the engine reported is what transformers computes on each context and turn by itself, and, on the packed trees, the
+    trainer: its gate of 1e-4 nats passes. A replay ends with the same weights."""
+    (workplace / "forgets.jinja").write_text(FORGETS)
+    words = ["tokenizer.template=forgets.jinja", "tokenizer.history=template", "evaluation.task=null", *runs.TALKS]
+    runs.run(workplace, "grpo_full", "output_dir=forgets", *words, served)
+    model = AutoModelForCausalLM.from_pretrained(workplace / "model", dtype=torch.float32)
+    tokenizer, branches = ChatTokenizer(workplace / "model", str(workplace / "forgets.jinja"), history="template"), 0
+    for group in read_rollouts(rollout_paths(workplace / "forgets")[1]):
+        for sample in group.samples:
+            completion, ids = sample.completion, np.concatenate([group.prompt_tokens, sample.completion.tokens])
+            branches += len(completion.kept) > 1
+            spans = zip(completion.paths(len(group.prompt_tokens)), completion.turns, strict=True)
+            for number, (path, (start, stop)) in enumerate(spans):
+                with torch.no_grad():
+                    logprobs = model(torch.tensor(ids[path])[None]).logits[0].log_softmax(-1)[:-1]
+                own = logprobs.gather(1, torch.tensor(ids[path[1:]])[:, None])[start - stop :, 0].numpy()
+                np.testing.assert_allclose(completion.logprobs[start:stop], own, atol=1e-4)
+                messages = [*group.problem.messages, *sample.messages[: 2 * number]]
+                assert tokenizer.spell(ids[path][: start - stop]) == tokenizer.template.render(messages, (), True)
+    assert branches
+    for line in runs.metrics(workplace / "forgets")[1:]:
+        assert line["mismatch/mean_abs"] < 1e-4 and line["episode/turns"] > 1
+    runs.run(workplace, "grpo_full", "output_dir=forgets_again", "replay=forgets", *words)
+    assert weights(workplace / "forgets_again") == weights(workplace / "forgets")
+
+
 def test_a_replay_ends_with_the_same_weights(run, workplace):
     output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=run", *runs.TALKS)
     assert "Set otherwise" not in output, output

@@ -130,6 +130,31 @@ class ChatTemplate:
             raise self._no_place("an assistant's turn before further messages")
         return after
 
+    def around_turns(
+        self, problem: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> list[str]:
+        """Returns the text of a conversation with the generation prompt, cut behind what it has of each assistant's message.
+
+        Args:
+            problem: the messages before the first turn; an assistant's among them make no cut.
+            messages: turns and answers.
+
+        Raises:
+            ValueError: the template refuses the messages, or leaves nothing of a turn.
+        """
+        mark = _MARK
+        while any(mark in str(message["content"]) for message in (*problem, *messages)):
+            mark += _MARK
+        turns = [message["role"] == "assistant" for message in messages]
+        marked = [
+            message | {"content": message["content"] + mark} if turn else message
+            for message, turn in zip(messages, turns, strict=True)
+        ]
+        pieces = self.render([*problem, *marked], tools, generation_prompt=True).split(mark)
+        if len(pieces) != 1 + sum(turns):
+            raise self._no_place(f"the end of each of the assistant's {sum(turns)} turns before further messages")
+        return pieces
+
     def _render(self, messages, tools, generation_prompt, tags) -> tuple[str, list[tuple[int, int]]]:
         try:
             texts, spans = render_jinja_template(

@@ -13,7 +13,9 @@ For the templates of Qwen this includes the newline after the turn, and for Qwen
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torchtune_ext.run.errors import Mistake
 
 __all__ = ["CHATML", "ChatTokenizer"]
 
+HISTORIES = ("sampled", "template")
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
 _LONGEST_OPENING = 16  # tokens; enough for "<think>" and white space if every character is a token
 # Marks that graders and environments read. In some models they are special tokens.
@@ -37,13 +40,27 @@ class ChatTokenizer:
         template: None for the template of the directory, "chatml" for the built-in one, the path of a Jinja file, or
             the Jinja text itself.
         template_options: more variables of the template, for example {"enable_thinking": False}.
+        history: what a later turn of a conversation is sampled behind. "sampled": all that was sampled before it, thoughts
+            among it. "template": what the template leaves of older turns (`context_ids`).
 
     Raises:
         ValueError: a file or the template is missing or cannot be used.
     """
 
-    def __init__(self, path: str | Path, template: str | None = None, template_options: dict[str, Any] | None = None):
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | Path,
+        template: str | None = None,
+        template_options: dict[str, Any] | None = None,
+        history: str = "sampled",
+    ):
+        if history not in HISTORIES:
+            raise Mistake(
+                f"tokenizer.history={history!r}: use 'sampled', where a turn follows all that was sampled before it, or "
+                "'template', where it follows what the template leaves of that. Either way a turn is trained in the context in "
+                "which it was sampled; dropping thoughts only in training would judge tokens by a context that they never had"
+            )
+        self.path, self.history = Path(path), history
         self._tokenizer = _load_tokenizer(self.path)
         name, source = self._find_template(template)
         self.template = ChatTemplate(source, name, dict(self._tokenizer.special_tokens_map), template_options)
@@ -75,7 +92,51 @@ class ChatTokenizer:
         Raises:
             ValueError: the template cannot render `messages` behind a turn of the assistant.
         """
-        ids = self.encode(self.template.between_turns(messages, tools))
+        return self._after_turn(self.template.between_turns(messages, tools), end)
+
+    def context_ids(
+        self,
+        problem: Sequence[Message],
+        messages: Sequence[Message],
+        turns: Sequence[Sequence[int]],
+        tools: Sequence[Tool] = (),
+    ) -> list[int]:
+        """Returns what the next turn of a conversation is sampled behind, as the template writes the whole of it.
+
+        Of an older turn it has what the template leaves of it, from some place to the end, in the ids that were sampled. If the
+        template cuts inside of a token, the rest of that token is encoded anew; the end of a turn is never cut.
+
+        Args:
+            problem: the messages before the first turn.
+            messages: turns and answers, the last one an answer.
+            turns: the sampled ids of each turn.
+            tools: as in the prompt.
+
+        Raises:
+            ValueError: the template cannot render the messages, or leaves nothing of a turn.
+        """
+        first, *others = self.template.around_turns(problem, messages, tools)
+        texts = [message["content"] for message in messages if message["role"] == "assistant"]
+        ids: list[int] = []
+        text, end = first, None
+        for content, turn, after in zip(texts, turns, others, strict=True):
+            kept = len(commonprefix([content[::-1], text[::-1]]))
+            own = self.decode(turn)  # without what the prompt has opened
+            dropped = max(0, len(own) - kept)
+            start = bisect_left(range(len(turn)), dropped, key=lambda n: len(self.decode(turn[:n]))) if dropped else 0
+            while True:
+                rest = own[len(self.decode(turn[:start])) :]
+                # A cut between two tokens may go through a character. Some tokenizers leave out the space before a text.
+                if self.decode(turn[start:]).lstrip(" ") == rest.lstrip(" "):
+                    break
+                start += 1
+            ids += [*self._after_turn(text[: len(text) - len(rest)], end), *turn[start:]]
+            text, end = after, turn[-1]
+        return ids + self._after_turn(text, end)
+
+    def _after_turn(self, text: str, end: int | None) -> list[int]:
+        """Returns the ids of a text that follows a turn with the last token `end`, or nothing (None)."""
+        ids = self.encode(text)
         # A template may write white space and other special tokens before the one that ends a turn, and a sampled one stands
         # for all up to its like. Behind any other text it is none of the template's, but written in a message.
         head = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), -1)

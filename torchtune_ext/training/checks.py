@@ -260,7 +260,11 @@ def check_prompts(
             continue
         if isinstance(task, ConversationTask):
             with blame(f"{key}: {_name(task)} leads conversations:"):
-                tokenizer.between_turns_ids([{"role": "user", "content": "x"}], tokenizer.eos_id)
+                turn, answer = {"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}
+                if tokenizer.history == "template":
+                    tokenizer.context_ids([answer], [turn, answer], [[*tokenizer.encode("x"), tokenizer.eos_id]])
+                else:
+                    tokenizer.between_turns_ids([answer], tokenizer.eos_id)
         lengths = prompt_lengths(task, tokenizer, key)
         shortest, longest = min(lengths), max(lengths)
         if shortest > room:

@@ -135,7 +135,7 @@ def end_of(tokenizer: ChatTokenizer) -> int:
     return tokenizer.stop_token_ids[-1]
 
 
-def appended(tokenizer: ChatTokenizer, messages, turns=()) -> tuple[list[int], int, Episode]:
+def appended(tokenizer: ChatTokenizer, messages, turns=(), history="sampled") -> tuple[list[int], int, Episode]:
     """Plays a conversation as a run does.
 
     Args:
@@ -146,21 +146,24 @@ def appended(tokenizer: ChatTokenizer, messages, turns=()) -> tuple[list[int], i
         The ids that the next turn would be sampled behind, how many of them are the prompt, and the episode.
     """
     prompt = tokenizer.prompt_ids(before_a_turn(messages))
-    opened, turns, between = tokenizer.opened_thought(prompt), list(turns), []
-    episode = Episode(opened)
+    opened, turns, context = tokenizer.opened_thought(prompt), list(turns), []
+    episode = Episode(prompt, opened)
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        if between:
-            episode.go_on(between, opened)
+        if context:
+            episode.go_on(context, opened)
         text = message["content"].removeprefix(opened)
         ids = turns.pop(0) if turns else [*tokenizer.encode(text), end_of(tokenizer)]
         episode.sampled(sampled(ids).completion, tokenizer.decode(ids))
         answer = before_a_turn(messages[place + 1 :])
         episode.answered(Turn(answer))
-        between = tokenizer.between_turns_ids(answer, end=int(episode.last.tokens[-1]))
-        opened = tokenizer.opened_thought([*prompt, *episode.path, *between])
-    return [*prompt, *episode.path, *between], len(prompt), episode
+        if history == "sampled":
+            context = [*episode.path, *tokenizer.between_turns_ids(answer, end=episode.path[-1])]
+        else:
+            context = tokenizer.context_ids(before_a_turn(messages), episode.messages, episode.sampled_ids)
+        opened = tokenizer.opened_thought(context)
+    return context, len(prompt), episode
 
 
 # ---- where it is the template's own text ---------------------------------------------------------------------------
@@ -213,7 +216,7 @@ def test_an_unusual_tokenization_stays(tokenizer):
     assert len(letters) == 8 > len(tokenizer.encode("It is 4."))
     turn = [*letters, end_of(tokenizer)]
     ids, start, episode = appended(tokenizer, [user("2+2?"), policy("It is 4."), user("So?")], [turn])
-    assert ids[start : start + len(turn)] == turn and episode.last.tokens.tolist() == turn
+    assert ids[start : start + len(turn)] == turn and episode.sampled_ids[-1] == turn
     usual = appended(tokenizer, [user("2+2?"), policy("It is 4."), user("So?")])[0]
     assert ids != usual and tokenizer.spell(ids) == tokenizer.spell(usual)
     assert tokenizer.encode(tokenizer.spell(ids)) == usual  # so made again from text they would be others
@@ -297,6 +300,96 @@ def test_a_later_prompt_opens_a_thought(tokenizer):
     assert turns == ["I add.\n</think>\n\nadd<|im_end|>", "So it is.\n</think>\n\n4<|im_end|>"]
 
 
+# ---- history: template, where an older turn is what the template leaves of it --------------------------------------
+
+
+def contexts_of(prompt, episode):
+    """What the record of a conversation says of the context of each turn."""
+    completion = episode.over("completed").completion
+    ids = np.array([*prompt, *completion.tokens.tolist()])
+    spans = zip(completion.paths(len(prompt)), completion.turns, strict=True)
+    return [ids[path].tolist()[: start - stop] for path, (start, stop) in spans], completion
+
+
+@families(*KEEPING, ("qwen3", {}))
+@every_row("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_a_template_that_keeps_all_has_the_same_history(tokenizer, messages):
+    ids, _, episode = appended(tokenizer, messages, history="template")
+    assert ids == appended(tokenizer, messages)[0] == tokenizer.prompt_ids(messages)
+    assert not episode.over("completed").completion.kept
+
+
+THOUGHTS = [
+    user("2+2?"),
+    policy(THOUGHT + "4"),
+    user("So?"),
+    policy("<think>\nI do.\n</think>\n\nSo it is."),
+    user("And?"),
+]
+
+
+@families(("minicpm_v_4_5", THINKS), ("minicpm_v_4_5", SILENT), ("qwen3", {}), ("qwen3", SILENT))
+def test_thoughts_are_gone_from_the_next_context(tokenizer):
+    """Each context is the template's own text of the conversation so far, and each turn is there as it was sampled."""
+    prompt = tokenizer.prompt_ids(THOUGHTS[:1])
+    ids, _, episode = appended(tokenizer, THOUGHTS, history="template")
+    contexts, completion = contexts_of(prompt, episode)
+    assert [*contexts, ids] == [tokenizer.prompt_ids(THOUGHTS[:end]) for end in (1, 3, 5)]
+    first, second = (completion.tokens[slice(*turn)].tolist() for turn in completion.turns)
+    opened = tokenizer.opened_thought(prompt)
+    assert tokenizer.decode(first) == THOUGHTS[1]["content"].removeprefix(opened)
+    assert tokenizer.decode(second) == THOUGHTS[3]["content"].removeprefix(opened)
+    # The second turn's context leaves the first one's path where the thought begins, or what the prompt has of it.
+    empty = len(tokenizer.encode("<think>\n\n</think>\n\n")) if tokenizer.decode(prompt).endswith("</think>\n\n") else 0
+    assert completion.kept == (len(prompt), len(prompt) - (empty or len(tokenizer.encode(opened))))
+
+
+@families(("minicpm_v_4_5", THINKS), ("minicpm_v_4_5", SILENT), ("llama3", {}))
+def test_what_is_left_of_a_turn_has_the_ids_that_were_sampled(tokenizer):
+    letters = [token for letter in "It is 4." for token in tokenizer.encode(letter)]
+    trims = "<|eot_id|>" in tokenizer.spell([end_of(tokenizer)])
+    head = tokenizer.encode(" \n" if trims else THOUGHT.removeprefix("<think>\n"))
+    turn = [*head, *letters, end_of(tokenizer)]
+    text = tokenizer.opened_thought(tokenizer.prompt_ids([user("2+2?")])) + tokenizer.decode(turn)
+    messages = [user("2+2?"), policy(text), user("So?")]
+    ids, _, episode = appended(tokenizer, messages, [turn], history="template")
+    own = tokenizer.prompt_ids(messages)
+    assert tokenizer.spell(ids) == tokenizer.spell(own) and ids != own
+    start = next(i for i in range(len(ids)) if ids[i : i + len(letters)] == letters)
+    assert ids[start + len(letters)] == end_of(tokenizer) and episode.over("max_turns").completion.kept == ()
+
+
+CUTS = "{% for m in messages %}<|im_start|>{{ m.content[-9:] if m.role == 'assistant' else m.content }}<|im_end|>{% endfor %}"
+
+
+@settings(max_examples=60)
+@given(rounds=rounds, cut=st.integers(0, 5))
+def test_contexts_of_a_template_that_cuts_anywhere(small_dir, rounds, cut):
+    """Whatever is left of a turn, each context is what the record of the conversation says, and spells what the template writes
+    but for the turns' ends, which are never cut."""
+    template = CUTS.replace("9", str(2 + cut)) + "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    tokenizer = ChatTokenizer(small_dir, template)
+    messages = [user("x"), *(message for turn, answer in rounds for message in (turn, *answer))]
+    ids, _, episode = appended(tokenizer, messages, history="template")
+    prompt = tokenizer.prompt_ids(messages[:1])
+    contexts, completion = contexts_of(prompt, episode)
+    ends = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for context, end in zip([*contexts, ids], [*ends, len(messages)], strict=True):
+        cuts = [
+            message | {"content": message["content"][len(message["content"]) - min(cut, len(message["content"])) :]}
+            if message["role"] == "assistant"
+            else message
+            for message in messages[:end]
+        ]
+        assert tokenizer.spell(context) == tokenizer.template.render(cuts, generation_prompt=True)
+    assert not completion.kept or len(completion.kept) == len(rounds)
+
+
+def test_another_history_is_refused(small_dir):
+    with pytest.raises(ValueError, match="history='strip': use 'sampled'.*'template'.*a context that they never had"):
+        ChatTokenizer(small_dir, SMOLLM2, history="strip")
+
+
 # ---- templates of our own ------------------------------------------------------------------------------------------
 
 
@@ -320,3 +413,7 @@ def test_a_template_that_forgets_turns_is_refused(small_dir):
     forgets = "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(ValueError, match="looked for an assistant's turn before further messages"):
         ChatTokenizer(small_dir, forgets).between_turns_ids([user("5")], end=0)
+    with pytest.raises(
+        ValueError, match="looked for the end of each of the assistant's 1 turns before further messages"
+    ):
+        ChatTokenizer(small_dir, forgets).context_ids([user("x")], [policy("4"), user("5")], [[7]])

@@ -189,7 +189,7 @@ def test_a_long_conversation_is_cut_message_by_message():
     episode = Episode()
     for turn in range(9):
         if turn:
-            episode.go_on([3], "")
+            episode.go_on([*episode.path, 3], "")
         episode.sampled(sampled([1, 2]).completion, "t" * 1000)
         episode.answered(Turn([{"role": "user", "content": "yes"}]))
     shown = sample_facts(episode.over("max_turns"), 3600)["messages"]
@@ -206,7 +206,7 @@ def test_the_turns_of_a_conversation_tell_its_tokenizer(tmp_path, caplog):
         episode.sampled(sampled([*tokenizer.encode(guess).ids, end]).completion, guess)
         episode.answered(Turn([{"role": "user", "content": answer}] if answer else [], done=not answer))
         if answer:
-            episode.go_on(tokenizer.encode(f"user {answer} assistant").ids, "")
+            episode.go_on([*episode.path, *tokenizer.encode(f"user {answer} assistant").ids], "")
     group = Group(Problem("game", (), 58), np.arange(3), (episode.over("completed"),))
     found = excerpts_of(stored(tmp_path, {1: [group]}), Limits(), [tmp_path / "wrong", tmp_path / "right"])
     assert caplog.records == []
