@@ -1,11 +1,12 @@
 """What does a training step on conversations cost, against one sequence for each turn?
 
-    python benchmarks/turns.py [--turns 1 4 16 64 128] [--repeats 5]
+    python benchmarks/turns.py [--turns 1 4 16 64 128] [--thoughts 0] [--repeats 5]
 
 A conversation of T turns is one completion here: what the environment answered is an input, and no token is computed twice.
 Where each turn is a sample of its own, with all that came before as its prompt, the tokens grow with the square of T. Both
 compute the same loss (clip 0.2, every label weighs the same) over a group of 4 conversations with turns of 24 tokens and
-answers of 16, behind a prompt of 64.
+answers of 16, behind a prompt of 64. With `--thoughts` each turn begins with so many tokens that no later context has
+(`tokenizer.history: template`): what is left of a turn stands in the row a second time, as the beginning of a branch.
 
 Before anything is timed, both take the gradient in float64, which must be the same up to 1e-6. Then they take turns in one
 process. A ratio is one of medians; its bounds are the ratios of single turns.
@@ -35,16 +36,21 @@ from torchtune_ext.training.learner import Learner
 SAMPLES, PROMPT, TURN, ANSWER = 4, 64, 24, 16  # conversations, tokens, tokens, tokens
 
 
-def conversations(turns: int) -> Group:
-    rng, length = np.random.default_rng(0), turns * TURN + (turns - 1) * ANSWER
+def conversations(turns: int, thoughts: int) -> Group:
+    rng = np.random.default_rng(0)
 
     def draw(count: int) -> np.ndarray:
         return rng.integers(len(SPECIAL), SMALL.vocab_size, count, dtype=np.int32)
 
     def sample() -> Sample:
-        places = tuple((start, start + TURN) for start in range(0, length, TURN + ANSWER))
-        zeros = np.zeros(length, np.int32)
-        completion = Completion(draw(length), zeros.astype(np.float32), zeros, "completed", turns=places)
+        tokens, kept, spans = draw(TURN), [PROMPT], [(0, TURN)]
+        for _ in range(turns - 1):
+            left = tokens[thoughts - TURN :] if thoughts else tokens[:0]
+            kept.append(kept[-1] + spans[-1][0] - (spans[-2][1] if len(spans) > 1 else 0))  # the context before
+            tokens = np.concatenate([tokens, left, draw(ANSWER), draw(TURN)])
+            spans.append((len(tokens) - TURN, len(tokens)))
+        zeros, kept = np.zeros(len(tokens), np.int32), tuple(kept) if thoughts else ()
+        completion = Completion(tokens, zeros.astype(np.float32), zeros, "completed", turns=tuple(spans), kept=kept)
         return Sample(completion, advantage=rng.normal(), trained=True)
 
     return Group(Problem("game", (), None), draw(PROMPT), tuple(sample() for _ in range(SAMPLES)))
@@ -54,16 +60,15 @@ def each_turn(group: Group) -> list[Group]:
     """The same labels, each turn behind a prompt of its own."""
     groups = []
     for sample in group.samples:
-        for start, stop in sample.completion.turns:
-            whole = sample.completion
+        whole, ids = sample.completion, np.concatenate([group.prompt_tokens, sample.completion.tokens])
+        for path, (start, stop) in zip(whole.paths(PROMPT), whole.turns, strict=True):
             turn = Completion(whole.tokens[start:stop], whole.logprobs[start:stop], whole.versions[start:stop], "stop")
-            prompt = np.concatenate([group.prompt_tokens, whole.tokens[:start]])
-            groups.append(Group(group.problem, prompt, (replace(sample, completion=turn),)))
+            groups.append(Group(group.problem, ids[path[:-TURN]], (replace(sample, completion=turn),)))
     return groups
 
 
-def ways_of(turns: int, folder: Path, dtype: torch.dtype) -> dict[str, Way]:
-    source, group = HFModel(folder), conversations(turns)
+def ways_of(turns: int, thoughts: int, folder: Path, dtype: torch.dtype) -> dict[str, Way]:
+    source, group = HFModel(folder), conversations(turns, thoughts)
     policy = build_policy(lambda: from_config(str(folder)), source, CPU, torch.float32)
     if dtype == torch.float64:
         policy.model.double()
@@ -77,6 +82,7 @@ def ways_of(turns: int, folder: Path, dtype: torch.dtype) -> dict[str, Way]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", nargs="+", type=int, default=[1, 4, 16, 64, 128])
+    parser.add_argument("--thoughts", type=int, default=0, help=f"below {TURN}")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}\n")
@@ -85,8 +91,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(Path(name), replace(SMALL, max_position_embeddings=8192))
         for turns in args.turns:
-            exact = differences(ways_of(turns, folder, torch.float64), torch.float64)["each turn"]
-            ways = ways_of(turns, folder, torch.float32)
+            exact = differences(ways_of(turns, args.thoughts, folder, torch.float64), torch.float64)["each turn"]
+            ways = ways_of(turns, args.thoughts, folder, torch.float32)
             differences(ways, torch.float32)  # this also warms up
             times = [[way.seconds() for way in ways.values()] for _ in range(args.repeats)]
             ours, theirs = map(median, zip(*times, strict=True))

@@ -54,7 +54,7 @@ class Row:
 
     tokens_T: Tensor  # int64, input ids
     positions_T: Tensor  # int64, position of the token in its own unpacked sequence
-    ends_T: Tensor  # int64, one past the last place that sees the token; padding sees only itself
+    ends_T: Tensor  # int32, one past the last place that sees the token; padding sees only itself
     longest: int  # tokens of the longest path
     labels_L: Tensor  # int64, id of the token to be predicted
     sources_L: Tensor  # int64, index into T of the hidden state that predicts the label
@@ -388,7 +388,7 @@ def _build(parts: Parts, trees: Sequence[Tree], weight_of: Callable[[int], float
     return Row(
         tokens_T=_tensor(tokens, torch.int64),
         positions_T=_tensor(positions, torch.int64),
-        ends_T=_tensor(ends, torch.int64),
+        ends_T=_tensor(ends, torch.int32),
         longest=max(int(each.max(initial=-1)) for each in positions) + 1,
         labels_L=_tensor(labels, torch.int64),
         sources_L=_tensor(sources, torch.int64),

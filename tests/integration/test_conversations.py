@@ -82,7 +82,13 @@ def test_turns_behind_what_a_template_leaves_of_older_ones(workplace, served):
     """What the engine reported is what transformers computes on each context and turn by itself, and, on the packed trees, the
     trainer: its gate of 1e-4 nats passes. A replay ends with the same weights."""
     (workplace / "forgets.jinja").write_text(FORGETS)
-    words = ["tokenizer.template=forgets.jinja", "tokenizer.history=template", "evaluation.task=null", *runs.TALKS]
+    words = [
+        "tokenizer.template=forgets.jinja",
+        "tokenizer.history=template",
+        "evaluation.task=null",
+        "max_steps=2",
+        *runs.TALKS,
+    ]
     runs.run(workplace, "grpo_full", "output_dir=forgets", *words, served)
     model = AutoModelForCausalLM.from_pretrained(workplace / "model", dtype=torch.float32)
     tokenizer, branches = ChatTokenizer(workplace / "model", str(workplace / "forgets.jinja"), history="template"), 0

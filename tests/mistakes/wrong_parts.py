@@ -216,6 +216,7 @@ MODELS = {
     "no tokenizer": full("", r"no tokenizer.json in 'model'; give a Hugging Face model directory with its tokenizer", prepare=removed("tokenizer.json")),
     "no chat template": full("", r"no chat template in 'model' .*; set `template` to a Jinja file, or to 'chatml'", prepare=removed("chat_template.jinja")),
     "a template that is not there": full("tokenizer.template=mine.jinja", r"tokenizer.template='mine.jinja' is neither a file nor 'chatml' nor a Jinja text"),
+    "a history that is none": full("tokenizer.history=strip", r"tokenizer.history='strip': use 'sampled', .* or 'template', .*; dropping thoughts only in training would judge tokens by a context"),
     "the tokenizer of another model": full("tokenizer.path=other", r"tokenizer.path=other encodes text otherwise than the tokenizer in model_dir=model; they do not belong together: set tokenizer.path=model", prepare=other_tokenizer),
     "a tokenizer with more tokens": full("", r"tokenizer.path=model has ids up to \d+, the model in model_dir=model knows 64; they do not belong together", prepare=changed(vocab_size=64)),
     "output_dir is a file": full("output_dir=sums.py", r"output_dir=sums.py is no folder. Choose another output_dir"),

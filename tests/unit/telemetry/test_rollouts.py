@@ -47,7 +47,7 @@ def assert_same(a: Group, b: Group):
             x, y = getattr(one.completion, name), getattr(other.completion, name)
             assert x.dtype == y.dtype
             np.testing.assert_array_equal(x, y)
-        for name in ("finish_reason", "turns"):
+        for name in ("finish_reason", "turns", "kept"):
             assert getattr(one.completion, name) == getattr(other.completion, name)
         for name in ("text", "advantage", "turn_advantages", "trained", "outcome", "messages", "turn_rewards"):
             assert getattr(one, name) == getattr(other, name)
@@ -67,6 +67,7 @@ def test_round_trip(tmp_path):
         make_sample(outcome=None, advantage=1.0),
         make_sample(outcome=Outcome("policy_failed", Score(float("-inf"), {"x": float("inf")}), "no answer")),
         guessed("max_turns", advantage=-0.5, trained=True),
+        replace(branched := guessed(), completion=replace(branched.completion, kept=(7, 5, 11))),
         guessed(advantage=0.0, turn_advantages=(-0.25, 0.0, 0.25), trained=True),
     ]
     groups = [make_group(samples, "a"), make_group([], "b")]
