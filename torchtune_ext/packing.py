@@ -304,7 +304,7 @@ def _branches(prompt: int, shared: int, completion: Completion) -> Branches:
     at, begin = prompt - shared, 0
     spans, kept = completion.spans, completion.kept or (length,) * len(completion.spans)
     for (start, stop), keeps, next_keeps in zip(spans, kept, (*kept[1:], 0), strict=True):
-        ends[path[max(keeps, shared) :]] = at
+        ends[path[keeps:]] = at
         path = path[:keeps]
         context, size = len(path), stop - begin
         # The last token is an input where the next turn goes on behind it.
