@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.chat.templates import CHATML, ChatTemplate, Message, Tool
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import FileMistake, Mistake
 
 __all__ = ["CHATML", "ChatTokenizer"]
 
@@ -281,7 +281,7 @@ def _load_tokenizer(path: Path):
     takes 2.4 s).
     """
     if not path.is_dir():
-        raise Mistake(f"path={str(path)!r} is not a directory; give a downloaded Hugging Face model directory")
+        raise FileMistake(f"path={str(path)!r} is not a directory; give a downloaded Hugging Face model directory")
     if (path / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
@@ -290,4 +290,4 @@ def _load_tokenizer(path: Path):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)
-    raise Mistake(f"no tokenizer.json in {str(path)!r}; give a Hugging Face model directory with its tokenizer")
+    raise FileMistake(f"no tokenizer.json in {str(path)!r}; give a Hugging Face model directory with its tokenizer")

@@ -4,8 +4,6 @@
     dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together; 2x8x80: two nodes with 8 each;
                    8x80+4x80: 8 that train, and elsewhere 4 for the servers of engine.address
 
-A start itself only looks for GPUs and for room on the disk (`Parts.check_start`).
-
 Exit status 0: a start would get through its checks, and the run fits. 2: it would not, or does not.
 """
 
@@ -13,7 +11,6 @@ import json
 import os
 import re
 import sys
-import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +29,7 @@ from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 from torchtune_ext.policy.memory import GIB, sizes_of
-from torchtune_ext.run.errors import Mistake, is_mistake, traceback_wanted
+from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.settings.components import Component, instantiate
@@ -45,55 +42,70 @@ from torchtune_ext.training.start import missing_device, optimizer_bytes, requir
 # What CUDA reports of a card, over what it is sold as: 39.5 of 40, 23.7 of 24 and 15.8 of 16 GiB are found in error messages of
 # users of an A100, a 4090 and a V100. Other cards of these sizes differ by less than 1% of it.
 SOLD = 0.985
-ASKED = re.compile(r"(?:(\d+) ?(?:x|nodes? of) ?)?(\d+) ?x ?(\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
-SERVE = re.compile(r" that serve$", re.IGNORECASE)
+ASKED = re.compile(r"(?:(\d+) ?(?:x|nodes? of) ?)?(\d+) ?x ?(\d+(?:\.\d+)?) ?(?:GB)?(?: that serve)?", re.IGNORECASE)
 ON_CPU = re.compile(r"CPU,? (\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
 NODE_GPUS = 72  # at most; more are a size that stands in the wrong place, as in 4x80x2
 
 
 def dry_run(cfg: Any) -> None:
-    """Prints the plan of a run with these settings, and what is wrong with them. Under torchrun rank 0 does so for all.
+    """Prints the plan of a run with these settings. Under torchrun rank 0 does so for all.
+
+    Files of the model or of a task that are not there yet are named below the plan, which needs none of them.
 
     Raises:
-        SystemExit: always; with status 0 if a start would get through its checks and the run fits, else with 2.
-        ValueError: `dry_run` names no machine.
+        SystemExit: with status 0 if a start would get through its checks and the run fits, else with 2.
+        ValueError: a setting is wrong, or `dry_run` names no machine.
     """
     if int(os.environ.get("RANK", 0)):
         sys.exit(0)
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    machine = machine_of(cfg, ranks)
-    plan, problems, notes = None, [], []
+    ranks, visible = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("CUDA_VISIBLE_DEVICES")
+    machine, missing = machine_of(cfg, ranks), None
+    plan, notes = plan_of(cfg, machine)
+    plan = plan.with_trainers(ranks if ranks > 1 else None, visible)
+    if machine.here and not machine.gpus and cfg.device != "cpu":
+        notes.append("no GPU is visible here, so the run would compute on the CPU; dry_run=4x80 judges 4 GPUs of 80 GB")
+    if cfg.teacher.model_dir and not cfg.replay:
+        notes.append(f"the engine of the teacher, {cfg.teacher.model_dir}, is in none of these figures")
     try:
-        unplaced, notes = plan_of(cfg, machine)
-        if machine.here and not machine.gpus and cfg.device != "cpu":
-            notes.append(
-                "no GPU is visible here, so the run would compute on the CPU; dry_run=4x80 judges 4 GPUs of 80 GB"
-            )
-        if cfg.teacher.model_dir and not cfg.replay:
-            notes.append(f"the engine of the teacher, {cfg.teacher.model_dir}, is in none of these figures")
-        plan = unplaced.with_trainers(ranks if ranks > 1 else None, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        if plan.place == "own" and machine.gpus and not machine.here:
-            # On the GPUs here the start looks.
-            name = f"each node of {machine.name}" if machine.nodes > 1 else machine.name
-            problems += filter(None, [missing_device(plan.engine, machine.gpus, name)])
-        if plan.engine is not None and machine.here and machine.gpus:
-            require_apart(plan.engine, training_gpus(plan.on_node(plan.trainers) if ranks == 1 else None))
-    except Exception as error:
-        problems.append(_foreseen(error))
-    longest, found = checked(cfg, plan.trainers if plan else 1, machine.here)
-    problems += [text for text in found if text not in problems]
-    if plan is not None:
-        plan = replace(plan, prompt_tokens=longest)
-        say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
-    for problem in problems:
-        say(f"problem: {problem}")
-    passes = plan is not None and plan.fits and not problems
-    if passes:
+        plan = replace(plan, prompt_tokens=longest_prompt(plan, torchrun=ranks > 1))
+    except FileMistake as error:
+        missing = error
+    say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
+    if missing:
+        say(f"problem: {missing}\nThe figures are right, but a start would stop at this problem")
+    elif plan.fits:
         tried = "The settings" if cfg.replay else "The settings, the first problems and the grader"
         say(f"{tried} were tried: nothing is wrong")
-    elif plan is not None and problems:
-        say(f"The figures are right, but a start would stop at {'these problems' if problems[1:] else 'this problem'}")
-    sys.exit(0 if passes else 2)
+    sys.exit(0 if plan.fits and not missing else 2)
+
+
+def longest_prompt(plan: Plan, torchrun: bool) -> int:
+    """Does the checks of a start, and returns the tokens of the longest of a few prompts.
+
+    Args:
+        torchrun: whether it has started this process, so that it is known which GPUs train.
+
+    Raises:
+        ValueError: a start would stop there; a `FileMistake` if a file is not there.
+    """
+    cfg, machine, engine = plan.cfg, plan.machine, plan.engine
+    if engine is not None and machine.here:
+        require_gpus(engine)
+        if machine.gpus:
+            require_apart(engine, training_gpus(None if torchrun else plan.on_node(plan.trainers)))
+    elif plan.place == "own" and machine.gpus:
+        name = f"each node of {machine.name}" if machine.nodes > 1 else machine.name
+        if fault := missing_device(engine, machine.gpus, name):
+            raise Mistake(fault)
+    cfg.ranks.require_divides(plan.trainers)
+    on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    parts = make_parts(cfg, Ranks(0, plan.trainers, device, shard_within=cfg.ranks.shard_within))
+    parts.rehearse()
+    if not parts.replay:
+        find_backend(parts.precision.engine.backend)
+        say(labelled([("problems", problems_text(cfg, parts.task, parts.eval_task, parts.trained_too))]))
+    return max(map(len, parts.canary))
 
 
 def machine_of(cfg: Any, ranks: int) -> Machine:
@@ -111,8 +123,9 @@ def machine_of(cfg: Any, ranks: int) -> Machine:
             raise Mistake(f"dry_run={cfg.dry_run!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
         return machine
     here = replace(this_machine(cfg.device), nodes=ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    if cfg.device == "cuda" and not here.gpus:
-        raise Mistake("dry_run=True with device=cuda: there is no GPU here; name a machine, for instance dry_run=4x80")
+    wants = "device=cuda" if cfg.device == "cuda" else cfg.engine.devices and f"engine.devices={cfg.engine.devices}"
+    if wants and cfg.device != "cpu" and not here.gpus:
+        raise Mistake(f"dry_run=True with {wants}: there is no GPU here; name a machine, for instance dry_run=4x80")
     return here
 
 
@@ -125,23 +138,28 @@ def asked_machine(text: Any) -> Machine:
     Raises:
         ValueError: the text names no machine.
     """
-    words, plus, others = str(text).strip().partition("+")
-    if plus:
-        machine, serving = asked_machine(words), asked_machine(SERVE.sub("", others))
-        if machine.gpus and serving.gpus and serving.serving is None:
-            return replace(machine, name=f"{machine.name} + {serving.name} that serve", serving=serving)
-    elif match := ASKED.fullmatch(words):
-        nodes, gpus, size = int(match[1] or 1), int(match[2]), float(match[3])
-        if nodes > 0 and 0 < gpus <= NODE_GPUS and size > 0:
-            name = f"{f'{nodes} nodes of ' if nodes > 1 else ''}{gpus} x {size:g} GB"
-            return Machine(gpus, int(SOLD * size * GIB), None, name, here=False, nodes=nodes)
-    elif match := ON_CPU.fullmatch(words):
-        size = float(match[1])
-        return Machine(0, 0, int(size * GIB), f"a CPU with {size:g} GB", here=False)
+    machines = [_one_machine(words.strip()) for words in str(text).split("+")]
+    machine, serving = machines[0], machines[1] if len(machines) == 2 else None
+    if machine and len(machines) == 1:
+        return machine
+    if machine and serving and machine.gpus and serving.gpus:
+        return replace(machine, name=f"{machine.name} + {serving.name} that serve", serving=serving)
     raise Mistake(
         f"dry_run={text!r} is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB in all, for trainer and engine "
         "together; 2x8x80 for two nodes of 8, and 8x80+4x80 for 4 more elsewhere, for vLLM's servers (engine.address)"
     )
+
+
+def _one_machine(words: str) -> Machine | None:
+    if match := ASKED.fullmatch(words):
+        nodes, gpus, size = int(match[1] or 1), int(match[2]), float(match[3])
+        if nodes > 0 and 0 < gpus <= NODE_GPUS and size > 0:
+            name = f"{f'{nodes} nodes of ' if nodes > 1 else ''}{gpus} x {size:g} GB"
+            return Machine(gpus, int(SOLD * size * GIB), None, name, here=False, nodes=nodes)
+    if match := ON_CPU.fullmatch(words):
+        size = float(match[1])
+        return Machine(0, 0, int(size * GIB), f"a CPU with {size:g} GB", here=False)
+    return None
 
 
 def this_machine(device: str) -> Machine:
@@ -218,35 +236,3 @@ def model_of(cfg: Any) -> tuple[TransformerDecoder, list[str]]:
     return model, [
         f"sizes: those of {Path(cfg.model_dir).name} as it was published, since model_dir has no config.json yet"
     ]
-
-
-def checked(cfg: Any, trainers: int, here: bool) -> tuple[int | None, list[str]]:
-    """Does the checks of a start. Returns the tokens of the longest of a few prompts, and what is wrong.
-
-    Args:
-        trainers: how many devices the run will train on.
-        here: whether it will do so on this machine, so that the engine's GPUs have to be there.
-    """
-    on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
-    try:
-        cfg.ranks.require_divides(trainers)
-        device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-        parts = make_parts(cfg, Ranks(0, trainers, device, shard_within=cfg.ranks.shard_within))
-        parts.rehearse()
-        if not parts.replay:
-            say(labelled([("problems", problems_text(cfg, parts.task, parts.eval_task, parts.trained_too))]))
-            find_backend(parts.precision.engine.backend)
-            if here:
-                require_gpus(parts.precision.engine)
-        return max(map(len, parts.canary)), []
-    except Exception as error:
-        return None, [_foreseen(error)]
-
-
-def _foreseen(error: Exception) -> str:
-    """Returns the message of a mistake, and shows its traceback if it was asked for. Raises what is none."""
-    if not is_mistake(error):
-        raise error
-    if traceback_wanted():
-        traceback.print_exception(error)
-    return str(error)

@@ -254,7 +254,8 @@ def teacher_of(cfg: Any, tokenizer: ChatTokenizer) -> HFModel:
         check_engine(teacher, cfg.teacher.engine_config(cfg.engine))
         teacher.require_readable()
     except Mistake as error:
-        raise Mistake(f"teacher.{error}" if str(error).startswith(("model_dir", "engine")) else str(error)) from None
+        message = f"teacher.{error}" if str(error).startswith(("model_dir", "engine")) else str(error)
+        raise type(error)(message) from None
     try:
         check_tokenizer(tokenizer, teacher)
     except Mistake:

@@ -23,7 +23,7 @@ from torchtune.models.qwen2._convert_weights import _FROM_HF
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.policy.decoder import decoder, lora_decoder
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import FileMistake, Mistake
 
 Config = Mapping[str, Any]  # the content of a config.json
 
@@ -222,7 +222,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     path = Path(model_dir)
     file = path / "config.json"
     if not file.is_file():
-        raise Mistake(f"model_dir={str(model_dir)!r}: {_no_config(path)}")
+        raise FileMistake(f"model_dir={str(model_dir)!r}: {_no_config(path)}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

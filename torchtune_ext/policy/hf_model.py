@@ -17,7 +17,7 @@ from torchtune.modules import TiedLinear
 
 from torchtune_ext.policy.families import FAMILIES, owner_of, read_config
 from torchtune_ext.policy.sharded import fill, whole
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import FileMistake, Mistake
 
 # Weights have one of these dtypes, as safetensors spells them; others belong to a quantized checkpoint.
 _DTYPES = ("BF16", "F16", "F32", "F64")
@@ -54,7 +54,7 @@ class HFModel:
         if not files:
             others = sorted(path.name for ending in ("*.bin", "*.pth", "*.gguf") for path in self.path.glob(ending))
             there = f" (there is {others[0]}, which is not read)" if others else ""
-            raise Mistake(
+            raise FileMistake(
                 f"model_dir={str(self.path)!r} has no *.safetensors file{there}; other weight formats are not read: "
                 f"`hf download {owner_of(self.path.name)}/{self.path.name} --local-dir {self.path}` fetches the weights"
             )
@@ -75,7 +75,7 @@ class HFModel:
             raise Mistake(f"{index} is damaged; copy it anew from where the weights come from") from None
         missing = sorted(named - {file.name for file in files})
         if missing:
-            raise Mistake(
+            raise FileMistake(
                 f"model_dir={str(self.path)!r} lacks {missing[0]} ({len(missing)} of {len(named)} files are missing), which "
                 f"{index.name} names: the download broke off. `hf download OWNER/{self.path.name} --local-dir {self.path}` "
                 "goes on with it"

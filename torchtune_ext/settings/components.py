@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtune_ext.run import errors
 from torchtune_ext.run.catalog import by_path, folder, recipe_files
-from torchtune_ext.run.errors import Blamed, Mistake, nearest
+from torchtune_ext.run.errors import Blamed, FileMistake, Mistake, nearest
 
 
 class Component(dict[str, Any]):
@@ -39,7 +39,7 @@ def instantiate(node: Mapping[str, Any], **extra: Any) -> Any:
     except Exception as error:
         message = _refused(component, path, name, arguments, extra, error)
         if message is not None:
-            raise Mistake(message) from error
+            raise (FileMistake if isinstance(error, FileMistake) else Mistake)(message) from error
         raise Blamed(f"`{name}:` {path} raised {errors.text_of(error)}") from error
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import FileMistake, Mistake
 
 Example = Mapping[str, Any]
 _NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty braces of \boxed{} do not match
@@ -27,7 +27,7 @@ def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Exa
         ValueError: the file does not exist, is not UTF-8 or no parquet, or a line is no JSON object (with its number).
     """
     if not Path(path).is_file():
-        raise Mistake(f"path={path!r}: {_no_file(path)}")
+        raise FileMistake(f"path={path!r}: {_no_file(path)}")
     if Path(path).suffix == ".parquet":
         yield from _parquet_examples(path, fields)
         return

@@ -6,7 +6,7 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.tasks.temporal_clue.files import read_puzzles, write_jsonl
@@ -60,7 +60,7 @@ class TemporalClue:
         if path is not None and not Path(path).is_file():
             # Held-out puzzles have a seed of their own, so that none of them is trained on.
             other = " --seed 1" if "val" in Path(path).stem or "test" in Path(path).stem else ""
-            raise Mistake(
+            raise FileMistake(
                 f"path={path!r}: no such file, seen from {Path.cwd()}; `torchtune-ext clue --size public{other} --count "
                 f"{(first + (count or 0)) or 3000} --out {path}` makes one"
             )
