@@ -31,7 +31,7 @@ from torchtune_ext.packing import Row
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.families import published_config
-from torchtune_ext.policy.memory import sizes_of, trainer_rows
+from torchtune_ext.policy.memory import Sizes, trainer_rows
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
 
@@ -141,7 +141,7 @@ def main() -> None:
                     operations[shape], _ = operations_of(meta, row)
                 speed = operations[shape] / seconds
                 planned = trainer_rows(
-                    sizes_of(meta, torch.bfloat16), tokens, 1, checkpointing, 0.0 if args.no_update else 8.0
+                    Sizes(meta, torch.bfloat16), tokens, 1, checkpointing, 0.0 if args.no_update else 8.0
                 )
                 cells.append((
                     name, mode, shape, f"{tokens:,}", f"{seconds:.3f} ({spread})", f"{tokens / seconds:,.0f}",

@@ -26,9 +26,8 @@ from torchtune_ext.host.parts import make_parts
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.families import published_config
-from torchtune_ext.policy.fp8.gain import engine_memory
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
-from torchtune_ext.policy.memory import GIB, sizes_of
+from torchtune_ext.policy.memory import GIB, Sizes
 from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.sampling.engine import find_backend
@@ -67,7 +66,7 @@ def dry_run(cfg: Any) -> None:
     if cfg.teacher.model_dir and not cfg.replay:
         notes.append(f"the engine of the teacher, {cfg.teacher.model_dir}, is in none of these figures")
     try:
-        plan = replace(plan, prompt_tokens=longest_prompt(plan, torchrun=ranks > 1))
+        plan = replace(plan, prompt_tokens=longest_prompt(cfg, plan, torchrun=ranks > 1))
     except FileMistake as error:
         missing = error
     say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
@@ -79,7 +78,7 @@ def dry_run(cfg: Any) -> None:
     sys.exit(0 if plan.fits and not missing else 2)
 
 
-def longest_prompt(plan: Plan, torchrun: bool) -> int:
+def longest_prompt(cfg: Any, plan: Plan, torchrun: bool) -> int:
     """Does the checks of a start, and returns the tokens of the longest of a few prompts.
 
     Args:
@@ -88,11 +87,11 @@ def longest_prompt(plan: Plan, torchrun: bool) -> int:
     Raises:
         ValueError: a start would stop there; a `FileMistake` if a file is not there.
     """
-    cfg, machine, engine = plan.cfg, plan.machine, plan.engine
+    machine, engine = plan.machine, plan.engine
     if engine is not None and machine.here:
         require_gpus(engine)
         if machine.gpus:
-            require_apart(engine, training_gpus(None if torchrun else plan.on_node(plan.trainers)))
+            require_apart(engine, training_gpus(None if torchrun else plan.node_ranks))
     elif plan.place == "own" and machine.gpus:
         name = f"each node of {machine.name}" if machine.nodes > 1 else machine.name
         if fault := missing_device(engine, machine.gpus, name):
@@ -202,11 +201,10 @@ def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
     name = chosen_dtype(cfg.dtype, "cuda" if machine.gpus else "cpu", fp8=sampler is not None)
     dtype, engine = DTYPES[name], cfg.engine.following(name)
     merged = cfg.adapters.way(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
-    sizes = sizes_of(model, dtype, sides, getattr(torch, engine.dtype))
+    sizes = Sizes(model, dtype, sides, getattr(torch, engine.dtype))
     plan = Plan(
-        cfg=cfg,
+        cfg=replace(cfg, engine=engine),
         sizes=sizes,
-        engine=None if cfg.replay else engine,
         machine=machine,
         optimizer_bytes=optimizer_bytes(partial(instantiate, cfg.optimizer)),
         reference=needs_of(instantiate(cfg.loss)).reference,
@@ -215,7 +213,7 @@ def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
     )
     if sampler is not None:
         receipt = Fp8Receipt(sampler, dtype, linear_layers(model, sampler, trainer is not None)[0])
-        lines += [receipt.table(), f"  engine: {engine_memory(model, receipt)}"]
+        lines.append(receipt.table())
     return plan, lines
 
 

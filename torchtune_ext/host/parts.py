@@ -89,22 +89,11 @@ class Parts:
             require_apart(engine, training_gpus() if self.ranks.device.type == "cuda" else [])
             if self.teacher_model:
                 require_gpus(self.teacher_engine())
-        sizes, adapters = (
-            {name: p.numel() for name, p in self.meta_model.named_parameters()},
-            adapter_names(self.meta_model),
-        )
-        need = partial(
-            disk_need,
-            sum(sizes.values()),
-            sum(size for name, size in sizes.items() if not adapters or name in adapters),
-            self.precision.dtype,
-            cfg.checkpoints,
-            cfg.output_dir,
-            cfg.max_steps,
-            evaluated=self.eval_task is not None,
-            save_merged=cfg.adapters.save_merged,
-            resumes=cfg.resume_from_checkpoint,
-        )
+        sizes = {name: p.numel() for name, p in self.meta_model.named_parameters()}
+        adapters = adapter_names(self.meta_model)
+        total = sum(sizes.values())
+        trained = sum(size for name, size in sizes.items() if not adapters or name in adapters)
+        need = partial(disk_need, cfg, total, trained, self.precision.dtype)
         # One step of the optimizer shows what it keeps. It is made only where that matters.
         usual = need(optimizer_bytes=ADAMW_BYTES)
         scarce = usual.free < usual.total

@@ -4,10 +4,9 @@ Every figure comes from shapes alone, so that a model on the meta device is enou
 same moment; their sum is an upper bound of the peak, as far as the shapes go (tests/unit/policy/test_memory.py counts it).
 """
 
-from dataclasses import dataclass, replace
+from copy import copy
 
 import torch
-from torch import Tensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TiedLinear, TransformerDecoder
 
@@ -22,30 +21,69 @@ ADAPTER_SHARE = 0.01  # of the values of a model, that a typical adapter has
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits a value, 8 bits a block of 64, and a float32 for 256 blocks of these
 
 
-@dataclass(frozen=True, slots=True)
 class Sizes:
-    """What of a model decides about memory. These are numbers of values where nothing else is said."""
+    """What of a model decides about memory. These are numbers of values where nothing else is said.
 
-    total: int  # all parameters
-    trained: int  # those that are trained
-    frozen_bytes: int  # bytes of the others, as the trainer holds them
-    layers: int  # how many layers there are
-    layer: int  # parameters of one layer
-    outer: int  # parameters beside the layers: embedding, output projection, last norm
-    trained_layer: int  # trained parameters of one layer
-    head: int  # parameters of the output projection where it is trained, else 0
-    largest: int  # parameters of the largest tensor
-    largest_nf4: int  # of the largest one in NF4
-    width: int  # of the model
-    vocab: int  # of the output projection
-    mlp: int  # width inside the MLP
-    rope_bytes: int  # bytes of the tables of RoPE, which no device shares
-    keys: int  # keys and values of a token in all layers
-    heads: int  # heads of queries in a layer
-    kv_heads: int  # heads of keys and values in a layer
-    inside: float  # bytes a token that one layer keeps for the backward
-    dtype: torch.dtype  # in which forward and backward compute
-    engine_bytes: int  # bytes of all weights, as the engine holds them
+    Activations of a layer are what its linear layers, norms and fused attention keep for the backward when nothing is compiled.
+    Layers in FP8 keep their inputs as columns.
+
+    Args:
+        model: it may lie on the meta device, and stays as it is.
+        compute_dtype: the dtype of forward and backward.
+        fp8: how the trainer's layers and the engine's compute, as in `PrecisionConfig.sides`.
+        engine_dtype: the dtype of the engine; None: that of forward and backward.
+    """
+
+    def __init__(
+        self,
+        model: TransformerDecoder,
+        compute_dtype: torch.dtype,
+        fp8: tuple[Fp8Config | None, Fp8Config | None] = (None, None),
+        engine_dtype: torch.dtype | None = None,
+    ):
+        trainer_fp8, engine_fp8 = fp8
+        params, adapters = dict(model.named_parameters()), lora.adapter_names(model)
+        trained = adapters or params.keys()
+        frozen = [param for name, param in params.items() if name not in trained]
+        layer, size = model.layers[0], compute_dtype.itemsize
+        attn = layer.attn
+
+        self.dtype = compute_dtype
+        self.total = sum(p.numel() for p in params.values())
+        self.trained = sum(params[name].numel() for name in trained)
+        # Bytes of the others, as the trainer holds them: in NF4, or in the dtype (Dettmers et al. 2023, section 3).
+        self.frozen_bytes = sum(
+            int(p.numel() * NF4_BYTES) if isinstance(p, NF4Tensor) else p.numel() * size for p in frozen
+        )
+        self.layers = len(model.layers)
+        self.layer = sum(p.numel() for p in layer.parameters())
+        self.outer = self.total - self.layer * self.layers  # embedding, output projection, last norm
+        in_layer = dict(layer.named_parameters(prefix="layers.0"))
+        self.trained_layer = sum(p.numel() for name, p in in_layer.items() if name in trained)
+        self.largest = max(p.numel() for p in params.values())  # the largest tensor, and the largest one in NF4
+        self.largest_nf4 = max((p.numel() for p in params.values() if isinstance(p, NF4Tensor)), default=0)
+        self.width, self.vocab = model.tok_embeddings.embedding_dim, model.tok_embeddings.num_embeddings
+        self.mlp = layer.mlp.w1.weight.shape[0]  # width inside the MLP
+        # Output projection, where it is trained. With adapters it gets a gradient where it has one itself.
+        own_head = not isinstance(model.output, TiedLinear) and any(name.startswith("output.") for name in adapters)
+        self.head = self.vocab * self.width if own_head or not adapters else 0
+        self.rope_bytes = sum(buffer.nbytes for buffer in model.buffers())  # no device shares these tables
+        # Keys and values of a token in all layers; heads of queries, and of keys and values, in one.
+        self.keys = 2 * sum(block.attn.num_kv_heads * block.attn.head_dim for block in model.layers)
+        self.heads, self.kv_heads = attn.num_heads, attn.num_kv_heads
+
+        # A layer keeps, for each token, the float32 inputs of its two norms; the inputs of attention's and the MLP's linear
+        # layers; q, k and v as attention sees them (heads expanded), its output and log-sum-exp; the angles of RoPE in float32
+        # for q and k; gate, up, SiLU and their product. Norms of q and k keep theirs in float32, too.
+        normed = (attn.num_heads + attn.num_kv_heads) * attn.head_dim if attn.q_norm else 0
+        floats = 2 * self.width + normed + attn.num_heads + 2 * attn.head_dim
+        inside = size * (2 * self.width + 4 * attn.num_heads * attn.head_dim + 4 * self.mlp) + 4 * floats
+        self.inside = inside + _kept_by_fp8(model, trainer_fp8, size)  # bytes a token
+        # Bytes of all weights, as the engine holds them.
+        sent = (engine_dtype or compute_dtype).itemsize
+        converted = sum(out * width for out, width in in_fp8(model, engine_fp8, trainer_fp8 is not None).values())
+        below = self.total - sum(params[name].numel() for name in adapters)
+        self.engine_bytes = int(sent * below - (sent - TILE_BYTES) * converted)
 
     @property
     def frozen(self) -> bool:
@@ -54,81 +92,13 @@ class Sizes:
 
     def with_adapters(self, nf4: bool = False) -> "Sizes":
         """Returns about what the same model takes with adapters over frozen weights, in NF4 if asked for."""
-        trained = int(ADAPTER_SHARE * self.total)
-        inner = self.total - self.outer
-        base = self.dtype.itemsize * self.outer + (NF4_BYTES if nf4 else self.dtype.itemsize) * inner
-        return replace(
-            self,
-            total=self.total + trained,
-            trained=trained,
-            trained_layer=trained // self.layers,
-            frozen_bytes=int(base),
-            head=0,
-            largest_nf4=self.width * self.mlp if nf4 else 0,
-        )
-
-
-def sizes_of(
-    model: TransformerDecoder,
-    compute_dtype: torch.dtype,
-    fp8: tuple[Fp8Config | None, Fp8Config | None] = (None, None),
-    engine_dtype: torch.dtype | None = None,
-) -> Sizes:
-    """Reads the sizes of a model, which may lie on the meta device and stays as it is.
-
-    Activations of a layer are what its linear layers, norms and fused attention keep for the backward when nothing is compiled.
-    Layers in FP8 keep their inputs as columns.
-
-    Args:
-        compute_dtype: the dtype of forward and backward.
-        fp8: how the trainer's layers and the engine's compute, as in `PrecisionConfig.sides`.
-        engine_dtype: the dtype of the engine; None: that of forward and backward.
-    """
-    trainer_fp8, engine_fp8 = fp8
-    adapters = lora.adapter_names(model)
-    params = dict(model.named_parameters())
-    trained = adapters or params.keys()
-    total = sum(p.numel() for p in params.values())
-    layer = model.layers[0]
-    in_layer = dict(layer.named_parameters(prefix="layers.0"))
-    layer_parameters = sum(p.numel() for p in in_layer.values())
-    width, vocab = model.tok_embeddings.embedding_dim, model.tok_embeddings.num_embeddings
-    size, attn, mlp = compute_dtype.itemsize, layer.attn, layer.mlp.w1.weight.shape[0]
-    attention = attn.num_heads * attn.head_dim
-    # A layer keeps, for each token, the float32 inputs of its two norms; the inputs of attention's and the MLP's linear layers;
-    # q, k and v as attention sees them (heads expanded), its output and log-sum-exp; the angles of RoPE in float32 for q and k;
-    # gate, up, SiLU and their product. Norms of q and k keep theirs in float32, too.
-    normed = (attn.num_heads + attn.num_kv_heads) * attn.head_dim if attn.q_norm else 0
-    inside = size * (2 * width + 4 * attention + 4 * mlp) + 4 * (
-        2 * width + normed + attn.num_heads + 2 * attn.head_dim
-    )
-    converted = in_fp8(model, engine_fp8, trainer_fp8 is not None).values()
-    sent = (engine_dtype or compute_dtype).itemsize
-    below = total - sum(params[name].numel() for name in adapters)
-    # With adapters, the output projection gets a gradient where it has one itself.
-    own_head = not isinstance(model.output, TiedLinear) and any(name.startswith("output.") for name in adapters)
-    return Sizes(
-        total=total,
-        trained=sum(params[name].numel() for name in trained),
-        frozen_bytes=sum(_bytes(p, compute_dtype) for name, p in params.items() if name not in trained),
-        layers=len(model.layers),
-        layer=layer_parameters,
-        outer=total - layer_parameters * len(model.layers),
-        trained_layer=sum(p.numel() for name, p in in_layer.items() if name in trained),
-        head=vocab * width if own_head or not adapters else 0,
-        largest=max(p.numel() for p in params.values()),
-        largest_nf4=max((p.numel() for p in params.values() if isinstance(p, NF4Tensor)), default=0),
-        width=width,
-        vocab=vocab,
-        mlp=mlp,
-        rope_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        keys=2 * sum(block.attn.num_kv_heads * block.attn.head_dim for block in model.layers),
-        heads=attn.num_heads,
-        kv_heads=attn.num_kv_heads,
-        inside=inside + _kept_by_fp8(model, trainer_fp8, size),
-        dtype=compute_dtype,
-        engine_bytes=int(sent * below - (sent - TILE_BYTES) * sum(out * features for out, features in converted)),
-    )
+        other, size = copy(self), self.dtype.itemsize
+        other.trained = int(ADAPTER_SHARE * self.total)
+        other.total += other.trained
+        other.trained_layer = other.trained // self.layers
+        other.frozen_bytes = int(size * self.outer + (NF4_BYTES if nf4 else size) * (self.total - self.outer))
+        other.head, other.largest_nf4 = 0, self.width * self.mlp if nf4 else 0
+        return other
 
 
 def trainer_rows(
@@ -221,8 +191,3 @@ def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int)
     more = {"q_proj": less, "o_proj": LINE_BYTES, "gate_proj": less, "down_proj": less}
     widths = {name: width for name, (_, width) in in_fp8(model, config, trains=True).items() if ".layers.0." in name}
     return sum(more.get(name.rpartition(".")[2], 0) * width for name, width in widths.items())
-
-
-def _bytes(param: Tensor, dtype: torch.dtype) -> int:
-    """Returns what a frozen parameter takes that is held in `dtype`, or in NF4 (Dettmers et al. 2023, section 3)."""
-    return int(param.numel() * NF4_BYTES) if isinstance(param, NF4Tensor) else param.numel() * dtype.itemsize

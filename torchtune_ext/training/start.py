@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import on_cpu
-from torchtune_ext.training.state import CheckpointConfig
 
 ADAMW_BYTES = 8.0  # of two moments in float32, for one trained value
 
@@ -143,43 +143,31 @@ def require_apart(engine: EngineConfig, training: list[str]) -> None:
     )
 
 
-def disk_need(
-    total: int,
-    trained: int,
-    dtype: torch.dtype,
-    config: CheckpointConfig,
-    output_dir: str | Path,
-    steps: int,
-    evaluated: bool,
-    optimizer_bytes: float,
-    save_merged: bool = False,
-    resumes: bool = False,
-) -> DiskNeed:
-    """Counts the bytes of checkpoints. Metrics, rollouts and earlier runs in the folder are not in it.
+def disk_need(cfg: Any, total: int, trained: int, dtype: torch.dtype, optimizer_bytes: float) -> DiskNeed:
+    """Counts the bytes of a run's checkpoints. Metrics, rollouts and earlier runs in the folder are not in it.
 
     Args:
+        cfg: settings of a GRPO recipe.
         total: parameters of the model.
         trained: those that are trained; fewer are adapters.
         dtype: of the model for other tools.
-        output_dir: folder of the run, which need not exist.
-        steps: of the run; there is a checkpoint after every `config.every` of them and after the last.
-        evaluated: whether checkpoints have an accuracy, so that the best is kept besides the newest.
         optimizer_bytes: what the optimizer keeps for one trained value.
-        save_merged: whether checkpoints of adapters hold the merged model, too.
-        resumes: whether the checkpoints that are there belong to this run. They are among those that are kept.
     """
-    frozen = trained < total
+    config, frozen = cfg.checkpoints, trained < total
     whole = dtype.itemsize * (total - trained * frozen)
     rows = {
         "trained weights in float32, to go on from": 4 * trained,
         "state of the optimizer": int(optimizer_bytes * trained) if config.save_optimizer else 0,
         "adapters for other tools, float32": 4 * trained if frozen else 0,
-        f"model for other tools, {str(dtype)[6:]}": whole if save_merged or not frozen else 0,
+        f"model for other tools, {str(dtype)[6:]}": whole if cfg.adapters.save_merged or not frozen else 0,
     }
-    written = -(-steps // config.every)
-    free = shutil.disk_usage(existing(output_dir)).free
-    if resumes:
-        files = Path(output_dir, "checkpoints").glob("step_*/**/*")
+    written = -(-cfg.max_steps // config.every)
+    # The checkpoint with the best accuracy is kept besides the newest.
+    evaluated = cfg.evaluation.task is not None and not cfg.replay
+    free = shutil.disk_usage(existing(cfg.output_dir)).free
+    if cfg.resume_from_checkpoint:
+        # Those that are there belong to this run, and are among the kept.
+        files = Path(cfg.output_dir, "checkpoints").glob("step_*/**/*")
         free += sum(file.stat().st_size for file in files if file.is_file())
     return DiskNeed(rows, min(config.keep_last + evaluated + 1, written), free)
 

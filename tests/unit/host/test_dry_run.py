@@ -221,7 +221,7 @@ def test_two_nodes_under_torchrun_are_known(place, monkeypatch, capsys):
         monkeypatch.setenv(name, str(value))
     status, out = ran(capsys, settings_in(place, "qwen2_5_32B_full", dry_run=True))
     assert "GPUs: 12 train; elsewhere 4 serve (2 servers of 2)" in out
-    assert "of main memory of the first node, besides" in out and "fits on the 6 GPUs here" in out
+    assert "main memory of the first node, besides" in out and "fits on the 6 GPUs here" in out
 
 
 def test_gpus_here_that_would_train_and_sample_are_a_problem(place, monkeypatch, capsys):
@@ -338,7 +338,7 @@ def test_with_gpus_here_they_and_the_disk_count(place, monkeypatch, capsys):
         monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: type("Usage", (), {"free": free}))
         status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", dry_run=True))
         assert status == expected, out
-        assert ("fits on the 5 GPUs here (79.0 GiB each)" if not status else "where 100 are free") in out
+        assert ("fits on the 5 GPUs here (79.0 GiB each)" if not status else "where 100.0 GiB are free") in out
 
 
 def test_one_rank_of_torchrun_speaks_and_trains_as_many(place, monkeypatch, capsys):

@@ -23,7 +23,7 @@ from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.lora import merged_tensors
-from torchtune_ext.policy.memory import sizes_of, trainer_rows
+from torchtune_ext.policy.memory import Sizes, trainer_rows
 from torchtune_ext.policy.streamed import streamed_logprobs
 
 SIZE = dict(hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024)
@@ -54,7 +54,7 @@ def test_weights_gradients_and_moments_are_those_of_torch(tmp_path, adapters):
     optimizer, row = torch.optim.AdamW(policy.trainable()), one_row()
     learn(policy, row)
     optimizer.step()
-    rows = trainer_rows(sizes_of(meta, torch.float32), 1000, 1, False)
+    rows = trainer_rows(Sizes(meta, torch.float32), 1000, 1, False)
     trained = policy.trainable()
     moments = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
     assert rows["weights, float32 master"] == sum(p.nbytes for p in trained)
@@ -84,13 +84,13 @@ def test_the_rows_bound_the_peak_that_torch_tracks(tmp_path, dtype, checkpointin
     with tracker:
         learn(policy, row)
     peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
-    estimate = sum(trainer_rows(sizes_of(meta, dtype), row.tokens_T.numel(), 1, checkpointing).values())
+    estimate = sum(trainer_rows(Sizes(meta, dtype), row.tokens_T.numel(), 1, checkpointing).values())
     assert peak <= estimate <= 1.25 * peak
 
 
 def test_ranks_share_what_fsdp_shards(tmp_path):
     path = write_config(tmp_path, "Qwen2.5-7B-Instruct")
-    sizes = sizes_of(on_meta(partial(from_config, str(path))), torch.bfloat16)
+    sizes = Sizes(on_meta(partial(from_config, str(path))), torch.bfloat16)
     alone, four = (trainer_rows(sizes, 16384, ranks, True) for ranks in (1, 4))
     for name in ("weights, float32 master", "gradients, float32", "state of the optimizer"):
         assert alone[name] == pytest.approx(4 * four[name], abs=4)
@@ -138,11 +138,11 @@ def test_published_sizes_are_those_of_config_json():
 
 def test_what_adapters_would_take_is_near_what_they_take(tmp_path):
     path = str(write_config(tmp_path, "Qwen2.5-14B-Instruct"))
-    plain = sizes_of(on_meta(partial(from_config, path)), torch.bfloat16)
+    plain = Sizes(on_meta(partial(from_config, path)), torch.bfloat16)
     layers = dict(lora_attn_modules=["q_proj", "k_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=32)
     for nf4 in (False, True):
         with nf4_in_one_piece():
-            real = sizes_of(on_meta(partial(from_config, path, quantize_base=nf4, **layers)), torch.bfloat16)
+            real = Sizes(on_meta(partial(from_config, path, quantize_base=nf4, **layers)), torch.bfloat16)
         guess, found = (sum(trainer_rows(sizes, 16384, 1, True).values()) for sizes in (plain.with_adapters(nf4), real))
         # The builder of adapters makes a table of RoPE for each layer, 1.5 GiB of some 30 to 50.
         assert guess == pytest.approx(found, rel=0.1)
@@ -180,7 +180,7 @@ def test_the_gate_is_counted_where_a_step_takes_less(tmp_path):
     """A short row through frozen weights takes less than one layer and the table of tokens in float32."""
     policy, meta = policy_of(tmp_path / "m", torch.bfloat16, **LORA)
     row = pack(make_groups(np.random.default_rng(0), [(8, [8] * 2)]), 64)[0][0]
-    rows = trainer_rows(sizes_of(meta, torch.bfloat16), row.tokens_T.numel(), 1, False)
+    rows = trainer_rows(Sizes(meta, torch.bfloat16), row.tokens_T.numel(), 1, False)
     with LivePeak() as live:
         streamed_logprobs([row], merged_tensors(policy.model), lambda: meta, torch.float32, CPU)
     estimate = sum(

@@ -18,7 +18,7 @@ from torchtune_ext.policy.fp8 import gain as fp8_gain
 from torchtune_ext.policy.fp8 import plan as fp8
 from torchtune_ext.policy.fp8.plan import linear_layers
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.memory import sizes_of, trainer_rows
+from torchtune_ext.policy.memory import Sizes, trainer_rows
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.precision import FLOWS, Precision, PrecisionConfig
 
@@ -106,7 +106,7 @@ def test_a_dry_run_counts_what_fp8_takes(source):
     """Without a model directory, by the same rule as with one."""
 
     def need(trainer=None, engine=None, make=make_model):
-        return sizes_of(on_meta(make), torch.bfloat16, (trainer, engine))
+        return Sizes(on_meta(make), torch.bfloat16, (trainer, engine))
 
     def kept(sizes):
         (bytes_,) = [v for k, v in trainer_rows(sizes, 1000, 1, False).items() if "activations" in k]
@@ -243,7 +243,7 @@ def test_what_a_trainer_cannot_hold_in_fp8_the_engine_alone_can(source, kind):
     way = "merged" if kind == "dora" else "adapter"
     alone = planned(source, flow="fp8_rollout", make=make, adapter=(object(), way))
     assert len(alone.sampler.converted) == 14
-    weights = sizes_of(on_meta(make), torch.bfloat16, (None, alone.sampler.config)).engine_bytes
+    weights = Sizes(on_meta(make), torch.bfloat16, (None, alone.sampler.config)).engine_bytes
     adapters = sum(p.numel() for n, p in make().named_parameters() if "lora" in n or "magnitude" in n)
     total = sum(p.numel() for p in make().parameters()) - adapters
     assert weights >= 2 * total - alone.sampler.parameters * (1 - 4 / 128**2) - 1
