@@ -216,7 +216,8 @@ class Plan:
         if machine.gpus:
             takes["training"] = ("training takes", gpu, self.device_bytes, machine.gpu_bytes)
             if self.engine_rows:
-                takes["engine"] = ("each engine takes", gpu, self.engine_bytes, self.engine_gpu_bytes)
+                who = "each server takes" if self.place == "server" else "each engine takes"
+                takes["engine"] = (who, gpu, self.engine_bytes, self.engine_gpu_bytes)
         takes["host"] = ("the run takes", "of main memory", self.host_bytes, machine.host_bytes)
         takes["disk"] = ("checkpoints take", "of disk", self.disk.total, self.disk.free if machine.here else None)
         return takes
@@ -311,12 +312,9 @@ def _changes(plan: Plan) -> Iterator[Iterable[tuple[str, Plan]]]:
     """Yields what may be changed, in words, and the plan then: first what costs time, then what costs hardware or tokens. Of
     several alternatives the first that helps is enough."""
     cfg, nodes = plan.cfg, plan.machine.nodes
-    lean = {"activation_checkpointing": True}
-    yield [_changed(plan, lean)]
-    if cfg.row_tokens > cfg.engine.max_model_len:
-        lean["row_tokens"] = cfg.engine.max_model_len
-    words, leaner = _changed(plan, lean)
-    yield [(words, leaner)]
+    again, shorter = {"activation_checkpointing": True}, {"row_tokens": min(cfg.row_tokens, cfg.engine.max_model_len)}
+    words, leaner = _changed(plan, again | shorter)
+    yield [_changed(plan, again), (words, leaner)]
     yield [_changed(plan, {"ranks.shard_within": None})]
     light, few = {"checkpoints.save_optimizer": False}, {"checkpoints.keep_last": 1}
     yield [_changed(plan, change) for change in (light, few, light | few)]
@@ -335,7 +333,7 @@ def _engine_changes(plan: Plan) -> Iterator[Iterable[tuple[str, Plan]]]:
     """Yields what may be changed of the engine."""
     engine, longest = plan.engine, plan.cfg.sampling.max_tokens + (plan.prompt_tokens or 0)
     if engine.kv_cache_bytes is not None:
-        yield [_changed(plan, {"engine.kv_cache_bytes": engine.kv_cache_bytes // 2})]
+        yield [_changed(plan, {"engine.kv_cache_bytes": -(-engine.kv_cache_bytes // 2)})]
     elif plan.machine.gpus:
         yield (_changed(plan, {"engine.gpu_memory_utilization": share}) for share in UTILIZATIONS)
     if plan.place == "shared" and plan.machine.gpus:
@@ -351,7 +349,7 @@ def _engine_changes(plan: Plan) -> Iterator[Iterable[tuple[str, Plan]]]:
 def _with_wider_engines(plan: Plan, gpus: int) -> tuple[str, Plan]:
     """Returns the change to engines on so many GPUs each, in words, and the plan then: on the GPUs that the engines have, or on
     others if these are too few for one."""
-    change = {"engine.tensor_parallel_size": gpus, "engine.count": None}
+    change = {"engine.tensor_parallel_size": gpus, "engine.count": None, "engine.devices": None}
     if plan.place == "own":
         names = plan.engine.device_names[: plan.sampling_gpus // gpus * gpus]
         change["engine.devices"] = ",".join(names or [str(plan.trainers + number) for number in range(gpus)])
@@ -372,10 +370,8 @@ def _changed(plan: Plan, change: dict[str, Any]) -> tuple[str, Plan]:
 
 def _on_as_many(words: str, plan: Plan) -> tuple[str, Plan]:
     """Returns a change, and the plan on a machine of as many GPUs as it needs."""
-    needed = -(-plan.gpus // plan.machine.nodes)
-    return f"{words} ({plan.gpus} in all)", replace(
-        plan, machine=replace(plan.machine, gpus=max(plan.machine.gpus, needed))
-    )
+    gpus = max(plan.machine.gpus, -(-plan.gpus // plan.machine.nodes))
+    return f"{words} ({plan.gpus} in all)", replace(plan, machine=replace(plan.machine, gpus=gpus))
 
 
 def plan_table(plan: Plan, name: str) -> str:

@@ -165,7 +165,7 @@ def test_servers_are_on_the_nodes_or_on_gpus_of_their_own(seven):
     text = verdict(both)
     assert both.fits and "GPUs: 12 train, 4 serve (2 servers of 2)" in plan_table(both, "x")
     assert "start it on each node with --nnodes 2 --nproc_per_node 6" in text
-    assert "each engine takes 70.9 GiB" in text and "each engine takes 35.5 GiB" in verdict(apart)
+    assert "each server takes 70.9 GiB" in text and "each server takes 35.5 GiB" in verdict(apart)
     # Six ranks and one server of two GPUs are on a node; none of the servers is, where they are elsewhere.
     names = ("processes of ranks and engine (allowance)", "largest tensor on each rank, while weights are read")
     assert [both.host_rows[name] for name in names] == [(6 * 2 + 1 + 2 * 2) * GIB, 6 * 2 * seven.largest]
@@ -357,6 +357,11 @@ def test_more_of_the_engines_own_gpu_helps_the_engine_alone(seven):
     plan = planned(seven, "2x80", replace(OWN, devices="1", gpu_memory_utilization=0.2))
     left = dict(changes_that_help(plan))["engine.gpu_memory_utilization=0.9"]
     assert plan.shortages.keys() == {"training", "engine"} and left.keys() == {"training"}
+
+
+def test_an_engine_that_sleeps_on_named_gpus_may_get_others(seven):
+    plan = planned(seven, "2x20", replace(OWN, devices="0", sleep=True))
+    assert any(words.startswith("engine.tensor_parallel_size=") for words, _ in changes_that_help(plan))
 
 
 def test_a_disk_that_is_too_small_is_said_with_what_saves_room(seven, monkeypatch):
