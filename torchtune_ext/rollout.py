@@ -359,7 +359,8 @@ class GroupStream:
             self._events.put((group, first + index, completion))
 
         group.drawing += 1
-        drawing = self._engine.submit(prompt, samples, sampling, arrived, number, priority)
+        home = group if group.episodes else None
+        drawing = self._engine.submit(prompt, samples, sampling, arrived, number, priority, home)
         group.futures.append(drawing)
         if group.cancelled:  # meanwhile, by another thread, which may not have seen the future
             drawing.cancel()

@@ -102,9 +102,11 @@ class PoolBench:
         await self.pool.start()
         await self.pool.ready()
 
-    def group(self, prompt=(1, 2, 3), n=4, max_tokens=8, priority=Priority.SAMPLE, seed=7):
+    def group(self, prompt=(1, 2, 3), n=4, max_tokens=8, priority=Priority.SAMPLE, seed=7, home=None):
         number = next(self._groups)
-        return Submission(list(prompt), n, SamplingConfig(max_tokens=max_tokens, seed=seed), None, number, priority)
+        return Submission(
+            list(prompt), n, SamplingConfig(max_tokens=max_tokens, seed=seed), None, number, priority, home
+        )
 
     async def publish(self, tensors, version):
         self.buffers.write(tensors, version, None, self.pool.version)

@@ -54,7 +54,7 @@ class Told:
     def __init__(self, at_once=False):
         self.calls, self.at_once = [], at_once
 
-    def submit(self, prompt, n, sampling, on_completion, group, priority):
+    def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
         assert n == SAMPLES and sampling.max_tokens == 8
         step, refill = MEANT[sampling.seed]
         self.calls.append(Call(LetterTokenizer().decode(prompt), step, refill, group, on_completion))

@@ -65,11 +65,12 @@ class Submission:
         on_completion: OnCompletion | None,
         group: int,
         priority: Priority,
+        home: object = None,
     ):
         """Args: those of `Engine.submit`."""
         self.prompt, self.sampling, self.on_completion, self.group = prompt, sampling, on_completion, group
         self.seeds = group_seeds(sampling.seed, group, n)
-        self.priority = priority
+        self.priority, self.home = priority, home
         self.lane, self.left = None, n  # the pool's: the engine that it is at, and requests that have not ended
 
 

@@ -343,6 +343,7 @@ class Engine:
         on_completion: OnCompletion | None = None,
         group: int = 0,
         priority: Priority = Priority.SAMPLE,
+        home: object = None,
     ) -> "Future[list[Completion]]":
         """Begins to draw one group, `n` completions of a prompt, and returns. Of equal priority, groups are served in the
         order in which they were submitted.
@@ -350,13 +351,14 @@ class Engine:
         Args: prompt: token ids; n: completions; sampling: how they are drawn; on_completion: called with (sample index,
         completion), otherwise as in `sample`; group: number of the group among those with the same `sampling.seed`. The
         seeds of its completions follow from (sampling.seed, group, sample index), whenever it is submitted; priority: who goes
-        first where others wait, too.
+        first where others wait, too; home: what conversations have in common whose turns go to one engine, which has what was
+        before them in its prefix cache.
         Returns: a future of the n completions, or of what `sample` raises. Cancelling it ends what is still sampled for this
         group; closing the engine cancels it.
         Raises: ValueError for a prompt that does not fit.
         """
         self._thread.refuse_itself()
-        submission = self._submission(prompt, n, sampling, on_completion, group, priority)
+        submission = self._submission(prompt, n, sampling, on_completion, group, priority, home)
         return self._begin(self._pool.draw(submission), priority)
 
     def _submission(
@@ -367,9 +369,10 @@ class Engine:
         on_completion: OnCompletion | None,
         group: int,
         priority: Priority,
+        home: object = None,
     ) -> Submission:
         prompt = check_prompt(prompt, n, sampling, self.config.max_model_len, group)
-        return Submission(prompt, n, sampling, on_completion, group, priority)
+        return Submission(prompt, n, sampling, on_completion, group, priority, home)
 
     def _begin(self, work: Coroutine[Any, Any, Any], priority: Priority) -> Future:
         if priority is not Priority.EVALUATION:

@@ -41,10 +41,11 @@ class Policy:
     config = SimpleNamespace(max_model_len=60)
 
     def __init__(self, says):
-        self.says, self.calls, self.version = says, [], 0
+        self.says, self.calls, self.homes, self.version = says, [], [], 0
 
-    def submit(self, prompt, n, sampling, on_completion, group, priority):
+    def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
         self.calls.append(("".join(map(chr, prompt)), sampling.seed, group, priority))
+        self.homes.append(home)
         for index in range(n):
             text, *reason = self.says(self.calls[-1][0], index).split("|")
             ids = np.array([ord(letter) for letter in text], np.int32)
@@ -102,6 +103,7 @@ def test_each_turn_has_a_seed_of_its_own_and_goes_before_new_samples(environment
     assert [call[1:] for call in first] == [(7, 0, Priority.SAMPLE), (7, 1, Priority.SAMPLE)]
     assert len(later) == 12 == len({(seed, group) for _, seed, group, _ in later})
     assert {priority for *_, priority in later} == {Priority.TURN} and Priority.TURN < Priority.SAMPLE
+    assert len(set(map(id, engine.homes))) == 2 and None not in engine.homes
 
 
 def test_a_group_is_with_one_environment_and_its_random_numbers(environments):

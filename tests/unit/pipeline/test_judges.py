@@ -92,7 +92,7 @@ def test_a_group_whose_judge_failed_is_not_trained_on(make, judge, caplog):
 class Once:
     """An engine that answers each prompt with its own text, as often as it is asked to."""
 
-    def submit(self, prompt, n, sampling, on_completion, group, priority):
+    def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
         for sample in range(n):
             on_completion(sample, completion("x" * (sample + 1)))
         done = Future()

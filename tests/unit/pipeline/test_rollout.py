@@ -27,7 +27,7 @@ class Told:
     def __init__(self):
         self.prompts, self.say, self.futures, self.script, self.drawn = [], [], [], [], set()
 
-    def submit(self, prompt, n, sampling, on_completion, group, priority):
+    def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
         if len(prompt) > 2:
             raise ValueError("the prompt does not fit")
         assert group == len(self.futures)

@@ -100,6 +100,46 @@ def test_a_group_of_the_pool_stays_together(monkeypatch):
     run(scenario, monkeypatch, 3)
 
 
+class Home:
+    """What the turns of one conversation have in common."""
+
+
+def test_the_turns_of_a_conversation_stay_with_the_engine_that_has_its_prefix(monkeypatch):
+    """Its load does not matter then. A lost engine's conversations go on at another one, and stay there."""
+
+    async def scenario(bench):
+        homes = [Home() for _ in range(6)]
+
+        def turns(homes):
+            groups = [bench.group([p] * 50, 3, home=home) for p, home in enumerate(homes)]
+            return groups, asyncio.gather(*map(bench.pool.draw, groups))
+
+        groups, drawn = turns(homes)
+        await drawn
+        first = [group.lane for group in groups]
+        assert sorted(lane.number for lane in first) == [0, 0, 1, 1, 2, 2]
+        groups, drawn = turns([*homes, *(homes[0],) * 4])
+        await drawn
+        assert [group.lane for group in groups] == first + [first[0]] * 4
+        bench.prepare_core = lambda core, number: core.go_on.clear()
+        first[0].core.kill()
+        await until(lambda: not first[0].serves)
+        groups, drawn = turns(homes)
+        await drawn
+        moved = [group.lane for group in groups]
+        assert all(new is not first[0] and old in (new, first[0]) for new, old in zip(moved, first, strict=True))
+        bench.lives[first[0].number][-1].go_on.set()
+        await until(lambda: first[0].serves)
+        groups, drawn = turns(homes)
+        await drawn
+        assert [group.lane for group in groups] == moved
+        homes.clear()
+        groups.clear()
+        assert not bench.pool._homes
+
+    run(scenario, monkeypatch, 3)
+
+
 # -- a lost engine -------------------------------------------------------------------------------------------------------
 
 

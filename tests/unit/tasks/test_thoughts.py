@@ -48,7 +48,7 @@ class Recorded:
             ids = np.asarray(tokenizer.encode(text + "<|im_end|>"), dtype=np.int32)
             self.completions.append(Completion(ids, np.zeros(len(ids)), np.zeros(len(ids), dtype=np.int32), "stop", 0))
 
-    def submit(self, prompt, n, sampling, on_completion, group, priority):
+    def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
         for s, completion in enumerate(self.completions):
             on_completion(s, completion)
         done = Future()

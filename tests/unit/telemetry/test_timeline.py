@@ -169,7 +169,7 @@ class Lengths:
 class AtOnce:
     """An engine that answers as it is asked, with tokens of versions 2 and 3."""
 
-    def submit(self, prompt, n, sampling, on_completion, group, priority):
+    def submit(self, prompt, n, sampling, on_completion, group, priority, home=None):
         future = Future()
         for sample in range(n):
             found = completion("x" * (sample + 1))
