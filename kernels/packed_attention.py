@@ -1,6 +1,6 @@
 """Computes attention over packed rows: a token sees the path that leads to it, and nothing of another branch.
 
-This is the rule for query i and key j of a row (`packing.py`). `dense_mask` is the reference, which everything else must equal::
+This is the rule for query i and key j of a row (`packing.py`); `dense_mask` is the reference, which all else must equal::
 
     allowed[i, j] = j <= i < end[j]
 
