@@ -16,7 +16,7 @@ import yaml
 from torchtune_ext.host.cli import main
 from torchtune_ext.run.folder import read_record
 from torchtune_ext.sweep.check import check
-from torchtune_ext.sweep.file import nested, read_sweep, sweep_files
+from torchtune_ext.sweep.file import read_sweep, sweep_files
 from torchtune_ext.sweep.search import tries
 from torchtune_ext.telemetry.metrics import read_metrics
 
@@ -97,7 +97,7 @@ class Agents:
         sweep, points = points_of(name)
         agent = self._class(None, None, sweep_id="sweep123")
         agent._sweep_command = [*sweep.command, *further]
-        args = {key: {"value": value} for key, value in nested(sweep.parameters, points[number]).items()}
+        args = {key: {"value": value} for key, value in points[number].items()}
         agent._command_run({"run_id": run_id, "program": sweep.program, "args": args})
         assert os.environ["WANDB_RUN_ID"] == run_id
         return agent._run_processes[run_id]

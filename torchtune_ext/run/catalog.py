@@ -11,6 +11,7 @@ import os
 import pkgutil
 import sys
 from ast import literal_eval
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,14 @@ def config_files(configs: Path) -> dict[str, Path]:
     """Returns the path of every YAML file below `configs`, by the name of the config, sorted by name."""
     files = {path.relative_to(configs).with_suffix("").as_posix(): path for path in configs.rglob("*.yaml")}
     return dict(sorted(files.items()))
+
+
+def print_first_lines(files: Mapping[str, Path]) -> None:
+    """Prints the name of each YAML file and the comment that it begins with."""
+    width = max(map(len, files))
+    for name, path in files.items():
+        first = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        print(f"{name:<{width}}  {first}")
 
 
 def recipe_of(name: str) -> str | None:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtune_ext.run.catalog import folder
+from torchtune_ext.run.catalog import folder, print_first_lines
 from torchtune_ext.run.errors import Mistake, nearest
 
 
@@ -50,8 +50,5 @@ def main(args: argparse.Namespace) -> int:
             print(f"torchtune-ext presets: {error}", file=sys.stderr)
             return 2
         return 0
-    width = max(map(len, preset_files()))
-    for name, path in preset_files().items():
-        first = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        print(f"{name:<{width}}  {first}")
+    print_first_lines(preset_files())
     return 0

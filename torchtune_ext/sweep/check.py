@@ -1,7 +1,7 @@
 """Tries the points of a sweep on the recipe that they are for, before anything starts: no engine, no weights, no files.
 
-The words of each run go the way that `tune run` sends them: torchtune's parser, the recipe's `Config`, and the parts that
-the sweep's parameters change. So a key, a value or a metric that does not exist is named now, and not by the eighth run.
+The words of each run go the way that `tune run` sends them: torchtune's parser, the recipe's `Config`, and the parts that the
+config names. So a key, a value or a metric that does not exist is named now, and not by the eighth run.
 """
 
 import re
@@ -21,7 +21,7 @@ from torchtune_ext.run.catalog import folder, recipe_files
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.settings.components import Component, find_component, instantiate, recipe_module
 from torchtune_ext.settings.config import as_tune_reads, load_config, values_of
-from torchtune_ext.sweep.file import EXAMPLE, Point, Sweep, expanded, nested
+from torchtune_ext.sweep.file import EXAMPLE, Point, Sweep, expanded
 from torchtune_ext.telemetry.panels import PANELS
 from torchtune_ext.training.checks import check_optimizer
 from torchtune_ext.training.settings import check_settings
@@ -41,9 +41,9 @@ def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
     """Returns the command of one run. `further`: settings that the user gave for all runs; they stand behind the command.
 
     Raises:
-        ValueError: a macro in it is unknown, or is one that no recipe can read.
+        ValueError: a macro in it is one that no recipe can read.
     """
-    words = expanded(sweep.command, nested(sweep.parameters, point), sweep.program)
+    words = expanded(sweep.command, point, sweep.program)
     # The `tune` of this environment, whichever comes first on PATH.
     ours = [sys.executable, "-m", "torchtune_ext"] if words[0] in ("tune", "torchtune-ext") else words[:1]
     return [*ours, *words[1:], *further]
@@ -60,19 +60,12 @@ def target_of(words: Sequence[str]) -> tuple[str, str, list[str]]:
     """
     flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     programs = {Path(word).name for word in flat[: flat.index("run")]} if "run" in flat else set()
-    named = "--config" in flat and 0 < flat.index("--config") < len(flat) - 1
-    if not named or not programs & {"tune", "torchtune-ext", "torchtune_ext"}:
+    at = flat.index("--config") if "--config" in flat[:-1] else 0
+    if not at or not programs & {"tune", "torchtune-ext", "torchtune_ext"}:
         raise Mistake(
-            f"command: {' '.join(words)}: a sweep runs recipes: command: {EXAMPLE}; other programs run under `wandb agent`"
+            f"command: {' '.join(words)}: a sweep runs recipes: {EXAMPLE}; other programs run under `wandb agent`"
         )
-    at = flat.index("--config")
-    settings = flat[at + 2 :]
-    if flags := [word for word in settings if word.startswith("--")]:
-        raise Mistake(
-            f"command: the run would get {flags[0]}, but recipes take key=value: write ${{args_no_hyphens}} in place of "
-            f"${{args}}: command: {EXAMPLE}"
-        )
-    return flat[at - 1], flat[at + 1], settings
+    return flat[at - 1], flat[at + 1], flat[at + 2 :]
 
 
 def check(sweep: Sweep, points: Sequence[Point], further: Sequence[str], out: Path) -> tuple[list[str], Point, bool]:
@@ -92,9 +85,8 @@ def check(sweep: Sweep, points: Sequence[Point], further: Sequence[str], out: Pa
     """
     words = words_of(sweep, points[0], further)
     recipe, config, settings = target_of(words)
-    names = [each.name for each in sweep.parameters]
-    for key in (*names, *(word.partition("=")[0] for word in settings)):
-        if key in OURS:
+    for word in settings:
+        if (key := word.partition("=")[0]) in OURS:
             raise Mistake(f"{key}: take it out of the sweep: {OURS[key]}")
     if shutil.which(words[0]) is None:
         raise Mistake(f"command: there is no program {words[0]}; write [tune, run, ...], or put it on PATH")
@@ -104,46 +96,39 @@ def check(sweep: Sweep, points: Sequence[Point], further: Sequence[str], out: Pa
     schema = getattr(module, "Config", None)
     if schema is None or "output_dir" not in {field.name for field in fields(schema)}:
         raise Mistake(f"command: {recipe} is no recipe of this project: it has no class Config with an output_dir")
+    usual = values_of(as_tune_reads(config, [], module.__file__), [each.name for each in sweep.parameters])
     ours = recipe in {each.name for each in recipe_files(folder("recipes"), folder("configs"))}
-    as_tune_reads(config, settings, module.__file__)
-    first, *_ = [_tried(sweep, point, [*further, f"output_dir={out / 'run'}"], schema, ours) for point in points]
-    notes = require_logged(sweep, recipe, ours, first)
-    on_gpu = getattr(first, "device", "auto") != "cpu" and torch.cuda.is_available()
-    usual = values_of(as_tune_reads(config, []), names)
+    for point in points:
+        _, _, settings = target_of(words_of(sweep, point, further))
+        try:
+            cfg = load_config(schema, as_tune_reads(config, [*settings, f"output_dir={out / 'run'}"]))
+            _build(cfg, ours)
+        except ValueError as error:
+            text = str(error)
+            # Most messages name the parameter with its value, or a key that no run has.
+            named = text.startswith("unknown key") or any(f"{each.name}=" in text for each in sweep.drawn)
+            at = ", ".join(f"{each.name}={point[each.name]}" for each in sweep.drawn)
+            raise Mistake(text if named or not at else f"{text} (in the run with {at})") from None
+    notes = require_logged(sweep, recipe, ours, cfg)
+    on_gpu = getattr(cfg, "device", "auto") != "cpu" and torch.cuda.is_available()
     return notes, {name: value for name, value in usual.items() if value is not None}, on_gpu
 
 
-def _tried(sweep: Sweep, point: Point, further: Sequence[str], schema: type, ours: bool) -> Any:
-    """Builds what a point changes. Returns the settings of its run. Raises ValueError."""
-    _, config, settings = target_of(words_of(sweep, point, further))
-    changed = {name.partition(".")[0] for name in point} | {re.split("[.=]", word)[0].lstrip("~") for word in settings}
-    try:
-        cfg = load_config(schema, as_tune_reads(config, settings))
-        _build(cfg, changed, ours)
-        return cfg
-    except ValueError as error:
-        text = str(error)
-        # Most messages name the parameter with its value, or a key that no run has.
-        named = text.startswith("unknown key") or any(f"{each.name}=" in text for each in sweep.drawn)
-        at = ", ".join(f"{each.name}={point[each.name]}" for each in sweep.drawn)
-        raise Mistake(text if named or not at else f"{text} (in the run with {at})") from None
-
-
-def _build(cfg: Any, changed: set[str], ours: bool) -> None:
-    """Looks for the components that a sweep changes, and whether its settings go together. Raises ValueError."""
-    for key in sorted(changed):
-        value = getattr(cfg, key)
+def _build(cfg: Any, ours: bool) -> None:
+    """Looks for the components of a run, and whether its settings go together. Raises ValueError."""
+    for field in fields(cfg):
+        value = getattr(cfg, field.name)
         for node in (value, getattr(value, "task", None)):
             if isinstance(node, Component) and node.get("_component_") is not None and not _bare(node):
-                find_component(node, **({"params": None} if key == "optimizer" else {}))
-    if "optimizer" in changed and not _bare(cfg.optimizer):
+                find_component(node, **({"params": None} if field.name == "optimizer" else {}))
+    if hasattr(cfg, "optimizer") and not _bare(cfg.optimizer):
         check_optimizer(partial(instantiate, cfg.optimizer))
     if getattr(cfg, "model_dir", None):
         HFModel(cfg.model_dir)
     # A copy of the recipe may ask for something else.
     if ours and hasattr(cfg, "samples_per_prompt") and not _bare(cfg.loss):
         check_settings(cfg, instantiate(cfg.loss))
-    if ours and "logging" in changed:
+    if ours and hasattr(cfg, "logging"):
         cfg.logging.require_login()
 
 
@@ -163,29 +148,27 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, cfg: Any) -> list[str]
         ValueError: they will not. The message gives the nearest name.
     """
     metric, notes = sweep.metric.name, []
+    group = metric.partition("/")[0]
     if not hasattr(cfg, "logging"):
         raise Mistake(f"metric: {recipe} writes no metrics; a sweep compares runs of a recipe that trains")
+    if ours and recipe == "warmup_sft" and group not in OF_A_WARM_UP:
+        raise Mistake(f"metric: {metric} is never logged by {recipe}; did you mean loss/nll?")
     known = {name for panel in PANELS for name in (*(name for name, _ in panel.series), *(panel.band or ()))}
     near = nearest(metric, [name for name in known if "*" not in name])
     hint = f"did you mean {near}?" if near else "docs/telemetry.md lists the metrics"
-    group = metric.partition("/")[0]
-    if ours and recipe == "warmup_sft" and group not in OF_A_WARM_UP:
-        raise Mistake(f"metric: {metric} is never logged by {recipe}; did you mean loss/nll?")
     if not any(fnmatchcase(metric, name) for name in known):
         if ours:
             raise Mistake(f"metric: {metric} is no metric of {recipe}; {hint}")
         notes.append(f"metric: {metric} is no metric of {recipe}; {hint} A recipe of your own may log it")
     elif metric not in known:
-        also = f"; {hint}" if near else ""
         notes.append(
-            f"metric: {metric} is logged only if the task, the loss or the settings have a part of that name{also}"
+            f"metric: {metric} is logged only if the task, the loss or the settings have a part of that name; {hint}"
         )
     if group == "eval" and getattr(getattr(cfg, "evaluation", None), "task", None) is None:
         raise Mistake(
             f"metric: {metric} is never logged: {sweep.path.name} runs a config without held-out problems (evaluation.task)"
         )
-    names = {each.name for each in sweep.parameters}
-    if group == "async" and not getattr(cfg, "staleness", 0) and "staleness" not in names:
+    if group == "async" and not getattr(cfg, "staleness", 0) and all(each.name != "staleness" for each in sweep.drawn):
         raise Mistake(f"metric: {metric} is never logged with staleness=0")
     if not sweep.metric.has_goal:
         notes.append(

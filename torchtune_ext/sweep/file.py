@@ -20,11 +20,10 @@ from typing import Any
 
 import yaml
 
-from torchtune_ext.run.catalog import config_files, folder
+from torchtune_ext.run.catalog import config_files, folder, print_first_lines
 from torchtune_ext.run.errors import Mistake, nearest
 
 METHODS = ("grid", "random", "bayes")
-IMPUTE = ("worst", "best", "latest")  # W&B's rules for the value of a run that has failed
 KEYS = ("name", "description", "program", "command", "method", "metric", "parameters", "run_cap", "early_terminate")
 # What only W&B's server reads: who owns the sweep, and which version of the format it is.
 SERVER_KEYS = ("project", "entity", "apiVersion", "kind", "controller")
@@ -36,23 +35,26 @@ NOT_HERE = {
     "metrics": "compares runs by several metrics at once",
 }
 
-# The keys of each distribution: those that it needs, and those that it may have, with their defaults.
-_RANGE, _BELL = ("min", "max"), {"mu": 0.0, "sigma": 1.0}
-DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], dict[str, float]]] = {
-    "constant": (("value",), {}),
-    "categorical": (("values",), {}),
-    "categorical_w_probabilities": (("values", "probabilities"), {}),
-    "int_uniform": (_RANGE, {}),
-    "uniform": (_RANGE, {}),
-    "q_uniform": (_RANGE, {"q": 1}),
-    "log_uniform_values": (_RANGE, {}),
-    "q_log_uniform_values": (_RANGE, {"q": 1}),
-    "inv_log_uniform_values": (_RANGE, {}),
-    "normal": ((), _BELL),
-    "q_normal": ((), {**_BELL, "q": 1}),
-    "log_normal": ((), _BELL),
-    "q_log_normal": ((), {**_BELL, "q": 1}),
+# How W&B counts runs that failed, and those that go on, unless the file says something else.
+IMPUTE = {"impute": "worst", "impute_while_running": "false"}
+
+# The keys of each distribution. A file may leave out those that have a default.
+DISTRIBUTIONS = {
+    "constant": ("value",),
+    "categorical": ("values",),
+    "categorical_w_probabilities": ("values", "probabilities"),
+    "int_uniform": ("min", "max"),
+    "uniform": ("min", "max"),
+    "q_uniform": ("min", "max", "q"),
+    "log_uniform_values": ("min", "max"),
+    "q_log_uniform_values": ("min", "max", "q"),
+    "inv_log_uniform_values": ("min", "max"),
+    "normal": ("mu", "sigma"),
+    "q_normal": ("mu", "sigma", "q"),
+    "log_normal": ("mu", "sigma"),
+    "q_log_normal": ("mu", "sigma", "q"),
 }
+DEFAULTS = {"mu": 0.0, "sigma": 1.0, "q": 1}
 # What W&B knows and we do not take, each with what to write.
 ELSEWHERE = {
     "beta": "only W&B's own server draws from it; write uniform, or normal",
@@ -61,16 +63,12 @@ ELSEWHERE = {
     "q_log_uniform": "its limits are exponents, and W&B has retired it; write q_log_uniform_values",
     "inv_log_uniform": "its limits are exponents, and W&B has retired it; write inv_log_uniform_values",
 }
-IN_A_GRID = ("constant", "categorical", "int_uniform", "q_uniform")
 MOST = 10_000  # points of a grid
 BANDS = 100  # W&B compares runs so many times from min_iter on, most of them beyond every run
 
-EXAMPLE = "[tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
 DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")  # the command of a file that names none
-# Macros, ${args_...}, that write the parameters in ways that no recipe reads.
-UNREAD = ("no_equals", "no_boolean_flags", "json", "json_file", "append_hydra", "override_hydra")
+EXAMPLE = "command: [tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
 _ENVVAR = re.compile(r"\$\{envvar\:([A-Z0-9_]*)\}")
-_MACRO = re.compile(r"\$\{(.*)\}")
 _WITHOUT_DOT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 Point = dict[str, Any]  # the value of every parameter of one run, by its dotted name
@@ -80,14 +78,9 @@ Point = dict[str, Any]  # the value of every parameter of one run, by its dotted
 class Parameter:
     """One parameter of a sweep."""
 
-    path: tuple[str, ...]  # its keys, as the file nests them: ("optimizer.lr",), or ("engine", "dtype")
+    name: str  # the dotted name of the setting: "optimizer.lr"
     kind: str  # a key of DISTRIBUTIONS
     given: Mapping[str, Any]  # what the file says, with the defaults of the distribution
-
-    @property
-    def name(self) -> str:
-        """Returns the dotted name of the setting: "optimizer.lr"."""
-        return ".".join(self.path)
 
     @property
     def fixed(self) -> bool:
@@ -123,22 +116,29 @@ class Parameter:
         multiple = round(value / given["q"]) * given["q"]
         return multiple if isinstance(multiple, int) else _exact(multiple)
 
-    def count(self) -> int:
-        """Returns how many values a grid has. Those of q_uniform end below max, as W&B's do."""
-        given = self.given
-        if self.kind == "q_uniform":
-            return max(0, math.ceil(round((given["max"] - given["min"]) / given["q"], 9)))
-        return given["max"] - given["min"] + 1 if "min" in given else len(given.get("values", [None]))
+    def all(self) -> Sequence[Any]:
+        """Returns the values that a grid has, the first MOST + 1 if there are more.
 
-    def all(self) -> list[Any]:
-        """Returns every value that a grid has."""
-        count, given = self.count(), self.given
-        if self.kind == "q_uniform":
-            return [_exact(given["min"] + i * given["q"]) for i in range(count)]
-        if values := given.get("values"):
-            # A value that is named twice is one point, as are 2 and 2.0.
-            return [value for i, value in enumerate(values) if value not in values[:i]]
-        return [self.at((i + 0.5) / count) for i in range(count)]
+        Raises:
+            ValueError: there are endlessly many.
+        """
+        given = self.given
+        match self.kind:
+            case "constant":
+                return [given["value"]]
+            case "categorical":
+                # A value that is named twice is one point, as are 2 and 2.0.
+                return [value for i, value in enumerate(given["values"]) if value not in given["values"][:i]]
+            case "int_uniform":
+                return range(given["min"], given["max"] + 1)[: MOST + 1]
+            case "q_uniform":
+                # As W&B's, they end below max.
+                count = math.ceil(round((given["max"] - given["min"]) / given["q"], 9))
+                return [_exact(given["min"] + i * given["q"]) for i in range(min(count, MOST + 1))]
+        raise Mistake(
+            f"parameters: {self.name}: method: grid takes value, values, whole numbers from min to max, q_uniform, and no "
+            f"{self.kind}; list its values, or write method: random"
+        )
 
 
 def _place(u: float, count: int) -> int:
@@ -159,7 +159,6 @@ class Metric:
     maximize: bool
     has_goal: bool  # whether the file says the goal; W&B minimizes otherwise
     target: float | None  # no further run starts once one has reached it
-    impute: str  # one of IMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +169,7 @@ class Hyperband:
     are compared: a run stays only if it is among the best 1/eta of them.
     """
 
-    bands: tuple[int, ...]  # how often a run has logged the metric when it is compared, ascending
+    bands: Sequence[int]  # how often a run has logged the metric when it is compared
     eta: float  # of the runs that are compared, 1/eta stay
     strict: bool  # the value at the band counts, and not the best one until now
 
@@ -197,7 +196,7 @@ class Sweep:
     path: Path
     text: str  # the file as it is
     name: str
-    command: Sequence[str]
+    command: Sequence[Any]
     program: str
     method: str  # one of METHODS
     metric: Metric
@@ -222,13 +221,12 @@ def sweep_file(given: str) -> Path:
     Raises:
         ValueError: there is no such file. The message gives the nearest name.
     """
-    ours = sweep_files()
+    ours = {name: path for full, path in sweep_files().items() for name in (full, full.removeprefix("sweeps/"))}
     if Path(given).is_file():
         return Path(given)
-    for name in (given, f"sweeps/{given}"):
-        if name in ours:
-            return ours[name]
-    hint = _hint(given, [*ours, *(name.removeprefix("sweeps/") for name in ours)], "`torchtune-ext sweeps` lists ours")
+    if given in ours:
+        return ours[given]
+    hint = _hint(given, ours, "`torchtune-ext sweeps` lists ours")
     raise Mistake(f"{given}: no such file, seen from {Path.cwd()}, and no sweep of ours; {hint}")
 
 
@@ -249,31 +247,36 @@ def read_sweep(path: Path) -> Sweep:
         raise Mistake(f"{path}: {error}") from None
 
 
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise Mistake(message)
+
+
+def _hint(name: Any, known: Iterable[str], otherwise: str = "") -> str:
+    near = nearest(str(name), known)
+    return f"did you mean {near}?" if near else otherwise or f"there are {', '.join(known)}"
+
+
 def _sweep(path: Path, text: str, given: Any) -> Sweep:
-    if not isinstance(given, dict) or not given:
-        raise Mistake("no sweep: it holds no keys; begin with a copy of one of ours (`torchtune-ext sweeps`)")
+    _require(
+        isinstance(given, dict) and len(given) > 0,
+        "no sweep: it holds no keys; begin with a copy of one of ours (`torchtune-ext sweeps`)",
+    )
     for key in given:
         if key in NOT_HERE:
             raise Mistake(f"{key}: it {NOT_HERE[key]}, which only W&B's server does; use `wandb sweep` for this file")
         if key not in (*KEYS, *SERVER_KEYS):
-            near = nearest(str(key), [*KEYS, *SERVER_KEYS])
-            hint = f"did you mean {near!r}?" if near else f"a sweep has {', '.join(KEYS)}"
             config = " (this looks like the config of a recipe: a sweep changes some of its keys)"
+            hint = _hint(key, [*KEYS, *SERVER_KEYS], f"a sweep has {', '.join(KEYS)}")
             raise Mistake(f"unknown key {key!r}; {hint}{config if key == 'model' else ''}")
-    method = given.get("method")
-    if method not in METHODS:
-        hint = _hint(method, METHODS, f"there are {', '.join(METHODS)}")
-        raise Mistake(f"method: {method}: {hint}" if "method" in given else f"method is missing; {hint}")
-    if method == "bayes" and find_spec("optuna") is None:
-        raise Mistake(
-            "method: bayes needs Optuna: pip install 'torchtune-ext[sweep]'; grid and random need nothing further"
-        )
-    command = given.get("command", list(DEFAULT))
-    if not isinstance(command, list) or not command:
-        raise Mistake(f"command: must be a list of words: {EXAMPLE}")
-    name = given.get("name", path.stem)
-    if not isinstance(name, str) or not name.strip():
-        raise Mistake(f"name: {name!r} must be a text")
+    method, command, name = given.get("method"), given.get("command", list(DEFAULT)), given.get("name", path.stem)
+    _require(method in METHODS, f"method: {method}: {_hint(method, METHODS)}")
+    _require(
+        method != "bayes" or find_spec("optuna") is not None,
+        "method: bayes needs Optuna: pip install 'torchtune-ext[sweep]'; grid and random need nothing further",
+    )
+    _require(isinstance(command, list) and len(command) > 0, f"command: must be a list of words: {EXAMPLE}")
+    _require(isinstance(name, str) and name.strip() != "", f"name: {name!r} must be a text")
     parameters = parameters_of(given.get("parameters"))
     return Sweep(
         path=path,
@@ -289,32 +292,25 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
     )
 
 
-def _hint(name: Any, known: Iterable[str], otherwise: str) -> str:
-    near = nearest(str(name), known)
-    return f"did you mean {near}?" if near else otherwise
-
-
 def _check_keys(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in given:
-        if key not in known:
-            raise Mistake(f"{what} takes no {key!r}; {_hint(key, known, 'it takes ' + ', '.join(known))}")
+        _require(key in known, f"{what} takes no {key!r}; {_hint(key, known, 'it takes ' + ', '.join(known))}")
 
 
 def _metric(given: Any) -> Metric:
-    example = "metric: {name: eval/accuracy_sampled, goal: maximize}"
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        example = "metric: {name: eval/accuracy_sampled, goal: maximize}"
         raise Mistake(f"metric: {given} says not what runs are compared by; write {example}")
-    _check_keys("metric:", given, ("name", "goal", "target", "impute", "impute_while_running"))
-    goal, target, impute = given.get("goal", "minimize"), given.get("target"), given.get("impute", "worst")
-    if goal not in ("minimize", "maximize"):
-        raise Mistake(f"metric: goal: {goal}: write maximize or minimize")
-    if target is not None and not _is_number(target):
-        raise Mistake(f"metric: target: {target!r} must be a number")
-    if impute not in IMPUTE:
-        raise Mistake(f"metric: impute: {impute}: write {', '.join(IMPUTE)}")
-    if given.get("impute_while_running", "false") not in ("false", False):
-        raise Mistake("metric: impute_while_running: only W&B's server does that; leave it out")
-    return Metric(given["name"], goal == "maximize", "goal" in given, target, impute)
+    _check_keys("metric:", given, ("name", "goal", "target", *IMPUTE))
+    goal, target = given.get("goal", "minimize"), given.get("target")
+    _require(goal in ("minimize", "maximize"), f"metric: goal: {goal}: write maximize or minimize")
+    _require(target is None or _is_number(target), f"metric: target: {target!r} must be a number")
+    for key, value in IMPUTE.items():
+        _require(
+            str(given.get(key, value)).lower() == value,
+            f"metric: {key}: only W&B's server takes another one than {value}",
+        )
+    return Metric(given["name"], goal == "maximize", "goal" in given, target)
 
 
 def _is_number(value: Any) -> bool:
@@ -323,21 +319,20 @@ def _is_number(value: Any) -> bool:
 
 def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
     """Returns how many runs there will be. Raises ValueError."""
-    if cap is not None and (type(cap) is not int or cap < 1):
-        raise Mistake(f"run_cap: {cap} must be a whole number, 1 or more")
+    _require(cap is None or (type(cap) is int and cap >= 1), f"run_cap: {cap} must be a whole number, 1 or more")
     if method == "grid":
         count = len(grid(parameters))
-        if not count:
-            raise Mistake("parameters: the grid has no points: a q_uniform has its min, and what lies below its max")
+        _require(count > 0, "parameters: the grid has no points: a q_uniform has its min, and what lies below its max")
         return min(count, cap or count)
     if all(each.fixed for each in parameters):
         raise Mistake(f"parameters: all of them are fixed, so method: {method} has nothing to choose")
-    if cap is None:
-        raise Mistake(f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20")
+    _require(
+        cap is not None, f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20"
+    )
     return cap
 
 
-def hyperband_of(given: object) -> Hyperband:
+def hyperband_of(given: Any) -> Hyperband:
     """Reads the node `early_terminate` of a sweep's file.
 
     Raises:
@@ -351,78 +346,72 @@ def hyperband_of(given: object) -> Hyperband:
         if not _is_number(value) or not math.isfinite(value) or value <= 0:
             raise Mistake(f"early_terminate: {key}: {value} must be a number above 0")
     eta = given.get("eta", 3)
-    if eta <= 1:
-        raise Mistake(f"early_terminate: eta: {eta} must be above 1: of the runs that are compared, 1/eta stay")
+    _require(eta > 1, f"early_terminate: eta: {eta} must be above 1: of the runs that are compared, 1/eta stay")
     if "max_iter" in given and "s" in given:
         places = list(accumulate(repeat(eta, min(int(given["s"]), BANDS)), truediv, initial=given["max_iter"]))[1:]
-        if not places or places[0] < 1:
-            raise Mistake(
-                f"early_terminate: max_iter: {given['max_iter']}, s: {given['s']}, eta: {eta} leave no band; raise max_iter"
-            )
     elif "min_iter" in given:
-        if given["min_iter"] < 1:
-            raise Mistake(f"early_terminate: min_iter: {given['min_iter']} must be 1 or more")
-        places = accumulate(repeat(eta, BANDS - 1), mul, initial=given["min_iter"])
+        places = list(accumulate(repeat(eta, BANDS - 1), mul, initial=given["min_iter"]))
     else:
         raise Mistake("early_terminate: hyperband needs min_iter, or max_iter and s")
-    bands = sorted(int(place) for place in places if 1 <= place < math.inf)
-    return Hyperband(tuple(bands), eta, bool(given.get("strict", True)))
+    if not places or places[0] < 1:
+        raise Mistake(f"early_terminate: {given} leaves no band; s, and min_iter or max_iter / eta, must be 1 or more")
+    return Hyperband(
+        tuple(sorted(int(place) for place in places if 1 <= place < math.inf)), eta, given.get("strict", True)
+    )
 
 
-def parameters_of(node: Any, above: tuple[str, ...] = ()) -> list[Parameter]:
+def parameters_of(node: Any, above: str = "") -> list[Parameter]:
     """Reads the node `parameters` of a sweep's file. Returns them sorted by name, the order in which W&B passes them on.
+
+    Args:
+        above: the node that these are in, with a dot behind it.
 
     Raises:
         ValueError: a parameter is none of W&B's, or is one that is not drawn here. The message names it and the fix.
     """
-    where = ".".join(("parameters", *above))
     if not isinstance(node, dict) or not node:
+        where = f"parameters.{above}".rstrip(".")
         raise Mistake(f"{where}: needs at least one parameter, for instance optimizer.lr: {{values: [1.0e-3, 2.0e-3]}}")
     parameters: list[Parameter] = []
     for key, given in sorted(node.items(), key=lambda item: str(item[0])):
-        path = (*above, str(key))
-        name = ".".join(path)
+        name = f"{above}{key}"
         if not isinstance(given, dict):
             example = f"{{values: {given}}}" if isinstance(given, list) else f"{{value: {given}}}"
             raise Mistake(f"parameters: {name}: {given} says not what it is; write {name}: {example}")
         if "parameters" not in given:
-            parameters.append(_parameter(path, given))
+            parameters.append(_parameter(name, given))
             continue
         if others := [other for other in given if other != "parameters"]:
             raise Mistake(f"parameters: {name} has `parameters:` and {others[0]!r}; it is a node or a parameter")
-        parameters += parameters_of(given["parameters"], path)
+        parameters += parameters_of(given["parameters"], f"{name}.")
     names = [each.name for each in parameters]
     if twice := [name for name in names if names.count(name) > 1]:
         raise Mistake(f"parameters: {twice[0]} is there twice, nested and with a dot; keep one of them")
     return parameters
 
 
-def _parameter(path: tuple[str, ...], given: dict[str, Any]) -> Parameter:
-    where = f"parameters: {'.'.join(path)}"
-    kind = given.get("distribution") or _meant(given)
+def _parameter(name: str, given: Mapping[str, Any]) -> Parameter:
+    where, kind = f"parameters: {name}", given.get("distribution") or _meant(given)
+    _require(kind is not None, f"{where}: has no values; write values: [...], value: ..., or min: and max:")
     if kind in ELSEWHERE:
         raise Mistake(f"{where}: distribution: {kind}: {ELSEWHERE[kind]}")
-    if kind is None:
-        raise Mistake(f"{where}: has no values; write values: [...], value: ..., or min: and max:")
-    if kind not in DISTRIBUTIONS:
-        hint = _hint(kind, DISTRIBUTIONS, f"there are {', '.join(DISTRIBUTIONS)}")
-        raise Mistake(f"{where}: distribution: {kind} is unknown; {hint}")
-    needed, optional = DISTRIBUTIONS[kind]
-    for key in needed:
-        if key not in given:
-            raise Mistake(f"{where}: {kind} needs {' and '.join(needed)}; {key} is missing")
-    _check_keys(f"{where}: {kind}", given, (*needed, *optional, "distribution"))
-    whole = {key: value for key, value in {**optional, **given}.items() if key != "distribution"}
-    if isinstance(whole.get("values"), list):
-        whole["values"] = [_as_run_reads(value) for value in whole["values"]]
-    elif "value" in whole:
+    _require(kind in DISTRIBUTIONS, f"{where}: distribution: {kind} is unknown; {_hint(kind, DISTRIBUTIONS)}")
+    keys = DISTRIBUTIONS[kind]
+    _check_keys(f"{where}: {kind}", given, (*keys, "distribution"))
+    whole = {key: given.get(key, DEFAULTS.get(key)) for key in keys if key in given or key in DEFAULTS}
+    for key in keys:
+        _require(key in whole, f"{where}: {kind} needs {' and '.join(keys)}; {key} is missing")
+    if kind == "constant":
         whole["value"] = _as_run_reads(whole["value"])
-    _check_numbers(where, kind, whole)
-    _check_values(where, whole)
-    return Parameter(path, kind, whole)
+    elif "values" in whole:
+        _check_values(where, whole["values"], whole.get("probabilities"))
+        whole["values"] = [_as_run_reads(value) for value in whole["values"]]
+    else:
+        _check_numbers(where, kind, whole)
+    return Parameter(name, kind, whole)
 
 
-def _meant(given: dict[str, Any]) -> str | None:
+def _meant(given: Mapping[str, Any]) -> str | None:
     """Returns the distribution that W&B takes where the file names none."""
     if "value" in given:
         return "constant"
@@ -433,52 +422,37 @@ def _meant(given: dict[str, Any]) -> str | None:
     return "normal" if "mu" in given or "sigma" in given else None
 
 
-def _check_numbers(where: str, kind: str, given: dict[str, Any]) -> None:
-    """Raises ValueError for numbers that are no numbers, or that do not go together."""
-    for key in ("min", "max", "mu", "sigma", "q"):
-        if key in given and not _is_number(given[key]):
-            raise Mistake(f"{where}: {key}: {given[key]!r} is no number for YAML{_with_dot(given[key])}")
-        if key in given and not math.isfinite(given[key]):
-            raise Mistake(f"{where}: {key}: {given[key]} must be finite")
-    if kind == "int_uniform" and not (type(given["min"]) is type(given["max"]) is int):
-        raise Mistake(f"{where}: min and max of int_uniform are whole numbers; write uniform for others")
-    if "min" in given and not given["min"] < given["max"]:
-        raise Mistake(f"{where}: min: {given['min']} must be below max: {given['max']}")
-    if "log" in kind and "min" in given and given["min"] <= 0:
-        raise Mistake(f"{where}: min: {given['min']} of {kind} must be above 0: it has no logarithm")
-    if given.get("q", 1) <= 0:
-        raise Mistake(f"{where}: q: {given['q']} must be above 0")
-    if given.get("sigma", 0) < 0:
-        raise Mistake(f"{where}: sigma: {given['sigma']} must be 0 or more")
-
-
-def _check_values(where: str, given: dict[str, Any]) -> None:
-    """Raises ValueError for values that are none, or chances that are not theirs."""
-    if "values" not in given:
-        return
-    values, shares = given["values"], given.get("probabilities")
-    if not isinstance(values, list) or not values:
-        raise Mistake(f"{where}: values: {values} must be a list with at least one value")
-    if "probabilities" in given and (
-        not isinstance(shares, list)
-        or len(shares) != len(values)
-        or not all(isinstance(share, int | float) and share >= 0 for share in shares)
-        or not math.isclose(sum(shares), 1.0, abs_tol=1e-6)
-    ):
-        raise Mistake(f"{where}: probabilities: {shares} must be {len(values)} numbers that sum to 1")
-
-
 def _as_run_reads(value: Any) -> Any:
     """Returns the number that a run reads where YAML 1.1 sees a text, because 1e-5 has no dot."""
     return float(value) if isinstance(value, str) and _WITHOUT_DOT.fullmatch(value) else value
 
 
-def _with_dot(value: Any) -> str:
-    """Returns how to write a number that YAML takes for a text; "" if it is no number."""
-    if not isinstance(value, str) or not _WITHOUT_DOT.fullmatch(value):
-        return ""
-    mantissa, _, exponent = value.lower().partition("e")
-    return f"; write {mantissa}{'' if '.' in mantissa else '.0'}e{exponent if exponent[0] in '+-' else '+' + exponent}"
+def _check_numbers(where: str, kind: str, given: Mapping[str, Any]) -> None:
+    """Raises ValueError for numbers that are no numbers, or that do not go together."""
+    for key, value in given.items():
+        _require(_is_number(value), f"{where}: {key}: {value!r} is no number for YAML; write 1.0e-3, not 1e-3")
+        _require(math.isfinite(value), f"{where}: {key}: {value} must be finite")
+    if "min" in given:
+        low, high = given["min"], given["max"]
+        if kind == "int_uniform" and not (type(low) is type(high) is int):
+            raise Mistake(f"{where}: min and max of int_uniform are whole numbers; write uniform for others")
+        _require(low < high, f"{where}: min: {low} must be below max: {high}")
+        _require("log" not in kind or low > 0, f"{where}: min: {low} of {kind} must be above 0: it has no logarithm")
+    _require(given.get("q", 1) > 0, f"{where}: q: {given.get('q')} must be above 0")
+    _require(given.get("sigma", 0) >= 0, f"{where}: sigma: {given.get('sigma')} must be 0 or more")
+
+
+def _check_values(where: str, values: Any, shares: Any) -> None:
+    """Raises ValueError for values that are none, or chances that are not theirs; None: they have no chances."""
+    if not isinstance(values, list) or not values:
+        raise Mistake(f"{where}: values: {values} must be a list with at least one value")
+    if shares is not None and (
+        not isinstance(shares, list)
+        or len(shares) != len(values)
+        or not all(_is_number(share) and share >= 0 for share in shares)
+        or not math.isclose(sum(shares), 1.0, abs_tol=1e-6)
+    ):
+        raise Mistake(f"{where}: probabilities: {shares} must be {len(values)} numbers that sum to 1")
 
 
 def grid(parameters: Sequence[Parameter]) -> list[Point]:
@@ -487,69 +461,39 @@ def grid(parameters: Sequence[Parameter]) -> list[Point]:
     Raises:
         ValueError: a parameter has endlessly many values, or there are more than MOST points.
     """
-    for each in parameters:
-        if each.kind not in IN_A_GRID:
-            raise Mistake(
-                f"parameters: {each.name}: method: grid takes value, values, whole numbers from min to max, q_uniform, and no "
-                f"{each.kind}; list its values, or write method: random"
-            )
-    if (points := math.prod(each.count() for each in parameters)) > MOST:
-        raise Mistake(
-            f"parameters: the grid has {points:,} points, more than {MOST:,}; list fewer values, or draw: method: random"
-        )
+    values = [each.all() for each in parameters]
+    if math.prod(map(len, values)) > MOST:
+        raise Mistake(f"parameters: the grid has more than {MOST:,} points; list fewer values, or draw: method: random")
     names = [each.name for each in parameters]
-    return [dict(zip(names, values, strict=True)) for values in product(*(each.all() for each in parameters))]
+    return [dict(zip(names, point, strict=True)) for point in product(*values)]
 
 
-def nested(parameters: Sequence[Parameter], point: Point) -> dict[str, Any]:
-    """Returns a point as W&B hands it to its agent: parameters that the file nests are one mapping."""
-    root: dict[str, Any] = {}
-    for each in parameters:
-        node = root
-        for key in each.path[:-1]:
-            node = node.setdefault(key, {})
-        node[each.path[-1]] = point[each.name]
-    return root
-
-
-def expanded(command: Sequence[Any], values: Mapping[str, Any], program: str) -> list[str]:
-    """Returns the words of the command for one run: W&B's macros, expanded as its agent does.
+def expanded(command: Sequence[Any], point: Point, program: str) -> list[str]:
+    """Returns the words of the command for one run. These macros of W&B are expanded as its agent does:
 
     macro                                  stands for
     ${args_no_hyphens}                     key=value for each parameter, as the recipes take them
-    ${args}                                --key=value
     ${env}, ${interpreter}, ${program}     /usr/bin/env, python, and `program` of the file
     ${envvar:NAME}                         a variable of the environment, also inside a word; without one its name
 
-    Args:
-        command: of the sweep's file.
-        values: of the parameters, nested ones as one mapping (`nested`).
-
     Raises:
-        ValueError: there is no such macro, or no recipe can read it.
+        ValueError: there is another macro, which no recipe can read.
     """
-    settings = [f"{name}={value}" for name, value in values.items()]
     macros = {
-        "args": [f"--{setting}" for setting in settings],
-        "args_no_hyphens": settings,
-        "env": ["/usr/bin/env"],
-        "interpreter": ["python"],
-        "program": [program],
+        "${args_no_hyphens}": [f"{name}={value}" for name, value in point.items()],
+        "${env}": ["/usr/bin/env"],
+        "${interpreter}": ["python"],
+        "${program}": [program],
     }
     words = []
     for chunk in command:
         word = _ENVVAR.sub(lambda match: os.environ.get(match[1], match[1]), str(chunk))
-        macro = _MACRO.fullmatch(word)
-        if macro is None:
-            words.append(word)
-        elif macro[1] in macros:
-            words += macros[macro[1]]
-        elif macro[1].removeprefix("args_") in UNREAD:
-            raise Mistake(f"command: recipes read no {word}; write ${{args_no_hyphens}}")
-        else:
-            near = nearest(macro[1], macros)
-            hint = f"did you mean ${{{near}}}?" if near else f"there are {', '.join(f'${{{name}}}' for name in macros)}"
-            raise Mistake(f"command: {word} is no macro of W&B; {hint}")
+        if word.startswith("${") and word not in macros:
+            raise Mistake(
+                f"command: recipes read no {word}; there are {', '.join(macros)}: {EXAMPLE}; other programs run under "
+                "`wandb agent`"
+            )
+        words += macros.get(word, [word])
     return words
 
 
@@ -562,9 +506,5 @@ def main(args: argparse.Namespace) -> int:
     if args.name:
         print(sweep_file(args.name).read_text(encoding="utf-8"), end="")
         return 0
-    files = sweep_files()
-    width = max(map(len, files))
-    for name, path in files.items():
-        first = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        print(f"{name:<{width}}  {first}")
+    print_first_lines(sweep_files())
     return 0

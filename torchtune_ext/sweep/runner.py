@@ -18,10 +18,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import yaml
 
@@ -37,12 +38,12 @@ from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import PANELS
 
 FORMAT = 1
-FILE, RECORD, LOCK, OUTPUT = "sweep.yaml", "sweep.json", "sweep.lock", "output.log"
+FILE, RECORD, LOCK, OUTPUT, METRICS = "sweep.yaml", "sweep.json", "sweep.lock", "output.log", "metrics.jsonl"
 # A metric with an interval -> the metrics of its ends.
 INTERVALS = {panel.band[0]: panel.band[1:] for panel in PANELS if panel.band}
 ORDER = ("finished", "stopped_early", "failed", "running", "waiting")  # of the states of runs, in the table
+TO_DO = ("running", "waiting")
 LOOK_S = 0.5  # seconds between two looks at a run
-SAVE_S = 10.0  # seconds from one record to the next: a sweep that is killed knows how long its runs ran until then
 NEWS_S = 60.0  # seconds from one line about a run that works to the next
 END_S = 600.0  # seconds that a run has to end after SIGTERM: the end of its step, its checkpoint, its cleanup
 LONGEST_CAUSE = 300  # characters
@@ -57,16 +58,10 @@ class SweepRun:
     parameters: Point
     state: str = "waiting"  # one of ORDER
     value: float | None = None  # the last that it logged of the metric
-    low: float | None = None
-    high: float | None = None
+    interval: Sequence[float] | None = None  # the 95% interval of the value, where the recipe logs one
     cause: str = ""  # why it failed, or has no value: one line
-    seconds: float = 0.0  # how long it ran, all its starts together
+    seconds: float = 0.0  # how long it ran, all its starts together that were not killed
     quantiles: dict[str, float] = field(default_factory=dict)  # of the drawn parameters, in a search that learns
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Returns the 95% interval of the value, where the recipe logs one."""
-        return None if self.low is None or self.high is None else (self.low, self.high)
 
 
 class SweepFolder:
@@ -121,15 +116,8 @@ class SweepFolder:
             "name": sweep.name,
             "method": sweep.method,
             "metric": {"name": metric.name, "goal": "maximize" if metric.maximize else "minimize"},
-            "command": [str(word) for word in sweep.command],
             "words": self.words,
             "seed": self.seed,
-            "parameters": {
-                each.name: {"distribution": each.kind, **each.given}
-                if each.kind not in ("constant", "categorical")
-                else each.given
-                for each in sweep.parameters
-            },
             "runs": [asdict(run) for run in self.runs],
         }
         with explained(f"{self.path / RECORD} cannot be written", "Make room; --resume goes on"):
@@ -206,18 +194,16 @@ class Runner:
         self._variables = variables or {}
         self._processes: dict[str, subprocess.Popen] = {}  # of the runs that go on
         self.stopped_by: signal.Signals | None = None  # the first signal that came
-        self._saved_at = time.monotonic()
         self._histories: dict[str, tuple[int, list[float]]] = {}  # what runs have logged, with the size of the file
         if not folder.runs:
             for point in planned(self.sweep, folder.seed):
                 folder.add(point)
-        self._waiting = [run for run in folder.runs if run.state in ("waiting", "running")]
+        self._waiting = [run for run in folder.runs if run.state in TO_DO]
 
     @property
     def left(self) -> int:
         """Returns how many runs are still to do."""
-        runs = self.folder.runs
-        return sum(run.state in ("waiting", "running") for run in runs) + self.sweep.runs - len(runs)
+        return self.sweep.runs - sum(run.state not in TO_DO for run in self.folder.runs)
 
     def run(self) -> bool:
         """Runs until all runs have ended, or a signal came. Returns whether the sweep is at its end."""
@@ -236,6 +222,7 @@ class Runner:
         """Runs one run after the other."""
         while self.stopped_by is None and (run := self._next()) is not None:
             process = self._processes[run.id] = self._start(run)
+            began = time.monotonic()
             try:
                 early = await self._watch(run, process)
             finally:
@@ -243,6 +230,7 @@ class Runner:
                 if process.poll() is None:
                     _kill(process)
                 del self._processes[run.id]
+            run.seconds = round(run.seconds + time.monotonic() - began, 1)
             self._note(run, process.returncode, early)
 
     def _next(self) -> SweepRun | None:
@@ -260,19 +248,13 @@ class Runner:
         return self.folder.add(point_at(self.sweep, quantiles), quantiles)
 
     def _results(self) -> list[tuple[Quantiles, float | None]]:
-        """Returns where runs were and what they came to; None: still to come. One that has failed has a value by W&B's rule."""
-        runs, metric, results = self.folder.runs, self.sweep.metric, []
+        """Returns where runs were and what they came to: None where that is not known. One that has failed counts as the worst,
+        as W&B has it."""
+        runs = self.folder.runs
         known = [run.value for run in runs if run.value is not None and run.state != "failed"]
-        worst, best = (min, max) if metric.maximize else (max, min)
-        for run in runs:
-            value = run.value
-            if run.state == "failed" and metric.impute != "latest":
-                value = (worst if metric.impute == "worst" else best)(known, default=None)
-            if run.state in ("waiting", "running"):
-                results.append((run.quantiles, None))
-            elif value is not None:
-                results.append((run.quantiles, value))
-        return results
+        worst = (min if self.sweep.metric.maximize else max)(known, default=None)
+        values = {"failed": worst, "running": None, "waiting": None}
+        return [(run.quantiles, values.get(run.state, run.value)) for run in runs]
 
     def _start(self, run: SweepRun) -> subprocess.Popen:
         place = self.folder.path / run.folder
@@ -306,12 +288,10 @@ class Runner:
     async def _watch(self, run: SweepRun, process: subprocess.Popen) -> bool:
         """Waits until a run has ended. Returns whether it was stopped because others are better."""
         metric, early = self.sweep.metric.name, False
-        before, since = run.seconds, time.monotonic()
+        began = news_at = time.monotonic()
         told_at = None  # when it was told to end
-        news_at = since
         while process.poll() is None:
             now = time.monotonic()
-            run.seconds = round(before + now - since, 1)
             if told_at is None and self.stopped_by is not None:
                 told_at = now
             elif told_at is None and self._is_worse(run):
@@ -321,25 +301,23 @@ class Runner:
             elif told_at is not None and now > told_at + END_S:
                 say(f"{run.id} has not ended within {END_S:g} s of SIGTERM: it is killed")
                 _kill(process)
-            if now > self._saved_at + SAVE_S:
-                self._saved_at = now
-                self.folder.save()
             if now > news_at + NEWS_S:
                 news_at = now
                 values = self._logged(run)
                 reads = f"{metric} {values[-1]:.4g}" if values else f"no {metric} yet"
-                say(f"{run.id} works since {run.seconds:.0f} s: {reads}")
+                say(f"{run.id} works since {now - began:.0f} s: {reads}")
             await asyncio.sleep(LOOK_S)
-        run.seconds = round(before + time.monotonic() - since, 1)
         return early
 
     def _note(self, run: SweepRun, status: int, early: bool) -> None:
         """Notes what became of a run."""
         place, metric = self.folder.path / run.folder, self.sweep.metric.name
-        logged = history(place, metric)
-        run.value, run.low, run.high = logged[-1] if logged else (None, None, None)
+        records = history(place, metric)
+        last = records[-1] if records else {}
+        run.value = last.get(metric)
+        run.interval = [last[end] for end in INTERVALS.get(metric, ()) if end in last] or None
         if status == 0:
-            run.state, run.cause = "finished", "" if logged else f"it logged no {metric}"
+            run.state, run.cause = "finished", "" if records else f"it logged no {metric}"
         elif early:
             run.state = "stopped_early"
         elif self.stopped_by is not None:
@@ -364,13 +342,11 @@ class Runner:
 
     def _logged(self, run: SweepRun) -> list[float]:
         """Returns the values of the metric that a run has logged. A file is read again only when it has grown."""
-        path = self.folder.path / run.folder / "metrics.jsonl"
+        path, metric = self.folder.path / run.folder / METRICS, self.sweep.metric.name
         size = path.stat().st_size if path.exists() else 0
-        before, values = self._histories.get(run.id, (0, []))
-        if size != before:
-            values = [value for value, _, _ in history(path.parent, self.sweep.metric.name)]
-            self._histories[run.id] = size, values
-        return values
+        if run.id not in self._histories or self._histories[run.id][0] != size:
+            self._histories[run.id] = size, [record[metric] for record in history(path.parent, metric)]
+        return self._histories[run.id][1]
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Ends all runs: after the first signal each ends its step and saves, after a second one it ends at once."""
@@ -388,19 +364,13 @@ def _kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def history(folder: Path, metric: str) -> list[tuple[float, float | None, float | None]]:
-    """Returns what a run has logged of a metric, in order: its value, and the ends of the interval where it has one."""
-    try:
-        records = read_metrics(folder / "metrics.jsonl")
-    except (FileNotFoundError, ValueError):
-        # Not begun; or a line is being cut away, and the next look finds the file whole.
-        return []
-    low, high = INTERVALS.get(metric, ("", ""))
-    return [
-        (value, record.get(low), record.get(high))
-        for record in records
-        if isinstance(value := record.get(metric), int | float) and math.isfinite(value)
-    ]
+def history(folder: Path, metric: str) -> list[dict[str, Any]]:
+    """Returns the records of a run that have a metric, in order."""
+    # A file that is not there has not begun; where a line is being cut away, the next look finds the file whole.
+    with suppress(FileNotFoundError, ValueError):
+        records = read_metrics(folder / METRICS)
+        return [each for each in records if isinstance(each.get(metric), int | float) and math.isfinite(each[metric])]
+    return []
 
 
 def shown(value: object) -> str:

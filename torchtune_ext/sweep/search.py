@@ -35,23 +35,19 @@ def planned(sweep: Sweep, seed: int) -> list[Point]:
 
 
 def tries(sweep: Sweep, seed: int) -> list[Point]:
-    """Returns points whose settings are tried before the start: all that are known, and the ends of what will be drawn. If
-    there are more than TRIED points, these are some of them that together have each value of each parameter."""
-    if sweep.method == "bayes":
-        first = draw(sweep, seed, 0)
-        values = {each.name: each.given.get("values", [each.at(0.0), each.at(1.0)]) for each in sweep.drawn}
-        return [first, *({**first, name: value} for name, some in values.items() for value in some)]
+    """Returns points whose settings are tried before the start: those that are known, at most TRIED.
+
+    Of a search that learns, and of a larger grid, these are one point and those that differ from it in one value.
+    """
     points = planned(sweep, seed)
-    if len(points) <= TRIED:
-        return points
-    seen: set[tuple[str, str]] = set()
-    chosen = []
-    for point in points:
-        values = {(name, str(value)) for name, value in point.items()}
-        if not values <= seen and len(chosen) < TRIED:
-            chosen.append(point)
-            seen |= values
-    return chosen
+    if sweep.method == "random" or 0 < len(points) <= TRIED:
+        return points[:TRIED]
+    first = draw(sweep, seed, 0)
+    values = {
+        each.name: each.all() if points else each.given.get("values", [each.at(0.0), each.at(1.0)])
+        for each in sweep.drawn
+    }
+    return [first, *({**first, name: value} for name, some in values.items() for value in some)][:TRIED]
 
 
 def suggest(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Quantiles, float | None]]) -> Quantiles:

@@ -55,10 +55,11 @@ def test_a_sweep_runs_every_point_once_and_keeps_a_record(tmp_path, capsys, monk
         found["format"] == 1 and found["method"] == "grid" and found["name"] == "lr" and found["words"] == ["steps=2"]
     )
     assert found["metric"] == {"name": "eval/accuracy_sampled", "goal": "maximize"}
-    assert found["parameters"] == {"lr": {"values": [0.1, 0.2, 0.3]}}
     assert [run["parameters"]["lr"] for run in found["runs"]] == [0.1, 0.2, 0.3]
     assert all(run["state"] == "finished" and run["value"] == 2 * run["parameters"]["lr"] for run in found["runs"])
-    assert [run["low"] for run in found["runs"]] == pytest.approx([0.19, 0.39, 0.59])
+    assert [run["interval"] for run in found["runs"]] == [
+        pytest.approx([mean - 0.01, mean + 0.01]) for mean in (0.2, 0.4, 0.6)
+    ]
     assert sorted(line[0] for line in starts(tmp_path)) == ["run_01", "run_02", "run_03"]
     # No agent has started these runs: their folder is said to them. With an account they stand together.
     assert {tuple(line[3:]) for line in starts(tmp_path)} == {("None", "lr")}
@@ -190,17 +191,15 @@ def test_a_search_that_learns_goes_on_with_the_points_that_it_would_have_tried(t
     assert [run.parameters for run in other.runs] == [run.parameters for run in folder.runs]
 
 
-@pytest.mark.parametrize("impute, value", [("worst", 0.1), ("best", 0.7), ("latest", 0.4)])
-def test_a_failed_run_counts_for_a_search_as_wandb_says(tmp_path, impute, value):
-    file = tmp_path / "lr.yaml"
-    metric = f"metric: {{name: eval/accuracy_sampled, goal: maximize, impute: {impute}}}"
-    file.write_text(f"method: bayes\n{metric}\nrun_cap: 9\nparameters: {{lr: {{min: 0.0, max: 1.0}}}}\n")
+def test_a_failed_run_counts_for_a_search_as_the_worst(tmp_path):
+    text = "run_cap: 9\nparameters: {lr: {min: 0.0, max: 1.0}}\n"
+    file = small_sweeps.write(tmp_path / "lr.yaml", text, "bayes")
     runner, folder = small_sweeps.runner(file, tmp_path / "out")
     for u, (state, logged) in enumerate([("finished", 0.7), ("failed", 0.4), ("stopped_early", 0.1), ("running", 0.5)]):
         run = folder.add({"lr": u}, {"lr": u})
         run.state, run.value = state, logged
     folder.add({"lr": 4}, {"lr": 4}).state = "finished"  # it logged nothing
-    assert runner._results() == [({"lr": 0}, 0.7), ({"lr": 1}, value), ({"lr": 2}, 0.1), ({"lr": 3}, None)]
+    assert [value for _, value in runner._results()] == [0.7, 0.1, 0.1, None, None]
 
 
 def test_two_processes_do_not_run_one_sweep(tmp_path):
