@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.output import columns
 
 # Where all cores are timed on, threads of numpy's BLAS would spin on them. It reads this once, when it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -150,7 +151,7 @@ def _measure(args: argparse.Namespace) -> int:
                 if its.name == kernel:
                     rows += [_measured(name, source, checker, timer) for _ in range(args.repeat)]
             print(f"{kernel}: roofline {timer.peak_gflops:.4g} GFLOPS, {timer.peak_gbytes_s:.3g} GB/s", flush=True)
-    print(_table(HEAD, [row.cells() for row in rows]), flush=True)
+    print(columns([HEAD, *(row.cells() for row in rows)]), flush=True)
     return 0 if all(row.outcome == "ok" for row in rows) else 1
 
 
@@ -178,7 +179,7 @@ def _attack(compiler: Compiler, cores: Sequence[int]) -> int:
                 bad += not as_expected
                 mark = "" if as_expected else f"EXPECTED {' or '.join(each.outcomes)}"
                 lines.append([each.name, each.attack, verdict.outcome, mark, _shortened(verdict.note)])
-    print(_table(("program", "attack", "outcome", "", "note"), lines))
+    print(columns([("program", "attack", "outcome", "", "note"), *lines]))
     print(f"{len(lines) - bad} of {len(lines)} programs ended as they should", flush=True)
     return 1 if bad else 0
 
@@ -246,11 +247,3 @@ def _shortened(note: str) -> str:
     errors = (line for line in lines if _TELLING.search(line) and not _LINKER.match(line))
     line = next(errors, lines[0])
     return line if len(line) <= NOTE else f"{line[: NOTE - 1]}…"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-    ]
-    return "\n".join(lines)

@@ -54,6 +54,14 @@ def labelled(lines: Sequence[tuple[str, str]]) -> str:
     )
 
 
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table: a line for each row, cells of one column below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
 def attempt(stream: TextIO | None, write: Callable[[], Any]) -> bool:
     """Calls `write`, which writes to `stream`, and returns whether it succeeded.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtune_ext.host import plugin
 from torchtune_ext.run.errors import FAILED, Mistake, nearest
-from torchtune_ext.run.output import say
+from torchtune_ext.run.output import columns, say
 from torchtune_ext.run.terminal import BOLD, styled
 from torchtune_ext.sweep.file import Sweep, read_sweep, sweep_file
 from torchtune_ext.sweep.runner import ORDER, Runner, SweepFolder, SweepRun, shown
@@ -62,30 +62,20 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
         notes.append(
             f"of {sweep.runs} points {len(points)} were tried on the recipe: what is wrong with others fails their runs"
         )
-    variables, cores = {}, len(os.sched_getaffinity(0))
-    if not on_gpu:
-        variables["OMP_NUM_THREADS"] = str(max(1, cores // args.jobs))
-        if args.jobs > cores:
-            notes.append(f"--jobs {args.jobs}: this machine has {cores} cores, so runs wait for each other")
-    elif args.jobs > 1:
-        notes.append(
-            f"--jobs {args.jobs}: the runs share the same GPUs and their memory; with --jobs 1 each has them alone"
-        )
+    cores = len(os.sched_getaffinity(0))
+    variables = {} if on_gpu else {"OMP_NUM_THREADS": str(max(1, cores // args.jobs))}
+    if args.jobs > (1 if on_gpu else cores):
+        shared = "GPUs and their memory" if on_gpu else f"{cores} cores"
+        notes.append(f"--jobs {args.jobs}: the runs share the same {shared}; with fewer jobs each has more")
     goal = "maximized" if sweep.metric.maximize else "minimized"
-    for note in notes:
-        say(note)
-    say(
-        f"sweep {sweep.name}: {sweep.method}, {sweep.runs} runs, {sweep.metric.name} {goal}, {args.jobs} at a time; "
-        f"files: {folder.path}"
-    )
+    what = f"{sweep.method}, {sweep.runs} runs, {sweep.metric.name} {goal}, {args.jobs} at a time"
+    say("\n".join([*notes, f"sweep {sweep.name}: {what}; files: {folder.path}"]))
     runner = Runner(folder, args.jobs, lambda point: words_of(sweep, point, folder.words), variables)
     ended = runner.run()
     say(f"\n{table(sweep, folder.runs, usual)}\n")
     if not ended:
-        further = f" --out {args.out}" if args.out else ""
-        say(
-            f"Stopped with {runner.left} of {sweep.runs} runs to do: torchtune-ext sweep {args.file} --resume{further} goes on"
-        )
+        again = f"torchtune-ext sweep {args.file} --resume{f' --out {args.out}' if args.out else ''}"
+        say(f"Stopped with {runner.left} of {sweep.runs} runs to do: {again} goes on")
         return 128 + runner.stopped_by
     if any(run.value is not None for run in folder.runs):
         from torchtune_ext.telemetry.comparison import build_comparison
@@ -103,9 +93,8 @@ def _check_words(sweep: Sweep, words: Sequence[str]) -> None:
         key = word.partition("=")[0]
         if word.startswith("-"):
             near = nearest(key.lstrip("-"), ["jobs", "resume", "out", "seed"])
-            raise Mistake(
-                f"there is no option {key}; {f'did you mean --{near}?' if near else 'see torchtune-ext sweep --help'}"
-            )
+            hint = f"did you mean --{near}?" if near else "see torchtune-ext sweep --help"
+            raise Mistake(f"there is no option {key}; {hint}")
         if key in {each.name for each in sweep.parameters}:
             raise Mistake(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
 
@@ -136,8 +125,7 @@ def table(sweep: Sweep, runs: Sequence[SweepRun], usual: Mapping[str, Any]) -> s
         ]
         for run in ranked
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = columns(rows).split("\n")
     if ranked and ranked[0].value is not None:
         lines[1] = styled(lines[1], BOLD, sys.stdout)
     if star:

@@ -4,12 +4,13 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from pathlib import Path
 
 from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry, size_in_words, techniques_in_words
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained
+from torchtune_ext.run.output import columns
 
 HEAD = ("#", "size", "techniques", "x naive", "95% interval", "GFLOPS", "step")
 INDEX = "index.md"
@@ -40,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"the fastest {args.best} of each kernel, by the lower end of the interval:")
         for kernel, entries in fastest.items():
             rows = [_cells(number, entry) for number, entry in enumerate(entries, 1)]
-            print(f"\n{_line(kernel)}\n{_table([HEAD, *rows])}")
+            print(f"\n{_line(kernel)}\n{columns([HEAD, *rows])}")
         if index is not None:
             print(f"\n{index}: {sum(map(len, fastest.values()))} programs beside it")
         sys.stdout.flush()
@@ -134,13 +135,6 @@ def _cells(number: int, entry: Entry) -> list[str]:
         f"{entry.gflops:.3g}",
         str(entry.found),
     ]
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
 
 
 def _file_name(entry: Entry, number: int, taken: Set[str]) -> str:
