@@ -1,9 +1,10 @@
 """Tries the points of a sweep on the recipe that they are for, before anything starts: no engine, no weights, no files.
 
-The words of each run go the way that `tune run` sends them: torchtune's parser, the recipe's `Config`, and the parts that the
-config names. So a key, a value or a metric that does not exist is named now, and not by the eighth run.
+The words of each run go the way that `tune run` sends them: torchtune's parser, the recipe's `Config`, and the parts that
+the sweep's parameters change. So a key, a value or a metric that does not exist is named now, and not by the eighth run.
 """
 
+import os
 import re
 import shutil
 import sys
@@ -21,11 +22,13 @@ from torchtune_ext.run.catalog import folder, recipe_files
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.settings.components import Component, find_component, instantiate, recipe_module
 from torchtune_ext.settings.config import as_tune_reads, load_config, values_of
-from torchtune_ext.sweep.file import EXAMPLE, Point, Sweep, expanded
+from torchtune_ext.sweep.file import EXAMPLE, Point, Sweep
 from torchtune_ext.telemetry.panels import PANELS
 from torchtune_ext.training.checks import check_optimizer
 from torchtune_ext.training.settings import check_settings
 
+ELSE = "other programs run under `wandb agent`"
+_ENVVAR = re.compile(r"\$\{envvar\:([A-Z0-9_]*)\}")
 # Settings that the sweep itself gives each of its runs.
 OURS = {
     "output_dir": "each run of a sweep has a folder of its own, OUT/RUN here (--out) and <output_dir>/<WANDB_RUN_ID> under "
@@ -38,12 +41,31 @@ OF_A_WARM_UP = ("loss", "optim", "pack", "time", "speed", "memory")
 
 
 def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
-    """Returns the command of one run. `further`: settings that the user gave for all runs; they stand behind the command.
+    """Returns the command of one run. These macros of W&B are expanded as its agent does:
+
+    macro                                  stands for
+    ${args_no_hyphens}                     key=value for each parameter, as the recipes take them
+    ${env}, ${interpreter}, ${program}     /usr/bin/env, python, and `program` of the file
+    ${envvar:NAME}                         a variable of the environment, also inside a word; without one its name
+
+    Args:
+        further: settings that the user gave for all runs; they stand behind the command.
 
     Raises:
-        ValueError: a macro in it is one that no recipe can read.
+        ValueError: there is another macro, which no recipe can read.
     """
-    words = expanded(sweep.command, point, sweep.program)
+    macros = {
+        "${args_no_hyphens}": [f"{name}={value}" for name, value in point.items()],
+        "${env}": ["/usr/bin/env"],
+        "${interpreter}": ["python"],
+        "${program}": [sweep.program],
+    }
+    words = []
+    for chunk in sweep.command:
+        word = _ENVVAR.sub(lambda match: os.environ.get(match[1], match[1]), str(chunk))
+        if word.startswith("${") and word not in macros:
+            raise Mistake(f"command: recipes read no {word}; there are {', '.join(macros)}: {EXAMPLE}; {ELSE}")
+        words += macros.get(word, [word])
     # The `tune` of this environment, whichever comes first on PATH.
     ours = [sys.executable, "-m", "torchtune_ext"] if words[0] in ("tune", "torchtune-ext") else words[:1]
     return [*ours, *words[1:], *further]
@@ -62,9 +84,7 @@ def target_of(words: Sequence[str]) -> tuple[str, str, list[str]]:
     programs = {Path(word).name for word in flat[: flat.index("run")]} if "run" in flat else set()
     at = flat.index("--config") if "--config" in flat[:-1] else 0
     if not at or not programs & {"tune", "torchtune-ext", "torchtune_ext"}:
-        raise Mistake(
-            f"command: {' '.join(words)}: a sweep runs recipes: {EXAMPLE}; other programs run under `wandb agent`"
-        )
+        raise Mistake(f"command: {' '.join(words)}: a sweep runs recipes: {EXAMPLE}; {ELSE}")
     return flat[at - 1], flat[at + 1], flat[at + 2 :]
 
 
@@ -102,7 +122,7 @@ def check(sweep: Sweep, points: Sequence[Point], further: Sequence[str], out: Pa
         _, _, settings = target_of(words_of(sweep, point, further))
         try:
             cfg = load_config(schema, as_tune_reads(config, [*settings, f"output_dir={out / 'run'}"]))
-            _build(cfg, ours)
+            _build(cfg, {re.split("[.=]", word)[0].lstrip("~") for word in settings}, ours)
         except ValueError as error:
             text = str(error)
             # Most messages name the parameter with its value, or a key that no run has.
@@ -114,21 +134,21 @@ def check(sweep: Sweep, points: Sequence[Point], further: Sequence[str], out: Pa
     return notes, {name: value for name, value in usual.items() if value is not None}, on_gpu
 
 
-def _build(cfg: Any, ours: bool) -> None:
-    """Looks for the components of a run, and whether its settings go together. Raises ValueError."""
-    for field in fields(cfg):
-        value = getattr(cfg, field.name)
+def _build(cfg: Any, changed: set[str], ours: bool) -> None:
+    """Looks for the components that a sweep changes, and whether its settings go together. Raises ValueError."""
+    for key in sorted(changed):
+        value = getattr(cfg, key)
         for node in (value, getattr(value, "task", None)):
             if isinstance(node, Component) and node.get("_component_") is not None and not _bare(node):
-                find_component(node, **({"params": None} if field.name == "optimizer" else {}))
-    if hasattr(cfg, "optimizer") and not _bare(cfg.optimizer):
+                find_component(node, **({"params": None} if key == "optimizer" else {}))
+    if "optimizer" in changed and not _bare(cfg.optimizer):
         check_optimizer(partial(instantiate, cfg.optimizer))
     if getattr(cfg, "model_dir", None):
         HFModel(cfg.model_dir)
     # A copy of the recipe may ask for something else.
     if ours and hasattr(cfg, "samples_per_prompt") and not _bare(cfg.loss):
         check_settings(cfg, instantiate(cfg.loss))
-    if ours and hasattr(cfg, "logging"):
+    if ours and "logging" in changed:
         cfg.logging.require_login()
 
 
@@ -161,8 +181,9 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, cfg: Any) -> list[str]
             raise Mistake(f"metric: {metric} is no metric of {recipe}; {hint}")
         notes.append(f"metric: {metric} is no metric of {recipe}; {hint} A recipe of your own may log it")
     elif metric not in known:
+        # "reward/*" holds names of the user's, and slips.
         notes.append(
-            f"metric: {metric} is logged only if the task, the loss or the settings have a part of that name; {hint}"
+            f"metric: {metric} is logged only if a part of the task, the loss or the settings has that name; {hint}"
         )
     if group == "eval" and getattr(getattr(cfg, "evaluation", None), "task", None) is None:
         raise Mistake(

@@ -6,7 +6,6 @@ search that learns looks for a good u, whatever the distribution is. The values 
 
 import argparse
 import math
-import os
 import re
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,16 +26,8 @@ METHODS = ("grid", "random", "bayes")
 KEYS = ("name", "description", "program", "command", "method", "metric", "parameters", "run_cap", "early_terminate")
 # What only W&B's server reads: who owns the sweep, and which version of the format it is.
 SERVER_KEYS = ("project", "entity", "apiVersion", "kind", "controller")
-# What needs W&B's server.
-NOT_HERE = {
-    "job": "starts a job of W&B Launch",
-    "image_uri": "starts an image with W&B Launch",
-    "scheduler": "is a search of your own on W&B's server",
-    "metrics": "compares runs by several metrics at once",
-}
-
-# How W&B counts runs that failed, and those that go on, unless the file says something else.
-IMPUTE = {"impute": "worst", "impute_while_running": "false"}
+# What only W&B's server does: jobs of its Launch, searches of one's own, several metrics, other values for failed runs.
+NOT_HERE = ("job", "image_uri", "scheduler", "metrics", "impute", "impute_while_running")
 
 # The keys of each distribution. A file may leave out those that have a default.
 DISTRIBUTIONS = {
@@ -55,20 +46,11 @@ DISTRIBUTIONS = {
     "q_log_normal": ("mu", "sigma", "q"),
 }
 DEFAULTS = {"mu": 0.0, "sigma": 1.0, "q": 1}
-# What W&B knows and we do not take, each with what to write.
-ELSEWHERE = {
-    "beta": "only W&B's own server draws from it; write uniform, or normal",
-    "q_beta": "only W&B's own server draws from it; write q_uniform, or q_normal",
-    "log_uniform": "its limits are exponents, and W&B has retired it; write log_uniform_values, whose limits are the values",
-    "q_log_uniform": "its limits are exponents, and W&B has retired it; write q_log_uniform_values",
-    "inv_log_uniform": "its limits are exponents, and W&B has retired it; write inv_log_uniform_values",
-}
 MOST = 10_000  # points of a grid
 BANDS = 100  # W&B compares runs so many times from min_iter on, most of them beyond every run
 
 DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")  # the command of a file that names none
 EXAMPLE = "command: [tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
-_ENVVAR = re.compile(r"\$\{envvar\:([A-Z0-9_]*)\}")
 _WITHOUT_DOT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 Point = dict[str, Any]  # the value of every parameter of one run, by its dotted name
@@ -79,20 +61,18 @@ class Parameter:
     """One parameter of a sweep."""
 
     name: str  # the dotted name of the setting: "optimizer.lr"
-    kind: str  # a key of DISTRIBUTIONS
+    kind: str  # a key of DISTRIBUTIONS; a constant is categorical, with one value
     given: Mapping[str, Any]  # what the file says, with the defaults of the distribution
 
     @property
     def fixed(self) -> bool:
         """Tells whether all runs have the same value."""
-        return self.kind == "constant" or (self.kind == "categorical" and len(self.given["values"]) == 1)
+        return self.kind == "categorical" and len(self.given["values"]) == 1
 
     def at(self, u: float) -> Any:
         """Returns the value at the quantile u, from 0 to 1."""
         given = self.given
         match self.kind.removeprefix("q_"):
-            case "constant":
-                return given["value"]
             case "categorical":
                 return given["values"][_place(u, len(given["values"]))]
             case "categorical_w_probabilities":
@@ -124,8 +104,6 @@ class Parameter:
         """
         given = self.given
         match self.kind:
-            case "constant":
-                return [given["value"]]
             case "categorical":
                 # A value that is named twice is one point, as are 2 and 2.0.
                 return [value for i, value in enumerate(given["values"]) if value not in given["values"][:i]]
@@ -262,26 +240,19 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
         isinstance(given, dict) and len(given) > 0,
         "no sweep: it holds no keys; begin with a copy of one of ours (`torchtune-ext sweeps`)",
     )
-    for key in given:
-        if key in NOT_HERE:
-            raise Mistake(f"{key}: it {NOT_HERE[key]}, which only W&B's server does; use `wandb sweep` for this file")
-        if key not in (*KEYS, *SERVER_KEYS):
-            config = " (this looks like the config of a recipe: a sweep changes some of its keys)"
-            hint = _hint(key, [*KEYS, *SERVER_KEYS], f"a sweep has {', '.join(KEYS)}")
-            raise Mistake(f"unknown key {key!r}; {hint}{config if key == 'model' else ''}")
-    method, command, name = given.get("method"), given.get("command", list(DEFAULT)), given.get("name", path.stem)
+    _check_keys("", given, [*KEYS, *SERVER_KEYS])
+    method, command = given.get("method"), given.get("command", list(DEFAULT))
     _require(method in METHODS, f"method: {method}: {_hint(method, METHODS)}")
     _require(
         method != "bayes" or find_spec("optuna") is not None,
         "method: bayes needs Optuna: pip install 'torchtune-ext[sweep]'; grid and random need nothing further",
     )
     _require(isinstance(command, list) and len(command) > 0, f"command: must be a list of words: {EXAMPLE}")
-    _require(isinstance(name, str) and name.strip() != "", f"name: {name!r} must be a text")
     parameters = parameters_of(given.get("parameters"))
     return Sweep(
         path=path,
         text=text,
-        name=name.strip(),
+        name=str(given.get("name", path.stem)),
         command=command,
         program=str(given.get("program", "")),
         method=method,
@@ -292,29 +263,25 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
     )
 
 
-def _check_keys(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in given:
-        _require(key in known, f"{what} takes no {key!r}; {_hint(key, known, 'it takes ' + ', '.join(known))}")
+        _require(key not in NOT_HERE, f"{where}{key}: only W&B's server does that; use `wandb sweep` for this file")
+        _require(key in known, f"{where}unknown key {key!r}; {_hint(key, known)}")
 
 
 def _metric(given: Any) -> Metric:
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         example = "metric: {name: eval/accuracy_sampled, goal: maximize}"
         raise Mistake(f"metric: {given} says not what runs are compared by; write {example}")
-    _check_keys("metric:", given, ("name", "goal", "target", *IMPUTE))
+    _check_keys("metric: ", given, ("name", "goal", "target"))
     goal, target = given.get("goal", "minimize"), given.get("target")
     _require(goal in ("minimize", "maximize"), f"metric: goal: {goal}: write maximize or minimize")
     _require(target is None or _is_number(target), f"metric: target: {target!r} must be a number")
-    for key, value in IMPUTE.items():
-        _require(
-            str(given.get(key, value)).lower() == value,
-            f"metric: {key}: only W&B's server takes another one than {value}",
-        )
     return Metric(given["name"], goal == "maximize", "goal" in given, target)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
@@ -340,11 +307,9 @@ def hyperband_of(given: Any) -> Hyperband:
     """
     if not isinstance(given, dict) or given.get("type") != "hyperband":
         raise Mistake(f"early_terminate: {given}: write {{type: hyperband, min_iter: 3}}; W&B has no other type")
-    _check_keys("early_terminate: hyperband", given, ("type", "min_iter", "max_iter", "s", "eta", "strict"))
+    _check_keys("early_terminate: ", given, ("type", "min_iter", "max_iter", "s", "eta", "strict"))
     for key in ("min_iter", "max_iter", "s", "eta"):
-        value = given.get(key, 2)
-        if not _is_number(value) or not math.isfinite(value) or value <= 0:
-            raise Mistake(f"early_terminate: {key}: {value} must be a number above 0")
+        _require(_is_number(given.get(key, 2)), f"early_terminate: {key}: {given.get(key)!r} must be a number")
     eta = given.get("eta", 3)
     _require(eta > 1, f"early_terminate: eta: {eta} must be above 1: of the runs that are compared, 1/eta stay")
     if "max_iter" in given and "s" in given:
@@ -393,19 +358,26 @@ def parameters_of(node: Any, above: str = "") -> list[Parameter]:
 def _parameter(name: str, given: Mapping[str, Any]) -> Parameter:
     where, kind = f"parameters: {name}", given.get("distribution") or _meant(given)
     _require(kind is not None, f"{where}: has no values; write values: [...], value: ..., or min: and max:")
-    if kind in ELSEWHERE:
-        raise Mistake(f"{where}: distribution: {kind}: {ELSEWHERE[kind]}")
+    if kind in ("beta", "q_beta"):
+        raise Mistake(f"{where}: distribution: {kind}: only W&B's own server draws from it; write uniform, or normal")
+    if kind in ("log_uniform", "q_log_uniform", "inv_log_uniform"):
+        instead = f"write {kind}_values, whose limits are the values"
+        raise Mistake(f"{where}: distribution: {kind}: its limits are exponents, and W&B has retired it; {instead}")
     _require(kind in DISTRIBUTIONS, f"{where}: distribution: {kind} is unknown; {_hint(kind, DISTRIBUTIONS)}")
     keys = DISTRIBUTIONS[kind]
-    _check_keys(f"{where}: {kind}", given, (*keys, "distribution"))
+    _check_keys(f"{where}: {kind}: ", given, (*keys, "distribution"))
     whole = {key: given.get(key, DEFAULTS.get(key)) for key in keys if key in given or key in DEFAULTS}
     for key in keys:
         _require(key in whole, f"{where}: {kind} needs {' and '.join(keys)}; {key} is missing")
     if kind == "constant":
-        whole["value"] = _as_run_reads(whole["value"])
-    elif "values" in whole:
-        _check_values(where, whole["values"], whole.get("probabilities"))
-        whole["values"] = [_as_run_reads(value) for value in whole["values"]]
+        kind, whole = "categorical", {"values": [whole["value"]]}
+    if "values" in whole:
+        _check_values(where, whole)
+        # A run reads 1e-5 as a number, and YAML 1.1 as a text, because it has no dot.
+        whole["values"] = [
+            float(value) if isinstance(value, str) and _WITHOUT_DOT.fullmatch(value) else value
+            for value in whole["values"]
+        ]
     else:
         _check_numbers(where, kind, whole)
     return Parameter(name, kind, whole)
@@ -422,16 +394,10 @@ def _meant(given: Mapping[str, Any]) -> str | None:
     return "normal" if "mu" in given or "sigma" in given else None
 
 
-def _as_run_reads(value: Any) -> Any:
-    """Returns the number that a run reads where YAML 1.1 sees a text, because 1e-5 has no dot."""
-    return float(value) if isinstance(value, str) and _WITHOUT_DOT.fullmatch(value) else value
-
-
 def _check_numbers(where: str, kind: str, given: Mapping[str, Any]) -> None:
     """Raises ValueError for numbers that are no numbers, or that do not go together."""
     for key, value in given.items():
         _require(_is_number(value), f"{where}: {key}: {value!r} is no number for YAML; write 1.0e-3, not 1e-3")
-        _require(math.isfinite(value), f"{where}: {key}: {value} must be finite")
     if "min" in given:
         low, high = given["min"], given["max"]
         if kind == "int_uniform" and not (type(low) is type(high) is int):
@@ -442,15 +408,15 @@ def _check_numbers(where: str, kind: str, given: Mapping[str, Any]) -> None:
     _require(given.get("sigma", 0) >= 0, f"{where}: sigma: {given.get('sigma')} must be 0 or more")
 
 
-def _check_values(where: str, values: Any, shares: Any) -> None:
-    """Raises ValueError for values that are none, or chances that are not theirs; None: they have no chances."""
-    if not isinstance(values, list) or not values:
-        raise Mistake(f"{where}: values: {values} must be a list with at least one value")
-    if shares is not None and (
-        not isinstance(shares, list)
-        or len(shares) != len(values)
-        or not all(_is_number(share) and share >= 0 for share in shares)
-        or not math.isclose(sum(shares), 1.0, abs_tol=1e-6)
+def _check_values(where: str, given: Mapping[str, Any]) -> None:
+    """Raises ValueError for values that are none, or chances that are not theirs."""
+    values, shares = given["values"], given.get("probabilities")
+    _require(isinstance(values, list) and len(values) > 0, f"{where}: values: {values} must be a list, and not empty")
+    if "probabilities" in given and not (
+        isinstance(shares, list)
+        and len(shares) == len(values)
+        and all(_is_number(share) and share >= 0 for share in shares)
+        and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
     ):
         raise Mistake(f"{where}: probabilities: {shares} must be {len(values)} numbers that sum to 1")
 
@@ -466,35 +432,6 @@ def grid(parameters: Sequence[Parameter]) -> list[Point]:
         raise Mistake(f"parameters: the grid has more than {MOST:,} points; list fewer values, or draw: method: random")
     names = [each.name for each in parameters]
     return [dict(zip(names, point, strict=True)) for point in product(*values)]
-
-
-def expanded(command: Sequence[Any], point: Point, program: str) -> list[str]:
-    """Returns the words of the command for one run. These macros of W&B are expanded as its agent does:
-
-    macro                                  stands for
-    ${args_no_hyphens}                     key=value for each parameter, as the recipes take them
-    ${env}, ${interpreter}, ${program}     /usr/bin/env, python, and `program` of the file
-    ${envvar:NAME}                         a variable of the environment, also inside a word; without one its name
-
-    Raises:
-        ValueError: there is another macro, which no recipe can read.
-    """
-    macros = {
-        "${args_no_hyphens}": [f"{name}={value}" for name, value in point.items()],
-        "${env}": ["/usr/bin/env"],
-        "${interpreter}": ["python"],
-        "${program}": [program],
-    }
-    words = []
-    for chunk in command:
-        word = _ENVVAR.sub(lambda match: os.environ.get(match[1], match[1]), str(chunk))
-        if word.startswith("${") and word not in macros:
-            raise Mistake(
-                f"command: recipes read no {word}; there are {', '.join(macros)}: {EXAMPLE}; other programs run under "
-                "`wandb agent`"
-            )
-        words += macros.get(word, [word])
-    return words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

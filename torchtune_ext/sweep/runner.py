@@ -19,7 +19,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,9 +36,9 @@ from torchtune_ext.sweep.file import Point, Sweep
 from torchtune_ext.sweep.search import Quantiles, planned, point_at, suggest
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import PANELS
+from torchtune_ext.telemetry.runs import METRICS, SWEEP, SWEEP_FORMAT, read_sweep
 
-FORMAT = 1
-FILE, RECORD, LOCK, OUTPUT, METRICS = "sweep.yaml", "sweep.json", "sweep.lock", "output.log", "metrics.jsonl"
+FILE, LOCK, OUTPUT = "sweep.yaml", "sweep.lock", "output.log"
 # A metric with an interval -> the metrics of its ends.
 INTERVALS = {panel.band[0]: panel.band[1:] for panel in PANELS if panel.band}
 ORDER = ("finished", "stopped_early", "failed", "running", "waiting")  # of the states of runs, in the table
@@ -77,14 +77,12 @@ class SweepFolder:
         self.words, self.seed = list(words), seed
         self.runs: list[SweepRun] = []
         self._lock: TextIO | None = None
-        held = (path / RECORD).exists()
-        if path.exists() and not path.is_dir():
-            raise Mistake(f"--out {path} is no folder; choose another one")
+        held = (path / SWEEP).exists()
         if held and not resume:
             raise Mistake(f"{path} holds a sweep; go on with it (--resume), or choose another folder (--out)")
         if not held and resume:
             raise Mistake(f"--resume: {path} holds no sweep; leave --resume out, or name its folder (--out)")
-        if not held and path.exists() and any(each.name not in (LOCK, FILE) for each in path.iterdir()):
+        if not held and any(each.name not in (LOCK, FILE) for each in path.glob("*")):
             raise Mistake(f"{path} is not empty, and holds no sweep; choose another folder (--out)")
         if held:
             self._hold()
@@ -112,7 +110,7 @@ class SweepFolder:
         """Writes `sweep.json`, whole."""
         sweep, metric = self.sweep, self.sweep.metric
         record = {
-            "format": FORMAT,
+            "format": SWEEP_FORMAT,
             "name": sweep.name,
             "method": sweep.method,
             "metric": {"name": metric.name, "goal": "maximize" if metric.maximize else "minimize"},
@@ -120,8 +118,8 @@ class SweepFolder:
             "seed": self.seed,
             "runs": [asdict(run) for run in self.runs],
         }
-        with explained(f"{self.path / RECORD} cannot be written", "Make room; --resume goes on"):
-            write_atomic(self.path / RECORD, (json.dumps(record, indent=1) + "\n").encode())
+        with explained(f"{self.path / SWEEP} cannot be written", "Make room; --resume goes on"):
+            write_atomic(self.path / SWEEP, (json.dumps(record, indent=1) + "\n").encode())
 
     def close(self) -> None:
         """Gives up the folder, as the end of the process does."""
@@ -146,19 +144,12 @@ class SweepFolder:
 
     def _read(self) -> None:
         """Reads the record of a sweep that goes on, and compares the two files."""
-        path = self.path / RECORD
-        try:
-            record = json.loads(path.read_bytes())
-            if record["format"] != FORMAT:
-                raise Mistake(
-                    f"{path} has format {record['format']}, and this version goes on with {FORMAT}: use the version that "
-                    "began the sweep"
-                )
-            self.runs = [SweepRun(**run) for run in record["runs"]]
-            words, self.seed = record["words"], record["seed"]
+        record = read_sweep(self.path)
+        names = [each.name for each in fields(SweepRun)]
+        self.runs = [SweepRun(**{name: run[name] for name in names if name in run}) for run in record["runs"]]
+        words, self.seed = record["words"], record["seed"]
+        with explained(f"{self.path / FILE} cannot be read", "Begin again in another folder (--out)"):
             before = yaml.safe_load((self.path / FILE).read_text(encoding="utf-8"))
-        except (KeyError, TypeError, OSError, json.JSONDecodeError, yaml.YAMLError) as error:
-            raise Mistake(f"{path} is damaged ({error!r}); begin again in another folder (--out)") from error
         now = yaml.safe_load(self.sweep.text)
         if other := sorted(key for key in {**before, **now} if before.get(key) != now.get(key)):
             raise Mistake(
@@ -314,8 +305,8 @@ class Runner:
         place, metric = self.folder.path / run.folder, self.sweep.metric.name
         records = history(place, metric)
         last = records[-1] if records else {}
-        run.value = last.get(metric)
-        run.interval = [last[end] for end in INTERVALS.get(metric, ()) if end in last] or None
+        interval = [last.get(end) for end in INTERVALS.get(metric, ())]
+        run.value, run.interval = last.get(metric), interval if interval and None not in interval else None
         if status == 0:
             run.state, run.cause = "finished", "" if records else f"it logged no {metric}"
         elif early:

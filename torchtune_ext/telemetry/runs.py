@@ -110,20 +110,23 @@ def read_sweep(folder: Path) -> dict[str, Any]:
     path = folder / SWEEP
     try:
         sweep = json.loads(path.read_bytes())
-        version = sweep["format"]
-        sweep["name"] = sweep["name"] or folder.resolve().name
-        sweep["method"], sweep["metric"]["name"]
-        for run in sweep["runs"]:
-            run["id"], run["state"], dict(run["parameters"])
-            run["path"] = (folder / run["folder"]).resolve()
-            if not run["path"].is_relative_to(folder.resolve()):
-                raise KeyError(f"the run {run['id']} lies outside of the sweep's folder")
+        if (version := sweep["format"]) == SWEEP_FORMAT:
+            sweep["name"] = sweep["name"] or folder.resolve().name
+            sweep["method"], sweep["metric"]["name"]
+            for run in sweep["runs"]:
+                run["id"], run["state"], dict(run["parameters"])
+                run["path"] = (folder / run["folder"]).resolve()
+                if not run["path"].is_relative_to(folder.resolve()):
+                    raise KeyError(f"the run {run['id']} lies outside of the sweep's folder")
     except (ValueError, KeyError, TypeError) as error:
-        raise Mistake(f"{path} is damaged ({error!r}): name the folders of its runs instead") from error
+        raise Mistake(
+            f"{path} is damaged ({error!r}): for a report name the folders of its runs instead; a sweep begins again in "
+            "another folder (--out)"
+        ) from error
     if version != SWEEP_FORMAT:
         raise Mistake(
-            f"{path} has format {version!r}, and this version of torchtune-ext reads format {SWEEP_FORMAT}: make the report "
-            "with the version that ran the sweep, or name the folders of its runs"
+            f"{path} has format {version!r}, and this version of torchtune-ext reads format {SWEEP_FORMAT}: use the version "
+            "that began the sweep, or for a report name the folders of its runs"
         )
     return sweep
 

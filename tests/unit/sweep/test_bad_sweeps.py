@@ -51,24 +51,24 @@ CASES = [
     ({"metod": "grid"}, "unknown key 'metod'; did you mean method?"),
     ({"method": "griddy"}, "method: griddy: did you mean grid?"),
     ({"method": "custom"}, "method: custom: there are grid, random, bayes"),
-    ({"job": "a/b"}, "job: it starts a job of W&B Launch, which only W&B's server does"),
+    ({"job": "a/b"}, "job: only W&B's server does that; use `wandb sweep` for this file"),
     ({"metric": None}, "metric: None says not what runs are compared by; write metric: {name: eval/accuracy_sampled"),
     ({"metric": {"name": "eval/acuracy_sampled"}}, "metric: eval/acuracy_sampled is no metric of grpo_full; did you mean eval/accuracy_sampled?"),
     ({"metric": {"name": "eval/accuracy_sampled", "goal": "max"}}, "metric: goal: max: write maximize or minimize"),
-    ({"metric": {"name": "eval/accuracy_sampled", "impute": "best"}}, "metric: impute: only W&B's server takes another one than worst"),
+    ({"metric": {"name": "eval/accuracy_sampled", "impute": "best"}}, "metric: impute: only W&B's server does that"),
     ({"metric": {"name": "async/age_mean"}}, "metric: async/age_mean is never logged with staleness=0"),
     ({"parameters": {}}, "parameters: needs at least one parameter"),
     ({"parameters": {"optimizer.lr": 0.1}}, "write optimizer.lr: {value: 0.1}"),
     ({"parameters": {"optimizer.lr": [0.1]}}, "write optimizer.lr: {values: [0.1]}"),
     (swept(optimizer__lr={"value": []}), "lr"),
-    (swept(optimizer__lr={"values": []}), "optimizer.lr: values: [] must be a list with at least one value"),
+    (swept(optimizer__lr={"values": []}), "optimizer.lr: values: [] must be a list, and not empty"),
     (swept(optimizer__lr={"min": 0, "max": "1e-3"}), "max: '1e-3' is no number for YAML; write 1.0e-3, not 1e-3"),
     (swept(optimizer__lr={"min": 2.0, "max": 1.0}), "min: 2.0 must be below max: 1.0"),
     (swept(optimizer__lr={"min": 0.1, "max": 1.0}), "method: grid takes"),
     (swept(optimizer__lr={"distribution": "beta"}), "distribution: beta: only W&B's own server draws from it"),
     (swept(optimizer__lr={"distribution": "log_uniform", "min": -9, "max": -1}), "write log_uniform_values"),
     (swept(optimizer__lr={"distribution": "unifrom", "min": 1, "max": 2}), "distribution: unifrom is unknown; did you mean uniform?"),
-    (swept(optimizer__lr={"values": [1], "mni": 2}), "categorical takes no 'mni'"),
+    (swept(optimizer__lr={"values": [1], "mni": 2}), "categorical: unknown key 'mni'; there are values, distribution"),
     (swept(optimizer__lr={"values": [1, 2], "probabilities": [0.5, 0.6]}), "must be 2 numbers that sum to 1"),
     (swept(seed={"min": 1, "max": 10**12}), "the grid has more than 10,000 points; list fewer values"),
     ({"method": "random", **swept(optimizer__lr={"min": 0.1, "max": 1.0})}, "run_cap is missing: method: random draws without end"),
@@ -124,7 +124,7 @@ def test_files_that_are_no_sweeps(workplace, monkeypatch, capsys):
     Path("broken.yaml").write_text("a: [\n")
     for word, message in {
         "tiny_lrr": "no such file, seen from .* did you mean tiny_lr",
-        "run.yaml": "unknown key '.*'; a sweep has name",
+        "run.yaml": "unknown key '.*'; there are name, description",
         "broken.yaml": "broken.yaml: no YAML",
         "letters.py": "no YAML|no sweep",
     }.items():
@@ -153,5 +153,7 @@ def test_a_used_folder_and_another_file_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is not empty, and holds no sweep"):
         SweepFolder(tmp_path / "other", sweep, [], 0, resume=False)
     (tmp_path / "out" / "sweep.json").write_text('{"format": 2}')
-    with pytest.raises(ValueError, match="has format 2, and this version goes on with 1"):
+    with pytest.raises(
+        ValueError, match="has format 2, and this version of torchtune-ext reads format 1: use the version that began"
+    ):
         SweepFolder(tmp_path / "out", sweep, [], 0, resume=True)
