@@ -36,7 +36,7 @@ from torchtune_ext.sweep.file import Point, Sweep
 from torchtune_ext.sweep.search import Quantiles, planned, point_at, suggest
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import PANELS
-from torchtune_ext.telemetry.runs import METRICS, SWEEP, SWEEP_FORMAT, read_sweep
+from torchtune_ext.telemetry.runs import METRICS, SWEEP, SWEEP_FORMAT, read_sweep_record
 
 FILE, LOCK, OUTPUT = "sweep.yaml", "sweep.lock", "output.log"
 # A metric with an interval -> the metrics of its ends.
@@ -144,7 +144,7 @@ class SweepFolder:
 
     def _read(self) -> None:
         """Reads the record of a sweep that goes on, and compares the two files."""
-        record = read_sweep(self.path)
+        record = read_sweep_record(self.path)
         names = [each.name for each in fields(SweepRun)]
         self.runs = [SweepRun(**{name: run[name] for name in names if name in run}) for run in record["runs"]]
         words, self.seed = record["words"], record["seed"]

@@ -55,7 +55,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[dict[str, An
     """Reads the runs in `paths`: folders of runs, of sweeps, and folders that hold folders of runs.
 
     Returns:
-        The runs, what `read_sweep` returns of each sweep, and a sentence for each run that cannot be shown.
+        The runs, what `read_sweep_record` returns of each sweep, and a sentence for each run that cannot be shown.
 
     Raises:
         ValueError: a path is no run, a `sweep.json` is damaged, or no run has anything to show.
@@ -64,7 +64,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[dict[str, An
     points: dict[Path, Mapping[str, Any] | None] = {}
     for path in map(Path, paths):
         if (path / SWEEP).exists():
-            sweeps.append(read_sweep(path))
+            sweeps.append(read_sweep_record(path))
             points |= {point["path"]: point for point in sweeps[-1]["runs"]}
         elif folders := [path] if _is_run(path) else _runs_in(path):
             for folder in folders:
@@ -98,7 +98,7 @@ def is_several(path: str | Path) -> bool:
     return (path / SWEEP).exists() or (not _is_run(path) and len(_runs_in(path)) > 1)
 
 
-def read_sweep(folder: Path) -> dict[str, Any]:
+def read_sweep_record(folder: Path) -> dict[str, Any]:
     """Reads `folder/sweep.json`, which `torchtune-ext sweep` keeps.
 
     Returns:
