@@ -239,6 +239,7 @@ def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude_on_any_numbe
 MESH = """
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
