@@ -77,15 +77,26 @@ class Episode:
             score.reward + turn.reward, {**score.parts, **turn.parts}, turn.note or score.note, score.facts
         )
 
+    def places(self, context: Sequence[int]) -> int:
+        """Returns how many tokens there are with these behind which the next turn would be sampled: of the prompt, and of all
+        branches. A packed row has to hold them together."""
+        so_far = self._kept[0] + self.tokens + sum(map(len, self._answers))
+        return so_far + len(context) - self._kept_of(context)
+
     def go_on(self, context: Sequence[int], opened: str) -> None:
         """The next turn is sampled behind these ids."""
-        path, self._context, self._opened = np.array(self.path), np.asarray(context, dtype=np.int32), opened
-        length = min(len(path), len(context))
-        others = np.flatnonzero(path[:length] != self._context[:length])
-        kept = int(others[0]) if len(others) else length
+        kept = self._kept_of(context)
+        self._branches |= kept < len(self.path)
+        self._context, self._opened = np.asarray(context, dtype=np.int32), opened
         self._kept.append(kept)
-        self._branches |= kept < len(path)
         self._answers.append(self._context[kept:])
+
+    def _kept_of(self, context: Sequence[int]) -> int:
+        """Returns how many tokens of the last path a context begins with."""
+        path = self.path
+        length = min(len(path), len(context))
+        others = np.flatnonzero(np.not_equal(path[:length], context[:length]))
+        return int(others[0]) if len(others) else length
 
     def over(self, ending: str, failure: Outcome | None = None) -> Sample:
         """Returns the conversation as a sample.

@@ -442,7 +442,8 @@ class GroupStream:
             failure = Outcome("infra_failed", None, f"its answer cannot be read: {error}")
             self._end_episode(group, place, episode.over("environment_failed", failure))
             return
-        if len(prompt) + group.sampling.max_tokens > self._engine.config.max_model_len:
+        # A row holds as much as an engine's context at least, so what fits there can be trained, branches too.
+        if episode.places(prompt) + group.sampling.max_tokens > self._engine.config.max_model_len:
             self._end_episode(group, place, episode.over("context_overflow"))
             return
         episode.go_on(prompt, self._tokenizer.opened_thought(prompt))
@@ -456,7 +457,7 @@ class GroupStream:
         if tokenizer.history == "sampled":
             return [*path, *tokenizer.between_turns_ids(answer.messages, path[-1], problem.tools)]
         context = tokenizer.context_ids(problem.messages, episode.messages, episode.sampled_ids, problem.tools)
-        if context != tokenizer.prompt_ids([*problem.messages, *episode.messages], problem.tools) and not self._differs:
+        if not self._differs and context != tokenizer.prompt_ids([*problem.messages, *episode.messages], problem.tools):
             self._differs = True
             log.info(
                 "problem %r: the template's own text has other ids than were sampled, which stay as they were",

@@ -6,6 +6,7 @@ With a real engine: tests/integration/test_conversations.py.
 import json
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from waiting import wait_until
 
 from torchtune_ext.grading.environments import Environments
 from torchtune_ext.groups import group_json, group_of
+from torchtune_ext.packing import pack
 from torchtune_ext.rollout import GroupStream
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.engine import Priority, SamplingConfig
@@ -69,10 +71,19 @@ def environments(folder):
         yield environments
 
 
-def play(environments, says, samples=1, groups=1):
+class Forgetful(TurnLetters):
+    """The next turn comes behind the prompt and the last answer only."""
+
+    history = "template"
+
+    def context_ids(self, problem, messages, turns, tools=()):
+        return [*self.prompt_ids(problem), *self.between_turns_ids(messages[-1:], 0)]
+
+
+def play(environments, says, samples=1, groups=1, tokenizer=None):
     """Plays groups of conversations to their end. Returns them and the engine."""
     engine = Policy(says)
-    stream = GroupStream(engine, TurnLetters(), environments)
+    stream = GroupStream(engine, tokenizer or TurnLetters(), environments)
     for number in range(groups):
         stream.submit(number, PROBLEM, samples, SAMPLING, place=number)
     done = dict(stream.next(within_s=60.0) for _ in range(groups))
@@ -95,6 +106,20 @@ def test_ids_are_appended_and_what_the_environment_said_was_not_sampled(environm
     stored = group_of(json.loads(group_json(group)))
     assert group_json(stored) == group_json(group) and stored.samples[0].messages == sample.messages
     assert stored.problem == PROBLEM
+
+
+def test_branches_fit_into_a_row_together(environments):
+    """Each context is short, and the conversation ends before its branches need more places than an engine's context has."""
+    groups, engine = play(environments, lambda prompt, _: "more 0.0000000000000", samples=2, tokenizer=Forgetful())
+    assert max(len(prompt) for prompt, *_ in engine.calls) < 20
+    for sample in groups[0].samples:
+        completion = sample.completion
+        assert completion.finish_reason == "context_overflow" and len(completion.kept) == len(completion.turns) > 1
+        # The prompt, two turns of 20 tokens and the answer between; with another answer and turn there would be 69.
+        assert 1 + len(completion.tokens) == 1 + 20 + 4 + 20
+    trained = replace(groups[0], samples=tuple(replace(s, trained=True, advantage=1.0) for s in groups[0].samples))
+    rows, stats = pack([trained], 60)
+    assert stats.labels == sum(len(s.completion.sampled) for s in trained.samples) and len(rows) == 2
 
 
 def test_each_turn_has_a_seed_of_its_own_and_goes_before_new_samples(environments):

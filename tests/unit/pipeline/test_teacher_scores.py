@@ -1,0 +1,29 @@
+"""A teacher's log-probs of conversations with branches. With a real engine: tests/integration/test_teacher.py."""
+
+from types import SimpleNamespace
+
+import numpy as np
+from unpacked import in_branches, make_groups, paths_of
+
+from torchtune_ext.teacher import Teacher
+
+
+def of_path(ids):
+    """Any number that another token or another context changes."""
+    return np.float32(hash(tuple(map(int, ids))) % 9973)
+
+
+def test_every_sampled_token_is_scored_behind_its_own_context():
+    rng = np.random.default_rng(2)
+    teacher = Teacher.__new__(Teacher)
+    teacher.engine = SimpleNamespace(
+        score=lambda texts: [np.array([of_path(text[: n + 1]) for n in range(1, len(text))]) for text in texts]
+    )
+    groups = make_groups(rng, [(5, [30, 1, 12]), (3, [24])])
+    groups = [*in_branches(rng, groups), *groups]
+    scored = teacher.scored(groups)
+    assert any(sample.completion.kept for group in scored for sample in group.samples)
+    for group in scored:
+        for sample in group.samples:
+            expected = [of_path(ids[: place + 1]) for ids, places in paths_of(group, sample) for place in places]
+            assert sample.teacher_logprobs[sample.completion.sampled].tolist() == expected
