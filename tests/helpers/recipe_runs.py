@@ -30,6 +30,10 @@ SERVER_KEY = "key-of-the-servers-that-runs-share"
 
 TASK = '''
 import hashlib
+import os
+import signal
+import subprocess
+import time
 from torchtune_ext.tasks.task import Problem, Score, Turn
 
 class Letters:
@@ -85,6 +89,32 @@ class Talk:
         if self.turns == 3:
             return Turn(reward=value, done=True)
         return Turn([{"role": "user", "content": f"Go on. {self.turns}"}], reward=value)
+
+
+class Wild(Talks):
+    """Of six samples each but the first goes wrong in its own way, in the second turn."""
+
+    def environment(self, problem, seed):
+        return WildTalk(seed)
+
+
+class WildTalk(Talk):
+    def step(self, message):
+        turn = super().step(message)
+        way = hashlib.sha256(message["content"].encode()).digest()[1] % 6 if self.turns == 2 else 0
+        if way == 1:
+            raise KeyError("lost")
+        if way == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if way == 3:
+            time.sleep(600)
+        if way == 4:
+            return Turn(reward=1.0, done=True)
+        if way == 5:
+            subprocess.Popen(["sleep", "600"])
+            if os.fork() == 0:
+                time.sleep(600)
+        return turn
 '''
 # A run of conversations. A random model seldom samples the end of a turn: a fifth of all tokens end one here.
 TALKS = ["task._component_=letters.Talks", "evaluation.task._component_=letters.Talks", "grader.workers=8"]

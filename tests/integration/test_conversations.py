@@ -128,6 +128,27 @@ def test_killed_between_two_turns_and_resumed_equals_uninterrupted(run, workplac
     assert weights(workplace / "killed") == weights(run)
 
 
+def test_environments_that_raise_die_hang_end_early_and_fork(workplace, served):
+    """Each costs its own conversation only; what they have started ends with them."""
+    words = ["output_dir=wild", "task._component_=letters.Wild", "grader.timeout_s=2", "evaluation.task=null", "max_steps=3"]
+    command, mark = runs.command("grpo_full", *runs.TALKS, *words, served), f"WILD={workplace}"
+    environ = runs.environment() | dict([mark.split("=", 1)])
+    subprocess.run(command, cwd=workplace, env=environ, check=True, capture_output=True)
+    lines = runs.metrics(workplace / "wild")[1:]
+    assert len(lines) == 3
+    for ending in ("completed", "step_timeout", "environment_failed"):
+        assert sum(line[f"episode/{ending}"] for line in lines) > 0, ending
+    left = [path.parent.name for path in Path("/proc").glob("[0-9]*/environ") if mark.encode() in readable(path)]
+    assert not left
+
+
+def readable(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""  # it has ended meanwhile
+
+
 def test_turns_of_several_versions(workplace, served):
     """A run that samples ahead publishes in the midst of conversations."""
     words = ["output_dir=ahead", "staleness=1", "max_steps=4", "evaluation.task=null"]

@@ -33,6 +33,7 @@ import cloudpickle
 
 from torchtune_ext.run import worker_process
 from torchtune_ext.run.errors import Failure
+from torchtune_ext.run.janitor import Janitor
 from torchtune_ext.run.parent import environment
 from torchtune_ext.run.worker_process import BEGUN, WAITING
 
@@ -53,7 +54,7 @@ class Processes:
         name: what they do, for messages and for the name of the thread that serves them: "grading".
         subject: what they are started with, for messages: "task".
         folder: where each process gets a folder for temporary files (its TMPDIR), which goes when the process ends, however
-            it ends. None: the processes share the TMPDIR of this one.
+            it ends. None: in one that goes with this object, and when the trainer is killed.
         variables: further variables of the environment of the processes.
         output: file that takes what the processes print, behind what is in it. None: they print where this one does.
 
@@ -156,10 +157,13 @@ class Processes:
         """Runs in the thread: gives calls to free processes, takes answers, and replaces processes that fail."""
         self._workers: list[_Worker] = []
         self._start_failures = 0  # processes that failed to start since the last one that started
+        self._janitor: Janitor | None = None
         try:
             try:
-                for _ in range(self._count):
-                    self._workers.append(_Worker(self._hello, self._folder, self._variables, self._output))
+                # The kernel kills the processes when the trainer is killed, but not what they have started.
+                self._janitor = Janitor()
+                self._workers += [self._start() for _ in range(self._count)]
+                self._janitor.guard([worker.process.pid for worker in self._workers])
             except Exception as error:
                 started.set_exception(error)
                 raise
@@ -185,6 +189,11 @@ class Processes:
                 worker.connection.close()
             for worker in self._workers:
                 worker.end(kill_at)
+            if self._janitor is not None:
+                self._janitor.close()
+
+    def _start(self) -> "_Worker":
+        return _Worker(self._hello, self._folder or Path(self._janitor.folder), self._variables, self._output)
 
     def _assign(self) -> None:
         """Gives calls of the queue to processes that are free."""
@@ -242,7 +251,8 @@ class Processes:
     def _replace(self, slot: int) -> None:
         self._workers[slot].connection.close()
         self._workers[slot].end(kill_at=0.0)
-        self._workers[slot] = _Worker(self._hello, self._folder, self._variables, self._output)
+        self._workers[slot] = self._start()
+        self._janitor.guard([worker.process.pid for worker in self._workers])
 
 
 @dataclass(eq=False, slots=True)
@@ -270,15 +280,10 @@ class _Item:
 class _Worker:
     """One process, as this one sees it."""
 
-    def __init__(
-        self, hello: bytes, folder: Path | None, variables: Mapping[str, str], output: Path | None = None
-    ) -> None:
-        self.folder: Path | None = None
-        variables = {**environment(), **variables}
-        if folder is not None:
-            self.folder = Path(tempfile.mkdtemp(dir=folder))
-            self.folder.chmod(0o711)  # other users may have a folder in it, and only they know its name
-            variables["TMPDIR"] = str(self.folder)
+    def __init__(self, hello: bytes, folder: Path, variables: Mapping[str, str], output: Path | None) -> None:
+        self.folder = Path(tempfile.mkdtemp(dir=folder))
+        self.folder.chmod(0o711)  # other users may have a folder in it, and only they know its name
+        variables = {**environment(), **variables, "TMPDIR": str(self.folder)}
         ours, theirs = socket.socketpair()
         with ours, theirs:
             command = [sys.executable, "-P", worker_process.__file__, str(theirs.fileno()), str(os.getpid())]
@@ -353,8 +358,7 @@ class _Worker:
             # The process and its group have ended already.
             pass
         self.process.wait(timeout=START_DEADLINE_S)
-        if self.folder is not None:
-            remove(self.folder)
+        remove(self.folder)
 
     def _allow(self, seconds: float) -> None:
         """Gives the process this many seconds for its next message."""

@@ -48,6 +48,9 @@ def last_line(error: BaseException) -> str:
 def main(fd: int, parent_pid: int) -> None:
     """Receives the object and then arguments from the socket `fd`, and answers until the parent closes the socket."""
     die_with_parent(parent_pid)
+    # If memory runs out, this process is what the kernel ends, and not the trainer or an engine.
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     if sys.stdout is not None:
         # Otherwise a process that is killed takes with it what it has printed.
         sys.stdout.reconfigure(line_buffering=True)

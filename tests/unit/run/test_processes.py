@@ -14,6 +14,8 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+import waiting
+from waiting import ended, wait_until
 
 from torchtune_ext.run.processes import Processes
 
@@ -62,6 +64,9 @@ class Target:
         path = Path(tempfile.mkdtemp())
         (path / "file").write_text("x")
         return path
+
+    def badness(self):
+        return int(Path("/proc/self/oom_score_adj").read_text())
 
     def notes_its_end(self, file):
         atexit.register(Path(file).write_text, "ended")
@@ -162,3 +167,27 @@ def test_the_end_does_not_wait_for_a_call_that_hangs(tmp_path):
         hanging.result(1)
     time.sleep(0.1)
     assert not Path(f"/proc/{child}/cmdline").exists() or Path(f"/proc/{child}/cmdline").read_bytes() == b""
+
+
+KILLED = f"""
+import sys, time, cloudpickle
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(waiting.__file__).parent)]!r}
+from test_processes import Processes, Target, answer
+processes = Processes(cloudpickle.dumps(Target()), 1, "testing", "target")
+print(processes.pids()[0], answer(processes, "starts_a_child"), answer(processes, "folder"), flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_is_left_when_the_trainer_is_killed():
+    """Neither its processes nor what they have started, nor a temporary folder."""
+    trainer = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    *pids, folder = trainer.stdout.readline().split()
+    assert len(pids) == 2 and Path(folder).is_dir() and not any(ended(int(pid)) for pid in pids)
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: all(ended(int(pid)) for pid in pids) and not Path(folder).parent.exists())
+
+
+def test_the_kernel_ends_these_processes_first_when_memory_runs_out(processes):
+    assert answer(processes, "badness") == 1000

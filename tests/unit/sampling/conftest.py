@@ -26,7 +26,7 @@ def make_engine(monkeypatch, tmp_path):
     from fake_cores import CONFIG, SleepingCore
     from waiting import wait_until
 
-    from torchtune_ext.sampling import janitor
+    from torchtune_ext.run import janitor
     from torchtune_ext.sampling.engine import BACKENDS, Engine
 
     (tmp_path / "tmp").mkdir()

@@ -1,9 +1,9 @@
-"""Removes what an engine would leave behind, its temporary folder and its processes, also when the trainer is killed.
+"""Removes what engines, graders and environments would leave behind when the trainer is killed: temporary folders, processes.
 
-The trainer has a `Janitor`: a tiny process in its own session (`python -I -S janitor.py PARENT_PID DIRECTORY`), so that neither
-Ctrl-C nor a kill of the trainer's process group reaches it. It reads the process groups of the engines from stdin, in each
-line all that there are now (0: none), and waits until the trainer is gone. Then it kills those of the last line and removes
-the directory. It cannot import anything of ours.
+Who starts them has a `Janitor`: a tiny process in its own session (`python -I -S janitor.py PARENT_PID DIRECTORY`), so that
+neither Ctrl-C nor a kill of the trainer's process group reaches it. It reads process groups from stdin, in each line all that
+there are now (0: none), and waits until the trainer is gone. Then it kills those of the last line and removes the directory.
+It cannot import anything of ours.
 """
 
 import logging
@@ -26,7 +26,7 @@ SOCKET_PATH_MAX = 107  # bytes of a unix socket's path; vLLM appends 37
 
 
 class Janitor:
-    """Owns the engines' temporary folder, and the process that knows it and their process groups."""
+    """Owns a temporary folder, and the process that knows it and the process groups to end."""
 
     def __init__(self):
         """Makes the folder and starts the process. Raises OSError."""
@@ -45,15 +45,15 @@ class Janitor:
         return self._process.pid
 
     def guard(self, groups: Sequence[int]) -> None:
-        """Makes these, one for each engine (0: none), the process groups to kill when the trainer ends. A process that has
-        died meanwhile is replaced. Raises OSError."""
+        """Makes these (0: none) the process groups to kill when the trainer ends. A process that has died meanwhile is
+        replaced. Raises OSError."""
         if self._closed:
-            raise OSError("the engine is closed")
+            raise OSError("the janitor is closed")
         self.groups = list(groups)
         try:
             self._tell()
         except BrokenPipeError:
-            log.warning("the engine's janitor ended (status %d): starting another one", self._process.wait(END_S))
+            log.warning("a janitor ended (status %d): starting another one", self._process.wait(END_S))
             self._process.stdin.close()  # type: ignore[union-attr]
             self._start()
             self._tell()
