@@ -130,7 +130,13 @@ def test_killed_between_two_turns_and_resumed_equals_uninterrupted(run, workplac
 
 def test_environments_that_raise_die_hang_end_early_and_fork(workplace, served):
     """Each costs its own conversation only; what they have started ends with them."""
-    words = ["output_dir=wild", "task._component_=letters.Wild", "grader.timeout_s=2", "evaluation.task=null", "max_steps=3"]
+    words = [
+        "output_dir=wild",
+        "task._component_=letters.Wild",
+        "grader.timeout_s=2",
+        "evaluation.task=null",
+        "max_steps=3",
+    ]
     command, mark = runs.command("grpo_full", *runs.TALKS, *words, served), f"WILD={workplace}"
     environ = runs.environment() | dict([mark.split("=", 1)])
     subprocess.run(command, cwd=workplace, env=environ, check=True, capture_output=True)

@@ -32,8 +32,8 @@ from pathlib import Path
 import psutil
 
 from torchtune_ext import __version__
-from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.run.janitor import TRACKER
+from torchtune_ext.run.parent import die_with_parent
 
 RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")  # variables that Ray sets for its workers, and not for commands of theirs
 PIPE = 1 << 20  # bytes of output that wait for the driver; then the command waits, as in front of any full pipe

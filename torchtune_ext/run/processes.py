@@ -162,6 +162,9 @@ class Processes:
             try:
                 # The kernel kills the processes when the trainer is killed, but not what they have started.
                 self._janitor = Janitor()
+                if self._folder is None:
+                    self._folder = Path(self._janitor.folder)
+                    self._folder.chmod(0o711)  # as the folders in it
                 self._workers += [self._start() for _ in range(self._count)]
                 self._janitor.guard([worker.process.pid for worker in self._workers])
             except Exception as error:
@@ -193,7 +196,7 @@ class Processes:
                 self._janitor.close()
 
     def _start(self) -> "_Worker":
-        return _Worker(self._hello, self._folder or Path(self._janitor.folder), self._variables, self._output)
+        return _Worker(self._hello, self._folder, self._variables, self._output)
 
     def _assign(self) -> None:
         """Gives calls of the queue to processes that are free."""
@@ -282,7 +285,7 @@ class _Worker:
 
     def __init__(self, hello: bytes, folder: Path, variables: Mapping[str, str], output: Path | None) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=folder))
-        self.folder.chmod(0o711)  # other users may have a folder in it, and only they know its name
+        self.folder.chmod(0o711)  # what runs as another user has a folder in it, whose name only that one knows
         variables = {**environment(), **variables, "TMPDIR": str(self.folder)}
         ours, theirs = socket.socketpair()
         with ours, theirs:

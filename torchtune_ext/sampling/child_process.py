@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.parent import environment, how_it_ended
 from torchtune_ext.run import janitor
+from torchtune_ext.run.parent import environment, how_it_ended
 from torchtune_ext.sampling.calls import CoreLost
 
 # Variables that begin so tell the trainer its place among its ranks; a process of the sampler has none.

@@ -34,8 +34,8 @@ import torch
 
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Failure, Late, Mistake
-from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt, fetch_error, together
 from torchtune_ext.run.janitor import Janitor
+from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt, fetch_error, together
 from torchtune_ext.sampling.lane import Lane
 from torchtune_ext.sampling.pool import Pool
 from torchtune_ext.sampling.records import (

@@ -4,7 +4,7 @@ from typing import Any
 
 from torchtune_ext.run.errors import Mistake
 
-__all__ = ["Matmul", "Programs"]
+__all__ = ["CompileAndFix", "Matmul", "Programs"]
 
 
 def __getattr__(name: str) -> Any:
@@ -12,10 +12,11 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
+        from torchtune_ext.measured.matmul.mending import CompileAndFix
         from torchtune_ext.measured.matmul.programs import Programs
         from torchtune_ext.measured.matmul.task import Matmul
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tree_sitter"):
             raise Mistake("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
         raise
-    return {"Matmul": Matmul, "Programs": Programs}[name]
+    return {"CompileAndFix": CompileAndFix, "Matmul": Matmul, "Programs": Programs}[name]

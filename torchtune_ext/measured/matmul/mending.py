@@ -1,0 +1,96 @@
+"""Compile and fix: a conversation in which a program is written, checked, and mended by what the compiler and the test said.
+
+    user       Write a function in C ...
+    assistant  ```c ... ```
+    user       compile_error: program.c:4:27: error: expected ';' before '}' token ... Write the whole program again.
+    assistant  ```c ... ```
+
+A turn is checked as `Matmul` checks programs (measured/check.py), locked in, in the process of the environment. Nothing is
+timed: the reward is for a program that is right, however many turns it took.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import cloudpickle
+
+from torchtune_ext.measured.bench_processes import Checking, Failed, Settings
+from torchtune_ext.measured.check import SANDBOXES, Deadlines
+from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.kernel import Kernel
+from torchtune_ext.measured.machine import usable_cores
+from torchtune_ext.measured.matmul.prompts import messages, short_messages
+from torchtune_ext.measured.matmul.task import ALL, PROMPTS, kernels_of, problem_of
+from torchtune_ext.measured.sandbox import Limits, SandboxError
+from torchtune_ext.run.errors import Mistake
+from torchtune_ext.tasks.task import Message, Problem, Turn
+
+MAX_CHARS = 600  # of what a turn reads about its program: the first errors, which cause the others
+
+
+class CompileAndFix:
+    """The task.
+
+    Args:
+        kernels: what to ask for, and at which sizes, as in `Matmul`.
+        max_turns: programs that a conversation may have.
+        prompt: "long", in words; "short" for a model that was warmed up on it (programs.py).
+        compiler: "gcc" or "clang", or a path; None: as found.
+        sandbox: "floor", or "none" where every program comes from people you trust (see Checker).
+
+    Raises:
+        ValueError: an argument is out of its range, or there is no compiler.
+    """
+
+    def __init__(
+        self,
+        kernels: Mapping[str, int | Sequence[int]] | None = None,
+        max_turns: int = 4,
+        prompt: str = "long",
+        compiler: str | None = None,
+        sandbox: str = "floor",
+    ) -> None:
+        for name, value, choices in (("prompt", prompt, PROMPTS), ("sandbox", sandbox, SANDBOXES)):
+            if value not in choices:
+                raise Mistake(f"{name}={value!r}: choose one of {', '.join(choices)}")
+        self._kernels = {problem_of(each): each for each in kernels_of({"dgemm": 64} if kernels is None else kernels)}
+        self.max_turns, self._prompt = max_turns, prompt
+        cores = tuple(sorted(usable_cores()))
+        toolchain = Compiler.find(compiler)
+        self._checking = Checking(
+            Settings(toolchain, "-O3", 1, 0.0, None, sandbox, Deadlines(), Limits(), check_cores=cores, timed_cores=())
+        )
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+    def __getitem__(self, index: int) -> Problem:
+        name, kernel = list(self._kernels.items())[index]
+        return Problem(name, (short_messages if self._prompt == "short" else messages)(kernel, ALL), name)
+
+    def environment(self, problem: Problem, seed: int) -> "Workshop":
+        return Workshop(self._kernels[problem.answer], self._checking)
+
+    def solution(self, problem: Problem) -> list[Message]:
+        """Returns a conversation in which the first program, the kernel's own, is right."""
+        return [{"role": "assistant", "content": f"```c\n{self._kernels[problem.answer].naive}```"}]
+
+
+class Workshop:
+    """The environment. The reward is 1 for a program that is right, else 0."""
+
+    def __init__(self, kernel: Kernel, checking: Checking) -> None:
+        self._kernel, self._checking = kernel, checking
+
+    def step(self, message: Message) -> Turn:
+        """Raises SandboxError: the machine failed, and nothing is known about the program."""
+        checked = self._checking(
+            lambda _: None, problem_of(self._kernel), cloudpickle.dumps(self._kernel), message["content"]
+        )
+        if isinstance(checked, Failed):
+            raise SandboxError(checked.cause)
+        verdict = checked.verdict
+        parts = {"accuracy": float(verdict.outcome == "ok"), "compiled": float(verdict.stage == "verify")}
+        if verdict.outcome == "ok":
+            return Turn(reward=1.0, done=True, parts=parts)
+        said = f"{verdict.outcome}: {verdict.note[:MAX_CHARS].strip()}\n\nWrite the whole program again."
+        return Turn([{"role": "user", "content": said}], parts=parts, note=verdict.note)
