@@ -85,27 +85,25 @@ def compiled_kernels() -> Iterator[tuple]:
         "weight": (kernels.weight_kernel, kernels.NUM_WARPS, {}),
     }
     for form, (kernel, warps, shape) in forms.items():
-        for power_of_two in (False, True):
-            constants = {"stride_k": 1, "POWER_OF_TWO": power_of_two} | shape
-            constants |= {"FLOOR_BITS": kernels._bits(1e-12), "MAX": 448.0, "SIZE": kernels.BLOCK}
-            source = ASTSource(
-                kernel,
-                {name: types.get(name, "constexpr") for name in kernel.arg_names},
-                {name: value for name, value in constants.items() if name in kernel.arg_names},
-                {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in types},
-            )
-            program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-            with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-                file.write(program.asm["ptx"])
-                file.flush()
-                command = [ptxas, "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
-                said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-            registers = int(re.search(r"Used (\d+) registers", said)[1])
-            spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
-            shared, threads = program.metadata.shared, 32 * warps
-            fit = min(REGISTERS // (registers * threads), SHARED // max(1, shared), THREADS // threads, PROGRAMS)
-            scale = "powers of two" if power_of_two else "float32"
-            yield form, scale, registers, spilled, f"{shared / 1024:.1f}", fit, f"{fit * threads / THREADS:.0%}"
+        constants = {"stride_k": 1} | shape
+        constants |= {"FLOOR_BITS": kernels._bits(1e-12), "MAX": 448.0, "SIZE": kernels.BLOCK}
+        source = ASTSource(
+            kernel,
+            {name: types.get(name, "constexpr") for name in kernel.arg_names},
+            {name: value for name, value in constants.items() if name in kernel.arg_names},
+            {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in types},
+        )
+        program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(program.asm["ptx"])
+            file.flush()
+            command = [ptxas, "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
+            said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        registers = int(re.search(r"Used (\d+) registers", said)[1])
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+        shared, threads = program.metadata.shared, 32 * warps
+        fit = min(REGISTERS // (registers * threads), SHARED // max(1, shared), THREADS // threads, PROGRAMS)
+        yield form, registers, spilled, f"{shared / 1024:.1f}", fit, f"{fit * threads / THREADS:.0%}"
 
 
 def rows_of(prompt: int, completion: int) -> list[Row]:
@@ -230,7 +228,6 @@ def main() -> None:
     else:
         head = (
             "kernel",
-            "scales",
             "registers",
             "spilled bytes",
             "shared KiB",

@@ -23,8 +23,7 @@ which moves a few values to the neighboring E4M3 number. One thing differs from 
 vLLM and 1e-4 in DeepGEMM, which would make small gradients vanish. With 1e-12 a number keeps its three bits of mantissa
 down to 1e-12 / 448 * 2^-6 = 3.5e-17.
 
-`power_of_two` rounds a scale up to a power of two (UE8M0, which has only an exponent), as Blackwell needs it. A block
-with a NaN or an infinity dequantizes to NaN as a whole, so that the failure stays visible.
+A block with a NaN or an infinity dequantizes to NaN as a whole, so that the failure stays visible.
 
 This file is the reference, in plain torch on any device. fp8_quantize_triton.py is the fast implementation on CUDA.
 """
@@ -67,12 +66,11 @@ class Fp8Blocks:
 
 
 @torch.no_grad()
-def quantize_rows(x: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
+def quantize_rows(x: Tensor, backend: str = "auto") -> Fp8Blocks:
     """Quantizes x [M, K] in blocks of 1x128 along the features.
 
     Args:
         x: bfloat16, float16 or float32, with any strides; K must be a multiple of 128.
-        power_of_two: True rounds scales up to powers of two (UE8M0).
         backend: "torch", "triton" (CUDA, compute capability 8.9 or later), or "auto", which is Triton where it can run.
 
     Raises:
@@ -83,12 +81,12 @@ def quantize_rows(x: Tensor, power_of_two: bool = False, backend: str = "auto") 
         # An environment for CPU lacks triton.
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_rows as kernel
 
-        return Fp8Blocks(*kernel(x, power_of_two, AMAX_FLOOR, FP8_MAX), ROWS, tuple(x.shape))
-    return Fp8Blocks(*_quantize(x, ROWS, power_of_two), ROWS, tuple(x.shape))
+        return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), ROWS, tuple(x.shape))
+    return Fp8Blocks(*_quantize(x, ROWS), ROWS, tuple(x.shape))
 
 
 @torch.no_grad()
-def quantize_columns(x: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
+def quantize_columns(x: Tensor, backend: str = "auto") -> Fp8Blocks:
     """Quantizes x [M, K] in blocks of 128x1 along the tokens. The arguments are those of `quantize_rows`.
 
     The last block is padded with zeros, which do not change its scale.
@@ -97,13 +95,13 @@ def quantize_columns(x: Tensor, power_of_two: bool = False, backend: str = "auto
     if _use_triton(x, backend):
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_columns as kernel
 
-        return Fp8Blocks(*kernel(x, power_of_two, AMAX_FLOOR, FP8_MAX), COLUMNS, tuple(x.shape))
+        return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), COLUMNS, tuple(x.shape))
     padded = F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK))
-    return Fp8Blocks(*_quantize(padded.T, ROWS, power_of_two), ROWS, tuple(x.T.shape)).T
+    return Fp8Blocks(*_quantize(padded.T, ROWS), ROWS, tuple(x.T.shape)).T
 
 
 @torch.no_grad()
-def quantize_weight(w: Tensor, power_of_two: bool = False, backend: str = "auto") -> Fp8Blocks:
+def quantize_weight(w: Tensor, backend: str = "auto") -> Fp8Blocks:
     """Quantizes a weight w [N, K] in tiles of 128x128.
 
     `values` and `scales` are vLLM's `weight` and `weight_scale_inv`. The arguments are those of `quantize_rows`. The last
@@ -113,8 +111,8 @@ def quantize_weight(w: Tensor, power_of_two: bool = False, backend: str = "auto"
     if _use_triton(w, backend):
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_weight as kernel
 
-        return Fp8Blocks(*kernel(w, power_of_two, AMAX_FLOOR, FP8_MAX), TILES, tuple(w.shape))
-    values, scales = _quantize(F.pad(w, (0, 0, 0, -w.shape[0] % BLOCK)), TILES, power_of_two)
+        return Fp8Blocks(*kernel(w, AMAX_FLOOR, FP8_MAX), TILES, tuple(w.shape))
+    values, scales = _quantize(F.pad(w, (0, 0, 0, -w.shape[0] % BLOCK)), TILES)
     return Fp8Blocks(values[: w.shape[0]], scales, TILES, tuple(w.shape))
 
 
@@ -132,25 +130,16 @@ def dequantize(q: Fp8Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
     return tiles.flatten(2).flatten(0, 1)[: q.shape[0], : q.shape[1]].to(dtype)
 
 
-def _quantize(x: Tensor, block: tuple[int, int], power_of_two: bool) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Returns the values, row-major, and the scales of a matrix of whole blocks."""
     tiles = _tiles(x.float(), block)
-    scales = _scale(tiles.abs().amax(dim=(1, 3)), power_of_two)
+    # The divisor is a tensor, because on CUDA torch turns a division by a Python number into a product with its
+    # reciprocal.
+    scales = tiles.abs().amax(dim=(1, 3)).clamp_min(AMAX_FLOOR) / torch.full((), FP8_MAX, device=x.device)
     # The clamp is needed because x / scale may round to just above 448, which an older torch casts to NaN.
     values = (tiles / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     values = values.flatten(2).flatten(0, 1).contiguous()
     return values, scales if block == TILES else column_major(scales)
-
-
-def _scale(amax: Tensor, power_of_two: bool) -> Tensor:
-    # The divisor is a tensor, because on CUDA torch turns a division by a Python number into a product with its
-    # reciprocal.
-    scale = amax.clamp_min(AMAX_FLOOR) / torch.full((), FP8_MAX, device=amax.device)
-    if not power_of_two:
-        return scale
-    # This rounds up to a power of two: any bit of the mantissa carries into the exponent, then the mantissa is removed.
-    rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-    return torch.where(scale < torch.inf, rounded, scale)
 
 
 def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:

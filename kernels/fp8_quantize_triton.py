@@ -24,14 +24,10 @@ COLUMNS_WIDTH, COLUMNS_WARPS = 64, 8
 
 
 @triton.jit
-def _scale(amax_bits, FLOOR_BITS: tl.constexpr, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def _scale(amax_bits, FLOOR_BITS: tl.constexpr, MAX: tl.constexpr):
     """Returns the scale from the bits of amax."""
     amax = tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
-    if POWER_OF_TWO:
-        rounded = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where(scale < float("inf"), rounded, scale)
-    return scale
+    return tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
 
 
 @triton.jit
@@ -52,7 +48,6 @@ def activation_kernel(
     stride_k,
     COLUMNS: tl.constexpr,  # blocks of 128x1 instead of 1x128
     WIDTH: tl.constexpr,  # features of a tile; of rows 128
-    POWER_OF_TWO: tl.constexpr,
     FLOOR_BITS: tl.constexpr,  # bits of the smallest amax, as int32
     MAX: tl.constexpr,  # 448.0
     SIZE: tl.constexpr,  # 128
@@ -66,13 +61,13 @@ def activation_kernel(
     x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=real[:, None], other=0.0).to(tl.float32)
     bits = tl.abs(x).to(tl.int32, bitcast=True)
     if COLUMNS:
-        scale = _scale(tl.max(bits, axis=0), FLOOR_BITS, MAX, POWER_OF_TWO)
+        scale = _scale(tl.max(bits, axis=0), FLOOR_BITS, MAX)
         value = _values(x, tl.broadcast_to(scale[None, :], (SIZE, WIDTH)), MAX)
         values_ptr += tile_k * WIDTH * leading + tile_m * SIZE
         tl.store(values_ptr + k[:, None] * leading + m[None, :], tl.trans(value))
         tl.store(scales_ptr + tile_m * K + tile_k * WIDTH + k, scale)
     else:
-        scale = _scale(tl.max(bits, axis=1), FLOOR_BITS, MAX, POWER_OF_TWO)
+        scale = _scale(tl.max(bits, axis=1), FLOOR_BITS, MAX)
         value = _values(x, tl.broadcast_to(scale[:, None], (SIZE, WIDTH)), MAX)
         tl.store(values_ptr + (tile_m * K + tile_k) * SIZE + m[:, None] * K + k[None, :], value, mask=real[:, None])
         tl.store(scales_ptr + tile_k * M + tile_m * SIZE + m, scale, mask=real)
@@ -87,7 +82,6 @@ def weight_kernel(
     K,
     stride_n,
     stride_k,
-    POWER_OF_TWO: tl.constexpr,
     FLOOR_BITS: tl.constexpr,  # bits of the smallest amax, as int32
     MAX: tl.constexpr,  # 448.0
     SIZE: tl.constexpr,  # 128
@@ -98,7 +92,7 @@ def weight_kernel(
     real = (n < N - tile_n * SIZE)[:, None]
     w = tl.load(w_ptr + n[:, None] * stride_n + k[None, :] * stride_k, mask=real, other=0.0).to(tl.float32)
     amax_bits = tl.max(tl.max(tl.abs(w).to(tl.int32, bitcast=True), axis=1, keep_dims=True), axis=0, keep_dims=True)
-    scale = _scale(amax_bits, FLOOR_BITS, MAX, POWER_OF_TWO)  # [1, 1]
+    scale = _scale(amax_bits, FLOOR_BITS, MAX)  # [1, 1]
     value = _values(w, tl.broadcast_to(scale, (SIZE, SIZE)), MAX)
     tl.store(values_ptr + (tile_n * K + tile_k) * SIZE + n[:, None] * K + k[None, :], value, mask=real)
     one = tl.arange(0, 1)
@@ -108,43 +102,42 @@ def weight_kernel(
 Quantized = tuple[Tensor, Tensor]  # values and scales, in the layouts of fp8_quantize.Fp8Blocks
 
 
-def quantize_rows(x: Tensor, power_of_two: bool, amax_floor: float, fp8_max: float) -> Quantized:
+def quantize_rows(x: Tensor, amax_floor: float, fp8_max: float) -> Quantized:
     """Returns the rows of x [M, K], where K is a multiple of 128."""
     M, K = x.shape
     values, scales = _outputs(x, (M, K), (K // BLOCK, M))
-    _quantize_activation(x, values, scales, False, BLOCK, NUM_WARPS, power_of_two, amax_floor, fp8_max)
+    _quantize_activation(x, values, scales, False, BLOCK, NUM_WARPS, amax_floor, fp8_max)
     return values, scales.T
 
 
-def quantize_columns(x: Tensor, power_of_two: bool, amax_floor: float, fp8_max: float) -> Quantized:
+def quantize_columns(x: Tensor, amax_floor: float, fp8_max: float) -> Quantized:
     """Returns the columns of x [M, K], where K is a multiple of 128."""
     features, num_tiles = x.shape[1], -(-x.shape[0] // BLOCK)
     values, scales = _outputs(x, (features, num_tiles * BLOCK), (num_tiles, features))
-    _quantize_activation(x, values, scales, True, COLUMNS_WIDTH, COLUMNS_WARPS, power_of_two, amax_floor, fp8_max)
+    _quantize_activation(x, values, scales, True, COLUMNS_WIDTH, COLUMNS_WARPS, amax_floor, fp8_max)
     return values.T, scales
 
 
 def _quantize_activation(
-    x: Tensor, values: Tensor, scales: Tensor, columns: bool, width: int, warps: int,
-    power_of_two: bool, amax_floor: float, fp8_max: float,
+    x: Tensor, values: Tensor, scales: Tensor, columns: bool, width: int, warps: int, amax_floor: float, fp8_max: float,
 ) -> None:  # fmt: skip
     (M, K), num_tiles = x.shape, -(-x.shape[0] // BLOCK)
     if x.numel():
         with _on(x):
             activation_kernel[(num_tiles, K // width)](
                 x, values, scales, M, K, num_tiles * BLOCK, *x.stride(),
-                columns, width, power_of_two, _bits(amax_floor), fp8_max, BLOCK, num_warps=warps,
+                columns, width, _bits(amax_floor), fp8_max, BLOCK, num_warps=warps,
             )  # fmt: skip
 
 
-def quantize_weight(w: Tensor, power_of_two: bool, amax_floor: float, fp8_max: float) -> Quantized:
+def quantize_weight(w: Tensor, amax_floor: float, fp8_max: float) -> Quantized:
     """Returns the tiles of w [N, K], where K is a multiple of 128."""
     (N, K), num_tiles = w.shape, -(-w.shape[0] // BLOCK)
     values, scales = _outputs(w, (N, K), (num_tiles, K // BLOCK))
     if w.numel():
         with _on(w):
             weight_kernel[(num_tiles, K // BLOCK)](
-                w, values, scales, N, K, *w.stride(), power_of_two, _bits(amax_floor), fp8_max, BLOCK, num_warps=NUM_WARPS,
+                w, values, scales, N, K, *w.stride(), _bits(amax_floor), fp8_max, BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
     return values, scales
 

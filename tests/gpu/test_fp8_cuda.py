@@ -30,10 +30,9 @@ def assert_same_bits(got: Fp8Blocks, want: Fp8Blocks):
     assert not differ.any(), f"{differ.sum()} of {differ.numel()} values differ"
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("M", [1, 127, 128, 300, 4096])
-def test_triton_activation_equals_torch(M, dtype, power_of_two):
+def test_triton_activation_equals_torch(M, dtype):
     """With torch on CUDA and with torch on the CPU: three ways, one result."""
     torch.manual_seed(M)
     sizes = torch.logspace(-13, 4, M, device="cuda")[:, None] if dtype != torch.float16 else 1.0
@@ -41,19 +40,18 @@ def test_triton_activation_equals_torch(M, dtype, power_of_two):
     x[:, ::17] = 0
     strided = x.new_full((2 * M, 1800), 1e4)[::2, 4:1796:2].copy_(x)
     for quantize in (quantize_rows, quantize_columns):
-        want = quantize(x.cpu(), power_of_two)
+        want = quantize(x.cpu())
         for given, backend in ((x, "torch"), (x, "triton"), (strided, "triton"), (x.T.contiguous().T, "triton")):
-            assert_same_bits(quantize(given, power_of_two, backend), want)
+            assert_same_bits(quantize(given, backend), want)
 
 
-@pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_triton_weight_equals_torch(dtype, power_of_two):
+def test_triton_weight_equals_torch(dtype):
     w = random(896, 4864, scale=0.02, dtype=dtype)
-    want = quantize_weight(w.cpu(), power_of_two)
+    want = quantize_weight(w.cpu())
     for backend in ("torch", "triton"):
-        assert_same_bits(quantize_weight(w, power_of_two, backend), want)
-        assert_same_bits(quantize_weight(w.T, power_of_two, backend), quantize_weight(w.T.cpu(), power_of_two))
+        assert_same_bits(quantize_weight(w, backend), want)
+        assert_same_bits(quantize_weight(w.T, backend), quantize_weight(w.T.cpu()))
 
 
 def test_every_bfloat16_equals_the_cpu():

@@ -56,14 +56,6 @@ class PrecisionConfig(Fp8Config):
                 f"precision.{names[0]}={getattr(self, names[0])!r} with precision.flow=bf16, which has no FP8: give "
                 "precision.flow=fp8_unified, too, or leave it out"
             )
-        elif self.scaling != "block":
-            raise Mistake(
-                f"precision.scaling={self.scaling!r}: the engine computes in blocks only; use precision.scaling=block"
-            )
-        elif self.power_of_two:
-            raise Mistake(
-                "precision.power_of_two=true: the engine keeps float32 scales as they are published; leave it out"
-            )
         elif self.flow == "fp8_rollout" and set(names) - {"skip"}:
             name = next(name for name in names if name != "skip")
             raise Mistake(

@@ -33,15 +33,12 @@ def e4m3(x):
     return (below + (tie & (below % 2 == 1)) + 128 * np.signbit(x)).astype(np.uint8)
 
 
-def expected(x, block, power_of_two):
+def expected(x, block):
     """Codes and scales of a float32 array of whole blocks: each step in float64, rounded once to float32."""
     (M, K), (m, k) = x.shape, block
     tiles = x.astype(np.float64).reshape(M // m, m, K // k, k)
     amax = np.maximum(np.abs(tiles).max((1, 3), keepdims=True), np.float32(1e-12))
     scale = (amax / 448).astype(np.float32)
-    if power_of_two:
-        mantissa, exponent = np.frexp(scale)  # mantissa in [0.5, 1)
-        scale = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
     codes = e4m3((tiles / scale.astype(np.float64)).astype(np.float32).astype(np.float64))
     return codes.reshape(M, K), scale[:, 0, :, 0]
 
@@ -50,10 +47,10 @@ def codes_of(q):
     return q.values.contiguous().view(torch.uint8).numpy()
 
 
-def assert_exact(q: Fp8Blocks, x: torch.Tensor, power_of_two: bool):
+def assert_exact(q: Fp8Blocks, x: torch.Tensor):
     padded = np.zeros(q.values.shape, np.float32)
     padded[: x.shape[0]] = x.float().numpy()
-    codes, scales = expected(padded, q.block, power_of_two)
+    codes, scales = expected(padded, q.block)
     np.testing.assert_array_equal(q.scales.numpy(), scales)
     np.testing.assert_array_equal(codes_of(q), codes)
 
@@ -93,16 +90,15 @@ LARGEST = [
 ]
 
 
-@every_row("power_of_two", [False, True])
 @every_row("block", [ROWS, COLUMNS, TILES])
-def test_every_bfloat16(block, power_of_two):
+def test_every_bfloat16(block):
     seen = set()
     for largest in LARGEST:
         x = all_bfloat16_up_to(largest)
         if block == COLUMNS:
             x = x.T
-        q = QUANTIZERS[block](x, power_of_two)
-        assert_exact(q, x, power_of_two)
+        q = QUANTIZERS[block](x)
+        assert_exact(q, x)
         seen.update(np.unique(codes_of(q)).tolist())
     assert seen == set(range(256)) - {127, 255}  # every finite code, both zeros, both ends
 
@@ -130,13 +126,13 @@ def matrices(draw):
 
 
 @settings(max_examples=100)
-@given(x=matrices(), power_of_two=st.booleans())
-def test_random_tiles(x, power_of_two):
-    rows, columns = quantize_rows(x, power_of_two), quantize_columns(x, power_of_two)
-    assert_exact(rows, x, power_of_two)
-    assert_exact(columns, x, power_of_two)
+@given(x=matrices())
+def test_random_tiles(x):
+    rows, columns = quantize_rows(x), quantize_columns(x)
+    assert_exact(rows, x)
+    assert_exact(columns, x)
     if x.shape[0] % 128 == 0:
-        assert_exact(quantize_weight(x, power_of_two), x, power_of_two)
+        assert_exact(quantize_weight(x), x)
 
 
 @pytest.mark.parametrize("M", [0, 1, 100, 128, 300])
@@ -155,11 +151,10 @@ def test_layouts_and_padding(M):
 
 
 @every_row("quantize", [quantize_rows, quantize_columns, quantize_weight])
-@every_row("power_of_two", [False, True])
-def test_zero_blocks(quantize, power_of_two):
+def test_zero_blocks(quantize):
     x = torch.zeros(256, 256)
     x[:128, :128] = 3.0
-    q = quantize(x, power_of_two)
+    q = quantize(x)
     assert (q.scales > 0).all() and q.scales.isfinite().all()
     assert torch.equal(dequantize(q) == 0, x == 0)
 
@@ -175,21 +170,13 @@ def test_a_quotient_above_448_saturates():
 
 @every_row("quantize", [quantize_rows, quantize_columns, quantize_weight])
 @every_row("bad", [float("nan"), float("inf"), -float("inf")])
-@every_row("power_of_two", [False, True])
-def test_what_is_not_finite_stays_visible(quantize, bad, power_of_two):
+def test_what_is_not_finite_stays_visible(quantize, bad):
     x = torch.ones(256, 256)
     x[5, 7] = bad
-    q = quantize(x, power_of_two)
+    q = quantize(x)
     block = torch.zeros(256, 256, dtype=torch.bool)
     block[5 if q.block[0] == 1 else slice(0, 128), 7 if q.block[1] == 1 else slice(0, 128)] = True
     assert torch.equal(dequantize(q).isnan(), block)
-
-
-def test_power_of_two_scales_lose_nothing_more():
-    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-    plain, rounded = quantize_weight(x), quantize_weight(x, power_of_two=True)
-    assert ((rounded.scales >= plain.scales) & (rounded.scales < 2 * plain.scales)).all()
-    assert torch.equal(dequantize(rounded).double(), dequantize(rounded, torch.float64))  # a product with 2^k is exact
 
 
 def test_small_gradients_survive():
@@ -202,10 +189,9 @@ def test_small_gradients_survive():
 
 def test_a_transposed_weight_has_the_same_bits():
     w = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for power_of_two in (False, True):
-        q, t = quantize_weight(w, power_of_two), quantize_weight(w.T, power_of_two).T
-        assert torch.equal(q.scales, t.scales) and t.block == TILES and t.shape == q.shape
-        np.testing.assert_array_equal(codes_of(q), codes_of(t))
+    q, t = quantize_weight(w), quantize_weight(w.T).T
+    assert torch.equal(q.scales, t.scales) and t.block == TILES and t.shape == q.shape
+    np.testing.assert_array_equal(codes_of(q), codes_of(t))
     rows, other = quantize_rows(w), quantize_rows(w.T)  # not so the rows: WGrad needs a quantization of its own
     assert (codes_of(rows) != codes_of(other).T).mean() > 0.1
 
@@ -213,13 +199,11 @@ def test_a_transposed_weight_has_the_same_bits():
 @every_row("rows", [1, 100, 200])
 def test_a_weight_without_whole_tiles_is_one_with_zeros(rows):
     w = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for power_of_two in (False, True):
-        q = quantize_weight(w, power_of_two)
-        whole = quantize_weight(torch.nn.functional.pad(w, (0, 0, 0, -rows % 128)), power_of_two)
-        assert torch.equal(q.scales, whole.scales) and q.shape == (rows, 256) and q.values.is_contiguous()
-        np.testing.assert_array_equal(codes_of(q), codes_of(whole)[:rows])
-        assert torch.equal(dequantize(q), dequantize(whole)[:rows])
-        assert torch.equal(dequantize(q.T), dequantize(whole)[:rows].T)
+    q, whole = quantize_weight(w), quantize_weight(torch.nn.functional.pad(w, (0, 0, 0, -rows % 128)))
+    assert torch.equal(q.scales, whole.scales) and q.shape == (rows, 256) and q.values.is_contiguous()
+    np.testing.assert_array_equal(codes_of(q), codes_of(whole)[:rows])
+    assert torch.equal(dequantize(q), dequantize(whole)[:rows])
+    assert torch.equal(dequantize(q.T), dequantize(whole)[:rows].T)
 
 
 def test_vllm_reads_our_weights():

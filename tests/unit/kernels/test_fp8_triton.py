@@ -22,8 +22,7 @@ WEIGHT = {"w_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "N"
 
 
 @pytest.mark.parametrize("form", ["rows", "columns", "weight"])
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_triton_kernels_compile_for_hopper(form, power_of_two, tmp_path, monkeypatch):
+def test_triton_kernels_compile_for_hopper(form, tmp_path, monkeypatch):
     """Ahead of time, for a GPU that need not be here; the steps that decide the bits are looked up in the PTX."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -34,7 +33,6 @@ def test_triton_kernels_compile_for_hopper(form, power_of_two, tmp_path, monkeyp
     function, types = (module.weight_kernel, WEIGHT) if form == "weight" else (module.activation_kernel, ACTIVATION)
     columns = form == "columns"
     constants = {"stride_k": 1, "COLUMNS": columns, "WIDTH": module.COLUMNS_WIDTH if columns else 128}
-    constants |= {"POWER_OF_TWO": power_of_two}
     constants |= {"FLOOR_BITS": module._bits(1e-12), "MAX": 448.0, "SIZE": 128}
     source = ASTSource(
         function,
@@ -71,16 +69,15 @@ def compare(got, want):
 
 torch.manual_seed(0)
 for dtype in (torch.bfloat16, torch.float32):
-    for M, power_of_two in ((200, False), (128, True), (1, False)):
+    for M in (200, 128, 1):
         x = (torch.randn(M, 256) * torch.logspace(-14, 3, M)[:, None]).to(dtype)
         x[:, :7] = 0
         strided = torch.full((2 * M, 520), 1e4, dtype=dtype)[::2, 5:517:2].copy_(x)
-        compare(kernels.quantize_rows(strided, power_of_two, 1e-12, 448.0), quantize_rows(x, power_of_two))
-        compare(kernels.quantize_columns(strided, power_of_two, 1e-12, 448.0), quantize_columns(x, power_of_two))
+        compare(kernels.quantize_rows(strided, 1e-12, 448.0), quantize_rows(x))
+        compare(kernels.quantize_columns(strided, 1e-12, 448.0), quantize_columns(x))
 w = torch.randn(256, 384)
-for power_of_two in (False, True):
-    compare(kernels.quantize_weight(w.T, power_of_two, 1e-12, 448.0), quantize_weight(w.T, power_of_two))
-    compare(kernels.quantize_weight(w[:200], power_of_two, 1e-12, 448.0), quantize_weight(w[:200], power_of_two))
+compare(kernels.quantize_weight(w.T, 1e-12, 448.0), quantize_weight(w.T))
+compare(kernels.quantize_weight(w[:200], 1e-12, 448.0), quantize_weight(w[:200]))
 """
 
 

@@ -24,15 +24,15 @@ def summation(terms):
     return n / (1 - n)
 
 
-@every_row("options", [{}, {"save_activations": "full"}, {"power_of_two": True}], ids=str)
+@every_row("options", [{}, {"save_activations": "full"}], ids=str)
 @every_row("tokens", [1, 127, 129, 200])
 def test_forward_and_gradients_are_those_of_the_dequantized_operands(tokens, options):
     linear, x, dy = layer(bias=True, **options), activations(tokens, IN), 1e-6 * activations(tokens, OUT, seed=2)
     y, dx, dw = (t.double() for t in run(linear, x, dy))
-    p2, exact = options.get("power_of_two", False), partial(dequantize, dtype=torch.float64)
-    w = exact(quantize_weight(linear.weight.detach(), p2))
-    x_rows, x_columns = exact(quantize_rows(x, p2)), exact(quantize_columns(x, p2))
-    dy_rows, dy_columns = exact(quantize_rows(dy, p2)), exact(quantize_columns(dy, p2))
+    exact = partial(dequantize, dtype=torch.float64)
+    w = exact(quantize_weight(linear.weight.detach()))
+    x_rows, x_columns = exact(quantize_rows(x)), exact(quantize_columns(x))
+    dy_rows, dy_columns = exact(quantize_rows(dy)), exact(quantize_columns(dy))
     product = x_rows @ w.T
     bound = summation(IN) * (x_rows.abs() @ w.abs().T) + 2**-23 * (product.abs() + linear.bias.double().abs())
     assert ((y - product - linear.bias.double()).abs() <= bound).all()
@@ -125,11 +125,11 @@ def test_operators_keep_what_they_promise_to_compilers(tokens):
     x, dy, w = activations(tokens, IN).to(BF16), activations(tokens, OUT).to(BF16), activations(OUT, IN)
     check = partial(library.opcheck, test_utils="test_faketensor")
     for which in ((True, True), (True, False), (False, True)):
-        library.opcheck(fp8_linear._quantize, (x, False, *which), test_utils=("test_schema", "test_faketensor"))
-    rows, row_scales, columns, column_scales = fp8_linear._quantize(x, False, True, True)
-    check(fp8_linear._fprop, (rows, row_scales, w, BF16, False, "auto"))
+        library.opcheck(fp8_linear._quantize, (x, *which), test_utils=("test_schema", "test_faketensor"))
+    rows, row_scales, columns, column_scales = fp8_linear._quantize(x, True, True)
+    check(fp8_linear._fprop, (rows, row_scales, w, BF16, "auto"))
     for which in ((True, True), (True, False), (False, True)):
-        check(fp8_linear._backward, (dy, w, columns, column_scales, *which, False, "auto"))
+        check(fp8_linear._backward, (dy, w, columns, column_scales, *which, "auto"))
 
 
 @pytest.mark.rest  # inductor; test_fp8_policy.py compiles the layers of a model by another backend

@@ -121,7 +121,6 @@ def test_adapters_that_keep_their_layers_out(source, options, reason):
     "options, message",
     [
         ({"backend": "cublas"}, "precision.backend='cublas' is unknown: choose one of auto, scaled_mm"),
-        ({"scaling": "mx"}, "precision.scaling='mx' is unknown"),
         ({"backward": "full"}, "set precision.save_activations=full"),
         ({"skip": "o_proj"}, r"must be a list of names: \[o_proj\]"),
         (

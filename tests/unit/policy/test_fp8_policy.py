@@ -175,15 +175,3 @@ def test_adapters_over_a_base_in_fp8(source):
     base = dict(fp8_hf_tensors(lora.base_hf_tensors(policy.model, source, F32), policy.fp8, BF16))
     full = dict(fp8_hf_tensors(named_hf_tensors(plain.model, source, F32), plain.fp8, BF16))
     assert base.keys() == full.keys() and all(torch.equal(base[n].float(), full[n].float()) for n in full)
-
-
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_scalings_of_torchao(source, scaling):
-    rows = some_rows()
-    full, _ = gradients(policy_of(source, None), rows)
-    policy = policy_of(source, Fp8Config(scaling=scaling))
-    found, _ = gradients(policy, rows)
-    assert found.keys() == full.keys() and 0.95 < cosine(full, found) < 0.99999
-    assert len([m for m in policy.model.modules() if type(m).__name__ == "Float8Linear"]) == 14
-    with pytest.raises(ValueError, match=f"precision.scaling={scaling}: no sampler computes like it"):
-        policy.fp8.quantization_config()

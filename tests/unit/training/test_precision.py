@@ -133,11 +133,6 @@ def test_a_dry_run_counts_what_fp8_takes(source):
     [
         ({"flow": "fp8_unify"}, "precision.flow='fp8_unify' is unknown; did you mean 'fp8_unified'"),
         (
-            {"flow": "fp8_unified", "scaling": "rowwise"},
-            "precision.scaling='rowwise': the engine computes in blocks only",
-        ),
-        ({"flow": "fp8_rollout", "power_of_two": True}, "precision.power_of_two=true"),
-        (
             {"flow": "fp8_rollout", "backend": "deep_gemm"},
             "precision.backend='deep_gemm' with precision.flow=fp8_rollout, in which the trainer has no FP8",
         ),

@@ -40,7 +40,6 @@ CHOICES = {
     "backend": ("auto", *fp8_gemm.BACKENDS),
     "save_activations": ("fp8", "full"),
     "backward": ("fp8", "full"),
-    "scaling": ("block", "tensorwise", "rowwise"),
 }
 
 
@@ -50,20 +49,15 @@ class Fp8Config:
 
     Args:
         backend: computes the GEMMs: auto, scaled_mm, deep_gemm, torchao, or reference.
-        power_of_two: rounds scales to powers of two (UE8M0), as Blackwell needs them.
         save_activations: what a layer keeps for WGrad. "fp8" keeps the columns, "full" keeps x itself and quantizes it in the
             backward.
         backward: "full" computes DGrad and WGrad in the compute dtype, with W and x as they are.
-        scaling: which numbers share a scale. No sampler has torchao's "tensorwise" and "rowwise": they are there to be compared
-            with.
         skip: names layers that are left alone, by Hugging Face's names: "down_proj", "model.layers.0.mlp.down_proj".
     """
 
     backend: str = "auto"
-    power_of_two: bool = False
     save_activations: str = "fp8"
     backward: str = "fp8"
-    scaling: str = "block"
     skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -115,8 +109,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Fp8Config
     trains = weight.requires_grad and torch.is_grad_enabled()
     columns = trains and config.save_activations == "fp8"
     keep_x = trains and not columns
-    forms = _quantized_once(x, config.power_of_two, columns)
-    y = _Fp8Linear.apply(x, weight, *forms, keep_x, config.power_of_two, config.backend, config.backward == "full")
+    forms = _quantized_once(x, columns)
+    y = _Fp8Linear.apply(x, weight, *forms, keep_x, config.backend, config.backward == "full")
     return y if bias is None else y + bias
 
 
@@ -124,11 +118,11 @@ class _Fp8Linear(torch.autograd.Function):
     """Decides which tensors wait for the backward. The forms of x come from outside, so that layers share them."""
 
     @staticmethod
-    def forward(ctx, x, weight, rows, row_scales, columns, column_scales, keep_x, power_of_two, backend, full):
+    def forward(ctx, x, weight, rows, row_scales, columns, column_scales, keep_x, backend, full):
         # The backward needs only the shape of x, unless it is to compute with x itself.
         ctx.save_for_backward(weight, *((x,) if keep_x else (columns, column_scales)))
-        ctx.keep_x, ctx.options, ctx.full, ctx.shape = keep_x, (power_of_two, backend), full, x.shape
-        y = _fprop(rows, row_scales, weight, x.dtype, power_of_two, backend)
+        ctx.keep_x, ctx.backend, ctx.full, ctx.shape = keep_x, backend, full, x.shape
+        y = _fprop(rows, row_scales, weight, x.dtype, backend)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -141,18 +135,18 @@ class _Fp8Linear(torch.autograd.Function):
             dw = (dy.T @ inputs[0].reshape(-1, weight.shape[1])).to(weight.dtype) if need_dw else None
         else:
             if ctx.keep_x and need_dw:
-                _, _, *inputs = _quantize(inputs[0].reshape(-1, weight.shape[1]), ctx.options[0], False, True)
+                _, _, *inputs = _quantize(inputs[0].reshape(-1, weight.shape[1]), False, True)
             elif ctx.keep_x:
                 inputs = dy.new_empty(0, dtype=FP8), dy.new_empty(0, dtype=torch.float32)
-            dx, dw = _backward(dy, weight, *inputs, need_dx, need_dw, *ctx.options)
-        return (dx.view(ctx.shape) if need_dx else None, dw if need_dw else None, *(None,) * 8)
+            dx, dw = _backward(dy, weight, *inputs, need_dx, need_dw, ctx.backend)
+        return (dx.view(ctx.shape) if need_dx else None, dw if need_dw else None, *(None,) * 7)
 
 
 # A weak reference to the activation that was quantized last, how it was, and its forms.
 _last: tuple = (lambda: None, None, None)
 
 
-def _quantized_once(x: Tensor, power_of_two: bool, columns: bool) -> tuple[Tensor, ...]:
+def _quantized_once(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
     """Returns the forms of an activation, which layers share that read the same tensor one after the other.
 
     A compiled graph needs no memory for that: equal calls in it are one.
@@ -160,11 +154,11 @@ def _quantized_once(x: Tensor, power_of_two: bool, columns: bool) -> tuple[Tenso
     global _last
     # An inference tensor does not count its changes, so nobody could tell whether its forms are still right.
     if torch.compiler.is_compiling() or x.is_inference():
-        return _quantize(x.detach().reshape(-1, x.shape[-1]), power_of_two, True, columns)
-    how = power_of_two, columns, x._version
+        return _quantize(x.detach().reshape(-1, x.shape[-1]), True, columns)
+    how = columns, x._version
     last, last_how, forms = _last
     if last() is not x or last_how != how:
-        forms = _quantize(x.detach().reshape(-1, x.shape[-1]), power_of_two, True, columns)
+        forms = _quantize(x.detach().reshape(-1, x.shape[-1]), True, columns)
         _last = weakref.ref(x, _forget), how, forms
     return forms
 
@@ -182,14 +176,14 @@ def _forget(dead: weakref.ref) -> None:
 
 
 @library.custom_op("torchtune_ext::fp8_quantize", mutates_args=())
-def _quantize(x: Tensor, power_of_two: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _quantize(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantizes x [M, K].
 
     Returns rows [M, K] and their scales^T [K/128, M], then columns^T [K, M'] and their scales [M'/128, K].
     A form that is not requested is empty. M' is M rounded up to a multiple of 128.
     """
-    row_form = quantize_rows(x, power_of_two) if rows else None
-    column_form = quantize_columns(x, power_of_two) if columns else None
+    row_form = quantize_rows(x) if rows else None
+    column_form = quantize_columns(x) if columns else None
     values, scales = x.new_empty(0, dtype=FP8), x.new_empty(0, dtype=torch.float32)
     return (
         row_form.values.contiguous() if rows else values,
@@ -200,7 +194,7 @@ def _quantize(x: Tensor, power_of_two: bool, rows: bool, columns: bool) -> tuple
 
 
 @_quantize.register_fake
-def _(x, power_of_two, rows, columns):
+def _(x, rows, columns):
     (tokens, features), blocks = x.shape, -(-x.shape[0] // BLOCK)
     return (
         x.new_empty((tokens, features) if rows else 0, dtype=FP8),
@@ -211,16 +205,14 @@ def _(x, power_of_two, rows, columns):
 
 
 @library.custom_op("torchtune_ext::fp8_fprop", mutates_args=())
-def _fprop(
-    rows: Tensor, row_scales: Tensor, weight: Tensor, dtype: torch.dtype, power_of_two: bool, backend: str
-) -> Tensor:
+def _fprop(rows: Tensor, row_scales: Tensor, weight: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     """Returns y [M, N] in `dtype`."""
     x = Fp8Blocks(rows, row_scales.T, ROWS, tuple(rows.shape))
-    return fp8_gemm.fprop(x, quantize_weight(weight, power_of_two), dtype, backend)
+    return fp8_gemm.fprop(x, quantize_weight(weight), dtype, backend)
 
 
 @_fprop.register_fake
-def _(rows, row_scales, weight, dtype, power_of_two, backend):
+def _(rows, row_scales, weight, dtype, backend):
     return weight.new_empty((rows.shape[0], weight.shape[0]), dtype=dtype)
 
 
@@ -232,7 +224,6 @@ def _backward(
     column_scales: Tensor,
     need_dx: bool,
     need_dw: bool,
-    power_of_two: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Returns dx [M, K] in the dtype of dy and dW [N, K] in that of the weight; what is not needed is empty."""
@@ -245,15 +236,15 @@ def _backward(
     if need_dx:
         # The tiles of W^T have the bits of those of W, and lie as DGrad contracts them: turned later they would be copied,
         # which took half as long as the product on an H100.
-        tiles = quantize_weight(padded.T, power_of_two).T
-        dx = fp8_gemm.dgrad(quantize_rows(dy, power_of_two), tiles, dy.dtype, backend)
+        tiles = quantize_weight(padded.T).T
+        dx = fp8_gemm.dgrad(quantize_rows(dy), tiles, dy.dtype, backend)
     if need_dw:
         x = Fp8Blocks(columns.T, column_scales, COLUMNS, (dy.shape[0], weight.shape[1]))
-        dw = fp8_gemm.wgrad(quantize_columns(dy, power_of_two), x, weight.dtype, backend)[:features]
+        dw = fp8_gemm.wgrad(quantize_columns(dy), x, weight.dtype, backend)[:features]
     return dy.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw
 
 
 @_backward.register_fake
-def _(dy, weight, columns, column_scales, need_dx, need_dw, power_of_two, backend):
+def _(dy, weight, columns, column_scales, need_dx, need_dw, backend):
     dx = dy.new_empty((dy.shape[0], weight.shape[1]) if need_dx else 0)
     return dx, weight.new_empty(weight.shape if need_dw else 0)

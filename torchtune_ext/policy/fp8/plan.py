@@ -81,28 +81,19 @@ class Fp8Receipt:
         return self.parameters / sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
 
     def quantization_config(self) -> dict[str, Any]:
-        """Returns `quantization_config` of a config.json, by which vLLM computes the same layers in the same blocks.
-
-        Raises:
-            ValueError: torchao's scalings have no counterpart in vLLM.
-        """
-        if self.config.scaling != "block":
-            raise Mistake(
-                f"precision.scaling={self.config.scaling}: no sampler computes like it; set precision.scaling=block"
-            )
+        """Returns `quantization_config` of a config.json, by which vLLM computes the same layers in the same blocks."""
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": [layer.name for layer in self.layers if layer.reason is not None],
-            **({"scale_fmt": "ue8m0"} if self.config.power_of_two else {}),
         }
 
     def table(self) -> str:
         """Writes the layers by kind and fate, then the backends, in a few lines for any model."""
         lines = [
-            f"FP8 ({self.config.scaling}): {len(self.converted)} of {len(self.layers)} linear layers, {self.share:.1%} of "
+            f"FP8: {len(self.converted)} of {len(self.layers)} linear layers, {self.share:.1%} of "
             "their parameters and of their FLOPs for a token"
         ]
         kinds = Counter((layer.name.rpartition(".")[2], layer.shape, layer.reason) for layer in self.layers)
@@ -183,7 +174,7 @@ def linear_layers(
         if isinstance(module, (nn.Linear, LoRALinear, DoRALinear)) and f"{ours}.weight" not in adapters:
             name = hf_name(f"{ours}.weight").removesuffix(".weight")
             modules[name] = module
-            reason = (_unfit(module, config) or (names and _moved(names, ours, module))) if trains else None
+            reason = (_unfit(module) or (names and _moved(names, ours, module))) if trains else None
             if reason:
                 unfit[name] = reason
     head = modules.pop(HEAD, None)
@@ -225,11 +216,6 @@ def convert(
         ValueError: for the reasons of `plan`.
     """
     receipt, modules = _plan(model, names, config, dtype, device)
-    if config.scaling != "block":
-        _convert_by_torchao(
-            model, {module for name, module in modules.items() if name in receipt.converted}, config, device
-        )
-        return receipt
     for name in receipt.converted:
         module = modules[name]
         module.__class__ = Fp8LoRALinear if isinstance(module, LoRALinear) else Fp8BlockLinear
@@ -253,8 +239,6 @@ def fp8_hf_tensors(
     Raises:
         ValueError: tensors have another dtype, or not all that were converted are among them.
     """
-    # This refuses a scaling that no sampler has.
-    receipt.quantization_config()
     missing = set(receipt.converted)
     for name, tensor in tensors:
         layer = name.removesuffix(".weight")
@@ -264,7 +248,7 @@ def fp8_hf_tensors(
         if tensor.dtype != receipt.dtype:
             raise Mistake(f"{name} comes as {tensor.dtype}, the forward quantizes {receipt.dtype}: gather it in that")
         missing.discard(layer)
-        q = quantize_weight(tensor, receipt.config.power_of_two)
+        q = quantize_weight(tensor)
         yield name, q.values
         yield f"{name}_scale_inv", q.scales
     if missing:
@@ -287,7 +271,7 @@ def _plan(
             f"{receipt.table()}\nprecision: no layer of model_dir={str(names.path)!r} can compute in FP8, for the reasons "
             "above; take another model, or set precision=bf16"
         )
-    if device is None or config.scaling != "block":
+    if device is None:
         return receipt, modules
     frozen, choices = bool(adapter_names(model)), {}
     for layer in layers:
@@ -298,13 +282,11 @@ def _plan(
     return replace(receipt, choices=tuple((*key, choice) for key, choice in choices.items())), modules
 
 
-def _unfit(module: nn.Module, config: Fp8Config) -> str | None:
+def _unfit(module: nn.Module) -> str | None:
     if isinstance(module.weight, NF4Tensor):
         return "its weight is NF4 (model.quantize_base=False or precision=fp8_rollout would do)"
     if isinstance(module, DoRALinear):
         return "DoRA: no sampler has it but merged, and then rounded as a whole (precision=fp8_rollout would do)"
-    if isinstance(module, LoRALinear) and config.scaling != "block":
-        return f"torchao's scaling {config.scaling} knows no adapters"
     if type(module) not in (nn.Linear, LoRALinear):
         return f"it is a {type(module).__name__}"
     return None
@@ -350,13 +332,3 @@ def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.devic
             f"precision.backend={backend} cannot run {gemm} of {layer.name}: {objection}; or set precision.backend=auto"
         )
     return Choice(backend, "asked for")
-
-
-def _convert_by_torchao(model: nn.Module, chosen: set[nn.Module], config: Fp8Config, device: torch.device) -> None:
-    """Gives a tensor, or each row of it, one scale; it is emulated where no tensor core can do it."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    options = replace(
-        Float8LinearConfig.from_recipe_name(config.scaling), emulate=device.type != "cuda", pad_inner_dim=True
-    )
-    convert_to_float8_training(model, config=options, module_filter_fn=lambda module, _: module in chosen)
