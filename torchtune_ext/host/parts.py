@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torchtune.modules import TransformerDecoder
@@ -17,7 +17,6 @@ from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.policy.streamed import streamed_logprobs
-from torchtune_ext.replay import Replay
 from torchtune_ext.rollout import GroupStream
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import RunFolder
@@ -29,7 +28,6 @@ from torchtune_ext.settings.config import named_paths, record
 from torchtune_ext.source import GroupSource, prompt_fault
 from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.tasks.task import Task
-from torchtune_ext.teacher import Teacher
 from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.checks import check_engine, check_parts, check_tokenizer, trained_too
@@ -51,6 +49,10 @@ from torchtune_ext.training.start import (
 )
 from torchtune_ext.training.trained import Adapters, AllWeights, rounding, trained_part
 
+if TYPE_CHECKING:
+    from torchtune_ext.replay import Replay
+    from torchtune_ext.teacher import Teacher
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -71,7 +73,7 @@ class Parts:
     held_out: Usable
     trained_too: list[str]  # ids of held-out problems that are also trained on
     canary: list[list[int]]  # token ids
-    replay: Replay | None
+    replay: "Replay | None"
     teacher_model: HFModel | None  # the teacher's directory
 
     def check_start(self) -> None:
@@ -141,13 +143,15 @@ class Parts:
                 )
         return engine
 
-    def teacher(self) -> Teacher | None:
+    def teacher(self) -> "Teacher | None":
         """Returns what scores samples, not started; None without one."""
         if self.teacher_model is None:
             return None
+        from torchtune_ext.teacher import Teacher
+
         return Teacher(self.teacher_model, self.teacher_engine(), Path(self.cfg.output_dir) / "teacher")
 
-    def source(self, engine: Engine | None, graders: Sequence[Grader], timeline: Timeline) -> GroupSource | Replay:
+    def source(self, engine: Engine | None, graders: Sequence[Grader], timeline: Timeline) -> "GroupSource | Replay":
         """Returns where the groups of a step come from. Ranks without an engine get none."""
         cfg = self.cfg
         return self.replay or GroupSource(
@@ -160,7 +164,7 @@ class Parts:
             deadline_s=cfg.rollouts.deadline_s,
         )
 
-    def publisher(self, engine: Engine | None, learner: Learner) -> tuple[Agreement, Publisher | Replay]:
+    def publisher(self, engine: Engine | None, learner: Learner) -> "tuple[Agreement, Publisher | Replay]":
         """Returns the gate that compares trainer and engine, and what sends weights and lets a canary pass that gate."""
         scored = partial(
             streamed_logprobs,
@@ -210,6 +214,8 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
     hf_model.require_fits(meta_model, new=adapter_names(meta_model))
     replay = None
     if cfg.replay:
+        from torchtune_ext.replay import Replay
+
         identity = identify("", hf_model, meta_model, trained.spec)
         replay = Replay(cfg.replay, record(cfg), identity, problems, tokenizer)
     teacher_model = teacher_of(cfg, tokenizer) if cfg.teacher.model_dir and not cfg.replay else None

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,16 @@ from torchtune import training
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent
-from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, require_shared
 from torchtune_ext.training.outcome import from_main, gathered
-from torchtune_ext.training.watch import Limits, Watch
+
+if TYPE_CHECKING:
+    from torchtune_ext.training.watch import Limits, Watch
 
 # The process group has a time limit of its own. It is this many seconds longer than that of the watch, so that the
 # watch, whose message is readable, ends the run first.
 SLACK_S = 600.0
 T = TypeVar("T")
-_watches: list[Watch] = []  # the watch of this process, at most one; it is global, as the process group is
+_watches: "list[Watch]" = []  # the watch of this process, at most one; it is global, as the process group is
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,11 @@ class RanksConfig:
     shard_within: int | None = None  # ranks that share one copy of the weights, as those of a machine do; null: all
 
     def __post_init__(self) -> None:
-        Limits(self.deadline_s)
+        if not 0 < self.deadline_s < float("inf"):
+            raise Mistake(
+                f"ranks.deadline_s={self.deadline_s} must be a number greater than 0: the seconds that a rank may give no "
+                "sign of life"
+            )
         if self.shard_within is not None and self.shard_within < 1:
             raise Mistake(
                 f"ranks.shard_within={self.shard_within} must be at least 1: the ranks that share one copy of the weights"
@@ -65,7 +70,7 @@ class Ranks:
     rank: int
     world_size: int  # number of ranks
     device: torch.device
-    watch: Watch | None = None  # the watch over the other ranks; None where there are none
+    watch: "Watch | None" = None  # the watch over the other ranks; None where there are none
     hosts: tuple[str, ...] = ()  # the machine of every rank, where there are several ranks
     shard_within: int | None = None  # ranks that share one copy of the weights; None: all
 
@@ -150,7 +155,6 @@ def init_ranks(
             variable of torchrun is not set, or a machine does not see a folder.
     """
     config = config or RanksConfig()
-    watch_limits = Limits(config.deadline_s, **limits)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     config.require_divides(world_size)
     # torchrun starts the ranks from its main thread, which lives as long as torchrun. `die_with_parent` needs that.
@@ -164,6 +168,11 @@ def init_ranks(
         )
     if world_size == 1 or dist.is_initialized():
         return Ranks(rank, world_size, here, shard_within=config.shard_within)
+    # Only a run of several ranks needs these.
+    from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, require_shared
+    from torchtune_ext.training.watch import Limits
+
+    watch_limits = Limits(config.deadline_s, **limits)
     watch = make_watch(rank, world_size, watch_limits)
     choose_interface()
     _watches.append(watch)
@@ -227,12 +236,14 @@ def leave_a_core() -> int | None:
     return None
 
 
-def make_watch(rank: int, world_size: int, limits: Limits) -> Watch:
+def make_watch(rank: int, world_size: int, limits: "Limits") -> "Watch":
     """Makes a watch with its own connection to the rendezvous store, because a connection serves one caller at a time.
 
     Raises:
         ValueError: a variable that torchrun sets is missing.
     """
+    from torchtune_ext.training.watch import Watch
+
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise Mistake(f"WORLD_SIZE={world_size}, but {missing[0]} is not set; start the run with torchrun")

@@ -18,7 +18,6 @@ from torchtune.modules import TransformerDecoder
 from torchtune_ext.kernels.fp8_quantize import BLOCK, dequantize, quantize_weight
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.families import hf_name
-from torchtune_ext.policy.fp8 import gain as fp8_gain
 from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, fp8_hf_tensors, plan
 from torchtune_ext.policy.hf_model import HFModel
@@ -216,15 +215,17 @@ class Precision:
         """
         if self.sampler is None:
             return
+        from torchtune_ext.policy.fp8.gain import engine_memory, trainer_gain
+
         lines = [
             (policy.fp8 or self.sampler).table(),
-            f"  engine: {fp8_gain.engine_memory(policy.model, self.sampler)}, {self._sent}",
+            f"  engine: {engine_memory(policy.model, self.sampler)}, {self._sent}",
         ]
         if policy.fp8 is None:
             lines.append(f"  trainer: none of them, {str(self.dtype)[6:]}; it and the engine drift apart")
         else:
             frozen = bool(adapter_names(policy.model))
-            lines += [f"  trainer: {line}" for line in fp8_gain.trainer_gain(policy.fp8, frozen, tokens, self.device)]
+            lines += [f"  trainer: {line}" for line in trainer_gain(policy.fp8, frozen, tokens, self.device)]
             release_memory()  # which the measurement took
         self._file = Path(folder) / "fp8.txt"
         self._file.parent.mkdir(parents=True, exist_ok=True)

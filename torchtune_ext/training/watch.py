@@ -30,7 +30,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from torchtune_ext.run.errors import LOST_RANK_STATUS, Mistake
+from torchtune_ext.run.errors import LOST_RANK_STATUS
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,6 @@ class Limits:
             `deadline_s`.
         long_s: time of waiting for a rank that does work of its own, after which the log line is a warning.
         wait_s: time of waiting for a rank that is alive but busy, after which the run ends.
-
-    Raises:
-        ValueError: `deadline_s` is not a positive number.
     """
 
     deadline_s: float = 300.0
@@ -61,11 +58,6 @@ class Limits:
     wait_s: float = 4 * 3600.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.deadline_s < float("inf"):
-            raise Mistake(
-                f"ranks.deadline_s={self.deadline_s} must be a number greater than 0: the seconds that a rank may give no "
-                "sign of life"
-            )
         object.__setattr__(self, "notice_s", min(self.notice_s, self.deadline_s / 2))
         object.__setattr__(self, "beat_s", min(self.beat_s, self.notice_s / 4))
 
