@@ -37,6 +37,7 @@ MEASURED = (
 ELSEWHERE = {
     "loss/*": "a loss of one's own",
     **dict.fromkeys(("problems/skipped", "eval/skipped"), "a task with problems that cannot be used"),
+    "selection/*": "a task that chooses its problems",
     **dict.fromkeys(MEASURED, "a task whose programs are timed"),
 } | ({} if torch.cuda.is_available() else {"memory/gpu_gib": "a GPU"})
 

@@ -69,6 +69,9 @@ PANELS = (
           unit="percent", style="stack", zero=True, order=ENDINGS, colors=(3, 7, 2, 4, 1, 5)),
     Panel("Learning", "Groups", "With a signal, and without (all rewards equal).",
           (("groups/used", "signal"), ("groups/no_signal", "no signal")), unit="int", zero=True),
+    Panel("Learning", "Signal by level", "Share of the latest groups of a level whose rewards differ, by which `NearLevel` "
+          "chooses; or the share of the problems that it hardly asks any more.", (("selection/*", ""),), unit="percent",
+          zero=True, newest=True),
     Panel("Learning", "Samples without a grade", "Grader or environment raised, hung or crashed; kept out of the baseline.",
           (("groups/infra_failed", "ungraded"),), unit="int", zero=True, quiet=True),
     Panel("Learning", "Turns without a comparison", "Only one conversation of its group reached them, so their advantage is 0.",

@@ -1,0 +1,135 @@
+"""Which problems are asked, by what became of the earlier ones; that nothing is forgotten, and that a resumed run asks the same."""
+
+import pickle
+from collections import Counter
+
+import pytest
+from tables import every_row
+
+from torchtune_ext.run.errors import Mistake
+from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.tasks.selection import NearLevel
+from torchtune_ext.tasks.task import ConversationTask, Score
+
+ARITHMETIC = "torchtune_ext.tasks.arithmetic.Arithmetic"
+LEVELS = [{"level": 1}, {"level": 4}, {"level": 7}]
+HAS_SIGNAL = {"level=4"}
+
+
+def levels(**words):
+    return NearLevel(ARITHMETIC, {"seed": 2}, LEVELS, **words)
+
+
+def problems(**words):
+    return NearLevel(ARITHMETIC, {"seed": 2, "count": 40}, **words)
+
+
+def graded(problem, signal, samples=4):
+    return problem, [("", Score(float(i == 0 and signal)), "scored") for i in range(samples)]
+
+
+def play(stream, steps, has_signal, count=20, folder=None):
+    """The problems of some steps, in which a group has a signal where `has_signal` says so of its problem."""
+    asked = []
+    for step in range(steps):
+        taken = stream.take(count)
+        values = stream.observe(step, [graded(each, has_signal(each)) for each in taken], folder)
+        asked.append(taken)
+    return asked, values
+
+
+def level_of(problem):
+    return problem.id.partition("/")[0]
+
+
+def test_levels_with_a_signal_are_asked_most_and_none_is_forgotten():
+    asked, values = play(ProblemStream(levels(), 0), 60, lambda problem: level_of(problem) in HAS_SIGNAL)
+    first, late = (Counter(map(level_of, sum(part, []))) for part in (asked[:1], asked[20:]))
+    assert set(first) == {"level=1", "level=4", "level=7"} and max(first.values()) < 15
+    share = {name: count / 800 for name, count in late.items()}
+    # The weights are 1 and the floor twice, up to what a level near the floor still remembers.
+    assert share["level=4"] == pytest.approx(1 / 1.2, abs=0.06) and min(share.values()) > 0.04
+    assert values == {
+        "selection/level=1": pytest.approx(0, abs=0.01),
+        "selection/level=4": 1.0,
+        "selection/level=7": pytest.approx(0, abs=0.01),
+    }
+    ids = [problem.id for step in asked for problem in step]
+    assert len(set(ids)) == len(ids), "an endless task asks nothing twice"
+
+
+def test_problems_without_a_signal_are_asked_less_but_in_each_few_epochs():
+    task = problems()
+    keen = {task[i].id for i in range(10)}
+    asked, values = play(ProblemStream(task, 0), 100, lambda problem: problem.id in keen)
+    late = Counter(problem.id for step in asked[20:] for problem in step)
+    assert len(late) == 40 and min(late[name] for name in keen) > 3 * max(
+        late[name] for name in late if name not in keen
+    )
+    assert values == {"selection/settled": 0.75}
+
+
+def test_a_problem_or_level_that_has_a_signal_again_comes_back():
+    stream = ProblemStream(levels(), 0)
+    play(stream, 30, lambda problem: level_of(problem) == "level=1")
+    asked, _ = play(stream, 60, lambda problem: level_of(problem) == "level=7")
+    share = Counter(map(level_of, sum(asked[30:], [])))["level=7"] / 600
+    assert share > 0.7
+
+
+@pytest.mark.parametrize("make", [levels, problems])
+def test_a_resumed_run_asks_the_same(make):
+    def signal(problem):
+        return hash(problem.answer[-1]) % 3 == 0
+
+    whole, _ = play(ProblemStream(make(), 0), 8, signal)
+    stream = ProblemStream(make(), 0)
+    play(stream, 4, signal)
+    resumed = ProblemStream(make(), 0)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(stream.state_dict())))
+    resumed.cursor = stream.cursor
+    assert play(resumed, 4, signal)[0] == whole[4:]
+
+
+def test_it_grades_as_the_task_does_and_has_what_that_has():
+    task = pickle.loads(pickle.dumps(levels()))
+    for index in range(6):
+        problem = task[index]
+        assert task.grade(problem, task.solution(problem)).reward == 1.0
+    assert not hasattr(task, "environment") and not hasattr(task, "grade_group")
+    game = NearLevel("torchtune_ext.tasks.guess_number.GuessNumber", {"seed": 1}, [{"size": 7}, {"size": 31}])
+    assert isinstance(game, ConversationTask) and game.max_turns == 5
+    problem = game[1]
+    assert problem.id.startswith("size=31/") and game.environment(problem, 0).number == problem.answer["number"]
+
+
+def test_samples_without_a_score_say_nothing():
+    task = levels()
+    failed = task[0], [("", None, "infra_failed")] * 3 + [("", Score(1.0), "scored")]
+    assert set(task.observe(1, [failed], None).values()) == {1.0}
+
+
+@every_row(
+    "words, message",
+    [
+        ({"task": "torchtune_ext.tasks.arithmetic.Arithmetics"}, "did you mean 'Arithmetic'"),
+        ({"task": ARITHMETIC}, "has 2,147,483,647 problems: give levels"),
+        ({"task": ARITHMETIC, "settings": {"count": 1}}, "has one problem: give levels"),
+        ({"task": ARITHMETIC, "levels": [{"level": 1}]}, "give two or more"),
+        ({"task": ARITHMETIC, "levels": [{"level": 1}] * 2}, "two of them are the same"),
+        ({"task": ARITHMETIC, "levels": LEVELS, "floor": 0.0}, r"floor=0.0 is a share"),
+        ({"task": ARITHMETIC, "levels": [{"level": 1}, {"level": 11}]}, "give a level from 1 to 10"),
+        (
+            {"task": "torchtune_ext.tasks.selection.NearLevel", "settings": {"task": ARITHMETIC, "levels": LEVELS}},
+            "chooses its problems by itself already",
+        ),
+    ],
+)
+def test_arguments(words, message):
+    with pytest.raises(Mistake, match=message):
+        NearLevel(**words)
+
+
+def test_a_checkpoint_of_other_levels_is_refused():
+    with pytest.raises(Mistake, match="task.levels: none, but the checkpoint was written with"):
+        problems().load_state_dict(levels().state_dict())

@@ -1,0 +1,150 @@
+"""Problems near the policy's level: what brought no signal lately is asked less often.
+
+A group whose rewards are all equal teaches nothing. Of each problem, or of each level of a task that makes its problems, the
+share of groups with a signal is followed through the run, and decides how often it is asked:
+
+    s <- s + rate * (1 - s)   or   s - rate * s      after a group with a signal, or without; it begins at 1
+    weight = max(floor, s)
+
+A level is drawn by its weight. A problem whose turn it is in the order of the run is asked with its weight as the probability;
+otherwise another one is drawn, with the same question put to it. The floor keeps everything in play, so that what was solved is
+not forgotten and what was too hard is tried again.
+
+    task:
+      _component_: torchtune_ext.tasks.selection.NearLevel
+      task: torchtune_ext.tasks.arithmetic.Arithmetic
+      settings: {seed: 2}
+      levels: [{level: 1}, {level: 4}, {level: 7}]      # null: each problem by itself
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchtune_ext.run.errors import Mistake
+from torchtune_ext.tasks.functions import named
+from torchtune_ext.tasks.order import SHUFFLE_LIMIT
+from torchtune_ext.tasks.task import Graded, Problem
+
+LEVEL_RATE = 0.1  # of a level, which has several groups in a step: its last ten groups or so count
+PROBLEM_RATE = 0.5  # of a problem, which comes once in an epoch
+MOST_DRAWS = 100  # problems that are drawn for a place, after which the last one is asked, whatever its weight
+OF_A_PROBLEM = ("grade", "grade_group", "solution", "environment")  # methods that get a problem first
+
+
+class NearLevel:
+    """A task that asks another one's problems, those with a signal more often (`AdaptiveTask`).
+
+    Args:
+        task: dotted path of the task.
+        settings: its arguments.
+        levels: for a task that makes its problems: further arguments of each level. None: a task of a limited number of
+            problems, each of which is followed by itself.
+        floor: the lowest weight, as a share of that of a problem that always has a signal.
+        seed: of the draws.
+
+    Raises:
+        ValueError: there is no such task, it adapts or measures by itself, has one problem only or is endless without levels,
+            or a setting is out of its range.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        settings: Mapping[str, Any] | None = None,
+        levels: Sequence[Mapping[str, Any]] | None = None,
+        floor: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        if not 0 < floor <= 1:
+            raise Mistake(f"floor={floor} is a share of the highest weight: give a number above 0 and up to 1")
+        if levels is not None and len(levels) < 2:
+            raise Mistake(f"levels={list(levels)}: give two or more, each with settings of its own, or null")
+        make = named(task, "task", "class", "my_task.Sums")
+        self._tasks = [make(**{**(settings or {}), **level}) for level in levels or [{}]]
+        first = self._tasks[0]
+        for method, what in (("observe", "chooses its problems"), ("open_grader", "is graded")):
+            if hasattr(first, method):
+                raise Mistake(f"task={task} {what} by itself already: name it as the task, without NearLevel")
+        if levels is None and not 1 < len(first) <= SHUFFLE_LIMIT:
+            number = "one problem" if len(first) == 1 else f"{len(first):,} problems"
+            raise Mistake(
+                f"task={task} has {number}: give levels to choose from, as levels=[{{level: 1}},{{level: 2}}]"
+            )
+        # They are the beginnings of ids, up to the first slash.
+        names = [",".join(f"{key}={value}" for key, value in level.items()).replace("/", "-") for level in levels or ()]
+        if len(set(names)) < len(names):
+            raise Mistake(f"levels={list(levels)}: two of them are the same")
+        self._levels = names
+        self._floor, self._seed = floor, seed
+        self._signal: dict[str, float] = {}  # by level, or by id of a problem: the share of groups with a signal
+
+    def __len__(self) -> int:
+        return min(map(len, self._tasks))
+
+    def __getitem__(self, index: int) -> Problem:
+        return self._problem(index % len(self._tasks), index)
+
+    def __getattr__(self, name: str) -> Any:
+        # What a task may have or not, such as `environment`, this one has if the other has it.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        value = getattr(self._tasks[0], name)
+        return partial(self._of_its_task, name) if name in OF_A_PROBLEM else value
+
+    def ask(self, index: int, cursor: int) -> Problem:
+        """Returns problem `index` of the level that is drawn, or the first of `index` and further ones that is taken."""
+        rng = random.Random(f"selection/{self._seed}/{cursor}")
+        if self._levels:
+            (level,) = rng.choices(range(len(self._levels)), [self._weight(name) for name in self._levels])
+            return self._problem(level, index)
+        for _ in range(MOST_DRAWS):
+            problem = self._problem(0, index)
+            if rng.random() < self._weight(problem.id):
+                break
+            index = rng.randrange(len(self))
+        return problem
+
+    def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
+        """Follows the signal of the groups. Returns that of each level, or the share of the problems met so far that are asked
+        as seldom as the floor says."""
+        rate = LEVEL_RATE if self._levels else PROBLEM_RATE
+        for problem, samples in groups:
+            rewards = [score.reward for _, score, _ in samples if score is not None]
+            name = problem.id.partition("/")[0] if self._levels else problem.id
+            if len(rewards) > 1 and (name in self._levels or not self._levels):
+                before = self._signal.get(name, 1.0)
+                self._signal[name] = before + rate * (float(min(rewards) < max(rewards)) - before)
+        if self._levels:
+            return {f"selection/{name}": self._signal.get(name, 1.0) for name in self._levels}
+        settled = [signal <= self._floor for signal in self._signal.values()]
+        return {"selection/settled": sum(settled) / max(1, len(settled))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"levels": self._levels, "signal": dict(self._signal)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` returned. Raises ValueError if it is that of other levels."""
+        if state["levels"] != self._levels:
+            raise Mistake(
+                f"task.levels: {self._levels or 'none'}, but the checkpoint was written with {state['levels'] or 'none'}; use "
+                "these, or begin a new run in another output_dir"
+            )
+        self._signal = dict(state["signal"])
+
+    def _weight(self, name: str) -> float:
+        return max(self._floor, self._signal.get(name, 1.0))
+
+    def _problem(self, level: int, index: int) -> Problem:
+        problem = self._tasks[level][index]
+        return replace(problem, id=f"{self._levels[level]}/{problem.id}") if self._levels else problem
+
+    def _of_its_task(self, method: str, problem: Problem, *rest: Any) -> Any:
+        """Calls a method of the task that a problem is of, with the problem as that task has made it."""
+        if not self._levels:
+            return getattr(self._tasks[0], method)(problem, *rest)
+        name, _, own = problem.id.partition("/")
+        return getattr(self._tasks[self._levels.index(name)], method)(replace(problem, id=own), *rest)
