@@ -1,0 +1,114 @@
+"""Problems near the policy's level: what does asking them more often gain, in samples and in seconds?
+
+    python benchmarks/selection.py --out runs/selection [--seeds 0 1 2 3 4] [--steps 60]
+
+A model of a tenth of a million parameters is warmed up on worked arithmetic of eight levels, from 7+5= to long expressions,
+and trained on all of them: with all levels as often (`none`), with those that bring a signal more often (`NearLevel`), and with
+all as often where groups without a signal are sampled anew (`refill`, as in DAPO). Held-out questions are of all levels in
+equal parts, and the same for all. Curves are read where an arm has drawn as many samples, or taken as many seconds of steps
+(without evaluation), as `none` in the end. Each seed has its own warm-up. Runs that have ended are read.
+"""
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+
+from learning import tune
+from objectives_report import interval
+
+from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
+
+LEVELS = "[{level: 1},{level: 2},{level: 3},{level: 4},{level: 5},{level: 6},{level: 7},{level: 8}]"
+ARMS = {"none": ["task.floor=1.0"], "selection": [], "refill": ["task.floor=1.0", "refill_rounds=2"]}
+SAMPLES = 8  # of a problem
+EVERY = 5  # steps between two evaluations
+
+
+def run(out: Path, arm: str, seed: int, steps: int) -> Path:
+    """The folder of a run, which is made unless it is there."""
+    warm, folder = out / f"warmup_{seed}", out / f"{arm}_{seed}"
+    mixture = "level=[1,2,3,4,5,6,7,8]"
+    tune(warm, 1, "warmup_sft", "--config", "warmup/tiny_arithmetic", f"seed={seed}", f"task.{mixture}")
+    words = ["--config", "grpo/tiny_arithmetic", f"model_dir={warm}/model", f"seed={seed}", f"max_steps={steps}"]
+    words += ["task._component_=torchtune_ext.tasks.selection.NearLevel", "~task.seed", "~task.level"]
+    words += ["task.task=torchtune_ext.tasks.arithmetic.Arithmetic", "task.settings={seed: 2}", f"task.levels={LEVELS}"]
+    words += [f"evaluation.every={EVERY}", f"evaluation.task.{mixture}", "evaluation.task.count=512"]
+    words += ["sampling.max_tokens=32", "engine.max_model_len=96"]
+    tune(folder, 1, "grpo_full", *words, *ARMS[arm])
+    return folder
+
+
+def curve(folder: Path) -> list[tuple[int, float, float]]:
+    """(samples drawn, seconds of the steps, held-out accuracy) at each evaluation."""
+    points, samples, seconds = [], 0, 0.0
+    for line in read_metrics(folder / "metrics.jsonl"):
+        if line["step"]:
+            samples += round(SAMPLES * (line["groups/used"] + line["groups/no_signal"]))
+            seconds += line["time/step"] - line.get("time/eval", 0.0)
+        if "eval/accuracy_sampled" in line:
+            points.append((samples, seconds, line["eval/accuracy_sampled"]))
+    return points
+
+
+def at(points: list[tuple[int, float, float]], column: int, place: float) -> float:
+    """The accuracy at a place of a curve, between two evaluations on the line that joins them; at most that of the end."""
+    for before, after in zip(points, points[1:], strict=False):
+        if before[column] <= place <= after[column]:
+            share = (place - before[column]) / max(1e-9, after[column] - before[column])
+            return before[2] + share * (after[2] - before[2])
+    return points[-1][2]
+
+
+def signals(folder: Path) -> dict[str, tuple[int, int]]:
+    """(groups with a signal, groups) by level, and of all."""
+    counts = defaultdict(lambda: (0, 0))
+    for path in rollout_paths(folder).values():
+        for group in read_rollouts(path):
+            for name in (group.problem.id.partition("/")[0], "all"):
+                counts[name] = counts[name][0] + group.has_signal, counts[name][1] + 1
+    return counts
+
+
+def spread(values: list[float]) -> str:
+    """The mean, and Student's 95% interval over seeds."""
+    mean, half = interval(values)
+    return f"{mean:.3f}" if len(values) == 1 else f"{mean:.3f} ± {half:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    folders = {arm: [run(args.out, arm, seed, args.steps) for seed in args.seeds] for arm in ARMS}
+    curves = {arm: [curve(folder) for folder in each] for arm, each in folders.items()}
+    print(
+        "| | held-out accuracy before | at equal samples | minus none | at equal seconds | minus none | groups with a signal |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    counts = {arm: [signals(folder) for folder in each] for arm, each in folders.items()}
+    for arm, runs in curves.items():
+        cells = [spread([points[0][2] for points in runs])]
+        for column in (0, 1):
+            ends = [(points[-1][column], points[-1][2]) for points in curves["none"]]
+            found = [at(points, column, place) for points, (place, _) in zip(runs, ends, strict=True)]
+            cells += [spread(found), spread([value - base for value, (_, base) in zip(found, ends, strict=True)])]
+        cells.append(spread([each["all"][0] / each["all"][1] for each in counts[arm]]))
+        print(f"| {arm} | " + " | ".join(cells) + " |")
+    levels = sorted(name for name in counts["none"][0] if name != "all")
+    print("\n| groups with a signal, of those asked (share of all asked) | " + " | ".join(levels) + " |")
+    print("|---|" + "---|" * len(levels))
+    for arm in ARMS:
+        cells = []
+        for level in levels:
+            good, asked, everything = (
+                sum(x) for x in zip(*((*c[level], c["all"][1]) for c in counts[arm]), strict=True)
+            )
+            cells.append(f"{good / max(1, asked):.2f} ({asked / everything:.2f})")
+        print(f"| {arm} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
