@@ -4,7 +4,7 @@
 
 Each model, the random ones and those of `--models`, is in as many engines as there are numbers of threads, which take turns: 32
 prompts x 8 completions of 32 tokens, 60 tokens a prompt, bfloat16. The first turn warms up. What `engine.threads: null` chooses
-follows from this table (`PARALLEL` in sampling/server_command.py).
+follows from this table (`PARALLEL` in sampling/engine_args.py).
 """
 
 import argparse

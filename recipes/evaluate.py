@@ -24,7 +24,7 @@ from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
-from torchtune_ext.sampling.server_command import engine_threads, on_cpu
+from torchtune_ext.sampling.engine_args import engine_threads, on_cpu
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config, named_paths, record
 from torchtune_ext.source import RolloutConfig, prompt_fault

@@ -5,7 +5,7 @@ import torch
 
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
-from torchtune_ext.sampling.server_command import on_cpu
+from torchtune_ext.sampling.engine_args import on_cpu
 
 DEVICE = "cuda"
 PROMPTS = [[1, 2, 3, 4, 5] * 10, [9, 8, 7] * 10]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from fake_cores import CONFIG, FakeCore
 
-from torchtune_ext.sampling import server_command
+from torchtune_ext.sampling import engine_args
 from torchtune_ext.sampling.calls import CoreLost, Step, Submission
 from torchtune_ext.sampling.pool import Pool
 from torchtune_ext.sampling.records import Priority, SamplingConfig
@@ -82,8 +82,8 @@ class PoolBench:
 
     def __init__(self, monkeypatch, count, length=lambda call: 4, config=CONFIG, limit=64, version=0):
         cores = range(max(count, 2))
-        monkeypatch.setattr(server_command.os, "sched_getaffinity", lambda pid: set(cores))
-        monkeypatch.setattr(server_command, "on_cpu", lambda: True)
+        monkeypatch.setattr(engine_args.os, "sched_getaffinity", lambda pid: set(cores))
+        monkeypatch.setattr(engine_args, "on_cpu", lambda: True)
         self.lives = [[] for _ in range(count)]
         self.length, self.prepare_core = length, lambda core, number: None
         self.buffers = Buffers(config.rpc_deadline_s)

@@ -24,7 +24,7 @@ from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel  # noqa: E402
 from torchtune_ext.policy.streamed import streamed_logprobs  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.server_command import on_cpu  # noqa: E402
+from torchtune_ext.sampling.engine_args import on_cpu  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 from torchtune_ext.training.agreement import Agreement, Disagreement  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402

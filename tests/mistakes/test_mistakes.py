@@ -19,7 +19,7 @@ from trying import ENGINE_STARTED, Forks, Mistake, attempt, full, make_place
 
 from torchtune_ext.run.errors import WITH_TRACEBACK
 from torchtune_ext.run.folder import RunFolder
-from torchtune_ext.sampling.server_command import on_cpu
+from torchtune_ext.sampling.engine_args import on_cpu
 
 LINES = 3  # of ours, at most
 HERE = [name for name, mistake in MISTAKES.items() if not mistake.cpu_only or on_cpu()]

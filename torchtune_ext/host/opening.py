@@ -15,7 +15,7 @@ from torchtune_ext.host.parts import Parts
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.output import ENGINE_READY, labelled, say
-from torchtune_ext.sampling.server_command import engine_configs, log_name
+from torchtune_ext.sampling.engine_args import engine_configs, log_name
 from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.settings.config import load_preset
 from torchtune_ext.tasks.functions import name_of

@@ -21,8 +21,8 @@ from torchtune_ext.rollout import GroupStream
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.sampling.engine import Engine, SamplingConfig
+from torchtune_ext.sampling.engine_args import engine_threads
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.sampling.server_command import engine_threads
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import named_paths, record
 from torchtune_ext.source import GroupSource, prompt_fault

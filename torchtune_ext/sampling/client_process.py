@@ -30,8 +30,8 @@ from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.run.parent import die_with_parent, how_it_ended
 from torchtune_ext.sampling.calls import Call, CoreLost, Step
 from torchtune_ext.sampling.child_process import Frames, receive
+from torchtune_ext.sampling.engine_args import CORES, engine_args, on_cpu
 from torchtune_ext.sampling.records import Completion, EngineConfig, Priority
-from torchtune_ext.sampling.server_command import CORES, engine_args, on_cpu
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID
 
 LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")

@@ -36,6 +36,7 @@ from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Failure, Late, Mistake
 from torchtune_ext.run.janitor import Janitor
 from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt, fetch_error, together
+from torchtune_ext.sampling.engine_args import log_name
 from torchtune_ext.sampling.lane import Lane
 from torchtune_ext.sampling.pool import Pool
 from torchtune_ext.sampling.records import (
@@ -49,7 +50,6 @@ from torchtune_ext.sampling.records import (
     SamplingConfig,
     WeightsIncomplete,
 )
-from torchtune_ext.sampling.server_command import log_name
 from torchtune_ext.sampling.vllm_core import RemoteCore
 from torchtune_ext.sampling.weight_buffer import Buffers
 

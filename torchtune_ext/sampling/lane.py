@@ -30,9 +30,9 @@ from functools import wraps
 from typing import Any
 
 from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission, fetch_error
+from torchtune_ext.sampling.engine_args import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.health import Health, State
 from torchtune_ext.sampling.records import Completion, EngineConfig, EngineFailed, Priority, WeightsIncomplete
-from torchtune_ext.sampling.server_command import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.throttle import Controller, Throttle
 from torchtune_ext.sampling.weight_buffer import Buffers, WeightBuffer, wrong_tensors
 

@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import Core, CoreLost, Submission, fetch_error, together
+from torchtune_ext.sampling.engine_args import engine_configs
 from torchtune_ext.sampling.health import State
 from torchtune_ext.sampling.lane import LOOK_S, Lane
 from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats
-from torchtune_ext.sampling.server_command import engine_configs
 from torchtune_ext.sampling.weight_buffer import Buffers
 
 log = logging.getLogger(__name__)

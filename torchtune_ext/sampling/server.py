@@ -25,15 +25,9 @@ import torch
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.courier import START_S, Courier
+from torchtune_ext.sampling.engine_args import LOADER
 from torchtune_ext.sampling.records import TRANSFERS, Completion, EngineConfig, Priority
-from torchtune_ext.sampling.server_command import (
-    KEY_VARIABLE,
-    LOADER,
-    authorization,
-    server_command,
-    server_key,
-    shown_command,
-)
+from torchtune_ext.sampling.server_command import KEY_VARIABLE, authorization, server_command, server_key, shown_command
 from torchtune_ext.sampling.vllm_core import VLLMCore
 from torchtune_ext.sampling.weight_buffer import UNREADABLE, WeightBuffer
 

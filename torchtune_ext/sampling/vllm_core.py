@@ -16,8 +16,8 @@ from typing import Any
 
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.child_process import ChildProcess, log_tail, session_cpu_seconds
+from torchtune_ext.sampling.engine_args import engine_environment, one_machine
 from torchtune_ext.sampling.records import Completion, EngineConfig
-from torchtune_ext.sampling.server_command import engine_environment, one_machine
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 CLIENT = "torchtune_ext.sampling.client_process"

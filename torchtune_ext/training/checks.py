@@ -21,8 +21,8 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.errors import Mistake, blame
 from torchtune_ext.run.output import labelled, say
+from torchtune_ext.sampling.engine_args import CPU_BLOCK, engine_configs
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
-from torchtune_ext.sampling.server_command import CPU_BLOCK, engine_configs
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import ConversationTask, GradesItself, Problem, Task
 from torchtune_ext.training.outcome import rank

@@ -13,8 +13,8 @@ from typing import Any
 
 from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.sampling.engine_args import CPU_KV_CACHE, device_shares, transfer_of
 from torchtune_ext.sampling.records import CANARY_REQUESTS, EngineConfig
-from torchtune_ext.sampling.server_command import CPU_KV_CACHE, device_shares, transfer_of
 from torchtune_ext.training.export import SHARD_BYTES
 from torchtune_ext.training.start import disk_need, size_of
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
+from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.sampling.server_command import on_cpu
 
 ADAMW_BYTES = 8.0  # of two moments in float32, for one trained value
 

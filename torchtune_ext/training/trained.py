@@ -32,8 +32,8 @@ from torchtune_ext.policy.lora import (
     merged_tensors,
 )
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.sampling.server_command import on_cpu
 from torchtune_ext.training.agreement import Applied, applied_share
 from torchtune_ext.training.distributed import reduce
 from torchtune_ext.training.export import export_adapter, export_model

