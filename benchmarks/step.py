@@ -66,7 +66,7 @@ LARGE = replace(
 )
 # The relative difference of two gradients stays below these. Float64 is the check (norms and positions are computed in float32
 # there, too). The others are rounding: of float32 at most 1e-5, as everywhere in the tests; a gradient in bfloat16 is 3.5% away
-# from float32's (README.md, "Precision flow"), and two of them up to twice as far from each other.
+# from float32's (results/precision_flow.md), and two of them up to twice as far from each other.
 BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 

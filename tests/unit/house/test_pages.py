@@ -23,8 +23,13 @@ from torchtune_ext.settings.config import load_config
 RECIPES = {recipe.name: recipe for recipe in recipe_files(folder("recipes"), folder("configs"))}
 CONFIGS = config_files(folder("configs"))
 MODULES = {module.__name__.rpartition(".")[2]: module for module in (grpo, warmup_sft, evaluate)}
+ROOT = Path(__file__).parents[3]
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
-PAGES += [f"docs/{path.name}" for path in sorted((Path(__file__).parents[3] / "docs").glob("*.md"))]
+PAGES += [
+    str(path.relative_to(ROOT))
+    for name in ("docs", "benchmarks/results")
+    for path in sorted((ROOT / name).glob("*.md"))
+]
 SHORTEST = 6  # characters of a piece of a message that is looked for
 
 
