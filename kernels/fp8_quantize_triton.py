@@ -3,7 +3,7 @@
 One program holds one tile in registers: 128x128, and for columns 128x64. Columns are written transposed, so that the
 tokens, which WGrad contracts, are contiguous. On the way values change places between threads, for which a tile of
 128x128 leaves too few registers for a second program on a multiprocessor: rows and columns from one reading of such a
-tile reached 36% of the bandwidth of a copy on an H100, rows by themselves 87% (benchmarks/README.md).
+tile reached 36% of the bandwidth of a copy on an H100, rows by themselves 87% (benchmarks/results/one_h100.md).
 
 Three things keep the bits equal to those of torch. The first is `div_rn`, because a plain `/` becomes `div.full`, which
 is wrong by up to two ulps. The second is amax as an integer maximum over the bits of |x|: integers have the same order
