@@ -11,8 +11,8 @@ unless `--warm` names one. Runs that have ended are read, so a later call goes o
 """
 
 import argparse
-import statistics
 from pathlib import Path
+from statistics import fmean
 
 from learning import tune
 from objectives_report import interval
@@ -68,22 +68,18 @@ def main() -> None:
     parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="for both arms")
     args = parser.parse_args()
     curves = [learn(seed, args) for seed in args.seeds]
-    steps = sorted(set.union(*(set(each[arm]) for each in curves for arm in ARMS)))
     print(
-        "| step | " + " | ".join(f"{arm}: held-out accuracy | seconds" for arm in ARMS) + " | KL to the teacher, nats |"
+        "| step | " + " | ".join(f"{arm}: held-out accuracy | seconds" for arm in ARMS) + " | difference | KL, nats |"
     )
-    print("|" + "---|" * (2 * len(ARMS) + 2))
-    for step in steps:
+    print("|" + "---|" * (2 * len(ARMS) + 3))
+    for step in curves[0]["distill"]:
+        points = {arm: [each[arm][step] for each in curves] for arm in ARMS}
         cells = [str(step)]
         for arm in ARMS:
-            points = [each[arm][step] for each in curves if step in each[arm]]
-            cells += (
-                [spread([point[0] for point in points]), f"{statistics.fmean(p[1] for p in points):.0f}"]
-                if points
-                else ["", ""]
-            )
-        kls = [each["distill"][step][2] for each in curves if step in each["distill"]]
-        print("| " + " | ".join([*cells, f"{statistics.fmean(kls):.3f}" if kls and step else ""]) + " |", flush=True)
+            cells += [spread([accuracy for accuracy, *_ in points[arm]]), f"{fmean(p[1] for p in points[arm]):.0f}"]
+        cells.append(spread([ours[0] - grpo[0] for grpo, ours in zip(*points.values(), strict=True)]))
+        cells.append(f"{fmean(p[2] for p in points['distill']):.3f}")
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def spread(values: list[float]) -> str:

@@ -1,7 +1,7 @@
 """The process of vLLM's client: `AsyncLLM`, with all that a request and a token cost outside of the engine's own process.
 
 That is most of what sampling asks of Python (0.7 ms for a request of eleven tokens), and in the trainer's interpreter it
-would take the lock from training, which then took twice as long (benchmarks/results/sampling.md). So the client lives here.
+would take the lock from training, which then took twice as long. So the client lives here.
 `vllm_core.RemoteCore` is the trainer's end.
 
     python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
