@@ -1,6 +1,7 @@
 """The benchmark service on a real Ray cluster: two raylets on this machine, each of which stands for a machine."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -152,14 +153,17 @@ def test_a_cluster_without_such_a_machine_is_refused_with_the_command_that_makes
     assert command in str(caught.value) and cluster.address in str(caught.value)
 
 
-def test_a_machine_with_another_version_is_refused_by_name(cluster, tmp_path, monkeypatch):
+def test_a_machine_with_another_version_is_refused_by_name(cluster, tmp_path):
     package = Path(torchtune_ext.__file__).parent
     copy = shutil.copytree(package, tmp_path / "torchtune_ext", ignore=shutil.ignore_patterns("__pycache__"))
     with open(copy / "measured" / "verify.py", "a", encoding="utf-8") as file:
         file.write("\n# Another version.\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(BenchError, match=r"no machine can measure: .*torchtune_ext .* is installed there, and .* here"):
-        RayBench(cluster.address, **SETTINGS)
+    code = f"from torchtune_ext.measured.ray_bench import RayBench; RayBench({cluster.address!r})"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=END_S)
+    assert re.search(
+        r"BenchError: no machine can measure: .*torchtune_ext .* is installed there, and .* here", ended.stderr
+    )
 
 
 def test_what_a_machine_cannot_do_is_said_with_its_name(cluster):

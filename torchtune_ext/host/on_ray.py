@@ -24,8 +24,7 @@ from typing import Any, NoReturn, TextIO
 
 from torchtune_ext.cluster.driver import Driver, Plan
 from torchtune_ext.cluster.placement import KINDS, Request
-from torchtune_ext.measured.ray_bench import SETTINGS
-from torchtune_ext.measured.ray_connect import Refused, connect
+from torchtune_ext.measured.ray_connect import SETTINGS, Refused, connect
 from torchtune_ext.run.catalog import config_name, config_path, owner
 from torchtune_ext.run.errors import FAILED, STATUS, Mistake
 from torchtune_ext.run.folder import checkpoint_folders
@@ -81,7 +80,6 @@ def main(args: argparse.Namespace) -> int:
         raise Mistake(
             "torchtune-ext ray needs Ray: pip install 'torchtune-ext[ray]', here and on each machine of the cluster"
         )
-    os.environ.update(SETTINGS)
     with ours_alone() as (out, err):
         try:
             ray = connect(args.address, lambda why: leave(f"--address={args.address}: {why}", STATUS, err))

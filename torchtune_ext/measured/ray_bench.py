@@ -1,52 +1,51 @@
 """The same service as `Bench`, on the machines of a Ray cluster: one queue of timings on each of them.
 
-The machines run `ray start --resources='{"bench_host": 1}'`, and on each lives one actor with a `Bench` of its own
-(ray_host.py). Which text goes where is decided in dispatch.py. Ray itself lives in a process of its own (ray_process.py); this
-file is the trainer's end of it, and does not import Ray.
+The machines run `ray start --resources='{"bench_host": 1}'`, and on each lives one actor with a `Bench` of its own. Ray itself
+lives in a process of its own, which does what it is asked (ray_process.py). All is decided here, in a thread with an asyncio
+loop, where each text is a task. Whatever is lost, an actor, a machine or Ray's process, the task then asks another machine.
 """
 
+import asyncio
 import inspect
 import logging
-import os
 import pickle
 import re
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections import deque
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from importlib.util import find_spec
-from multiprocessing.connection import Connection, wait
+from itertools import count
+from pathlib import Path
 from typing import Any, Self
 
 import cloudpickle
 
 from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import require_records
+from torchtune_ext.measured.dispatch import Dispatch, Machine, Text
 from torchtune_ext.measured.kernel import Kernel
+from torchtune_ext.measured.ray_connect import member_command
 from torchtune_ext.measured.results import BenchConfig, BenchError, Result
+from torchtune_ext.measured.version import version
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.parent import environment
+from torchtune_ext.sampling.calls import CoreLost, within
+from torchtune_ext.sampling.child_process import ChildProcess, log_tail
 
 log = logging.getLogger(__name__)
 
-READY_S = 180.0  # seconds until the first machine is ready; ray_process.py gives up before
-RETRY_S = 5.0  # seconds before Ray's process is started again
+READY_S = 180.0  # seconds until the first machine is ready
+LOOK_S = 1.0  # seconds between two looks at the cluster, and at each of its machines
+SILENT_S = 60.0  # seconds without an answer after which a machine, or the whole cluster, counts as lost
+REST_S = 10.0  # seconds before what was lost is started again
 LOST_S = 600.0  # seconds without any machine after which the service has failed
 CLOSE_S = 20.0  # seconds for everything to end in good order
-WAKE_S = 1.0  # seconds between two looks at the clock
-MAX_PRINTED = 2000  # bytes of what Ray's process has printed, if it ends badly
-_LOST = (EOFError, OSError, pickle.UnpicklingError)  # what reading raises when the process has ended
-# No message to Ray's makers, no environment that `uv run` would build on each machine, and no warning about either.
-SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
+MAX_TRIES = 5  # how often a text may be lost with its machine, or fail there
+MAX_PRINTED = 2000  # characters of what Ray's process has printed, if it ends badly
+NOW = ("queued_checks", "queued_timings", "checking", "timing")  # counters of this moment; the others only grow
 
 
 class RayBench:
@@ -82,27 +81,25 @@ class RayBench:
             )
         if find_spec("ray") is None:
             raise Mistake("bench.address needs Ray: pip install 'torchtune-ext[ray]', here and on each machine")
-        self._hello = (address, resource, pickle.dumps(settings), tuple(sys.path))
-        self._resource = resource
-        self._lock = threading.Lock()  # guards the following
-        self._waiting: dict[int, tuple[Future, str | int | None, bytes]] = {}  # texts that are not done, by number
-        self._unsaid: deque[tuple] = deque()
-        self._next = 0
+        self._address, self._resource = address, resource
+        self._start_with = (version(), pickle.dumps(settings), list(sys.path))
+        self._lock = threading.Lock()  # guards `_ended`: no text comes in behind the end
         self._ended: BenchError | None = None  # why nothing is accepted any more
-        self._stats: dict[str, float] = {}
-        self._bell, self._listener = socket.socketpair()
-        self._listener.setblocking(False)
-        self._served_at = time.monotonic()  # when there was a machine last
-        self._why_none = ""
-        started: Future[None] = Future()
-        # The kernel kills the process when the thread that started it ends, so that one lives as long as this object.
-        self._thread = threading.Thread(target=self._serve, args=[started], name="bench on Ray", daemon=True)
+        self._stats: dict[str, float] = {}  # replaced as a whole
+        # All that follows is used only in the thread.
+        self._process: ChildProcess | None = None  # Ray's driver
+        self._dispatch = Dispatch()
+        self._changed = asyncio.Event()  # a text may have a place now
+        self._numbers = count()
+        self._counters: dict[str, Mapping[str, float]] = {}  # of each machine
+        self._past: Counter[str] = Counter(moved=0)  # counters of machines that have left
+        self._faults: dict[str, str] = {}  # why a machine, or the cluster (""), cannot be used
+        self._started: Future[None] = Future()
+        # The kernel kills Ray's process when the thread that started it ends, so that one lives as long as this object.
+        self._thread = threading.Thread(target=self._run, name="bench on Ray", daemon=True)
         self._thread.start()
         try:
-            started.result(timeout=READY_S)
-        except TimeoutError as error:
-            self.close()
-            raise BenchError(f"no machine was ready within {READY_S:g} s") from error
+            self._started.result()
         except BaseException:
             self.close()
             raise
@@ -133,29 +130,24 @@ class RayBench:
         except Exception as error:
             # Pickling runs the user's code, which may raise any error.
             raise Mistake(f"kernel {type(kernel).__name__} cannot be pickled: {error}") from error
-        future: Future[Result] = Future()
         with self._lock:
             if self._ended is not None:
                 raise self._ended
-            number, self._next = self._next, self._next + 1
-            self._waiting[number] = (future, group, payload)
-            self._unsaid.append(("submit", number, group, payload))
-        future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
-        self._ring()
-        return future
+            return asyncio.run_coroutine_threadsafe(self._measure(group, payload), self._loop)
 
     def stats(self) -> dict[str, float]:
         """Returns the counters of `Bench.stats`, added over all machines, at most some seconds old.
 
         And: "machines", "unsent" (texts that wait for a machine), "sent" (to one), "moved" (texts lost with a machine, so far).
         """
-        with self._lock:
-            return dict(self._stats)
+        return dict(self._stats)
 
     def close(self) -> None:
         """Ends all actors and their processes. Futures that are not done raise BenchError. A second call does nothing."""
         self._end(BenchError("the bench is closed"))
-        self._ring()
+        with suppress(RuntimeError):
+            # The loop is closed where the service had ended before.
+            self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join(timeout=2 * CLOSE_S)
 
     def __enter__(self) -> Self:
@@ -164,168 +156,181 @@ class RayBench:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _cancel(self, number: int) -> None:
-        with self._lock:
-            if self._waiting.pop(number, None) is None or self._ended is not None:
-                return
-            self._unsaid.append(("cancel", number))
-        self._ring()
-
-    def _ring(self) -> None:
-        """Wakes the thread that runs `_serve`."""
-        try:
-            self._bell.send(b"!", socket.MSG_DONTWAIT)
-        except OSError:
-            # The socket is full of earlier rings, so the thread will wake up anyway, or the thread has ended.
-            pass
-
     def _end(self, reason: BenchError) -> None:
         """Records why nothing is accepted any more. Only the first reason counts."""
         with self._lock:
             self._ended = self._ended or reason
 
-    def _serve(self, started: Future) -> None:
-        """Runs in the thread: keeps Ray's process, tells it what is to do, and hands out what it says."""
-        process = None
+    def _run(self) -> None:
+        """Runs in the thread."""
+        with suppress(asyncio.CancelledError):
+            # That is how `close` ends it.
+            asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        """Keeps Ray's process, and through it an actor on each machine, until this object is closed or fails."""
+        self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
+        self._giving = asyncio.create_task(self._give())
         try:
-            while self._ended is None:
-                process = _Process(self._hello)
-                with self._lock:
-                    submits = [("submit", number, group, data) for number, (_, group, data) in self._waiting.items()]
-                    self._unsaid = deque(submits)
-                self._talk(process, started)
-                process.end(self._ended is not None)
-                if not started.done():
-                    self._end(BenchError(self._why_none))
-                    started.set_exception(self._ended)
-                give_up_at = time.monotonic() + RETRY_S
-                while self._ended is None and time.monotonic() < give_up_at:
-                    self._check_clock()
-                    wait([self._listener], timeout=WAKE_S)
-                    self._hush()
+            async with asyncio.timeout(READY_S) as self._patience:
+                while True:
+                    await self._keep_process()
+                    log.warning("bench on Ray: %s", self._faults[""])
+                    if not self._started.done():
+                        raise BenchError(self._faults[""])
+                    await asyncio.sleep(REST_S)
+        except TimeoutError:
+            seconds = LOST_S if self._started.done() else READY_S
+            why = "; ".join(self._faults.values()) or "none is ready"
+            self._end(BenchError(f"no machine with the resource {self._resource!r} for {seconds:g} s: {why}"))
+        except BenchError as error:
+            self._end(error)
         except Exception as error:
             # Whatever the error is, everyone who waits for a result has to get it.
             log.exception("bench on Ray: the thread failed")
             self._end(BenchError(f"the thread that serves the bench has failed: {error!r}"))
         finally:
-            self._end(BenchError("the thread that serves the bench has ended"))
-            if process is not None:
-                process.end(False)
-            with self._lock:
-                left = [future for future, _, _ in self._waiting.values()]
-                self._waiting.clear()
-            for future in left:
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(self._ended)
-            if not started.done():
-                started.set_exception(self._ended)
-            self._bell.close()
-            self._listener.close()
+            # Those of texts then raise `_ended`.
+            tasks = asyncio.all_tasks() - {self._serving}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if not self._started.done():
+                self._started.set_exception(self._ended)
 
-    def _talk(self, process: "_Process", started: Future) -> None:
-        """Talks to a process until it ends or this object does."""
-        while self._ended is None:
+    async def _keep_process(self) -> None:
+        """Lives one life of Ray's process. Raises BenchError where, at the start, no machine can be used."""
+        keepers: dict[str, asyncio.Task] = {}  # one for each machine, by Ray's name of it
+        # Ray prints a page for each machine that is lost. It is read only if the process itself ends badly.
+        with tempfile.NamedTemporaryFile(prefix="ray-") as printed:
+            module, first = "torchtune_ext.measured.ray_process", [self._address, self._resource]
+            self._process = ChildProcess("Ray's process", module, Path(printed.name), self._hear, first)
+            self._faults.pop("", None)
             try:
                 while True:
-                    with self._lock:
-                        if not self._unsaid:
-                            break
-                        message = self._unsaid.popleft()
-                    process.connection.send(message)
-                if process.connection in wait([self._listener, process.connection], timeout=WAKE_S):
-                    self._hear(process.connection.recv(), started)
-            except _LOST as error:
-                self._why_none = self._why_none or f"Ray's process has ended ({process.epitaph(error)})"
-                log.warning("bench on Ray: %s", self._why_none)
-                return
-            self._hush()
-            self._check_clock()
+                    async with within(SILENT_S, "no answer of the Ray cluster"):
+                        address, titles = await self._process.ask("machines")
+                    for name in keepers.keys() - titles.keys():
+                        keeper = keepers.pop(name)
+                        keeper.cancel()
+                        log.warning("bench: %s: Ray says that the machine has gone", keeper.get_name())
+                    for name in titles.keys() - keepers.keys():
+                        keeper = self._keep_actor(name, titles[name])
+                        keepers[name] = asyncio.create_task(keeper, name=titles[name])
+                    for task in (self._giving, *keepers.values()):
+                        if task.done():
+                            # It may have ended with an error that nobody has foreseen.
+                            task.result()
+                    if not self._started.done():
+                        self._judge(address, titles)
+                    await asyncio.sleep(LOOK_S)
+            except CoreLost as lost:
+                tail = log_tail(Path(printed.name), 0)[-MAX_PRINTED:]
+                self._faults.setdefault("", f"{lost}; it had printed:\n{tail}" if tail else str(lost))
+            finally:
+                with suppress(CoreLost):
+                    async with within(CLOSE_S, "no end"):
+                        await self._process.ask("close")
+                for keeper in keepers.values():
+                    keeper.cancel()
+                await self._process.stop()
 
-    def _hear(self, message: tuple, started: Future) -> None:
-        match message:
-            case ("result", number, data):
-                self._answer(number, pickle.loads(data), None)
-            case ("failed", number, why):
-                self._answer(number, None, BenchError(why))
-            case ("stats", stats):
-                with self._lock:
-                    self._stats = stats
-                if stats["machines"]:
-                    self._served_at, self._why_none = time.monotonic(), ""
-            case ("log", level, name, text):
-                logging.getLogger(name).log(level, "%s", text)
-            case ("ready",):
-                if not started.done():
-                    started.set_result(None)
-            case ("refused", why):
-                self._why_none = why
+    def _hear(self, kind: str, why: str) -> None:
+        """Takes what Ray's process says unasked: why it cannot join the cluster."""
+        self._faults[""] = why
 
-    def _answer(self, number: int, result: Result | None, error: BenchError | None) -> None:
-        with self._lock:
-            future, _, _ = self._waiting.pop(number, (None, None, None))
-        if future is None or not future.set_running_or_notify_cancel():
-            return
-        future.set_result(result) if error is None else future.set_exception(error)
-
-    def _check_clock(self) -> None:
-        """Ends this object when there has been no machine for too long."""
-        if time.monotonic() > self._served_at + LOST_S:
-            why = self._why_none or "all have gone"
-            self._end(BenchError(f"no machine with the resource {self._resource!r} for {LOST_S:g} s: {why}"))
-
-    def _hush(self) -> None:
-        """Takes in what was rung."""
-        try:
-            self._listener.recv(1 << 16)
-        except BlockingIOError:
-            pass
-
-
-class _Process:
-    """Ray's process, as the trainer sees it."""
-
-    def __init__(self, hello: tuple) -> None:
-        ours, theirs = socket.socketpair()
-        # Ray prints a page for each machine that is lost. It is read only if this process itself ends badly.
-        self._printed = tempfile.TemporaryFile()
-        with ours, theirs:
-            command = [sys.executable, "-P", "-m", "torchtune_ext.measured.ray_process", str(theirs.fileno())]
-            # Ray adds the working directory to sys.path on every machine, where it may be anything.
-            self._process = subprocess.Popen(
-                [*command, str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._printed,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env={**environment(), **SETTINGS},
-                cwd="/",
+    def _judge(self, address: str, titles: Mapping[str, str]) -> None:
+        """Raises BenchError where no machine can be used."""
+        if not titles:
+            raise BenchError(
+                f"no machine of the Ray cluster at {address} carries the resource {self._resource!r}. On each machine that "
+                f"measures: {member_command(address, self._resource)}"
             )
-            self.connection = Connection(ours.detach())
-        self.connection.send(hello)
+        if titles.keys() <= self._faults.keys():
+            raise BenchError("no machine can measure: " + "; ".join(self._faults[name] for name in titles))
 
-    def epitaph(self, error: BaseException) -> str:
-        """Says how it ended, with its last words."""
-        try:
-            cause = f"exit status {self._process.wait(timeout=1.0)}"
-        except subprocess.TimeoutExpired:
-            cause = type(error).__name__
-        self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - MAX_PRINTED))
-        printed = self._printed.read().decode(errors="replace").strip()
-        return f"{cause}; it had printed:\n{printed}" if printed else cause
+    async def _keep_actor(self, name: str, title: str) -> None:
+        """Keeps an actor on a machine, again and again, until the machine has gone or says that it never can measure."""
+        state = ""
+        while state != "refused":
+            try:
+                async with within(SILENT_S, f"no actor was ready (does another program use its {self._resource}?)"):
+                    state, text, room = await self._process.ask("start", name, *self._start_with)
+                if state == "refused":
+                    raise CoreLost(text)
+                await self._look_after(Machine(name, text, room, title))
+            except CoreLost as lost:
+                self._faults[name] = f"{title}: {lost}"
+                again = "it is not used" if state == "refused" else f"tried again in {REST_S:g} s"
+                log.warning("bench: %s; %s", self._faults[name], again)
+            with suppress(CoreLost):
+                await self._process.ask("kill", name)
+            await asyncio.sleep(REST_S)
 
-    def end(self, in_good_order: bool) -> None:
-        """Ends the process. In good order, it first has the actors end their own."""
+    async def _look_after(self, machine: Machine) -> None:
+        """Has a machine measure as long as its actor is well. Raises CoreLost."""
+        log.info("bench: %s measures: %s", machine.title, machine.kind)
+        self._dispatch.machines[machine.name] = machine
+        self._faults.pop(machine.name, None)
+        if not self._started.done():
+            self._started.set_result(None)
         try:
-            if in_good_order:
-                self.connection.send(("close",))
-                # What it still has to say must not keep it from ending.
-                while self.connection.poll(CLOSE_S):
-                    self.connection.recv()
-        except _LOST:
-            # It has ended.
-            pass
-        self._process.kill()
-        self._process.wait()
-        self.connection.close()
-        self._printed.close()
+            while not machine.fault:
+                self._changed.set()
+                async with within(SILENT_S, "no answer"):
+                    self._counters[machine.name], lines = await self._process.ask("look", machine.name)
+                for level, logger, line in lines:
+                    logging.getLogger(logger).log(level, "%s: %s", machine.title, line)
+                self._patience.reschedule(self._loop.time() + LOST_S)
+                await asyncio.sleep(LOOK_S)
+            raise CoreLost(machine.fault)
+        finally:
+            del self._dispatch.machines[machine.name]
+            counters = self._counters.pop(machine.name, {})
+            self._past.update({key: value for key, value in counters.items() if key not in NOW})
+            self._changed.set()
+
+    async def _give(self) -> None:
+        """Gives texts to machines that have room, and counts, whenever something has changed."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while (text := self._dispatch.next()) is not None:
+                text.placed.set()
+            total = Counter(self._past)
+            for counters in self._counters.values():
+                total.update(counters)
+            waits = Counter(text.machine is None for text in self._dispatch.texts.values())
+            machines = len(self._dispatch.machines)
+            self._stats = {**total, "machines": machines, "sent": waits[False], "unsent": waits[True]}
+
+    async def _measure(self, group: str | int | None, payload: bytes) -> Result:
+        """Has a text measured, by another machine if one is lost or fails."""
+        number, text = next(self._numbers), Text(group)
+        self._dispatch.texts[number] = text
+        try:
+            for _ in range(MAX_TRIES):
+                self._changed.set()
+                await text.placed.wait()
+                machine = text.machine
+                try:
+                    state, value = await self._process.ask("measure", machine.name, payload)
+                except CoreLost as lost:
+                    state, value = "broken", str(lost)
+                if state == "result":
+                    return pickle.loads(value)
+                if state == "broken":
+                    machine.fault = machine.fault or value
+                    self._past["moved"] += 1
+                else:
+                    text.failed_at = machine.name
+                text.machine = None
+                text.placed.clear()
+            raise BenchError(f"tried {MAX_TRIES} times; the last time: {machine.title}: {value}")
+        except asyncio.CancelledError:
+            if self._ended is not None:
+                raise self._ended from None
+            raise
+        finally:
+            del self._dispatch.texts[number]
+            self._changed.set()

@@ -11,6 +11,12 @@ from torchtune_ext.run.errors import Failure
 
 KNOCK_S = 5.0  # seconds for the address to accept a connection
 CONNECT_S = 15.0  # seconds for Ray to answer behind it
+# No message to Ray's makers, no environment that `uv run` would build on each machine, and no warning about either.
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
 
 
 class Refused(Failure):
@@ -57,6 +63,7 @@ def connect(address: str, refuse: Callable[[str], Any]) -> Any:
     watchdog = threading.Timer(CONNECT_S, give_up)
     watchdog.daemon = True
     watchdog.start()
+    os.environ.update(SETTINGS)
     try:
         import ray
 

@@ -3,8 +3,8 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -320,6 +320,16 @@ async def together(*work: Awaitable[T]) -> list[T]:
         for task in tasks:
             task.add_done_callback(fetch_error)
             task.cancel()
+
+
+@asynccontextmanager
+async def within(limit_s: float, what: str) -> AsyncIterator[None]:
+    """Raises CoreLost where the body takes longer. Args: what: did not happen."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise CoreLost(f"{what} within {limit_s:g} s") from None
 
 
 async def bounded(

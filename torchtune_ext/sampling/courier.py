@@ -6,14 +6,14 @@ and a new sender makes the group again without those that do not; where all answ
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchtune_ext.sampling.calls import CoreLost, together
+from torchtune_ext.sampling.calls import CoreLost, together, within
 from torchtune_ext.sampling.child_process import ChildProcess
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
@@ -188,16 +188,6 @@ class Courier:
         sender, self._sender = self._sender, None
         if sender is not None:
             await sender.stop()
-
-
-@asynccontextmanager
-async def within(limit_s: float, what: str) -> AsyncIterator[None]:
-    """Raises CoreLost where the body takes longer. Args: what: did not happen."""
-    try:
-        async with asyncio.timeout(limit_s):
-            yield
-    except TimeoutError:
-        raise CoreLost(f"{what} within {limit_s:g} s") from None
 
 
 def _lose(parcels: list[Parcel], why: str) -> None:

@@ -2,131 +2,156 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from torchtune_ext.measured import dispatch as dispatch_module
-from torchtune_ext.measured.dispatch import Dispatch
+from torchtune_ext.measured.dispatch import Dispatch, Machine, Text
 
 
-def dispatch_of(*machines):
-    """Each machine is (name, kind, room)."""
-    dispatch = Dispatch()
-    for machine in machines:
-        dispatch.join(*machine)
-    return dispatch
+class Tried(Dispatch):
+    """What the tasks of texts and machines do with it, in short words."""
 
+    def __init__(self, *machines):
+        """Each machine is (name, kind, room)."""
+        super().__init__()
+        for machine in machines:
+            self.join(*machine)
 
-def given_out(dispatch):
-    """Gives out all that can be given out: the machine of each text."""
-    given = {}
-    while (pair := dispatch.next()) is not None:
-        given[pair[0]] = pair[1]
-    return given
+    def join(self, name, kind, room):
+        self.machines[name] = Machine(name, kind, room)
+
+    def leave(self, name):
+        """Takes out a machine, and returns the numbers of the texts that it had."""
+        machine = self.machines.pop(name)
+        lost = [number for number, text in self.texts.items() if text.machine is machine]
+        for number in lost:
+            self.texts[number].machine = None
+        return lost
+
+    def add(self, number, group=None):
+        self.texts[number] = Text(group)
+
+    def done(self, number):
+        del self.texts[number]
+
+    def again(self, number):
+        text = self.texts[number]
+        text.failed_at, text.machine = text.machine.name, None
+
+    def given_out(self):
+        """Gives out all that can be given out: the machine of each text."""
+        given = {}
+        while (text := self.next()) is not None:
+            given[self.number(text)] = text.machine.name
+        return given
+
+    def number(self, text):
+        return next(number for number, each in self.texts.items() if each is text)
 
 
 def test_the_machine_with_the_least_work_is_next():
-    dispatch = dispatch_of(("a", "x", 9), ("b", "x", 9))
+    dispatch = Tried(("a", "x", 9), ("b", "x", 9))
     for number in range(4):
         dispatch.add(number)
-    assert Counter(given_out(dispatch).values()) == {"a": 2, "b": 2}
+    assert Counter(dispatch.given_out().values()) == {"a": 2, "b": 2}
     dispatch.done(0)
     dispatch.done(2)
     dispatch.add(4)
-    assert given_out(dispatch) == {4: "a"}
+    assert dispatch.given_out() == {4: "a"}
 
 
 def test_a_machine_has_no_more_than_its_room_and_one_that_joins_finds_work():
-    dispatch = dispatch_of(("a", "x", 2))
+    dispatch = Tried(("a", "x", 2))
     for number in range(6):
         dispatch.add(number)
-    assert given_out(dispatch) == {0: "a", 1: "a"}
+    assert dispatch.given_out() == {0: "a", 1: "a"}
     dispatch.join("b", "x", 3)
-    assert given_out(dispatch) == {2: "b", 3: "b", 4: "b"}
+    assert dispatch.given_out() == {2: "b", 3: "b", 4: "b"}
     dispatch.done(0)
-    assert given_out(dispatch) == {5: "a"}
+    assert dispatch.given_out() == {5: "a"}
 
 
 def test_what_a_lost_machine_had_comes_first_in_the_order_in_which_it_came():
-    dispatch = dispatch_of(("a", "x", 3))
+    dispatch = Tried(("a", "x", 3))
     for number in range(5):
         dispatch.add(number)
-    given_out(dispatch)
+    dispatch.given_out()
     assert dispatch.leave("a") == [0, 1, 2]
-    assert given_out(dispatch) == {} and len(dispatch) == 5
+    assert dispatch.given_out() == {}
     dispatch.join("b", "x", 4)
-    assert list(given_out(dispatch)) == [0, 1, 2, 3]
+    assert list(dispatch.given_out()) == [0, 1, 2, 3]
+
+
+def test_a_machine_with_a_fault_gets_nothing_more():
+    dispatch = Tried(("a", "x", 3))
+    dispatch.add(0)
+    dispatch.machines["a"].fault = "its Bench is closed"
+    assert dispatch.given_out() == {}
 
 
 def test_a_group_is_measured_on_one_machine_also_if_its_texts_come_late():
-    dispatch = dispatch_of(("a", "x", 2), ("b", "x", 2))
+    dispatch = Tried(("a", "x", 2), ("b", "x", 2))
     for number in range(4):
         dispatch.add(number, "g")
-    assert given_out(dispatch) == {0: "a", 1: "a"}
+    assert dispatch.given_out() == {0: "a", 1: "a"}
     for number in range(2):
         dispatch.done(number)
-    assert given_out(dispatch) == {2: "a", 3: "a"}
+    assert dispatch.given_out() == {2: "a", 3: "a"}
     dispatch.add(4, "other")
-    assert given_out(dispatch) == {4: "b"}
+    assert dispatch.given_out() == {4: "b"}
     dispatch.add(5, "g")
-    assert given_out(dispatch) == {}, "b has room, and yet the text waits for the machine of its group"
+    assert dispatch.given_out() == {}, "b has room, and yet the text waits for the machine of its group"
     dispatch.done(2)
-    assert given_out(dispatch) == {5: "a"}
+    assert dispatch.given_out() == {5: "a"}
 
 
 def test_a_group_without_its_machine_goes_to_one_of_the_same_kind():
-    dispatch = dispatch_of(("a", "x", 3))
+    dispatch = Tried(("a", "x", 3))
     for number in range(3):
         dispatch.add(number, "g")
-    given_out(dispatch)
+    dispatch.given_out()
     dispatch.done(0)
     dispatch.join("b", "y", 9)
     dispatch.join("c", "x", 1)
     dispatch.leave("a")
-    assert given_out(dispatch) == {1: "c"}, "b has more room, but its speeds are other ones"
+    assert dispatch.given_out() == {1: "c"}, "b has more room, but its speeds are other ones"
     dispatch.leave("c")
-    assert given_out(dispatch) == {1: "b", 2: "b"}, "there is no other of its kind"
+    assert dispatch.given_out() == {1: "b", 2: "b"}, "there is no other of its kind"
 
 
 def test_a_text_that_failed_goes_to_another_machine_if_there_is_one():
-    dispatch = dispatch_of(("a", "x", 1), ("b", "x", 1))
+    dispatch = Tried(("a", "x", 1), ("b", "x", 1))
     dispatch.add(0)
-    assert given_out(dispatch) == {0: "a"}
+    assert dispatch.given_out() == {0: "a"}
     dispatch.again(0)
-    assert given_out(dispatch) == {0: "b"}
+    assert dispatch.given_out() == {0: "b"}
     dispatch.leave("a")
     dispatch.again(0)
-    assert given_out(dispatch) == {0: "b"}
+    assert dispatch.given_out() == {0: "b"}
 
 
 def test_a_canceled_text_takes_no_room():
-    dispatch = dispatch_of(("a", "x", 1))
+    dispatch = Tried(("a", "x", 1))
     for number in range(3):
         dispatch.add(number, "g" if number else None)
-    assert given_out(dispatch) == {0: "a"}
-    assert dispatch.cancel(1) is None and dispatch.cancel(0) == "a" and dispatch.cancel(0) is None
-    assert given_out(dispatch) == {2: "a"}
-    assert len(dispatch) == 1
+    assert dispatch.given_out() == {0: "a"}
+    dispatch.done(1)
+    dispatch.done(0)
+    assert dispatch.given_out() == {2: "a"}
 
 
 def test_machines_of_old_groups_are_forgotten(monkeypatch):
     monkeypatch.setattr(dispatch_module, "KEPT_GROUPS", 2)
-    dispatch = dispatch_of(("a", "x", 9), ("b", "x", 9))
+    dispatch = Tried(("a", "x", 9), ("b", "x", 9))
     for number in range(3):
         dispatch.add(number, number)
-    assert given_out(dispatch) == {0: "a", 1: "b", 2: "a"}
+    assert dispatch.given_out() == {0: "a", 1: "b", 2: "a"}
     dispatch.add(3, 1)
     dispatch.add(4, 0)
-    assert given_out(dispatch) == {3: "b", 4: "a"}
+    assert dispatch.given_out() == {3: "b", 4: "a"}
     assert len(dispatch._homes) == 2
-
-
-@pytest.mark.parametrize("name, room", [("a", 1), ("b", 0)])
-def test_a_machine_that_is_there_or_has_no_room_is_refused(name, room):
-    with pytest.raises(ValueError, match=name):
-        dispatch_of(("a", "x", 1)).join(name, "x", room)
 
 
 class Anything(RuleBasedStateMachine):
@@ -134,13 +159,13 @@ class Anything(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.dispatch = Dispatch()
+        self.dispatch = Tried()
         self.next_number = 0
         self.open = {}  # what is not done: its group
         self.at_work = {}  # what machines have: their name
         self.rooms = {}
         self.kinds = {}
-        self.homes = {}  # machine of each group, as long as that machine is there
+        self.homes = {}  # machine of each group
         self.seen = {}  # kind of the last machine of each group
         self.free = set()  # what has failed once is not bound to its group
 
@@ -165,19 +190,18 @@ class Anything(RuleBasedStateMachine):
         for number in had:
             del self.at_work[number]
         del self.rooms[name]
-        self.homes = {group: home for group, home in self.homes.items() if home != name}
 
     @rule(times=st.integers(1, 5))
     def give(self, times):
         for _ in range(times):
             loads = {name: sum(place == name for place in self.at_work.values()) for name in self.rooms}
             waiting = self.open.keys() - self.at_work.keys()
-            given = self.dispatch.next()
-            if given is None:
+            text = self.dispatch.next()
+            if text is None:
                 for number in waiting - self.free:
                     assert not any(loads[name] < self.rooms[name] for name in self.allowed(self.open[number]))
                 return
-            number, name = given
+            number, name = self.dispatch.number(text), text.machine.name
             group = self.open[number]
             assert number in waiting and loads[name] < self.rooms[name]
             if group is None and number not in self.free:
@@ -190,45 +214,40 @@ class Anything(RuleBasedStateMachine):
 
     def allowed(self, group):
         """The machines that a text of the group may go to: its own, or those of the same kind, or any."""
-        if group in self.homes:
+        if self.homes.get(group) in self.rooms:
             return {self.homes[group]}
         return {name for name in self.rooms if self.kinds[name] == self.seen.get(group)} or set(self.rooms)
 
     @precondition(lambda self: self.at_work)
-    @rule(data=st.data(), how=st.sampled_from(["done", "again"]))
-    def end(self, data, how):
+    @rule(data=st.data())
+    def fail(self, data):
         number = data.draw(st.sampled_from(sorted(self.at_work)))
-        getattr(self.dispatch, how)(number)
+        self.dispatch.again(number)
         del self.at_work[number]
-        if how == "done":
-            del self.open[number]
-            self.free.discard(number)
-        else:
-            self.free.add(number)
+        self.free.add(number)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
-    def cancel(self, data):
+    def end(self, data):
+        """It is measured, or canceled."""
         number = data.draw(st.sampled_from(sorted(self.open)))
-        assert self.dispatch.cancel(number) == self.at_work.pop(number, None)
+        self.dispatch.done(number)
+        self.at_work.pop(number, None)
         del self.open[number]
         self.free.discard(number)
 
     @invariant()
     def every_text_is_in_one_place(self):
-        line = [number for numbers in self.dispatch._line.values() for number in numbers]
-        bound = [number for machine in self.dispatch.machines.values() for number in machine.bound]
-        has = [number for machine in self.dispatch.machines.values() for number in machine.at_work]
-        assert sorted(line + bound + has) == sorted(self.open)
-        assert {number: self.dispatch._places[number] for number in has} == self.at_work
-        assert len(self.dispatch) == len(self.open) and self.dispatch.at_work == len(self.at_work)
+        assert self.dispatch.texts.keys() == self.open.keys()
+        placed = {number: text.machine.name for number, text in self.dispatch.texts.items() if text.machine is not None}
+        assert placed == self.at_work
 
     def teardown(self):
         """Whatever happened, one large machine gets all that is left."""
         for name in sorted(self.rooms):
             self.dispatch.leave(name)
         self.dispatch.join("last", "z", 1000)
-        assert sorted(given_out(self.dispatch)) == sorted(self.open)
+        assert sorted(self.dispatch.given_out()) == sorted(self.open)
 
 
 Anything.TestCase.settings = settings(max_examples=100, stateful_step_count=30)

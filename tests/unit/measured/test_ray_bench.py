@@ -1,18 +1,21 @@
 """What the service on Ray refuses before it has a cluster, each time with what helps."""
 
+import asyncio
+import logging
 import os
 import socket
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 
-from torchtune_ext.measured import ray_bench, ray_host
+from torchtune_ext.measured import ray_bench, ray_process
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import BenchError
+from torchtune_ext.sampling.child_process import pack, receive
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 
@@ -56,21 +59,22 @@ def test_an_address_at_which_somebody_answers_who_is_not_ray_is_refused():
         address = f"127.0.0.1:{server.getsockname()[1]}"
         command = [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())]
         with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL) as process:
-            connection = Connection(ours.detach())
-            connection.send((address, "bench_host", b"", ()))
-            assert connection.poll(60)
-            said, why = connection.recv()
+            ours.settimeout(60)
+            ours.sendall(pack([address, "bench_host"]))
+            ((_, kind, why),) = receive(ours)
             process.wait(timeout=60)
-            connection.close()
-    assert said == "refused"
+    assert kind == "unreachable"
     assert "does not answer" in why and f"ray start --address={address}" in why
 
 
-def test_lines_of_the_log_are_kept_until_they_are_fetched():
-    kept = ray_host.Kept()
-    logger = ray_host.logging.getLogger("torchtune_ext.of_this_test")
-    logger.addHandler(kept)
-    logger.warning("core %d is busy", 3)
-    logger.info("all is well")
-    assert kept.take() == [(ray_host.logging.WARNING, logger.name, "core 3 is busy")]
-    assert kept.take() == []
+def test_lines_of_a_machines_log_are_kept_until_they_are_fetched():
+    host = ray_process.Host()
+    host.bench = SimpleNamespace(stats=lambda: {"done": 1.0})
+    logger = logging.getLogger("torchtune_ext.of_this_test")
+    try:
+        logger.warning("core %d is busy", 3)
+        logger.info("all is well")
+        assert asyncio.run(host.look()) == ({"done": 1.0}, [(logging.WARNING, logger.name, "core 3 is busy")])
+        assert asyncio.run(host.look()) == ({"done": 1.0}, [])
+    finally:
+        logging.getLogger("torchtune_ext").handlers.pop()
