@@ -19,6 +19,7 @@ pytest.importorskip("tree_sitter_c")
 from ray_cluster import RayCluster
 
 import torchtune_ext
+from torchtune_ext.measured import ray_bench
 from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import Deadlines
 from torchtune_ext.measured.kernels import Dgemm
@@ -120,6 +121,27 @@ def test_a_machine_that_is_killed_loses_no_program_and_one_that_comes_is_used(cl
         os.kill(cluster.raylets.pop(1), signal.SIGKILL)
         more = [bench.submit(KERNEL, text) for text in TEXTS[: len(PROGRAMS)]]
         assert outcomes(more) == local_outcomes[: len(PROGRAMS)]
+
+
+@pytest.mark.rest
+def test_an_actor_that_is_silent_and_a_ray_process_that_is_killed_lose_no_program(cluster, monkeypatch, caplog):
+    monkeypatch.setattr(ray_bench, "SILENT_S", 15.0)
+    monkeypatch.setattr(ray_bench, "REST_S", 2.0)
+    wrong = [f"```c\n{PROGRAMS['wrong']}// silent {i}\n```" for i in range(16)]
+    with RayBench(cluster.address, **SETTINGS) as bench:
+        wait_until(lambda: bench.stats().get("machines") == len(cluster.raylets), END_S)
+        actors = [each for each in cluster.processes() if "ray::Host" in " ".join(each.cmdline())]
+        futures = [bench.submit(KERNEL, text) for text in wrong[:8]]
+        actors[0].suspend()
+        assert outcomes(futures) == ["wrong_result"] * 8
+        assert "no answer within 15 s" in caplog.text and bench.stats()["moved"] > 0
+        futures = [bench.submit(KERNEL, text) for text in wrong[8:]]
+        (process,) = [each for each in psutil.Process().children() if "ray_process" in " ".join(each.cmdline())]
+        process.kill()
+        assert outcomes(futures) == ["wrong_result"] * 8
+        assert "Ray's process was killed by SIGKILL" in caplog.text
+        actors += [each for each in cluster.processes() if "ray::Host" in " ".join(each.cmdline())]
+    assert psutil.wait_procs(actors, timeout=20)[1] == []
 
 
 def test_actors_end_with_a_driver_that_is_killed(cluster):

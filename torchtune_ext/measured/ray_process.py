@@ -58,13 +58,11 @@ class Host:
         try:
             from torchtune_ext.measured.version import version
         except ImportError as error:
-            return "refused", f"torchtune_ext cannot be imported there ({error})", 0
+            why = f"torchtune_ext cannot be imported there ({error}), and {version_here} is here: install the same"
+            return "refused", why, 0
         if version() != version_here:
-            return (
-                "refused",
-                f"torchtune_ext {version()} is installed there, and {version_here} here: install the same",
-                0,
-            )
+            why = f"torchtune_ext {version()} is installed there, and {version_here} here: install the same"
+            return "refused", why, 0
         sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
         from torchtune_ext.measured.bench import Bench
         from torchtune_ext.measured.machine import fingerprint
