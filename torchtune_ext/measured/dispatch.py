@@ -39,15 +39,15 @@ class Dispatch:
 
     def __init__(self) -> None:
         self.machines: dict[str, Machine] = {}  # by name
-        self.texts: dict[int, Text] = {}  # all that are not done, by number, in the order in which they came
+        self.texts: list[Text] = []  # all that are not done, in the order in which they came
         self._homes: OrderedDict[Hashable, Machine] = OrderedDict()  # the machine of each group, also when it is lost
 
     def next(self) -> Text | None:
         """Gives out a text, whose `machine` is then the one that gets it; None: nothing can be given out now."""
-        loads = Counter(text.machine for text in self.texts.values())
+        loads = Counter(text.machine for text in self.texts)
         free = [each for each in self.machines.values() if loads[each] < each.room and not each.fault]
         for machine in sorted(free, key=lambda each: loads[each]):
-            for text in self.texts.values():
+            for text in self.texts:
                 if text.machine is None and self._may_go(text, machine):
                     text.machine = machine
                     self._bind(text, machine)

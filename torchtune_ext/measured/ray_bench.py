@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -90,7 +89,6 @@ class RayBench:
         self._process: ChildProcess | None = None  # Ray's driver
         self._dispatch = Dispatch()
         self._changed = asyncio.Event()  # a text may have a place now
-        self._numbers = count()
         self._counters: dict[str, Mapping[str, float]] = {}  # of each machine
         self._past: Counter[str] = Counter(moved=0)  # counters of machines that have left
         self._faults: dict[str, str] = {}  # why a machine, or the cluster (""), cannot be used
@@ -300,14 +298,14 @@ class RayBench:
             total = Counter(self._past)
             for counters in self._counters.values():
                 total.update(counters)
-            waits = Counter(text.machine is None for text in self._dispatch.texts.values())
+            waits = Counter(text.machine is None for text in self._dispatch.texts)
             machines = len(self._dispatch.machines)
             self._stats = {**total, "machines": machines, "sent": waits[False], "unsent": waits[True]}
 
     async def _measure(self, group: str | int | None, payload: bytes) -> Result:
         """Has a text measured, by another machine if one is lost or fails."""
-        number, text = next(self._numbers), Text(group)
-        self._dispatch.texts[number] = text
+        text = Text(group)
+        self._dispatch.texts.append(text)
         try:
             for _ in range(MAX_TRIES):
                 self._changed.set()
@@ -332,5 +330,5 @@ class RayBench:
                 raise self._ended from None
             raise
         finally:
-            del self._dispatch.texts[number]
+            self._dispatch.texts.remove(text)
             self._changed.set()

@@ -16,6 +16,7 @@ class Tried(Dispatch):
     def __init__(self, *machines):
         """Each machine is (name, kind, room)."""
         super().__init__()
+        self.numbered = {}
         for machine in machines:
             self.join(*machine)
 
@@ -25,19 +26,20 @@ class Tried(Dispatch):
     def leave(self, name):
         """Takes out a machine, and returns the numbers of the texts that it had."""
         machine = self.machines.pop(name)
-        lost = [number for number, text in self.texts.items() if text.machine is machine]
+        lost = [number for number, text in self.numbered.items() if text.machine is machine]
         for number in lost:
-            self.texts[number].machine = None
+            self.numbered[number].machine = None
         return lost
 
     def add(self, number, group=None):
-        self.texts[number] = Text(group)
+        self.numbered[number] = Text(group)
+        self.texts.append(self.numbered[number])
 
     def done(self, number):
-        del self.texts[number]
+        self.texts.remove(self.numbered.pop(number))
 
     def again(self, number):
-        text = self.texts[number]
+        text = self.numbered[number]
         text.failed_at, text.machine = text.machine.name, None
 
     def given_out(self):
@@ -48,7 +50,7 @@ class Tried(Dispatch):
         return given
 
     def number(self, text):
-        return next(number for number, each in self.texts.items() if each is text)
+        return next(number for number, each in self.numbered.items() if each is text)
 
 
 def test_the_machine_with_the_least_work_is_next():
@@ -238,8 +240,9 @@ class Anything(RuleBasedStateMachine):
 
     @invariant()
     def every_text_is_in_one_place(self):
-        assert self.dispatch.texts.keys() == self.open.keys()
-        placed = {number: text.machine.name for number, text in self.dispatch.texts.items() if text.machine is not None}
+        texts = self.dispatch.numbered
+        assert texts.keys() == self.open.keys() and [*texts.values()] == self.dispatch.texts
+        placed = {number: text.machine.name for number, text in texts.items() if text.machine is not None}
         assert placed == self.at_work
 
     def teardown(self):
