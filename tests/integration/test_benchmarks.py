@@ -8,6 +8,7 @@ import pytest
 import recipe_runs as runs
 import step
 import torch
+import turns_trl
 
 pytestmark = [pytest.mark.slow, pytest.mark.rest, pytest.mark.timeout(900)]
 
@@ -70,3 +71,22 @@ def test_step_refuses_to_time_another_computation(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "whole_mask", lambda row: torch.ones(1, *2 * row.tokens_T.shape, dtype=torch.bool).tril())
     with pytest.raises(RuntimeError, match="gradient of 'dense' differs"):
         step.differences(step.make_ways(["dense"], case), case.dtype)
+
+
+def test_turns_trl_sees_what_is_not_trained_on_as_it_was_sampled():
+    """Of two episodes one ends with its first turn; behind the other's turn stand two tokens of the game."""
+    episodes = []
+    turns_trl.follow(episodes, [[1, 2], [1, 2]], [[3, 4], [5, 4]])
+    turns_trl.follow(episodes, [[1, 2, 5, 4, 6, 7]], [[8, 4]])
+    batch = {
+        "prompt_ids": torch.tensor([[0, 1, 2], [0, 1, 2]]),
+        "prompt_mask": torch.tensor([[0, 1, 1], [0, 1, 1]]),
+        "completion_ids": torch.tensor([[3, 4, 0, 0, 0, 0], [5, 4, 6, 7, 8, 4]]),
+        "completion_mask": torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]),
+        "tool_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1]]),
+    }
+    assert turns_trl.differing(episodes, batch) == 0
+    for name, place, value in (("completion_ids", (1, 4), 9), ("tool_mask", (1, 2), 1), ("completion_mask", (1, 5), 0)):
+        wrong = batch[name].clone()
+        wrong[place] = value
+        assert turns_trl.differing(episodes, batch | {name: wrong}) == 1, name
