@@ -17,6 +17,7 @@ not forgotten and what was too hard is tried again.
       levels: [{level: 1}, {level: 4}, {level: 7}]      # null: each problem by itself
 """
 
+import inspect
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -61,10 +62,19 @@ class NearLevel:
     ) -> None:
         if not 0 < floor <= 1:
             raise Mistake(f"floor={floor} is a share of the highest weight: give a number above 0 and up to 1")
-        if levels is not None and len(levels) < 2:
-            raise Mistake(f"levels={list(levels)}: give two or more, each with settings of its own, or null")
+        several = isinstance(levels, Sequence) and all(isinstance(level, Mapping) for level in levels)
+        if levels is not None and (not several or len(levels) < 2):
+            raise Mistake(f"levels={levels}: give two or more, each with settings of its own, or null")
         make = named(task, "task", "class", "my_task.Sums")
-        self._tasks = [make(**{**(settings or {}), **level}) for level in levels or [{}]]
+        every, takes = [{**(settings or {}), **level} for level in levels or [{}]], inspect.signature(make)
+        for given in every:
+            try:
+                takes.bind(**given)
+            except TypeError as error:
+                # Else the message would name this class, which takes something else.
+                known = ", ".join(takes.parameters)
+                raise Mistake(f"settings and levels: {task} got {given}: {error}; it takes {known}") from error
+        self._tasks = [make(**given) for given in every]
         first = self._tasks[0]
         for method, what in (("observe", "chooses its problems"), ("open_grader", "is graded")):
             if hasattr(first, method):

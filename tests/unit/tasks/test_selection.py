@@ -116,6 +116,12 @@ def test_samples_without_a_score_say_nothing():
         ({"task": ARITHMETIC}, "has 2,147,483,647 problems: give levels"),
         ({"task": ARITHMETIC, "settings": {"count": 1}}, "has one problem: give levels"),
         ({"task": ARITHMETIC, "levels": [{"level": 1}]}, "give two or more"),
+        ({"task": ARITHMETIC, "levels": 3}, "levels=3: give two or more"),
+        ({"task": ARITHMETIC, "levels": [1, 2]}, r"levels=\[1, 2\]: give two or more, each with settings of its own"),
+        (
+            {"task": ARITHMETIC, "levels": [{"level": 1}, {"levle": 2}]},
+            "unexpected keyword argument 'levle'; it takes seed, count",
+        ),
         ({"task": ARITHMETIC, "levels": [{"level": 1}] * 2}, "two of them are the same"),
         ({"task": ARITHMETIC, "levels": LEVELS, "floor": 0.0}, r"floor=0.0 is a share"),
         ({"task": ARITHMETIC, "levels": [{"level": 1}, {"level": 11}]}, "give a level from 1 to 10"),
