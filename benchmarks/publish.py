@@ -1,6 +1,6 @@
 """How long does a publication of weights take, and how long does the engine stand still for it?
 
-    python benchmarks/publish.py [--sizes 2.5M 100M] [--repeats 10] [--transfer shm gloo]
+    python benchmarks/publish.py [--sizes 2.5M 100M] [--repeats 10] [--device cuda] [--transfer shm gloo]
 
 Random models in the shape of Qwen2, bfloat16, published into an engine that is idle and into one that is sampling.
 "copy" is the trainer's copy into shared memory, during which the engine samples on; "pause" is the time in which it
@@ -30,11 +30,12 @@ SHAPES = {  # name: vocabulary, width, feed-forward width, layers, heads, key-va
     "2.5M": (4096, 256, 512, 2, 4, 2),
     "100M": (32000, 768, 3072, 9, 12, 4),
     "500M": (151936, 896, 4864, 24, 14, 2),
+    "7B": (152064, 3584, 18944, 28, 28, 4),
 }
 RANK = 8
 
 
-def make_model(size: str) -> Qwen2ForCausalLM:
+def make_model(size: str, device: str) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     vocabulary, width, inner, layers, heads, kv_heads = SHAPES[size]
     config = Qwen2Config(
@@ -46,7 +47,8 @@ def make_model(size: str) -> Qwen2ForCausalLM:
         num_key_value_heads=kv_heads,
         tie_word_embeddings=True,
     )
-    return Qwen2ForCausalLM(config).bfloat16()
+    with torch.device(device):
+        return Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16)
 
 
 def show(name: str, reports: list[PublishReport]) -> None:
@@ -67,13 +69,13 @@ def adapter_of(model: Qwen2ForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
         if weight.dim() == 2 and "layers" in name:
             stem = "base_model.model." + name.removesuffix(".weight")
             targets.add(stem.rpartition(".")[2])
-            tensors[f"{stem}.lora_A.weight"] = torch.randn(RANK, weight.shape[1]).bfloat16()
-            tensors[f"{stem}.lora_B.weight"] = torch.randn(weight.shape[0], RANK).bfloat16() * 0.01
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(RANK, weight.shape[1]).to(weight)
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(weight.shape[0], RANK).to(weight) * 0.01
     return tensors, {"r": RANK, "lora_alpha": RANK, "target_modules": sorted(targets)}
 
 
-def run_adapter(size: str, repeats: int, folder: Path) -> None:
-    model = make_model(size)
+def run_adapter(size: str, device: str, repeats: int, folder: Path) -> None:
+    model = make_model(size, device)
     tensors, peft = adapter_of(model)
     config = EngineConfig(
         max_model_len=2048, kv_cache_bytes=256 << 20, lora_rank=RANK, lora_targets=tuple(peft["target_modules"])
@@ -97,8 +99,8 @@ def run_adapter(size: str, repeats: int, folder: Path) -> None:
         )
 
 
-def run(size: str, repeats: int, folder: Path) -> None:
-    model = make_model(size)
+def run(size: str, device: str, repeats: int, folder: Path) -> None:
+    model = make_model(size, device)
     model.save_pretrained(folder / size)
     parameters = sum(p.numel() for p in model.parameters())
     config = EngineConfig(max_model_len=2048, kv_cache_bytes=256 << 20)
@@ -139,15 +141,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["2.5M", "100M"])
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the trainer has the model")
     parser.add_argument("--transfer", nargs="+", choices=["shm", "gloo", "nccl"], help="to servers, in these ways")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for size in args.sizes:
             if args.transfer:
-                publish_transfer.compare(make_model(size), size, args.transfer, args.repeats, Path(folder))
+                publish_transfer.compare(make_model(size, args.device), size, args.transfer, args.repeats, Path(folder))
                 continue
-            run(size, args.repeats, Path(folder))
-            run_adapter(size, args.repeats, Path(folder))
+            run(size, args.device, args.repeats, Path(folder))
+            run_adapter(size, args.device, args.repeats, Path(folder))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum, memory_of, pin, unpin, views
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
@@ -63,6 +64,20 @@ def test_more_lengths_than_are_compiled_by_default():
         packed_attention(q, k, v, packed_mask(cuda), 0.0, True).sum().backward()
     scores = H * T * T * 4
     assert torch.cuda.max_memory_allocated() < scores
+
+
+def test_weights_pass_through_pinned_memory():
+    """The first publication is written, the later ones are copied by the GPU; a larger one makes it pin again."""
+    buffer = WeightBuffer()
+    for size in (1000, 1000, 3000):
+        named = [(name, torch.randn(size, size, device="cuda").bfloat16()) for name in "ab"]
+        buffer.write(named)
+        memory = pin(memory_of(buffer.address()["path"]))
+        taken = dict(views(memory, buffer.manifest))
+        assert all(torch.equal(taken[name].cuda(), tensor) for name, tensor in named)
+        assert buffer.sums == {name: checksum(tensor) for name, tensor in taken.items()}
+        unpin(memory)
+    buffer.close()
 
 
 def learner_on(device, path, dtype, level="token"):

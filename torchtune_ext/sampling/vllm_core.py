@@ -103,8 +103,8 @@ class VLLMCore:
         return time.monotonic() - started, loaded - loading
 
     async def prepare(self, buffers: Sequence[WeightBuffer]) -> None:
-        """Lets the engine look for the trainer's memory, before anything stands still for it."""
-        await self.quick("init_weight_transfer_engine", init_info=buffers[0].address())
+        """Lets the engine find the trainer's memory, and on a GPU pin it, before anything stands still for it."""
+        await self.slow("init_weight_transfer_engine", init_info=buffers[0].address())
 
     async def bring(self, buffer: WeightBuffer, version: int) -> None:
         """Loads a buffer while the engine stands still."""

@@ -5,6 +5,7 @@ registers the weight-transfer backends "shm" and "gloo", and puts our checks aro
 make any vLLM server able to take our weights. Whichever way they come, they are checked, loaded layer by layer, and noted.
 """
 
+import os
 import threading
 import time
 from bisect import bisect_right
@@ -32,7 +33,7 @@ from vllm.platforms import current_platform
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.broadcast import GlooGroup, GlooInit, chunks
-from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum, tensors, views
+from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum, memory_of, pin, tensors, unpin, views
 
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
 SCALE = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
@@ -290,17 +291,30 @@ def check_memory(path: str, token: str) -> None:
 
 
 class SharedMemoryTransfer(CheckedTransfer):
-    """Takes publications out of the trainer's memory."""
+    """Takes publications out of the trainer's memory, which stays mapped between them, and for a GPU pinned."""
 
     init_info_cls = SharedMemory
     update_info_cls = Manifest
+    mapped: tuple[SharedMemory, int] | None = None  # whose memory it is, and its bytes
 
     def init_transfer_engine(self, init_info: SharedMemory) -> None:
         check_memory(init_info.path, init_info.token)
-        self.path = init_info.path
+        now = init_info, os.stat(init_info.path).st_size
+        if self.mapped != now:
+            self.shutdown()
+            self.memory = memory_of(init_info.path)
+            if self.device.type == "cuda":
+                pin(self.memory)
+            self.mapped = now
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
-        take(list(tensors(self.path, vars(update))))
+        take(list(views(self.memory, vars(update))))
+
+    def shutdown(self) -> None:
+        if self.mapped is not None:
+            if self.device.type == "cuda":
+                unpin(self.memory)
+            self.memory = self.mapped = None
 
 
 # Weights out of a group with the trainer's sender. Every wait ends by itself: a sender that was killed closes its connections,
