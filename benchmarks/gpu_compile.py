@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from torchtune.modules import TransformerDecoder
 
-from torchtune_ext.kernels.packed_attention import TILE, block_mask
+from torchtune_ext.kernels.packed_attention import TILE, block_mask, padded
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import Layout, Row, pack
 from torchtune_ext.policy import from_config
@@ -113,7 +113,7 @@ def rows_of(prompt: int, completion: int) -> list[Row]:
 
 def tiles(row: Row) -> int:
     """Tiles that FlexAttention computes for a row."""
-    mask = block_mask(row.ends_T)
+    mask = block_mask(padded(row.ends_T))
     return int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum())
 
 

@@ -7,7 +7,8 @@ This is the rule for query i and key j of a row (`packing.py`); `dense_mask` is 
 The computation depends on the device:
 
 * On **CUDA** it is FlexAttention with a block mask made from the ends. Tiles of 128 x 128 in which nothing is allowed
-  are never loaded, so the cost grows with the allowed area, and there is no T x T mask.
+  are never loaded, so the cost grows with the allowed area, and there is no T x T mask. Since its kernels are compiled for
+  one length, queries, keys and values are padded to one of few lengths, by tokens that see only themselves.
 * On **CPU** FlexAttention has no backward pass, and a dense mask wastes three quarters of the work. But the structure
   is known: tokens that follow each other and have one end are a run, and a run sees itself, causally, and all of the runs
   above it. The completions of one prompt are stacked, sorted by length, so that there is little padding. They share one
@@ -26,9 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from torchtune_ext.packing import LENGTHS, Row
+from torchtune_ext.packing import LENGTHS, Layout, Row
 
 TILE = 128  # queries, and keys, in a block of FlexAttention
+KERNELS = 2  # lengths between a power of two and the next for which FlexAttention is compiled
 TILES_AT_ONCE = 8  # query tiles whose mask is computed at a time while a block mask is made
 MAX_PADDING = 0.25  # largest share of padding in a stacked completion
 
@@ -96,7 +98,14 @@ class SegmentMask:
 
 def packed_mask(row: Row) -> BlockMask | SegmentMask:
     """Returns the mask object of a row for the device that its tensors are on."""
-    return block_mask(row.ends_T) if row.tokens_T.is_cuda else segment_mask(row.ends_T)
+    return block_mask(padded(row.ends_T)) if row.tokens_T.is_cuda else segment_mask(row.ends_T)
+
+
+def padded(ends_T: Tensor) -> Tensor:
+    """Adds tokens that see only themselves, up to 1, 2, 3, 4, 6, 8, 12, 16, ... tiles."""
+    T = ends_T.numel()
+    length = Layout(tile=TILE).length(T, KERNELS)
+    return torch.cat([ends_T, torch.arange(T + 1, length + 1, dtype=ends_T.dtype, device=ends_T.device)])
 
 
 def segment_mask(ends_T: Tensor) -> SegmentMask:
@@ -164,8 +173,8 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Te
     return torch.cat(results, dim=1).index_select(1, mask.back_T)[None].to(dtype)
 
 
-# It is compiled for each length of a row, with gradient and without. Beyond the limit, PyTorch would no longer compile it,
-# and a GPU has no room for the T x T scores that it then holds.
+# It is compiled for each padded length, with gradient and without, for 5 to 8 s each. Beyond the limit, PyTorch would no longer
+# compile it, and a GPU has no room for the T x T scores that it then holds.
 torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * LENGTHS)
 _flex_attention = torch.compile(flex_attention, dynamic=False)
 
@@ -177,7 +186,10 @@ def packed_attention(
     if isinstance(mask, SegmentMask):
         return _segment_attention(q, k, v, mask)
     if isinstance(mask, BlockMask):
-        return _flex_attention(q, k, v, block_mask=mask)
+        T, length = q.shape[2], mask.seq_lengths[0]
+        if T < length:
+            q, k, v = (F.pad(x, (0, 0, 0, length - T)) for x in (q, k, v))
+        return _flex_attention(q, k, v, block_mask=mask)[:, :, :T]
     dense = None if mask is None else mask[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, dropout_p=dropout_p, is_causal=is_causal)
 

@@ -156,12 +156,13 @@ class Layout:
     tile: int | None = None
     pair_cost: float = 0.0
 
-    def length(self, tokens: int) -> int:
-        """The length of a row that holds `tokens` tokens. A row without any has the least that a model can run."""
+    def length(self, tokens: int, lengths: int = LENGTHS) -> int:
+        """The length of a row that holds `tokens` tokens: one of at most `lengths` between a power of two and the next. A row
+        without any has the least that a model can run."""
         tokens = max(tokens, 1)
         if self.tile is None:
             return tokens
-        unit = max(2 ** (tokens - 1).bit_length() // (2 * LENGTHS), self.tile)
+        unit = max(2 ** (tokens - 1).bit_length() // (2 * lengths), self.tile)
         return math.ceil(tokens / unit) * unit
 
     def row_length(self, row: Parts) -> int:

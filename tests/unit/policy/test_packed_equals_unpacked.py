@@ -9,14 +9,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from learners import alone
 from tables import every_row
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtune import training
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 from unpacked import PAD, assert_equal_to_plain, in_turns, make_groups, reference, tiny_model, trained_samples
 
-from torchtune_ext.kernels.packed_attention import block_mask, dense_mask, packed_attention, segment_mask
+from torchtune_ext.kernels.packed_attention import (
+    TILE,
+    block_mask,
+    dense_mask,
+    packed_attention,
+    padded,
+    segment_mask,
+)
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import Layout, pack
 from torchtune_ext.policy import logprobs
@@ -151,3 +158,16 @@ def test_block_mask_is_the_one_that_torch_makes_of_a_whole_mask(num_tokens):
     assert ours.seq_lengths == whole.seq_lengths
     places = torch.arange(num_tokens)
     assert torch.equal(ours.mask_mod(None, None, places[:, None], places[None]), dense)
+
+
+@every_row("tiles, computed", [(1, 1), (3, 3), (5, 6), (9, 12), (13, 16)])
+def test_attention_of_a_row_that_is_padded_to_a_length_that_is_compiled(tiles, computed, monkeypatch):
+    """FlexAttention without its compilation, which is the same on a CPU and has no backward there."""
+    monkeypatch.setattr("torchtune_ext.kernels.packed_attention._flex_attention", flex_attention)
+    T, draw = tiles * TILE, torch.Generator().manual_seed(tiles)
+    ends = torch.arange(T) + torch.randint(1, T + 1, (T,), generator=draw)
+    mask = block_mask(padded(ends.clamp(max=T)))
+    assert mask.seq_lengths == (computed * TILE, computed * TILE)
+    q, k, v = torch.randn(3, 1, 2, T, 16, dtype=torch.float64, generator=draw).unbind()
+    reference = packed_attention(q, k, v, dense_mask(ends)[None], 0.0, False)
+    assert (packed_attention(q, k, v, mask, 0.0, False) - reference).abs().max() < 1e-12
