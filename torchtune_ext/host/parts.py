@@ -136,10 +136,14 @@ class Parts:
         engine = cfg.teacher.engine_config(policy)
         if self.ranks.device.type == "cuda" and engine.address is None:
             taken = [*training_gpus(), *self.precision.engine.device_names]
-            if not engine.device_names or any(same_gpu(a, b) for a in engine.device_names for b in taken):
+            # Where trainer and engine share a GPU, a teacher whose cache is bounded may be the third.
+            shares = engine.devices is None and self.precision.engine.devices is None and engine.kv_cache_bytes
+            alone = engine.device_names and not any(same_gpu(a, b) for a in engine.device_names for b in taken)
+            if not shares and not alone:
                 raise Mistake(
                     f"teacher.engine.devices={engine.devices!r}: a teacher needs a GPU that neither trains nor samples (taken: "
-                    f"{', '.join(taken)}); name one"
+                    f"{', '.join(taken)}); name one, or let all share one by engine.devices=null with "
+                    f"teacher.engine.kv_cache_bytes"
                 )
         return engine
 

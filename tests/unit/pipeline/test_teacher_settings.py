@@ -1,9 +1,12 @@
 """What a teacher's engine has of the policy's."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from torchtune_ext.host.parts import Parts
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.teacher import TeacherConfig
 
@@ -29,3 +32,28 @@ def test_a_context_that_a_sample_may_fill_is_too_short():
 def test_a_key_that_no_engine_has_is_named():
     with pytest.raises(ValueError, match="unknown key 'teacher.engine.adress'; did you mean 'address'"):
         TeacherConfig("teacher", {"adress": "http://a:1"}).engine_config(POLICY)
+
+
+@pytest.mark.parametrize(
+    "policy, teacher, taken",
+    [
+        ({"devices": "1"}, {"devices": "2"}, None),
+        ({"devices": "1"}, {"devices": "1"}, "0, 1"),
+        ({"devices": "1"}, {}, "0, 1"),
+        ({"devices": None}, {"devices": "1"}, None),
+        ({"devices": None}, {}, None),  # all three share one, and the caches of both engines are bounded
+        ({"devices": None}, {"kv_cache_bytes": None}, "0"),
+    ],
+)
+def test_gpus_that_a_teacher_may_have(policy, teacher, taken, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    parts = SimpleNamespace(
+        cfg=SimpleNamespace(engine=replace(POLICY, **policy), teacher=TeacherConfig("teacher", teacher)),
+        precision=SimpleNamespace(engine=replace(POLICY, **policy), dtype=torch.bfloat16),
+        ranks=SimpleNamespace(device=torch.device("cuda")),
+    )
+    if taken is None:
+        assert Parts.teacher_engine(parts).devices == teacher.get("devices")
+    else:
+        with pytest.raises(ValueError, match=rf"a GPU that neither trains nor samples \(taken: {taken}\)"):
+            Parts.teacher_engine(parts)
