@@ -186,7 +186,8 @@ def pin(memory: torch.Tensor) -> torch.Tensor:
 
 def unpin(memory: torch.Tensor) -> None:
     """Ends what `pin` began."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+    # An error would only repeat that the GPU has failed before, and hide what told so.
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
