@@ -26,7 +26,7 @@ from torchtune_ext.telemetry.excerpts import (
     spaced,
 )
 from torchtune_ext.telemetry.findings import nonfinite
-from torchtune_ext.telemetry.page_file import page_of, write_page
+from torchtune_ext.telemetry.page_file import write_page
 from torchtune_ext.telemetry.panels import Panel, panels_for
 from torchtune_ext.telemetry.pieces import cut_text
 from torchtune_ext.telemetry.readings import reading_of
@@ -134,10 +134,9 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
         "charts": charts,
     }
     problems = shared_problems(runs, [number for place in ranking for number in settings[place].runs])
-    page = page_of(name, "comparison", SCRIPTS, {"overview": pack(overview), "problems": pack(problems)})
     out = Path(out or "comparison.html")
-    write_page(out, page)
-    return Comparison(out, len(page.encode()), len(runs), len(settings), verdict.headline, left_out)
+    num_bytes = write_page(out, name, "comparison", SCRIPTS, {"overview": pack(overview), "problems": pack(problems)})
+    return Comparison(out, num_bytes, len(runs), len(settings), verdict.headline, left_out)
 
 
 def curves_of(

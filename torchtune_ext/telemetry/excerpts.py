@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from torchtune_ext.groups import Group, Sample, run_lengths
-from torchtune_ext.run.errors import FileMistake
+from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.telemetry.findings import Silent
 from torchtune_ext.telemetry.pieces import TokenPieces, cut_text
 from torchtune_ext.telemetry.rollouts import read_rollouts
@@ -36,6 +36,11 @@ class Limits:
     samples_per_group: int = 16  # They are evenly spaced over the reward, best and worst among them.
     max_tokens: int = 2000  # The middle of a sample that is longer is left out.
     max_mib: float = 16.0  # All rollouts in the page together take no more.
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < (0 if name == "max_mib" else 1):
+                raise Mistake(f"{name}={value}: must be positive")
 
 
 @dataclass(slots=True)

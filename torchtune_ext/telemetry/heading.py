@@ -5,7 +5,6 @@ All of it is read from the folder of the run. What is not known is left out.
 
 import fcntl
 import json
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,8 @@ _IDENTITY = re.compile(r"(\w+) of (\d+) layers, width \d+(, adapter .*)?, \d+ te
 _ORDINARY = ("model", "start")  # Folders of these names do not say which model lies in them.
 _LONGEST = 60  # characters of a note
 
+Fact = tuple[str, str, str]  # one thing to know about a run: what it is, its value, and a note or ""
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -28,15 +29,6 @@ class State:
     text: str
     step: int  # the last one that has metrics
     total: int | None  # the one that it goes to
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """One thing to know about a run."""
-
-    label: str
-    value: str
-    note: str = ""
 
 
 def state_of(run_dir: Path, config: Mapping[str, Any], last: int) -> State:
@@ -59,20 +51,34 @@ def facts(run_dir: Path, run: Mapping[str, Any], records: Sequence[Mapping[str, 
         run: what `run.json` holds.
         records: the metrics of each step.
     """
-    config = _node(run, "config")
-    candidates = [_model(run_dir, config), _task(config), _objective(config), _learning_rate(config), _batch(config)]
-    candidates += [_devices(run_dir, config, records), _duration(run, records), _commit(run)]
-    return [fact for fact in candidates if fact is not None]
+    config, commit = node_of(run, "config"), node_of(node_of(run, "process"), "commit")
+    checkpoint = next(reversed(checkpoint_folders(run_dir / "checkpoints")), None)
+    preset = str(config["preset"] or "none") if "preset" in config else ""
+    loss = _class_name(node_of(config, "loss"))
+    prompts, samples, updates = (
+        config.get(key) for key in ("prompts_per_step", "samples_per_prompt", "updates_per_step")
+    )
+    # Only the steps count: not the start of the engine, nor the time between a stop and a resume.
+    seconds = sum(record.get("time/step") or 0.0 for record in records)
+    rows = [
+        ("Model", *_model(config, checkpoint)),
+        ("Task", *_task(node_of(config, "task"))),
+        ("Preset", preset, f"loss {loss}" if loss not in ("", "PolicyLoss") else ""),
+        ("Learning rate", *_learning_rate(config)),
+        ("A step", f"{prompts} × {samples} samples" if prompts and samples else "", f"{updates} updates" if updates else ""),
+        ("Device", *_devices(config, records, checkpoint)),
+        ("Time in steps", spell(seconds) if seconds else "", f"started {_day(run['started'])}" if "started" in run else ""),
+        ("Commit", str(commit.get("id", ""))[:10], "with changes" if commit.get("changed") else ""),
+    ]  # fmt: skip
+    return [row for row in rows if row[1]]
 
 
 def origin(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns what `run.json` says about how the run was started (versions, commit, command line), as rows of name and text."""
     # `process` holds what the last process of the run was started with.
     rest = {name: value for name, value in run.items() if name not in ("name", "config", "started", "process")}
-    rows = flat({**rest, **_node(run, "process")})
-    if isinstance(started := run.get("started"), int | float):
-        rows.append(("started", _day(started)))
-    return rows
+    started = [("started", _day(run["started"]))] if "started" in run else []
+    return flat({**rest, **node_of(run, "process")}) + started
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -86,8 +92,10 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-def _newest_checkpoint(run_dir: Path) -> Path | None:
-    return next(reversed(checkpoint_folders(run_dir / "checkpoints")), None)
+def node_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a node of nested settings, or an empty one: a recipe of the user's own may hold something else there."""
+    node = config.get(name)
+    return node if isinstance(node, Mapping) else {}
 
 
 def _total(config: Mapping[str, Any]) -> int | None:
@@ -103,118 +111,72 @@ def _total(config: Mapping[str, Any]) -> int | None:
 def _in_use(run_dir: Path) -> bool:
     """Tells whether a process owns the folder. It asks for a shared lock and gives it back at once, so it disturbs no run."""
     try:
-        lock = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with open(run_dir / LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        return False  # This file system has no locks.
-    finally:
-        os.close(lock)
+        pass  # There is no lock, or this file system has none.
     return False
 
 
-def _model(run_dir: Path, config: Mapping[str, Any]) -> Fact | None:
-    folder = config.get("model_dir")
-    path = Path(folder) if isinstance(folder, str) else None
+def _model(config: Mapping[str, Any], checkpoint: Path | None) -> tuple[str, str]:
+    """Returns the name of the model, and its size, as the newest checkpoint says (training/manifest.py), or its folder."""
+    path = Path(config["model_dir"]) if isinstance(config.get("model_dir"), str) else None
     if path is None:
         name = "a new model" if "shape" in config else ""
     else:
         name = "/".join(path.parts[-2:]) if path.name in _ORDINARY else path.name
-    note = _size(_newest_checkpoint(run_dir)) or _architecture(path)
-    return Fact("Model", name or "unknown", note) if name or note else None
-
-
-def _size(checkpoint: Path | None) -> str:
-    """Says how large the model of a checkpoint is, from the identity in its manifest (training/manifest.py)."""
-    if checkpoint is None:
-        return ""
+    note = ""
     try:
-        identity = json.loads((checkpoint / "manifest.json").read_bytes())["content"]["identity"]["model"]
-        family, layers, adapter, values = _IDENTITY.match(identity).groups()
+        if checkpoint is not None:
+            identity = json.loads((checkpoint / "manifest.json").read_bytes())["content"]["identity"]["model"]
+            family, layers, adapter, values = _IDENTITY.match(identity).groups()
+            kind = "values in adapters" if adapter else "parameters"
+            note = f"{family}, {layers} layers, {_large(int(values.replace(',', '')))} {kind}"
+        elif path is not None:
+            settings = json.loads((path / "config.json").read_bytes())
+            note = f"{settings['model_type']}, {settings['num_hidden_layers']} layers"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ""
-    kind = "values in adapters" if adapter else "parameters"
-    return f"{family}, {layers} layers, {_large(int(values.replace(',', '')))} {kind}"
+        pass  # The checkpoint is damaged or just being pruned, or the folder of the model has moved.
+    return name or ("unknown" if note else ""), note
 
 
-def _architecture(folder: Path | None) -> str:
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-        return f"{config['model_type']}, {config['num_hidden_layers']} layers"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
-def _task(config: Mapping[str, Any]) -> Fact | None:
-    task = dict(_node(config, "task"))
-    name = str(task.pop("_component_", "")).rpartition(".")[2]
-    if not name:
-        return None
+def _task(task: Mapping[str, Any]) -> tuple[str, str]:
     words = []
     for key, value in task.items():
-        if key == "path" and isinstance(value, str):
-            words.append(Path(value).name)
-        elif key != "seed" and isinstance(value, str | int | float) and not isinstance(value, bool):
+        if key == "path":
+            words.append(Path(str(value)).name)
+        elif key not in ("_component_", "seed") and type(value) in (str, int, float):
             words.append(f"{key} {value}")
-    return Fact("Task", name, _cut(", ".join(words)))
+    text = ", ".join(words)
+    return _class_name(task), text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
-def _objective(config: Mapping[str, Any]) -> Fact | None:
-    if "preset" not in config:
-        return None
-    loss = str(_node(config, "loss").get("_component_", "")).rpartition(".")[2]
-    own = "" if loss in ("", "PolicyLoss") else f"loss {loss}"
-    return Fact("Preset", str(config["preset"] or "none"), own)
+def _class_name(node: Mapping[str, Any]) -> str:
+    return str(node.get("_component_", "")).rpartition(".")[2]
 
 
-def _learning_rate(config: Mapping[str, Any]) -> Fact | None:
-    rate, schedule = _node(config, "optimizer").get("lr"), _node(config, "schedule")
-    if not isinstance(rate, int | float):
-        return None
+def _learning_rate(config: Mapping[str, Any]) -> tuple[str, str]:
+    rate, schedule = node_of(config, "optimizer").get("lr"), node_of(config, "schedule")
     warmup = f"{schedule['warmup']} updates of warm-up" if schedule.get("warmup") else ""
-    return Fact("Learning rate", f"{rate:g}", ", ".join(filter(None, [str(schedule.get("decay", "")), warmup])))
+    text = f"{rate:g}" if isinstance(rate, int | float) else ""
+    return text, ", ".join(filter(None, [str(schedule.get("decay", "")), warmup]))
 
 
-def _batch(config: Mapping[str, Any]) -> Fact | None:
-    prompts, samples = config.get("prompts_per_step"), config.get("samples_per_prompt")
-    if not (isinstance(prompts, int) and isinstance(samples, int)):
-        return None
-    updates = config.get("updates_per_step")
-    return Fact("A step", f"{prompts} × {samples} samples", f"{updates} updates" if isinstance(updates, int) else "")
-
-
-def _devices(run_dir: Path, config: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Fact | None:
+def _devices(
+    config: Mapping[str, Any], records: Sequence[Mapping[str, Any]], checkpoint: Path | None
+) -> tuple[str, str]:
     """Says on what the run trained. Each rank writes files of its own into a checkpoint, which tells how many there are."""
     if "device" not in config:
-        return None
-    on_gpu = config["device"] != "cpu" and any("memory/gpu_gib" in record for record in records)
-    checkpoint = _newest_checkpoint(run_dir)
+        return "", ""
     files = checkpoint.glob("state/__*_*.distcp") if checkpoint is not None else ()
     ranks = len({path.name.split("_")[2] for path in files})
-    engine = _node(config, "engine").get("devices")
-    apart = f"engine on device {engine}" if on_gpu and engine is not None else ""
-    if not on_gpu:
-        return Fact("Device", "CPU", f"{ranks} processes train" if ranks > 1 else "")
-    return Fact("Device", "GPU" if not ranks else f"{ranks} GPU{'s' * (ranks > 1)}", apart)
-
-
-def _duration(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Fact | None:
-    """Only the steps count: not the start of the engine, nor the time between a stop and a resume."""
-    seconds = sum(record.get("time/step") or 0.0 for record in records)
-    started = run.get("started")
-    since = f"started {_day(started)}" if isinstance(started, int | float) else ""
-    return Fact("Time in steps", spell(seconds), since) if seconds else None
-
-
-def _commit(run: Mapping[str, Any]) -> Fact | None:
-    commit = _node(_node(run, "process"), "commit")
-    if not isinstance(commit.get("id"), str):
-        return None
-    return Fact("Commit", commit["id"][:10], "with changes" if commit.get("changed") else "")
+    if config["device"] == "cpu" or not any("memory/gpu_gib" in record for record in records):
+        return "CPU", f"{ranks} processes train" if ranks > 1 else ""
+    engine = node_of(config, "engine").get("devices")
+    apart = f"engine on device {engine}" if engine is not None else ""
+    return "GPU" if not ranks else f"{ranks} GPU{'s' * (ranks > 1)}", apart
 
 
 def spell(seconds: float) -> str:
@@ -228,7 +190,7 @@ def spell(seconds: float) -> str:
 
 
 def _large(number: int) -> str:
-    for size, word in ((1e9, "billion"), (1e6, "million"), (1e5, "million")):
+    for size, word in ((1e9, "billion"), (1e5, "million")):
         if number >= size:
             return f"{number / max(size, 1e6):.3g} {word}"
     return f"{number:,}"
@@ -236,12 +198,3 @@ def _large(number: int) -> str:
 
 def _day(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-
-
-def _node(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    node = config.get(name)
-    return node if isinstance(node, Mapping) else {}
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

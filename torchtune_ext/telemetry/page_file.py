@@ -14,30 +14,30 @@ from typing import Any
 from torchtune_ext.run.files import explained
 
 
-def page_of(title: str, body: str, scripts: Sequence[str], data: Mapping[str, str]) -> str:
-    """Returns the text of a page.
+def write_page(out: Path, title: str, body: str, scripts: Sequence[str], data: Mapping[str, str]) -> int:
+    """Writes a page, in place, since `out` may be a link, or no file at all. Returns how many bytes it has.
 
     Args:
         title: of the page; any text.
         body: which of the bodies in `page/` it has.
         scripts: those of `page/` that it runs, in this order.
         data: what the scripts read, by id, each as `excerpts.pack` makes it.
+
+    Raises:
+        OSError: it cannot be written.
     """
     parts = {
         "title": html.escape(title),
         "css": _part("page.css"),
-        "body": _part(f"{body}.html").replace("{{title}}", html.escape(title)),
+        "body": _part(f"{body}.html"),
         "js": "\n".join(_part(f"{name}.js") for name in scripts),
         "data": "\n".join(f'<script type="text/plain" id="{key}">{blob}</script>' for key, blob in data.items()),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
-
-
-def write_page(out: Path, page: str) -> None:
-    """Writes a page. It is written in place, since `out` may be a link, or no file at all."""
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html")).encode()
     with explained(f"cannot write {out}", "Free disk space, or name another file by --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
+        out.write_bytes(page)
+    return len(page)
 
 
 def _part(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from torchtune_ext.evaluation import partly_right
 from torchtune_ext.telemetry.panels import Panel
@@ -19,28 +20,17 @@ class Reading:
     until: int  # the last step that it averages; the same one where it is a single value
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One number at the top of the report."""
-
-    label: str
-    metric: str
-    unit: str  # as of the panel that draws the metric
-    note: str  # the interval of an accuracy, or ""
-
-
-_EVALUATED = "Held-out accuracy"
-# What a tile shows is the first of these metrics that the run has.
+# The label of a tile, and what it shows: the first of these metrics that the run has.
 _TILES = (
-    ("Reward", ("reward/mean",)),
-    (_EVALUATED, ("eval/accuracy_sampled", "eval/accuracy_greedy")),
-    ("Negative log-likelihood", ("loss/nll",)),
-    ("Tokens of a completion", ("length/mean",)),
-    ("Entropy, nats", ("loss/entropy",)),
-    ("Mismatch, nats", ("mismatch/mean_abs",)),
-    ("Sampled tokens/s", ("speed/sampled_tokens_s",)),
-    ("Step time", ("time/step",)),
-    ("Token reduction ρ", ("pack/rho",)),
+    ("Reward", "reward/mean"),
+    ("Held-out accuracy", "eval/accuracy_sampled", "eval/accuracy_greedy"),
+    ("Negative log-likelihood", "loss/nll"),
+    ("Tokens of a completion", "length/mean"),
+    ("Entropy, nats", "loss/entropy"),
+    ("Mismatch, nats", "mismatch/mean_abs"),
+    ("Sampled tokens/s", "speed/sampled_tokens_s"),
+    ("Step time", "time/step"),
+    ("Token reduction ρ", "pack/rho"),
 )
 
 
@@ -65,25 +55,24 @@ def reading_of(steps: Sequence[int], values: Sequence[float | None], newest: boo
     """Reads one curve, of which at least one value is not None. `newest`: its newest value is the reading."""
     there = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     sparse = 2 * len(there) < len(steps)
-    number = 1 if newest or sparse else min(max(1, round(len(steps) / PART)), len(there))
+    number = 1 if newest or sparse else max(1, round(len(steps) / PART))
     first, last = there[:number], there[-number:]
-    return Reading(_mean(first), _mean(last), last[0][0], last[-1][0])
+    return Reading(fmean(v for _, v in first), fmean(v for _, v in last), last[0][0], last[-1][0])
 
 
-def tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[Tile]:
-    """Returns the tiles of the metrics that the run has."""
+def tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[dict[str, str]]:
+    """Returns the numbers at the top of the report that the run has: for each a label, the metric, its unit as of the panel
+    that draws it, and a note, the interval of an accuracy."""
     units = {metric: panel.unit for panel in panels for metric, _ in panel.series}
+    last = {name: reading.last for name, reading in curves.items()}
     chosen = []
-    for label, metrics in _TILES:
-        metric = next((metric for metric in metrics if metric in curves), None)
-        if metric is not None:
-            if label == _EVALUATED and partly_right({name: reading.last for name, reading in curves.items()}):
-                label = "Held-out reward"
-            sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= curves.keys()
-            note = f"95% interval {curves['eval/low'].last:.3g} to {curves['eval/high'].last:.3g}" if sampled else ""
-            chosen.append(Tile(label, metric, units.get(metric, ""), note))
+    for label, *metrics in _TILES:
+        metric = next((metric for metric in metrics if metric in last), None)
+        if metric is None:
+            continue
+        if metric.startswith("eval/") and partly_right(last):
+            label = "Held-out reward"
+        sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= last.keys()
+        note = f"95% interval {last['eval/low']:.3g} to {last['eval/high']:.3g}" if sampled else ""
+        chosen.append({"label": label, "metric": metric, "unit": units.get(metric, ""), "note": note})
     return chosen
-
-
-def _mean(values: Sequence[tuple[int, float]]) -> float:
-    return sum(value for _, value in values) / len(values)

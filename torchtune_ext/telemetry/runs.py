@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -199,7 +198,8 @@ def _read(path: Path, name: str, point: Mapping[str, Any] | None) -> Run:
     file = METRICS if (path / METRICS).exists() else EVALUATION
     try:
         found = [_evaluation(path / file)] if file == EVALUATION else read_metrics(path / file)
-        records = [_finite(each) for each in found]
+        # What is null was not finite.
+        records = [{name: value for name, value in record.items() if value is not None} for record in found]
     except FileNotFoundError:
         records = []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -211,18 +211,6 @@ def _read(path: Path, name: str, point: Mapping[str, Any] | None) -> Run:
     else:
         state = state_of(path, config or {}, records[-1]["step"])
     return Run(path, name, str(record.get("id", name)), config, versions, records, state, point)
-
-
-def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the metrics of a step without what is no finite number: somebody may have edited the file."""
-    if not isinstance(record["step"], int):
-        raise Mistake(f"a step is {record['step']!r}")
-    numbers = {
-        name: value
-        for name, value in record.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
-    return {"nonfinite": record.get("nonfinite", []), **numbers}
 
 
 def _evaluation(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from archives import MACHINE, made_up_entries
 from torchtune_ext.measured.matmul.archive import FILE, Archive
 from torchtune_ext.telemetry import report as module
 from torchtune_ext.telemetry.metrics import Metrics
-from torchtune_ext.telemetry.report import build_report, filled, pictures_of
+from torchtune_ext.telemetry.report import build_report, pictures_of
 
 HOSTILE = "</script></pre><script>document.title='broken'</script><!-- <img src=x onerror=\"document.title='broken'\"> {{js}} \u2028\ud800"
 ELSEWHERE = "another machine <b>"
@@ -95,24 +95,6 @@ def test_long_programs_are_cut(tmp_path, monkeypatch):
     assert count > 5 and sum(lengths()) < 10_000 + count * marks
 
 
-def test_cells_are_counted_by_when_they_were_found(tmp_path):
-    run = make_run(tmp_path / "run", entries())
-    pictures = pictures_of(run / FILE)
-    elites = Archive(entries()).cells().values()
-    expected = [sum(entry.found <= step for entry in elites) for step in range(1, 13)]
-    assert filled(pictures, range(1, 13)) == expected and expected[0] < expected[-1] == len(elites)
-    overview = blob(build_report(run).path.read_text(), "overview")
-    assert overview["series"]["archive/cells"] == expected
-    (panel,) = [panel for panel in overview["panels"] if panel["section"] == "Archive"]
-    assert "replaced" in panel["note"]
-    written = [float(step) for step in range(12)]
-    overview = blob(
-        build_report(make_run(tmp_path / "other", entries(), **{"archive/cells": written})).path.read_text(), "overview"
-    )
-    assert overview["series"]["archive/cells"] == written
-    assert "replaced" not in next(panel for panel in overview["panels"] if panel["section"] == "Archive")["note"]
-
-
 def test_a_run_without_an_archive_or_with_a_damaged_one_has_the_rest(tmp_path, caplog):
     run = make_run(tmp_path / "run", entries())
     whole = (run / FILE).read_bytes()
@@ -168,7 +150,7 @@ CLICKS = """<script>setTimeout(() => {
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 @pytest.mark.parametrize("width", [500, 1600])
 def test_a_browser_opens_every_program(tmp_path, width):
-    run = make_run(tmp_path / "run", entries())
+    run = make_run(tmp_path / "run", entries(), **{"archive/cells": [float(step) for step in range(12)]})
     page = build_report(run).path
     page.write_text(page.read_text().replace("</body>", CLICKS))
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", f"--window-size={width},900",

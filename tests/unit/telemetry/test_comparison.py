@@ -203,17 +203,6 @@ def test_damaged_rollouts_settings_and_evaluations_cost_no_page(two, tmp_path):
     assert [each["label"] for each in overview["settings"]] == ["one", "two"]
 
 
-def test_files_that_somebody_edited(two, tmp_path):
-    path = two[0] / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[5] |= {"reward/mean": float("nan"), "time/step": "two", "length/tokens": True, "loss/total": float("inf")}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (two[1] / "metrics.jsonl").write_text(json.dumps({"step": "7", "reward/mean": 1.0}) + "\n")
-    made = build_comparison(two, tmp_path / "page.html")
-    assert made.runs == 1 and made.left_out == ["two is left out: metrics.jsonl is damaged (a step is '7')."]
-    assert overview_of(made)["rows"][0]["seconds"] == 118.0
-
-
 def test_a_page_stays_small(tmp_path, monkeypatch):
     for i in range(6):
         make_one(tmp_path / f"r{i}", settings(1e-6 * (i + 1)), steps=120)

@@ -5,6 +5,7 @@ from tables import every_row
 from torchtune_ext.telemetry.findings import FOLDED, Silent, findings
 from torchtune_ext.telemetry.heading import State
 from torchtune_ext.telemetry.panels import panels_for
+from torchtune_ext.telemetry.readings import readings
 
 DONE = State("finished", "finished, 40 steps", 40, 40)
 
@@ -15,7 +16,16 @@ def found(metrics, config=None, state=DONE, silent=None, steps=40):
         {"step": step, **{name: value(step) if callable(value) else value for name, value in metrics.items()}}
         for step in range(1, steps + 1)
     ]
-    return [(item.text, item.section) for item in findings(records, panels_for(metrics), config or {}, state, silent)]
+    return [(item.text, item.section) for item in findings_of(records, config or {}, state, silent)]
+
+
+def findings_of(records, config, state, silent=None):
+    names = sorted({name for record in records for name in record} - {"step", "nonfinite"})
+    series = {name: [record.get(name) for record in records] for name in names}
+    series = {name: values for name, values in series.items() if set(values) != {None}}
+    panels = panels_for(names)
+    curves = readings(series, [record["step"] for record in records], panels)
+    return findings(records, curves, panels, config, state, silent)
 
 
 HEALTHY = {
@@ -88,7 +98,7 @@ def test_tokens_of_older_policies_are_not_held_to_the_limit():
 
 def test_what_was_not_finite_opens_the_section_that_draws_it():
     records = [{"step": 3, "nonfinite": ["mismatch/k1", "odd/x"], "mismatch/k1": None, "odd/x": None}]
-    said = findings(records, panels_for(["mismatch/k1", "odd/x"]), {}, DONE)
+    said = findings_of(records, {}, DONE)
     assert [(item.text[:27], item.section) for item in said] == [
         ("mismatch/k1 was not finite ", "Agreement"), ("odd/x was not finite at 1 s", "Other")]  # fmt: skip
 
@@ -109,7 +119,7 @@ SILENT = {"groups/used": 16.0, "groups/no_signal": 48.0}
     [
         (Silent(easy=12, highest=1.0), ["They are too easy", "reward of the run, 1;", "(refill_rounds)"], "too hard"),
         (Silent(hard=12, lowest=-0.5), ["They are too hard", "-0.5", "samples_per_prompt", "warm-up"], "too easy"),
-        (Silent(easy=9, hard=3), ["Most of them are too easy"], "too hard"),
+        (Silent(easy=9, hard=3), ["9 of 12 are too easy", "3 of 12 are too hard"], "alike"),
         (
             Silent(easy=6, hard=5, alike=1),
             ["6 of 12 are too easy", "5 of 12 are too hard", "1 of 12 is answered alike"],

@@ -3,7 +3,7 @@
 import pytest
 
 from torchtune_ext.telemetry.panels import panels_for
-from torchtune_ext.telemetry.readings import Reading, Tile, readings, tiles
+from torchtune_ext.telemetry.readings import Reading, readings, tiles
 
 
 def read(series, steps):
@@ -17,7 +17,7 @@ def test_a_curve_is_read_as_the_mean_of_its_last_tenth():
     found, panels = read({"reward/mean": reward}, steps)
     # 41 steps: a tenth is four of them. Step 0 has no reward.
     assert found["reward/mean"] == Reading((1 + 2 + 3 + 4) / 4, (37 + 38 + 39 + 40) / 4, 37, 40)
-    assert tiles(found, panels) == [Tile("Reward", "reward/mean", "", "")]
+    assert tiles(found, panels) == [{"label": "Reward", "metric": "reward/mean", "unit": "", "note": ""}]
 
 
 def test_what_few_steps_have_and_what_counts_up_is_read_at_its_newest_step():
@@ -29,7 +29,8 @@ def test_what_few_steps_have_and_what_counts_up_is_read_at_its_newest_step():
     assert found["eval/accuracy_sampled"] == Reading(0.0, 0.3, 30, 30)
     assert found["optim/lr"] == Reading(0.0, pytest.approx(3.0), 30, 30)
     assert found["engines/restarts"] == Reading(0.0, 1.0, 30, 30)
-    assert tiles(found, panels) == [Tile("Held-out accuracy", "eval/accuracy_sampled", "", "95% interval 0.3 to 0.3")]
+    (tile,) = tiles(found, panels)
+    assert (tile["label"], tile["note"]) == ("Held-out accuracy", "95% interval 0.3 to 0.3")
 
 
 def test_a_newest_value_may_be_older_than_the_last_step():
@@ -47,11 +48,11 @@ def test_a_tile_has_the_unit_of_the_panel_that_draws_its_metric():
     series = {name: [1.0] for name in ("length/mean", "time/step", "speed/sampled_tokens_s", "pack/rho", "loss/nll")}
     found, panels = read(series, [1])
     units = {panel.series[0][0]: panel.unit for panel in panels}
-    assert {tile.metric: tile.unit for tile in tiles(found, panels)} == {
+    assert {tile["metric"]: tile["unit"] for tile in tiles(found, panels)} == {
         name: units.get(name, "tok/s") for name in series
     }
 
 
 def test_a_mean_of_partial_rewards_is_no_accuracy():
     found, panels = read({"eval/accuracy_sampled": [0.5], "eval/solved_sampled": [0.25]}, [1])
-    assert tiles(found, panels)[0].label == "Held-out reward"
+    assert tiles(found, panels)[0]["label"] == "Held-out reward"

@@ -64,7 +64,7 @@ class Picture {
 }
 
 async function archive(overview, root) {
-  if (!document.getElementById("archive")) return;
+  if (!root || !document.getElementById("archive")) return;
   const stored = new Set(overview.rollouts.map(({ step }) => step));
   let hint = "A number is the step that found the program. Enter or a click opens it, arrows lead to its neighbors. ";
   for (const data of await unpack("archive")) {

@@ -127,22 +127,17 @@ function samples(problems, { rows, settings }) {
   });
 }
 
-async function start() {
-  const overview = await unpack("overview"), { length } = overview.rows;
+async function start(overview) {
+  const { length } = overview.rows;
   document.getElementById("state").textContent = `${length} ${length === 1 ? "run" : "runs"}`;
-  document.getElementById("written").textContent = day(overview.written);
   document.getElementById("notices").append(...overview.notices.map((text) => el("li", {}, text)));
   overview.ranking.forEach((place, rank) => { choice.ranks[place] = rank; });
-  cursor.steps = overview.steps;
-  tools(overview.steps);
   verdict(overview);
   sweeps(overview);
   curves(overview);
   differences(overview);
   runs(overview);
   samples(await unpack("problems"), overview);
-  document.addEventListener("click", (event) => unfold(event.target.closest("a")?.getAttribute("href")));
-  unfold(location.hash);
 }
 
-begin(start);
+begin(start, "a click in the legend turns a setting on or off, a double click shows it alone.");

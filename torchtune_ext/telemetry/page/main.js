@@ -4,7 +4,7 @@ function head(overview) {
   const { state, facts } = overview, badge = document.getElementById("state");
   badge.textContent = state.text;
   badge.classList.add(state.kind);
-  document.getElementById("about").append(...facts.map(({ label, value, note }) =>
+  document.getElementById("about").append(...facts.map(([label, value, note]) =>
     el("div", {}, el("dt", {}, label), el("dd", {}, value), note ? el("dd", { class: "note" }, note) : null)));
   document.getElementById("notices").append(...overview.notices.map(({ text, section }) => {
     const [, first, rest] = text.match(/^(.*?\.(?= ))? ?(.*)$/s), link = section ? el("a", { href: `#${sectionId(section)}` }, section) : null;
@@ -56,7 +56,6 @@ function charts(overview) {
     sections.get("Speed").prepend(strip.node);
   }
   if (document.getElementById("configuration")) nav.append(el("a", { href: "#configuration" }, "Configuration"));
-  document.addEventListener("click", (event) => unfold(event.target.closest("a")?.getAttribute("href")));
   return sections;
 }
 
@@ -110,18 +109,13 @@ function configuration({ made, config }) {
   if (config.length) root.append(list(config));
 }
 
-async function start() {
-  const overview = await unpack("overview"), { steps } = overview;
-  document.getElementById("footer").textContent = `Written ${day(overview.written)} by torchtune-ext report. Hover reads all curves at one step, dragging zooms, a double click shows the whole run, a click opens the rollouts of the step.`;
-  cursor.steps = steps;
-  tools(steps);
+async function start(overview) {
   head(overview);
   tiles(overview);
   configuration(overview);
   const sections = charts(overview);
-  unfold(location.hash);
   await archive(overview, sections.get("Archive"));
   await rollouts(overview);
 }
 
-begin(start);
+begin(start, "a click opens the rollouts of the step.");

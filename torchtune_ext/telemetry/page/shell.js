@@ -50,10 +50,21 @@ function tools(steps) {
 
 const day = (seconds) => new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") + " UTC";
 
-function begin(start) {
-  start().then(() => { document.documentElement.dataset.ready = ""; }).catch((error) => {
+// Unpacks the overview, lets the page show it, and says what a click does there.
+async function begin(start, clicks) {
+  try {
+    const overview = await unpack("overview");
+    document.getElementById("written").textContent = day(overview.written);
+    document.getElementById("clicks").textContent = clicks;
+    cursor.steps = overview.steps;
+    tools(overview.steps);
+    document.addEventListener("click", (event) => unfold(event.target.closest("a")?.getAttribute("href")));
+    await start(overview);
+    unfold(location.hash);
+    document.documentElement.dataset.ready = "";
+  } catch (error) {
     const trouble = document.getElementById("trouble");
     trouble.hidden = false;
     trouble.textContent = typeof DecompressionStream === "undefined" ? "This browser is too old for this page (it lacks DecompressionStream, which browsers have since 2023)." : `The page could not be put together: ${error}`;
-  });
+  }
 }
