@@ -9,7 +9,6 @@ NEEDED = {
     "X": {"name": str, "cat": str, "ts": int, "dur": int, "pid": int, "tid": int, "args": dict},
     "b": {"name": str, "cat": str, "ts": int, "id2": dict, "pid": int, "tid": int, "args": dict},
     "e": {"name": str, "cat": str, "ts": int, "id2": dict, "pid": int, "tid": int},
-    "C": {"name": str, "ts": int, "pid": int, "tid": int, "args": dict},
     "i": {"name": str, "ts": int, "s": str, "pid": int, "tid": int},
     "M": {"name": str, "ts": int, "pid": int, "tid": int, "args": dict},
 }
@@ -33,9 +32,6 @@ def require_valid(events):
             assert type(event[field]) is kind, (field, event)
     require_nested([e for e in events if e["ph"] == "X"])
     spans(events)
-    for event in events:
-        if event["ph"] == "C":
-            assert event["args"].keys() == {"engine", "graders", "buffer"} and min(event["args"].values()) >= 0, event
 
 
 def require_nested(complete):

@@ -10,13 +10,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from torchtune_ext.groups import Group
 from torchtune_ext.telemetry.excerpts import (
-    finite,
+    answer_of,
+    by_reward,
     groups_of,
     messages_of,
     pack,
@@ -25,11 +27,10 @@ from torchtune_ext.telemetry.excerpts import (
     short,
     spaced,
 )
-from torchtune_ext.telemetry.findings import nonfinite
+from torchtune_ext.telemetry.findings import nonfinite, reading_of
 from torchtune_ext.telemetry.page_file import write_page
 from torchtune_ext.telemetry.panels import Panel, panels_for
 from torchtune_ext.telemetry.pieces import cut_text
-from torchtune_ext.telemetry.readings import reading_of
 from torchtune_ext.telemetry.results import (
     ACCURACY,
     HIGH,
@@ -277,25 +278,23 @@ def shared_problems(runs: Sequence[Run], order: Sequence[int]) -> list[dict[str,
 
 
 def _apart(groups: Mapping[int, Group]) -> tuple[int, float]:
-    means = [sum(rewards) / len(rewards) for group in groups.values() if (rewards := rewards_of(group))]
+    means = [fmean(rewards) for group in groups.values() if (rewards := rewards_of(group))]
     return len(groups), max(means, default=0.0) - min(means, default=0.0)
 
 
 def _problem(step: int, groups: Mapping[int, Group]) -> dict[str, Any]:
     first = next(iter(groups.values()))
-    answer = first.problem.answer
     by_run = []
     for number, group in groups.items():
-        rewards = rewards_of(group)
-        graded = sorted((s for s in group.samples if s.score is not None), key=lambda s: s.score.reward, reverse=True)
-        ends = [graded[0], graded[-1]] if len(graded) > 1 else graded or group.samples[:1]
-        facts = [sample_facts(sample, CHARACTERS) for sample in ends]
-        mean = finite(sum(rewards) / len(rewards)) if rewards else None
+        rewards, samples = rewards_of(group), by_reward(group)
+        graded = [sample for sample in samples if sample.score is not None]
+        facts = [sample_facts(sample, CHARACTERS) for sample in spaced(graded or samples[:1], 2)]
+        mean = short(fmean(rewards)) if rewards else None
         by_run.append({"run": number, "count": len(group.samples), "mean": mean, "samples": facts})
     return {
         "step": step,
         "id": first.problem.id,
         "messages": messages_of(first, CHARACTERS),
-        "answer": cut_text(answer if isinstance(answer, str) else repr(answer), CHARACTERS),
+        "answer": cut_text(answer_of(first), CHARACTERS),
         "runs": by_run,
     }

@@ -8,9 +8,12 @@ import base64
 import gzip
 import json
 import logging
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,6 @@ from torchtune_ext.telemetry.rollouts import read_rollouts
 
 log = logging.getLogger(__name__)
 
-_PAIR = 4000  # characters of each text of the pair
 _SAME = 0.01  # Rewards that are nearer than this share of the run's range count as equal.
 
 
@@ -49,7 +51,6 @@ class Excerpts:
 
     blobs: dict[int, str] = field(default_factory=dict)  # step -> its groups, as `pack` makes them
     index: list[dict[str, Any]] = field(default_factory=list)  # what each of these steps holds
-    pair: dict[str, Any] | None = None  # a good and a bad sample, see `_pair`
     pieces: dict[int, str] = field(default_factory=dict)  # id -> its text, of all ids in the page; empty: not known
     silent: Silent | None = None  # what the latest groups without a signal are like
 
@@ -68,15 +69,15 @@ def excerpts_of(
     """
     excerpts = Excerpts()
     steps = spaced(sorted(paths), limits.max_steps) if limits.max_mib > 0 else []
-    left, ids, silent, ends = limits.max_mib * 2**20, set(), [], []
+    left, ids, silent, rewards = limits.max_mib * 2**20, set(), [], []
     pieces: TokenPieces | None = None
-    tried = False
     for number, step in enumerate(steps):
         groups = groups_of(paths[step])
         if not groups:
             continue
-        if not tried and (sample := _longest(groups)) is not None:
-            pieces, tried = _speller(tokenizers, sample), True
+        samples = [sample for group in groups for sample in group.samples if sample.text.strip()]
+        if tokenizers and samples:
+            pieces, tokenizers = _speller(tokenizers, max(samples, key=lambda s: len(s.completion.tokens))), ()
         records, blob = _fit(groups, limits, pieces, left / (len(steps) - number))
         left -= len(blob)
         excerpts.blobs[step] = blob
@@ -85,15 +86,13 @@ def excerpts_of(
             {"step": step, "groups": len(groups), "signals": signals, "ids": [r["id"] for r in records]}
         )
         ids.update(token for record in records for sample in record["samples"] for token in sample["ids"])
-        excerpts.pair = _pair(step, groups) or excerpts.pair
-        ends += [reward for group in groups for reward in rewards_of(group)]
-        ends = [min(ends), max(ends)] if ends else []
+        rewards += [reward for group in groups for reward in rewards_of(group)]
         if step >= latest:
             silent += [group for group in groups if not group.has_signal]
     if pieces is not None:
         excerpts.pieces = {token: pieces.one(token) for token in sorted(ids)}
-    if ends:
-        excerpts.silent = _causes(silent, *ends)
+    if rewards:
+        excerpts.silent = _causes(silent, min(rewards), max(rewards))
     return excerpts
 
 
@@ -152,40 +151,12 @@ def _chosen(groups: Sequence[Group], number: int) -> list[Group]:
     return spaced(signal, number - few) + spaced(silent, few)
 
 
-def _pair(step: int, groups: Sequence[Group]) -> dict[str, Any] | None:
-    """Returns the samples with the highest and the lowest advantage of the group where their rewards lie farthest apart, with
-    its prompt; None where no group has a signal."""
-    graded = [[s for s in group.samples if s.score is not None] for group in groups if group.has_signal]
-    ends = [(max(samples, key=_advantage), min(samples, key=_advantage)) for samples in graded if samples]
-    ends = [(good, bad) for good, bad in ends if good.advantage > bad.advantage]
-    if not ends:
-        return None
-    good, bad = max(
-        ends, key=lambda pair: (pair[0].score.reward - pair[1].score.reward, pair[0].advantage - pair[1].advantage)
-    )
-    group = next(group for group in groups if any(sample is good for sample in group.samples))
-    return {
-        "step": step,
-        "id": group.problem.id,
-        "messages": messages_of(group, _PAIR),
-        "count": len(group.samples),
-        "rewards": [finite(reward) for reward in rewards_of(group)],
-        "good": sample_facts(good, _PAIR),
-        "bad": sample_facts(bad, _PAIR),
-    }
-
-
-def _advantage(sample: Sample) -> float:
-    return sample.advantage
-
-
 def _causes(groups: Sequence[Group], lowest: float, highest: float) -> Silent:
     """Counts the groups without a signal by why they have none, as the rewards of the whole run tell."""
-    counts = {"easy": 0, "hard": 0, "alike": 0, "other": 0}
+    counts = Counter()
     near = _SAME * (highest - lowest)
     for group in groups:
-        rewards = rewards_of(group)
-        if not rewards:
+        if not (rewards := rewards_of(group)):
             continue
         # Where the whole run knows one reward only, a reward above 0 is taken for success.
         if highest - min(rewards) <= near and highest > min(lowest, 0.0):
@@ -198,7 +169,21 @@ def _causes(groups: Sequence[Group], lowest: float, highest: float) -> Silent:
 
 
 def rewards_of(group: Group) -> list[float]:
-    return [sample.score.reward for sample in group.samples if sample.score is not None]
+    """Returns the rewards of the samples that have a finite one."""
+    rewards = [sample.score.reward for sample in group.samples if sample.score is not None]
+    return [float(reward) for reward in rewards if math.isfinite(reward)]
+
+
+def by_reward(group: Group) -> list[Sample]:
+    """Returns the samples of a group, those with the highest reward first, those without one last."""
+    return sorted(
+        group.samples, key=lambda sample: -math.inf if sample.score is None else sample.score.reward, reverse=True
+    )
+
+
+def answer_of(group: Group) -> str:
+    answer = group.problem.answer
+    return answer if isinstance(answer, str) else json.dumps(answer, default=repr)
 
 
 def _spread(group: Group) -> float:
@@ -207,11 +192,6 @@ def _spread(group: Group) -> float:
 
 
 # ---------------------------------------------------------------- tokens as text
-
-
-def _longest(groups: Sequence[Group]) -> Sample | None:
-    samples = [sample for group in groups for sample in group.samples if sample.text.strip()]
-    return max(samples, key=lambda sample: len(sample.completion.tokens), default=None)
 
 
 def _speller(folders: Iterable[str | Path], sample: Sample) -> TokenPieces | None:
@@ -249,16 +229,11 @@ def _sampled_texts(sample: Sample) -> list[tuple[np.ndarray, str]]:
 
 
 def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: TokenPieces | None) -> dict[str, Any]:
-    def order(sample: Sample) -> float:
-        return -np.inf if sample.score is None else sample.score.reward
-
     rewards = rewards_of(group)
-    samples = spaced(sorted(group.samples, key=order, reverse=True), num_samples)
-    answer = group.problem.answer
     return {
         "id": group.problem.id,
         "messages": messages_of(group, 8 * num_tokens),
-        "answer": answer if isinstance(answer, str) else json.dumps(answer, default=repr),
+        "answer": answer_of(group),
         # A chat template adds to the messages, a system line of its own for instance.
         "read": pieces and cut_text("".join(pieces.split(group.prompt_tokens)), 8 * num_tokens),
         "prompt_tokens": len(group.prompt_tokens),
@@ -266,10 +241,10 @@ def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: Token
         "trained": sum(sample.trained for sample in group.samples),
         "signal": group.has_signal,
         "failed": sum(sample.score is None for sample in group.samples),
-        "mean": finite(float(np.mean(rewards))) if rewards else None,
-        "spread": finite(_spread(group)),
-        "rewards": [finite(reward) for reward in rewards],
-        "samples": [_sample_record(sample, num_tokens, pieces) for sample in samples],
+        "mean": short(fmean(rewards)) if rewards else None,
+        "spread": short(_spread(group)),
+        "rewards": [short(reward) for reward in rewards],
+        "samples": [_sample_record(sample, num_tokens, pieces) for sample in spaced(by_reward(group), num_samples)],
     }
 
 

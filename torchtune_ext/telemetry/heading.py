@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.folder import LOCK, checkpoint_folders
+from torchtune_ext.run.folder import LOCK, changes, checkpoint_folders
 
 _IDENTITY = re.compile(r"(\w+) of (\d+) layers, width \d+(, adapter .*)?, \d+ tensors of ([\d,]+) values")
 _ORDINARY = ("model", "start")  # Folders of these names do not say which model lies in them.
@@ -81,15 +81,16 @@ def origin(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return flat({**rest, **node_of(run, "process")}) + started
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Makes rows of name and text of nested settings: {"optimizer": {"lr": 1e-6}} gives ("optimizer.lr", "1e-06")."""
-    rows: list[tuple[str, str]] = []
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            rows += flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
-    return rows
+def flat(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Makes rows of name and text of nested settings: {"optimizer": {"lr": 1e-6}} gives ("optimizer.lr", "1e-06"). What is not
+    set has no row, and numbers have six digits."""
+    return [(each.key, _text(each.now)) for each in changes({}, config)]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value, default=repr)
 
 
 def node_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

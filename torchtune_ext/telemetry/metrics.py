@@ -22,7 +22,7 @@ from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import Run
 from torchtune_ext.telemetry.sinks import LoggingConfig as LoggingConfig
 from torchtune_ext.telemetry.sinks import Opening, Sink
-from torchtune_ext.telemetry.sinks.settings import RunTotals, sink_class, state_of
+from torchtune_ext.telemetry.sinks.settings import ACCURACY, sink_class, state_of, totals
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Metrics:
         self._sinks: dict[str, Sink] = {}
         self._fd: int | None = None
         self._settings = sinks if isinstance(sinks, LoggingConfig) else LoggingConfig(to=tuple(sinks))
-        self._status, self._totals, self._spell = status, RunTotals(), spell
+        self._status, self._spell = status, spell
         if rank != 0:
             return
         run_dir = Path(run_dir)
@@ -74,8 +74,6 @@ class Metrics:
         self._last_step = -1
         if resume_step is not None:
             cut_metrics(self.path, resume_step)
-            for record in read_metrics(self.path) if self.path.exists() else ():
-                self._totals.add(record["step"], record)
         elif self.path.exists() and self.path.stat().st_size:
             raise Mistake(f"{self.path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on")
         with explained(f"cannot write {self.path}", _FIX):
@@ -117,7 +115,7 @@ class Metrics:
         self._append(json.dumps(record, allow_nan=False) + "\n")
         self._last_step = step
         self._tell(lambda sink: sink.log(step, numbers))
-        if self._totals.add(step, numbers):
+        if record.get(ACCURACY) is not None:
             self._summarize("running")
 
     def show(self, step: int, groups: Sequence[Group]) -> None:
@@ -140,8 +138,9 @@ class Metrics:
             self._fd = None
 
     def _summarize(self, state: str) -> None:
-        facts = {**self._totals.facts(), "state": state}
-        self._tell(lambda sink: sink.summarize(facts))
+        if self._sinks:
+            facts = {**totals(read_metrics(self.path)), "state": state}
+            self._tell(lambda sink: sink.summarize(facts))
 
     def _tell(self, tell: Callable[[Sink], None]) -> None:
         """Calls each sink. One that raises is dropped, and the run goes on."""
@@ -158,16 +157,10 @@ class Metrics:
         self.close()
 
     def _append(self, line: str) -> None:
-        """Makes one write and one fdatasync. A line that did not fit is taken back, so that the file stays valid."""
-        data = line.encode()
-        size = os.fstat(self._fd).st_size
         try:
-            written = os.write(self._fd, data)
-            if written != len(data):
-                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (only {written} of {len(data)} bytes fitted)")
+            append_whole(self._fd, line.encode())
             os.fdatasync(self._fd)
         except OSError as error:
-            os.ftruncate(self._fd, size)
             raise FileMistake(f"cannot write {self.path}: {error}. {_FIX}") from error
 
     def _drop(self, name: str, error: Exception) -> None:
@@ -175,6 +168,21 @@ class Metrics:
         self._sinks.pop(name, None)
         log.warning("metrics sink %s failed and is dropped for the rest of the run: %r. "
                     "metrics.jsonl goes on", name, error)  # fmt: skip
+
+
+def append_whole(file: int, data: bytes) -> None:
+    """Makes one write at the end of an open file. What did not fit is taken back, so that the file stays valid.
+
+    Raises:
+        OSError: the disk refuses, and the file is as it was.
+    """
+    size = os.fstat(file).st_size
+    try:
+        if (written := os.write(file, data)) != len(data):
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (only {written} of {len(data)} bytes fitted)")
+    except OSError:
+        os.ftruncate(file, size)
+        raise
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -28,7 +28,6 @@ class Panel:
     baseline: float | None = None  # A dashed line is drawn here, for instance at 1 for rho.
     quiet: bool = False  # The panel is left out while all its values are zero.
     lead: bool = False  # The first such panel of a page stands above all others, and is larger.
-    alone: tuple[str, str] | None = None  # title and note where only the first series has data
     newest: bool = False  # Counters and settings: their newest value is the reading, and not a mean of the last steps.
     # What a "*" stands for comes in this order; what is not named here comes behind it, sorted.
     order: tuple[str, ...] = ()
@@ -43,11 +42,10 @@ _OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error",
 _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 
 PANELS = (
-    Panel("Learning", "Reward", "Mean reward of the step's samples, and of held-out problems, which are never trained on; the "
-          "band is the 95% interval over them.",
+    Panel("Learning", "Reward", "Mean reward of the step's samples; where held-out problems are evaluated, which are never "
+          "trained on, theirs with the 95% interval over them.",
           (("reward/mean", "reward"), ("eval/accuracy_sampled", "held-out, sampled"),
-           ("eval/accuracy_greedy", "held-out, greedy")), band=("eval/accuracy_sampled", "eval/low", "eval/high"), lead=True,
-          alone=("Reward", "Mean reward of the step's samples.")),
+           ("eval/accuracy_greedy", "held-out, greedy")), band=("eval/accuracy_sampled", "eval/low", "eval/high"), lead=True),
     Panel("Learning", "Spread of the rewards", "Standard deviation over the step's samples; at zero there is nothing to learn.",
           (("reward/std", "std"),), zero=True),
     Panel("Learning", "Solved", "Share of held-out problems with a full reward.",
@@ -245,7 +243,4 @@ def _with(panel: Panel, series: tuple[tuple[str, str], ...], names: Collection[s
     band = panel.band if panel.band and set(panel.band) <= set(names) else None
     stem, color_of = panel.series[0][0].rstrip("*"), dict(zip(panel.order, panel.colors, strict=False))
     colors = tuple(color_of.get(name.removeprefix(stem), 6) for name, _ in series) if panel.colors else ()
-    title, note = panel.title, panel.note
-    if panel.alone and [metric for metric, _ in series] == [panel.series[0][0]]:
-        title, note = panel.alone
-    return replace(panel, title=title, note=note, series=series, band=band, colors=colors)
+    return replace(panel, series=series, band=band, colors=colors)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torchtune_ext.run.errors import FileMistake
 
@@ -10,17 +10,11 @@ _BROKEN = "\ufffd"  # A decoder writes this for bytes that are no character yet.
 _LONGEST = 6  # ids that one character may be made of
 
 
-class _Decoder(Protocol):
-    def decode(self, ids: list[int], skip_special_tokens: bool = ...) -> str: ...
-
-    def get_added_tokens_decoder(self) -> dict[int, Any]: ...  # id -> token with `content` and `special`
-
-
 class TokenPieces:
     """Splits a text along its tokens. Each id is decoded once, behind a fixed ASCII token, because some tokenizers
     drop the space at the start of a text. A character of several tokens is given to the last of them."""
 
-    def __init__(self, tokenizer: _Decoder, anchor: int):
+    def __init__(self, tokenizer: Any, anchor: int):
         self._tokenizer, self._anchor = tokenizer, anchor
         self._prefix = len(self._decode([anchor]))
         self._cache: dict[int, str] = {}
@@ -45,13 +39,9 @@ class TokenPieces:
         return piece
 
     def spells(self, ids: Sequence[int], text: str) -> bool:
-        """Tells whether this tokenizer makes `text` of `ids`. Special tokens do not count, nor spaces at the ends, nor what a
-        prompt has put before the text ("<think>")."""
-        special = {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        for content in special.values():
-            text = text.replace(content, "")
-        # They are left out before decoding, as the run does it: a character may have its bytes on both sides of one.
-        spelled = self._decode([token for token in map(int, ids) if token not in special])
+        """Tells whether this tokenizer makes `text` of `ids`: as a run decodes them, without special tokens. Spaces at the ends
+        do not count, nor what a prompt has put before the text ("<think>")."""
+        spelled = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
         return text.strip().endswith(spelled.strip())
 
     def split(self, ids: Sequence[int]) -> list[str]:

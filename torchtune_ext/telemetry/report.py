@@ -17,13 +17,12 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.telemetry.comparison import build_comparison
 from torchtune_ext.telemetry.excerpts import Excerpts, Limits, excerpts_of, pack, short
-from torchtune_ext.telemetry.findings import FOLDED, findings
+from torchtune_ext.telemetry.findings import FOLDED, PART, findings, readings, tiles
 from torchtune_ext.telemetry.heading import facts, flat, node_of, origin, state_of
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.page_file import write_page
 from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.telemetry.pieces import TokenPieces, cut_text
-from torchtune_ext.telemetry.readings import PART, readings, tiles
 from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.runs import EVALUATION, METRICS, is_several, record_of
 from torchtune_ext.telemetry.timeline import FILE as TRACE
@@ -31,11 +30,10 @@ from torchtune_ext.telemetry.timeline import read_trace, strip_of
 
 log = logging.getLogger(__name__)
 
-SCRIPTS = ("charts", "shell", "strip", "archive", "rollouts", "main")  # of the page, in this order
+SCRIPTS = ("charts", "shell", "archive", "rollouts", "main")  # of the page, in this order
 ARCHIVE = "archive.jsonl"
 MAX_CHARACTERS = 16_000  # of a program
 MAX_TOGETHER = 4_000_000  # characters of all programs in a page
-MAX_BANDS = 16  # of a picture; where the speeds lie farther apart, bands without a program are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +171,7 @@ def _overview(
         "state": state,
         "facts": facts(run_dir, run, records),
         "made": origin(run),
-        "config": [row for row in flat(config) if row[1] not in ("{}", "[]", "null")],  # what is not set
+        "config": [row for row in flat(config) if row[1] != "[]"],
         "written": time.time(),
         "steps": steps,
         "series": series,
@@ -183,7 +181,6 @@ def _overview(
         "folded": [section for section in FOLDED if section not in warned],
         "strip": _read(run_dir / TRACE, lambda path: strip_of(read_trace(path))),
         "notices": notices,
-        "pair": excerpts.pair,
         "rollouts": excerpts.index,
     }
 
@@ -199,7 +196,7 @@ def _read(path: Path, read: Callable[[Path], Any]) -> Any:
 
 def pictures_of(path: Path) -> list[dict[str, Any]]:
     """Returns what the page shows of an archive, JSON-able: a picture for each problem and machine. It has a row for each set
-    of techniques and a column for each band of speed; a cell of it is a cell of the archive.
+    of techniques and a column for each band of speed that hold a program; a cell of it is a cell of the archive.
 
     Returns:
         `kernel`, `size`, `machine`: the problem, for people. `rows`: the sets of techniques, in words, those with few
@@ -221,7 +218,7 @@ def pictures_of(path: Path) -> list[dict[str, Any]]:
     pictures = []
     for (kernel, size, machine), entries in sorted(problems.items()):
         rows = sorted({cell.techniques for cell, _ in entries}, key=lambda techniques: (len(techniques), techniques))
-        bands = _bands({cell.band for cell, _ in entries})
+        bands = sorted({cell.band for cell, _ in entries})
         cells = [
             {name: getattr(entry, name) for name in ("ratio", "low", "high", "gflops", "found")}
             | {
@@ -235,8 +232,3 @@ def pictures_of(path: Path) -> list[dict[str, Any]]:
         problem = {"kernel": kernel, "size": size_in_words(size), "machine": machine}
         pictures.append({**problem, "rows": words, "bands": bands, "cells": cells})
     return pictures
-
-
-def _bands(used: set[int]) -> list[int]:
-    lowest, highest = min(used), max(used)
-    return list(range(lowest, highest + 1)) if highest - lowest < MAX_BANDS else sorted(used)

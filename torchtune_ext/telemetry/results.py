@@ -20,8 +20,8 @@ import numpy as np
 
 from torchtune_ext.evaluation import Z, partly_right
 from torchtune_ext.telemetry.excerpts import groups_of, rewards_of
+from torchtune_ext.telemetry.findings import reading_of
 from torchtune_ext.telemetry.heading import flat
-from torchtune_ext.telemetry.readings import reading_of
 from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.runs import Run, Setting
 

@@ -77,25 +77,18 @@ class RolloutStore:
             self._refused = True
             return None
         if self._refused:
-            log.warning("rollouts are written again from step %d on; missing so far: %s", step, self._ranges())
+            log.warning("rollouts are written again from step %d on; missing so far: %s", step, self._lacking())
         self._refused = False
         return path
 
     def close(self) -> None:
         """Says which steps are missing because the disk refused them."""
         if self._missing:
-            log.warning("%s lacks the steps %s: they could not be written", self.folder, self._ranges())
+            log.warning("%s lacks %s: they could not be written", self.folder, self._lacking())
             self._missing.clear()
 
-    def _ranges(self) -> str:
-        """Makes "4 to 6, 8" of the missing steps [4, 5, 6, 8]."""
-        ranges: list[list[int]] = []
-        for step in self._missing:
-            if ranges and step - ranges[-1][1] <= self._keep_every:
-                ranges[-1][1] = step
-            else:
-                ranges.append([step, step])
-        return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in ranges)
+    def _lacking(self) -> str:
+        return f"{len(self._missing)} steps from {self._missing[0]} to {self._missing[-1]}"
 
 
 def rollout_paths(run_dir: str | Path) -> dict[int, Path]:

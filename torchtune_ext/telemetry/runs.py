@@ -11,8 +11,8 @@ from string import ascii_uppercase
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.folder import DEFAULT, RECORD, changes, read_record
-from torchtune_ext.telemetry.heading import State, state_of
+from torchtune_ext.run.folder import DEFAULT, RECORD, read_record
+from torchtune_ext.telemetry.heading import State, flat, state_of
 from torchtune_ext.telemetry.metrics import read_metrics
 
 log = logging.getLogger(__name__)
@@ -109,24 +109,20 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
     path = folder / SWEEP
     try:
         sweep = json.loads(path.read_bytes())
-        if (version := sweep["format"]) == SWEEP_FORMAT:
-            sweep["name"] = sweep["name"] or folder.resolve().name
-            sweep["method"], sweep["metric"]["name"]
-            for run in sweep["runs"]:
-                run["id"], run["state"], dict(run["parameters"])
-                run["path"] = (folder / run["folder"]).resolve()
-                if not run["path"].is_relative_to(folder.resolve()):
-                    raise KeyError(f"the run {run['id']} lies outside of the sweep's folder")
+        if sweep["format"] != SWEEP_FORMAT:
+            raise ValueError(f"format {sweep['format']}, not {SWEEP_FORMAT}")
+        sweep["name"] = sweep["name"] or folder.resolve().name
+        sweep["method"], sweep["metric"]["name"]
+        for run in sweep["runs"]:
+            run["id"], run["state"], dict(run["parameters"])
+            run["path"] = (folder / run["folder"]).resolve()
+            if not run["path"].is_relative_to(folder.resolve()):
+                raise ValueError(f"the run {run['id']} lies outside of the sweep's folder")
     except (ValueError, KeyError, TypeError) as error:
         raise Mistake(
             f"{path} is damaged ({error!r}): for a report name the folders of its runs instead; a sweep begins again in "
             "another folder (--out)"
         ) from error
-    if version != SWEEP_FORMAT:
-        raise Mistake(
-            f"{path} has format {version!r}, and this version of torchtune-ext reads format {SWEEP_FORMAT}: use the version "
-            "that began the sweep, or for a report name the folders of its runs"
-        )
     return sweep
 
 
@@ -166,19 +162,12 @@ def short_keys(keys: Sequence[str]) -> list[str]:
 def _comparable(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the settings as text by dotted key. Paths in the run's own folder no longer name it."""
     kept = {key: value for key, value in config.items() if key not in BESIDE}
-    rows = {change.key: _text(change.now) for change in changes({}, kept)}
+    rows = dict(flat(kept))
     if home := str(config.get("output_dir", "")).rstrip("/"):
         for key, text in rows.items():
             if text.startswith(f"{home}/"):
                 rows[key] = "{output_dir}" + text.removeprefix(home)
     return rows
-
-
-def _text(value: Any) -> str:
-    """Values of six equal digits are the same."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    return value if isinstance(value, str) else json.dumps(value, default=repr)
 
 
 def record_of(folder: Path) -> dict[str, Any]:

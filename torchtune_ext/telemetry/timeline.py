@@ -8,7 +8,6 @@ Times are in microseconds since 1970, by one clock for all threads. What the fil
     b and e  engine                  a group from its submission to its last completion
     b and e  graders                 from there to its last grade
     b and e  buffer                  from there until it is taken for a step; evaluations have none
-    C        groups                  how many groups are with the engine, with the graders and in the buffer
     i        start                   a process begins or goes on with the run
 
 `args` of a group are its number as `group`, `refill`, `evaluation` or `greedy`, and the `step` that took it, or `cancelled`
@@ -16,18 +15,16 @@ where none did; with the engine also its `problem` (the id), `tokens` (of all co
 that sampled one of them). The `id2` of b and e is local to the process: so Perfetto draws them below it, in as few lanes as
 hold them without overlap, and each name in lanes of its own.
 
-A step of 64 groups, with their problems, adds about 57 KB, of which 5 KB are the counters, at most `COUNTS` for a flush.
+A step of 64 groups, with their problems, adds about 52 KB.
 """
 
-import errno
 import json
 import logging
-import math
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -38,19 +35,17 @@ import torch
 
 from torchtune_ext.groups import GroupKey, GroupTimes
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.telemetry.metrics import append_whole
 
 log = logging.getLogger(__name__)
 
 FILE = "trace.json"
 TRACKS = ("engine", "graders", "buffer")  # where a group can be, in this order
-COUNTS = 50  # events of a flush, at most, that say how many groups are where
 MERGED_S = 0.01  # Two waits for groups with less between them are drawn as one.
 _PLACE = {"pid": 1, "tid": 1}  # Chrome's format wants a process and a thread, whatever they mean.
 _LONGEST_ID = 80  # characters of a problem's id
-MAX_BINS = 20_000  # So the strip adds at most 0.25 MiB to a page: that is with another value in each bin of nine rows.
-_LEAST_S = 0.001  # A bin is at least this long.
-_WORKS = ("engine", "graders")
-_Spans = dict[str, list[tuple[float, float]]]  # name -> begin and end of each, in seconds
+_TAIL = 1 << 16  # bytes at the end of the file, among which is a line break
+MAX_POINTS, MOST_PARTS = 20_000, 20  # of what the page draws: points, and parts of a step
 
 
 @dataclass(slots=True)
@@ -58,7 +53,7 @@ class _Stay:
     """A group that is on its way, and when it came to each track, in seconds of `time.monotonic`."""
 
     facts: dict[str, Any]
-    since: list[tuple[str, float]] = field(default_factory=list)
+    since: list[tuple[str, float]]
 
 
 class Timeline(GroupTimes):
@@ -81,8 +76,6 @@ class Timeline(GroupTimes):
         self._open: dict[GroupKey, _Stay] = {}
         self._phases: list[list] = []  # name, begin, end, step
         self._lines: list[str] = []
-        self._now_at = dict.fromkeys(TRACKS, 0)
-        self._counts: list[tuple[float, dict[str, int]]] = []
         self._flushed = self._refused = False
 
     def phase(self, name: str, begin: float, end: float) -> None:
@@ -100,22 +93,19 @@ class Timeline(GroupTimes):
 
     def begin(self, key: GroupKey, track: str = TRACKS[0], **facts: Any) -> None:
         with self._lock:
-            self._open[key] = stay = _Stay(facts)
-            self._enter(stay, track, time.monotonic())
+            self._open[key] = _Stay(facts, [(track, time.monotonic())])
 
     def move(self, key: GroupKey, track: str, **facts: Any) -> None:
         with self._lock:
             if (stay := self._open.get(key)) is not None:
                 stay.facts |= facts
-                self._enter(stay, track, time.monotonic())
+                stay.since.append((track, time.monotonic()))
 
     def end(self, key: GroupKey, **facts: Any) -> None:
         with self._lock:
             if (stay := self._open.pop(key, None)) is not None:
                 stay.facts |= facts
-                now = time.monotonic()
-                self._enter(stay, None, now)
-                self._lines += self._group(key, stay, now)
+                self._lines += self._group(key, stay, time.monotonic())
 
     def flush(self) -> None:
         """Appends what is over to the file.
@@ -125,10 +115,7 @@ class Timeline(GroupTimes):
         """
         with self._lock:
             lines = self._lines + [self._phase(*phase) for phase in self._phases]
-            each = -(-len(self._counts) // COUNTS) or 1
-            # The last count always stays.
-            lines += [self._event("C", "groups", at, args=there) for at, there in self._counts[::-1][::each][::-1]]
-            self._lines, self._phases, self._counts = [], [], []
+            self._lines, self._phases = [], []
         try:
             self._append(lines)
         except OSError as error:
@@ -146,15 +133,6 @@ class Timeline(GroupTimes):
             self.end(key, cancelled=True)
         if self._flushed:
             self.flush()
-
-    def _enter(self, stay: _Stay, track: str | None, now: float) -> None:
-        """Notes that a group leaves the track where it is, and comes to another one."""
-        if stay.since:
-            self._now_at[stay.since[-1][0]] -= 1
-        if track is not None:
-            stay.since.append((track, now))
-            self._now_at[track] += 1
-        self._counts.append((now, dict(self._now_at)))
 
     def _event(self, ph: str, name: str, at: float, **fields: Any) -> str:
         event = {"ph": ph, "name": name, "ts": self._us(at)} | _PLACE | fields
@@ -192,13 +170,8 @@ class Timeline(GroupTimes):
             if not size:
                 names = ("process_name", self.path.absolute().parent.name), ("thread_name", "trainer")
                 lines = [self._event("M", name, self._began, args={"name": value}) for name, value in names] + lines
-            data = (("" if size else "[\n") + "".join(f"{line},\n" for line in lines)).encode()
-            try:
-                if file.write(data) != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                file.truncate(size)
-                raise
+            data = ("" if size else "[\n") + "".join(f"{line},\n" for line in lines)
+            append_whole(file.fileno(), data.encode())
 
 
 def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -222,123 +195,67 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _cut_torn_line(file: BinaryIO) -> None:
-    """Cuts a file behind its last line break."""
-    end, block = file.seek(0, os.SEEK_END), 1 << 16
-    while end:
-        begin = max(0, end - block)
-        file.seek(begin)
-        length = file.read(end - begin).rfind(b"\n") + 1
-        if length:
-            file.truncate(begin + length)
-            return
-        end = begin
-    file.truncate(0)
+    """Cuts a file behind its last line break. No line is longer than what is read here."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - _TAIL))
+    tail = file.read()
+    file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
 
 
-# What the strip "What ran when" of the report shows: the timeline of a run, cut into bins of equal length.
-#
-# For each bin: with how many groups engine and graders were busy, and which share of it each phase of the trainer took. What
-# lies between the end of one process and the first work of the next one, which goes on with the run, is left out.
-@dataclass(slots=True)
-class _Life:
-    """What one process has noted."""
-
-    works: _Spans = field(default_factory=lambda: defaultdict(list))
-    phases: _Spans = field(default_factory=lambda: defaultdict(list))
-    steps: dict[int, list[float]] = field(default_factory=dict)  # step -> its begin and its end
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        times = [
-            time for spans in (self.works, self.phases) for each in spans.values() for span in each for time in span
-        ]
-        return min(times), max(times)
-
-
-def strip_of(events: Iterable[Mapping[str, Any]], max_bins: int = MAX_BINS) -> dict[str, Any] | None:
-    """Returns what the page needs, JSON-able, or None where the events show no phase of the trainer.
+def strip_of(events: Iterable[Mapping[str, Any]], max_points: int = MAX_POINTS) -> dict[str, Any] | None:
+    """Returns what the page draws of a timeline, JSON-able, or None where the events show no phase of the trainer. Each step is
+    cut into equal parts. Of a step that was made twice, as after a kill, the later one is drawn.
 
     Args:
-        events: of `timeline.read_trace`, in the order of the file.
+        events: of `read_trace`, in the order of the file.
 
     Returns:
-        `seconds`: length of a bin. `bins`: how many there are. `works`: for "engine" and "graders" the mean number of groups
-        of each bin, in percent of the highest one, which is in `most`. `phases`: for each phase of the trainer its share of
-        each bin, in percent. `steps`: number, first bin and the bin behind the last one of each stretch of a step. `cuts`:
-        the bins at which time was left out.
+        `steps`: the middle of each part, where step 7 reaches from 6.5 to 7.5. `phases`: for each phase of the trainer the
+        share of each part that it took. `groups`: for each of `TRACKS` the mean number of groups there.
 
     Raises:
         KeyError, TypeError, ValueError: an event lacks what it should have.
     """
-    lives = [life for life in _lives(events) if life.phases]
-    if not lives:
-        return None
-    works, phases = defaultdict(list), defaultdict(list)
-    steps, cuts, length = [], [], 0.0
-    for life in lives:
-        begin, end = life.bounds
-        later = length - begin  # Each life begins where the one before it ends.
-        for all_spans, spans in ((works, life.works), (phases, life.phases)):
-            for name, intervals in spans.items():
-                all_spans[name] += [(since + later, until + later) for since, until in intervals]
-        steps += [(step, since + later, until + later) for step, (since, until) in life.steps.items()]
-        length += end - begin
-        cuts.append(length)
-    seconds = max(length / max_bins, _LEAST_S)
-    bins = max(1, round(length / seconds))
-    edges = np.arange(bins + 1) * seconds
-    levels = {name: _mean_count(works.get(name, []), edges) for name in _WORKS}
-    most = {name: float(level.max()) for name, level in levels.items()}
-    return {
-        "seconds": seconds,
-        "bins": bins,
-        "works": {name: _percent(level / (most[name] or 1.0)) for name, level in levels.items()},
-        "most": {name: round(value, 1) for name, value in most.items()},
-        "phases": {name: _percent(_mean_count(spans, edges)) for name, spans in phases.items()},
-        "steps": [[step, *_bins_of(since / seconds, until / seconds, bins)] for step, since, until in steps],
-        "cuts": [round(cut / seconds) for cut in cuts[:-1]],
-    }
-
-
-def _lives(events: Iterable[Mapping[str, Any]]) -> list[_Life]:
-    lives, begins = [_Life()], {}
+    phases, groups = defaultdict(list), {track: [] for track in TRACKS}
+    steps: dict[int, tuple[float, float]] = {}  # step -> its begin and its end
     for event in events:
         kind, at = event["ph"], event["ts"] / 1e6
         if kind == "i":
-            lives.append(_Life())
+            begun = set()  # by this process
         elif kind == "X" and event["cat"] == "phase":
-            until = at + event["dur"] / 1e6
-            lives[-1].phases[event["name"]].append((at, until))
-            stretch = lives[-1].steps.setdefault(event["args"]["step"], [at, until])
-            stretch[:] = min(at, stretch[0]), max(until, stretch[1])
+            step, until = event["args"]["step"], at + event["dur"] / 1e6
+            phases[event["name"]].append((at, until))
+            first, last = steps[step] if step in begun else (at, until)
+            begun.add(step)
+            steps[step] = min(at, first), max(until, last)
         elif kind == "b":
-            begins[event["cat"], event["id2"]["local"]] = at
-        elif kind == "e" and event["cat"] in _WORKS:
-            lives[-1].works[event["cat"]].append((begins.pop((event["cat"], event["id2"]["local"])), at))
-    return lives
+            begin = at
+        elif kind == "e":
+            groups[event["cat"]].append((begin, at))
+    if not steps:
+        return None
+    parts = min(MOST_PARTS, max(1, max_points // len(steps)))
+    numbers_S = np.array(sorted(steps))
+    edges_SE = np.linspace(*np.array([steps[step] for step in numbers_S]).T, parts + 1, axis=1)
+    middles_SE = numbers_S[:, None] - 0.5 + (np.arange(parts) + 0.5) / parts
+    return {
+        "steps": middles_SE.ravel().round(4).tolist(),
+        "phases": {name: _mean_counts(spans, edges_SE).ravel().tolist() for name, spans in phases.items()},
+        "groups": {name: _mean_counts(spans, edges_SE).ravel().tolist() for name, spans in groups.items()},
+    }
 
 
-def _mean_count(spans: Sequence[tuple[float, float]], edges: np.ndarray) -> np.ndarray:
-    """Counts the spans that are open, as a mean over each bin between two edges."""
-    if not spans:
-        return np.zeros(len(edges) - 1)
-    times = np.array(spans).T.ravel()  # all begins, then all ends
-    changes = np.repeat([1.0, -1.0], len(spans))
+def _mean_counts(spans: Sequence[tuple[float, float]], edges_SE: np.ndarray) -> np.ndarray:
+    """Counts the spans that are open, as a mean over each part between two edges."""
+    times = np.array(spans).reshape(-1, 2).T.ravel()  # all begins, then all ends
+    if not len(times):
+        return np.zeros_like(edges_SE[:, 1:])
     order = np.argsort(times, kind="stable")
-    times, counts = times[order], np.cumsum(changes[order])
+    times, counts = times[order], np.cumsum(np.repeat([1.0, -1.0], len(spans))[order])
     # The integral of the count is linear between two of the times, and even outside them.
     integral = np.concatenate([[0.0], np.cumsum(counts[:-1] * np.diff(times))])
-    return np.diff(np.interp(edges, times, integral)) / np.diff(edges)
-
-
-def _bins_of(since: float, until: float, bins: int) -> tuple[int, int]:
-    """Returns the first bin of a stretch, and the one behind its last; what a rounding error has of a bin does not count."""
-    first = min(int(since + 1e-3), bins - 1)
-    return first, max(first + 1, min(math.ceil(until - 1e-3), bins))
-
-
-def _percent(shares: np.ndarray) -> list[int]:
-    return np.rint(100 * np.clip(shares, 0.0, 1.0)).astype(int).tolist()
+    widths_SE = np.maximum(np.diff(edges_SE), 1e-6)  # of a step without any length
+    return (np.diff(np.interp(edges_SE, times, integral)) / widths_SE).round(3)
 
 
 class Profile:

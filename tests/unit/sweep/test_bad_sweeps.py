@@ -75,10 +75,12 @@ CASES = [
     ({"method": "random", "run_cap": 3, **swept(optimizer__lr={"value": 1})}, "all of them are fixed"),
     ({"run_cap": 0}, "run_cap: 0 must be a whole number, 1 or more"),
     ({"early_terminate": {"type": "median"}}, "early_terminate: {'type': 'median'}: write {type: hyperband, min_iter: 3}"),
-    ({"early_terminate": {"type": "hyperband"}}, "hyperband needs min_iter, or max_iter and s"),
+    ({"early_terminate": {"type": "hyperband"}}, "early_terminate: min_iter: None: hyperband needs the number of values at which it looks first"),
+    ({"early_terminate": {"type": "hyperband", "max_iter": 27, "s": 2}}, "early_terminate: unknown key 'max_iter'"),
+    ({"early_terminate": {"type": "hyperband", "min_iter": 2, "eta": 1}}, "early_terminate: eta: 1 must be above 1"),
     ({"command": "tune run"}, "command: must be a list of words"),
     ({"command": ["python", "train.py", "${args_no_hyphens}"]}, "a sweep runs recipes"),
-    ({"command": ["python", "train.py", "${args}"]}, "recipes read no ${args}; there are ${args_no_hyphens}, ${env}"),
+    ({"command": ["python", "train.py", "${args}"]}, "recipes read no ${args}; there is ${args_no_hyphens}"),
     ({"command": [*FILE["command"][:5], "--optimizer.lr=0.0001"]}, "a setting is written key=value, without dashes: optimizer.lr=0.0001"),
     ({"command": [*FILE["command"], "output_dir=x"]}, "output_dir: take it out of the sweep: each run of a sweep has a folder of its own"),
     (swept(output_dir={"values": ["a", "b"]}), "output_dir: take it out of the sweep"),
@@ -153,7 +155,5 @@ def test_a_used_folder_and_another_file_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is not empty, and holds no sweep"):
         SweepFolder(tmp_path / "other", sweep, [], 0, resume=False)
     (tmp_path / "out" / "sweep.json").write_text('{"format": 2}')
-    with pytest.raises(
-        ValueError, match="has format 2, and this version of torchtune-ext reads format 1: use the version that began"
-    ):
+    with pytest.raises(ValueError, match="is damaged .*format 2, not 1.* a sweep begins again in another folder"):
         SweepFolder(tmp_path / "out", sweep, [], 0, resume=True)

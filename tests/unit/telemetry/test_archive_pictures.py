@@ -50,7 +50,7 @@ def test_every_elite_has_its_place(tmp_path):
         ("dgemm", "m=256 n=256 k=256", MACHINE), ("gemv", "n=4096", ELSEWHERE), ("stencil", "n=4096", ELSEWHERE)]  # fmt: skip
     drawn = {}
     for picture in pictures:
-        assert picture["bands"] == list(range(picture["bands"][0], picture["bands"][-1] + 1))
+        assert picture["bands"] == sorted({picture["bands"][cell["column"]] for cell in picture["cells"]})
         assert picture["rows"] == sorted(
             picture["rows"], key=lambda words: (0 if words == "none" else 1 + words.count(","), words)
         )
@@ -124,7 +124,7 @@ def test_a_program_cannot_break_the_page(tmp_path):
     assert any(HOSTILE in cell["source"] for picture in blob(page, "archive") for cell in picture["cells"])
 
 
-# Opens every program, tells which was shown, and goes with arrows from one to another.
+# Opens every program, and tells which was shown.
 CLICKS = """<script>setTimeout(() => {
   const buttons = [...document.querySelectorAll("button.cell")], sources = [], say = (id, text) => {
     const node = document.createElement("pre"); node.id = id; node.textContent = text; document.body.append(node); };
@@ -133,15 +133,6 @@ CLICKS = """<script>setTimeout(() => {
     const place = button.closest(".archive");
     sources.push([button.title, place.querySelector(".program .facts").textContent, place.querySelector(".program pre").textContent]);
   }
-  const grid = document.querySelector(".cells"), step = document.querySelector("#rollouts output")?.textContent;
-  say("stops", grid.querySelectorAll("button[tabindex='0']").length);
-  const seen = new Set([grid.querySelector("button[tabindex='0']")]);
-  for (const from of seen) for (const key of ["ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight"]) {
-    from.focus();
-    from.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
-    seen.add(document.activeElement);
-  }
-  say("reached", `${seen.size} of ${grid.querySelectorAll("button").length}`);
   say("wide", document.documentElement.scrollWidth <= innerWidth);
   say("sources", btoa(unescape(encodeURIComponent(JSON.stringify(sources).replace(/\\\\ud800/g, "?")))));
 }, 1500);</script></body>"""
@@ -165,8 +156,7 @@ def test_a_browser_opens_every_program(tmp_path, width):
         and "<img" not in dom
         and 'id="trouble" class="notice" hidden' in dom
     )
-    reached, count = map(int, said["reached"].split(" of "))
-    assert said["stops"] == "1" and said["wide"] == "true" and reached == count
+    assert said["wide"] == "true"
     shown = json.loads(base64.b64decode(said["sources"]))
     elites = {entry.source.replace("\ud800", "?"): entry for entry in Archive(entries()).cells().values()}
     assert len(shown) == len(Archive(entries()))

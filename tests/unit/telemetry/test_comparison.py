@@ -190,7 +190,7 @@ def test_a_damaged_sweep_is_said(tmp_path, text):
 def test_a_sweep_of_another_format_is_refused(tmp_path):
     path = make_sweep(tmp_path / "sweep", rates=(), failed=1) / "sweep.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    with pytest.raises(ValueError, match="sweep.json has format 2, and this version of torchtune-ext reads format 1"):
+    with pytest.raises(ValueError, match="sweep.json is damaged .*format 2, not 1"):
         build_comparison([path.parent])
 
 

@@ -12,7 +12,7 @@ from torchtune_ext.telemetry.comparison import build_comparison
 pytestmark = [pytest.mark.rest, pytest.mark.skipif(MISSING, reason="needs chromium")]
 
 BEFORE = """
-  const order = ["verdict", "sweep", "curves", "settings", "runs", "samples"].map((id) => document.getElementById(id)?.offsetTop).filter((top) => top != null);
+  const order = ["verdict", "sweep", "curves", "runs", "samples"].map((id) => document.getElementById(id)?.offsetTop).filter((top) => top != null);
   const open = [...document.querySelectorAll("#front figure, #lead figure")].length;
   for (const node of document.querySelectorAll("details")) node.open = true;
   await settled();

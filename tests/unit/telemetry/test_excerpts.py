@@ -72,36 +72,6 @@ def test_groups_with_a_signal_come_first_and_some_without_are_kept(tmp_path):
     assert spreads == sorted(spreads, reverse=True) and whole[0]["id"] == "loud-9" and whole[-1]["id"] == "loud-1"
 
 
-def test_the_pair_is_of_the_newest_step_with_a_signal(tmp_path):
-    near, far = group("near", [0.4, 0.5, 0.6]), group("far", [None, 0.1, 0.9, 0.5])
-    paths = stored(tmp_path, {1: [group("old", [0.0, 1.0])], 2: [near, far], 3: [group("silent", [0.5, 0.5])]})
-    pair = excerpts_of(paths, Limits()).pair
-    assert (pair["step"], pair["id"], pair["count"]) == (2, "far", 4)
-    assert pair["messages"] == [{"role": "user", "content": "say far"}]
-    assert (pair["good"]["text"], pair["good"]["reward"]) == ("far 2", 0.9)
-    assert (pair["bad"]["text"], pair["bad"]["reward"]) == ("far 1", 0.1)
-    assert pair["good"]["advantage"] == pytest.approx(0.4) and pair["bad"]["advantage"] == pytest.approx(-0.4)
-
-
-def test_the_pair_goes_by_advantages_and_needs_a_signal(tmp_path):
-    """A preset may turn rewards around, for instance where it counts the best of k."""
-    turned = group("turned", [1.0, 0.0], advantages=[-1.0, 1.0])
-    pair = excerpts_of(stored(tmp_path / "a", {1: [turned]}), Limits()).pair
-    assert (pair["good"]["reward"], pair["bad"]["reward"]) == (0.0, 1.0)
-    assert (
-        excerpts_of(stored(tmp_path / "b", {1: [group("silent", [0.5, 0.5]), group("none", [None])]}), Limits()).pair
-        is None
-    )
-    assert excerpts_of({}, Limits()).pair is None
-    assert excerpts_of(stored(tmp_path / "c", {1: [turned]}), Limits(max_mib=0)).pair is None
-
-
-def test_long_texts_of_the_pair_are_cut(tmp_path):
-    long = group("long", [0.0, 1.0], texts=["b" * 90_000, "g" * 90_000])
-    pair = excerpts_of(stored(tmp_path, {1: [long]}), Limits()).pair
-    assert all(4000 < len(pair[kind]["text"]) < 4100 for kind in ("good", "bad"))
-
-
 def test_the_latest_groups_without_a_signal_are_counted_by_cause(tmp_path):
     first = [group("loud", [0.0, 1.0]), group("early", [1.0, 1.0])]
     last = [group("easy", [1.0, 1.0]), group("nearly", [0.995, 0.995]), group("hard", [0.0, 0.0]), group("none", [None, None]),
@@ -170,10 +140,10 @@ def test_a_conversation_is_shown_by_its_turns(tmp_path):
 
 def test_what_an_environment_answered_counts_for_nothing_that_was_sampled(tmp_path):
     found = excerpts_of(stored(tmp_path, {1: [conversations()]}), Limits())
-    for sample in (unpacked(found.blobs[1])[0]["samples"][0], found.pair["good"]):
-        assert (sample["count"], sample["total"]) == (9, 15)
-        assert sample["logprob"] == -2.0, "of -1, -2 and -3, not of the zeros between the turns"
-        assert sample["versions"] == [[0, 3], [1, 3], [2, 3]]
+    sample = unpacked(found.blobs[1])[0]["samples"][0]
+    assert (sample["count"], sample["total"]) == (9, 15)
+    assert sample["logprob"] == -2.0, "of -1, -2 and -3, not of the zeros between the turns"
+    assert sample["versions"] == [[0, 3], [1, 3], [2, 3]]
 
 
 def test_a_conversation_of_one_turn_that_was_cut(tmp_path):

@@ -2,10 +2,9 @@
 
 from tables import every_row
 
-from torchtune_ext.telemetry.findings import FOLDED, Silent, findings
+from torchtune_ext.telemetry.findings import FOLDED, Silent, findings, readings
 from torchtune_ext.telemetry.heading import State
 from torchtune_ext.telemetry.panels import panels_for
-from torchtune_ext.telemetry.readings import readings
 
 DONE = State("finished", "finished, 40 steps", 40, 40)
 

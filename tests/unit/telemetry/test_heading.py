@@ -136,11 +136,10 @@ def test_how_a_run_was_started_is_shown_whatever_it_is(tmp_path):
 
 
 def test_flat_settings():
-    assert flat({"a": {"b": 1, "c": {}}, "d": None, "e": "f"}) == [
+    assert flat({"a": {"b": 1, "c": {}}, "d": None, "e": "f", "lr": 0.1 + 0.2}) == [
         ("a.b", "1"),
-        ("a.c", "{}"),
-        ("d", "null"),
         ("e", "f"),
+        ("lr", "0.3"),
     ]
     assert json.loads(dict(flat({"list": [1, "2"]}))["list"]) == [1, "2"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from torchtune_ext.telemetry.findings import Reading, readings, tiles
 from torchtune_ext.telemetry.panels import panels_for
-from torchtune_ext.telemetry.readings import Reading, readings, tiles
 
 
 def read(series, steps):

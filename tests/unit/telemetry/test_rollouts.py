@@ -163,7 +163,7 @@ def test_a_disk_that_refuses_for_a_moment(tmp_path, caplog):
     ]  # fmt: skip
     caplog.clear()
     store.close()
-    assert caplog.messages == [f"{store.folder} lacks the steps 4 to 6, 8: they could not be written"]
+    assert caplog.messages == [f"{store.folder} lacks 4 steps from 4 to 8: they could not be written"]
     caplog.clear()
     store.close()
     assert caplog.messages == []
@@ -180,7 +180,7 @@ def test_missing_steps_in_a_row_are_those_that_would_have_been_kept(tmp_path, mo
         store.write(step, [])
     store.close()
     assert len(caplog.messages) == 2 and "No space left" in caplog.messages[0]
-    assert "lacks the steps 5 to 20:" in caplog.messages[1]
+    assert "lacks 4 steps from 5 to 20:" in caplog.messages[1]
 
 
 def test_overhead(tmp_path):

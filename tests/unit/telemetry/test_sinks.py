@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import astuple
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.sinks import LoggingConfig, Opening
 from torchtune_ext.telemetry.sinks import samples as module
-from torchtune_ext.telemetry.sinks.samples import chosen_groups, sample_rows
+from torchtune_ext.telemetry.sinks.samples import SampleRow, chosen_groups, sample_rows
 from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, arguments
 
 HOSTILE = "</script>\x00🙂\ud800\u2028\x1b[31m=cmd|' /C calc'!A0"
@@ -110,16 +112,11 @@ def test_a_conversation_is_shown_with_the_reward_of_each_turn():
 def test_the_columns_have_types_that_never_mix():
     """W&B's own table takes every row of unlike tables, and refuses what has another type."""
     wandb = pytest.importorskip("wandb")
-    from torchtune_ext.telemetry.sinks.wandb_sink import _column_types
-
-    types, optional = _column_types()
     odd = group("odd", math.inf, None, -1.0, advantage=math.nan)
     rows = sample_rows(1, [odd, Group(Problem(17, (), 0), np.arange(1), (sampled([]),))], 3)
-    table = wandb.Table(columns=list(COLUMNS), dtype=types, optional=optional)
-    for row in rows:
-        table.add_data(*[getattr(row, name) for name in COLUMNS])
-    for name, kind in zip(COLUMNS, types, strict=True):
-        assert {type(getattr(row, name)) for row in rows} <= {kind, type(None)}, name
+    table = wandb.Table(columns=list(COLUMNS), data=[list(astuple(row)) for row in rows])
+    for name, hint in get_type_hints(SampleRow).items():
+        assert {type(getattr(row, name)) for row in rows} <= {*(get_args(hint) or (hint,))}, name
     with pytest.raises(TypeError):
         table.add_data("one", *[getattr(rows[0], name) for name in COLUMNS[1:]])
 

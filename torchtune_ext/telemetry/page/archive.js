@@ -11,7 +11,7 @@ class Picture {
     this.pane = el("div", { class: "program", "aria-live": "polite" });
     this.buttons = data.cells.map((cell, i) => this.button(cell, range ? (logs[i] - slowest) / range : 1));
     const grid = el("div", { class: "cells", role: "group", "aria-label": `${data.kernel} ${data.size}: programs by techniques and speed`,
-      style: `--bands:${data.bands.length}`, onkeydown: (event) => this.key(event) });
+      style: `--bands:${data.bands.length}` });
     grid.append(el("div", { class: "corner" }, "× naive"), ...data.bands.map((band) => el("div", { class: "band" }, `${power(band)}–${power(band + 1)}`)));
     const places = new Map(data.cells.map((cell, i) => [`${cell.row} ${cell.column}`, this.buttons[i]]));
     data.rows.forEach((words, row) => {
@@ -33,28 +33,9 @@ class Picture {
       onclick: () => { this.show(cell); this.pane.scrollIntoView({ block: "nearest" }); } }, cell.found.toLocaleString("en"));
   }
 
-  // One stop of the Tab key for the whole picture; arrows go to the nearest program in their direction.
-  key(event) {
-    const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] ?? [0, 0];
-    const here = this.data.cells[this.buttons.indexOf(event.target)];
-    if (!here || !(down || right) || event.ctrlKey || event.metaKey || event.altKey) return;
-    event.preventDefault();
-    event.stopPropagation(); // elsewhere these keys lead to other rollouts
-    const far = ({ row, column }) => {
-      const along = down * (row - here.row) + right * (column - here.column), across = Math.abs(down ? column - here.column : row - here.row);
-      return along > 0 && (down || !across) ? 1000 * along + across : Infinity;
-    };
-    const next = this.data.cells.reduce((best, cell) => (far(cell) < far(best) ? cell : best), here);
-    if (next !== here) this.buttons[this.data.cells.indexOf(next)].focus();
-  }
-
   show(cell) {
     const { rows, cells } = this.data, step = cell.found.toLocaleString("en");
-    this.buttons.forEach((button, i) => {
-      button.setAttribute("aria-pressed", String(cells[i] === cell));
-      button.tabIndex = cells[i] === cell ? 0 : -1;
-    });
-    const chip = (label, value) => el("span", { class: "chip" }, `${label} `, el("b", {}, value));
+    this.buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(cells[i] === cell)));
     const rollouts = this.stored.has(cell.found) ? el("button", { onclick: () => cursor.onPick?.(cell.found) }, `rollouts of step ${step}`) : null;
     this.pane.replaceChildren(el("h3", {}, rows[cell.row]),
       el("div", { class: "facts" }, chip("speed", `${plain(cell.ratio)} × naive`), chip("95% interval", `${plain(cell.low)} to ${plain(cell.high)}`),
@@ -66,7 +47,7 @@ class Picture {
 async function archive(overview, root) {
   if (!root || !document.getElementById("archive")) return;
   const stored = new Set(overview.rollouts.map(({ step }) => step));
-  let hint = "A number is the step that found the program. Enter or a click opens it, arrows lead to its neighbors. ";
+  let hint = "A number is the step that found the program. A click opens it. ";
   for (const data of await unpack("archive")) {
     root.append(new Picture(data, stored, hint).node);
     hint = "";

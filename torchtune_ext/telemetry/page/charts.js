@@ -81,12 +81,15 @@ function averaged({ since, until }) {
   return since === until ? `step ${until.toLocaleString("en")}` : `mean of steps ${since.toLocaleString("en")}–${until.toLocaleString("en")}`;
 }
 
+// The step that a place of the axis belongs to; adding 0 makes 0 of minus zero.
+const whole = (place) => Math.round(place) + 0;
+
 const cursor = {
-  charts: [], steps: [], index: null, zoom: null, weight: 0, onPick: null,
-  move(index) {
-    if (index === this.index) return;
-    this.index = index;
-    for (const chart of this.charts) chart.point(index);
+  charts: [], steps: [], step: null, zoom: null, weight: 0, onPick: null,
+  move(step) {
+    if (step === this.step) return;
+    this.step = step;
+    for (const chart of this.charts) chart.point(step);
   },
   redraw() {
     document.getElementById("reset-zoom").hidden = !this.zoom;
@@ -197,7 +200,7 @@ class Chart {
     this.plot.replaceChildren(root);
     this.root = root;
     this.listen(root);
-    this.point(cursor.index);
+    this.point(cursor.step);
   }
 
   // A smoothed curve may leave the range of the values it was drawn for.
@@ -266,11 +269,19 @@ class Chart {
   // What the numbers beside the title are of, while the pointer is elsewhere.
   when(means) { return averaged((means[0] ?? this.lines[0]).reading); }
 
+  // The place of the value that is nearest to a step, inside the zoom.
+  nearest(step) {
+    let [best, last] = this.span();
+    for (let i = best; i <= last; i++) if (Math.abs(this.steps[i] - step) < Math.abs(this.steps[best] - step)) best = i;
+    return best;
+  }
+
   // Read-outs at one step, or the readings that the tiles show, too.
-  point(index) {
+  point(step) {
     if (!this.marks) return;
+    const index = step == null ? null : this.nearest(step);
     const means = this.lines.filter(({ reading }) => reading.since !== reading.until), mixed = means.length && means.length < this.lines.length;
-    this.at.textContent = index == null ? this.when(means) : `step ${this.steps[index].toLocaleString("en")}`;
+    this.at.textContent = index == null ? this.when(means) : `step ${whole(this.steps[index]).toLocaleString("en")}`;
     this.marks.replaceChildren();
     const visible = index != null && this.steps[index] >= this.stepAt(LEFT) - 1e-9 && this.steps[index] <= this.stepAt(this.width - this.margin) + 1e-9;
     if (visible) {
@@ -291,12 +302,7 @@ class Chart {
   listen(root) {
     let start = null, box = null;
     const at = (event) => event.clientX - root.getBoundingClientRect().left;
-    const nearest = (px) => {
-      const step = this.stepAt(px), [first, last] = this.span();
-      let best = first;
-      for (let i = first; i <= last; i++) if (Math.abs(this.steps[i] - step) < Math.abs(this.steps[best] - step)) best = i;
-      return best;
-    };
+    const nearest = (px) => this.steps[this.nearest(this.stepAt(px))];
     root.addEventListener("pointermove", (event) => {
       cursor.move(nearest(at(event)));
       this.hover?.(event);
@@ -309,11 +315,11 @@ class Chart {
     root.addEventListener("pointerup", (event) => {
       const from = start, to = at(event);
       start = null;
-      if (!box) { if (from != null && cursor.onPick) cursor.onPick(this.steps[nearest(to)]); return; }
+      if (!box) { if (from != null && cursor.onPick) cursor.onPick(whole(nearest(to))); return; }
       const range = [from, to].map(this.stepAt).sort((a, b) => a - b);
       box.remove();
       box = null;
-      if (this.steps.filter((step) => step >= range[0] && step <= range[1]).length >= 2) { cursor.zoom = range; cursor.redraw(); }
+      if (cursor.steps.filter((step) => step >= range[0] && step <= range[1]).length >= 2) { cursor.zoom = range; cursor.redraw(); }
     });
     root.addEventListener("pointerleave", () => { if (start == null) cursor.move(null); this.leave?.(); });
     root.addEventListener("dblclick", () => { cursor.zoom = null; cursor.redraw(); });

@@ -1,7 +1,7 @@
 // Puts the page of several runs together.
 
 const SHOWN = 8; // So many settings are drawn when the page opens; a click draws others.
-const FEW_KEYS = 4; // So many keys have their columns beside the results; more have a table of their own.
+const FEW_KEYS = 4; // So many keys have their columns before the results; more stand behind them.
 
 function section(id, label) {
   document.getElementById("nav").append(el("a", { href: `#${id}` }, label));
@@ -16,7 +16,7 @@ function verdict({ settings, verdict: headline, target, best, ranking, keys }) {
   const root = section("verdict", "Which is better").firstElementChild;
   root.prepend(el("p", { class: "headline" }, headline));
   const rows = ranking.map((place) => ({ ...settings[place], setting: place })), there = rows.filter(({ mean }) => mean);
-  if (there.length < 2) return;
+  if (there.length < 2 && !keys.length) return;
   const ends = there.flatMap(({ mean: { value, low, high } }) => [value, low ?? value, high ?? value]);
   const axis = [Math.min(...ends), Math.max(...ends)];
   const word = (row) => (row.setting === best ? "best" : row.word);
@@ -24,10 +24,8 @@ function verdict({ settings, verdict: headline, target, best, ranking, keys }) {
     const value = (row) => row.values[i];
     return { label: dotted(short), title: key, kind: "code", value, cell: value };
   });
-  const label = { label: "setting", kind: "words", value: (row) => row.label, cell: (row) => row.label };
-  root.append(sortable([
-    { label: "", kind: "key", value: (row) => row.setting, cell: (row) => [named(row.setting, row.letter)] },
-    ...(keys.length && keys.length <= FEW_KEYS ? values : [label]),
+  const few = keys.length && keys.length <= FEW_KEYS, label = { label: "setting", kind: "words", value: (row) => row.label, cell: (row) => row.label };
+  const results = there.length < 2 ? [] : [
     number("seeds", "runs of the same seed count as one", (row) => row.seeds, (row) => row.seeds),
     number(dotted(target.metric), target.words, (row) => row.mean?.value, (row) => digits(row.mean?.value)),
     number("95% interval", "of several seeds, or of one over held-out problems", (row) => row.mean?.low, (row) => interval(row.mean)),
@@ -35,7 +33,10 @@ function verdict({ settings, verdict: headline, target, best, ranking, keys }) {
     { label: "", value: word, cell: (row) => word(row) && [el("span", { class: row.setting === best ? "chip good" : "chip" }, word(row))] },
     number("worse by", "how far the best one is from it", (row) => row.lead?.value, (row) => digits(row.lead?.value)),
     number("interval of that", "all of them hold together at 95%", (row) => row.lead?.low, (row) => interval(row.lead)),
-  ], rows, "settings and what they came to"));
+  ];
+  const letter = { label: "", kind: "key", value: (row) => row.setting, cell: (row) => [named(row.setting, row.letter)] };
+  const columns = [letter, ...(few ? [...values, ...results] : [label, ...results, ...values])];
+  root.append(sortable(columns, rows, "settings and what they came to"));
 }
 
 function sweeps(overview) {
@@ -63,25 +64,11 @@ function curves(overview) {
     const overlay = new Overlay(chart, overview, i === 0);
     cursor.charts.push(overlay);
     if (i === 0) return document.getElementById("lead").append(overlay.node);
-    if (!grids.has(chart.section)) {
-      const grid = el("div", { class: "grid" });
-      grids.set(chart.section, grid);
-      const heading = el("summary", {}, el("h2", {}, chart.section));
-      document.getElementById("charts").append(el("details", { class: "section", id: sectionId(chart.section) }, heading, grid));
-    }
+    if (!grids.has(chart.section)) grids.set(chart.section, chartSection(chart.section, false));
     grids.get(chart.section).append(overlay.node);
   });
-  for (const grid of grids.values()) balance(grid, 400);
+  balance(grids.get(""), 400);
   choice.set(new Set(drawn.length > SHOWN + 2 ? drawn.slice(SHOWN) : [])); // one or two more are no reason to hide any
-}
-
-function differences({ keys, settings }) {
-  if (keys.length <= FEW_KEYS) return document.getElementById("settings").remove();
-  const root = section("settings", "Settings"), rows = keys.map(([key], i) => ({ key, i }));
-  const columns = settings.map(({ letter, label, values }, place) => (
-    { label: [named(place, letter)], title: label, kind: "code", cell: (row) => values[row.i] }));
-  const names = { label: "key", kind: "key code", value: (row) => row.key, cell: (row) => dotted(row.key) };
-  root.append(sortable([names, ...columns], rows, "settings that differ"));
 }
 
 function runs({ rows, settings, target }) {
@@ -135,7 +122,6 @@ async function start(overview) {
   verdict(overview);
   sweeps(overview);
   curves(overview);
-  differences(overview);
   runs(overview);
   samples(await unpack("problems"), overview);
 }

@@ -24,8 +24,24 @@ function tiles(overview) {
   balance(root, 164);
 }
 
+// What engine, graders and trainer did when. The axis is that of the other curves: step 7 reaches from 6.5 to 7.5.
+function whatRanWhen({ steps, phases, groups }, grid) {
+  const until = whole(steps.at(-1)), since = whole(steps[0]), known = ["sample", "pack", "train", "publish", "eval", "save", "log"];
+  const chart = (panel, series) => {
+    const lines = Object.entries(series).map(([label, raw], i) => ({ label, raw, sparse: true,
+      color: `var(--c${(known.indexOf(label) + 1 || i + 1)})`, reading: { since, until, last: raw.reduce((sum, value) => sum + value, 0) / raw.length } }));
+    const drawn = new Chart({ zero: true, scale: "linear", ...panel }, lines, steps);
+    drawn.node.classList.add("wide");
+    cursor.charts.push(drawn);
+    return drawn.node;
+  };
+  grid.prepend(
+    chart({ title: "What ran when", note: "The trainer's phases as shares of each part of a step; a gap where it is in none.", unit: "percent", style: "stack" }, phases),
+    chart({ title: "Groups on their way, in each part of a step", note: "Groups with the engine and with the graders, and those that wait in the buffer until a step takes them.", unit: "" }, groups));
+}
+
 function charts(overview) {
-  const root = document.getElementById("charts"), nav = document.getElementById("nav"), sections = new Map();
+  const nav = document.getElementById("nav"), sections = new Map();
   const lead = overview.panels.find((panel) => panel.lead);
   const draw = (panel, place) => {
     const chart = new Chart(panel, linesOf(panel, overview.series, overview.steps, overview.readings), overview.steps, panel === lead);
@@ -36,51 +52,47 @@ function charts(overview) {
   for (const panel of overview.panels) {
     if (panel === lead) continue;
     if (!sections.has(panel.section)) {
-      const grid = el("div", { class: "grid" }), closed = overview.folded.includes(panel.section);
       const number = overview.panels.filter((other) => other !== lead && other.section === panel.section).length;
-      const hint = `${closed ? "nothing unusual, " : ""}${number} ${number === 1 ? "curve" : "curves"}`;
-      root.append(el("details", { class: "section", id: sectionId(panel.section), open: !closed }, el("summary", {}, el("h2", {}, panel.section), el("span", { class: "muted" }, hint)), grid));
+      const closed = overview.folded.includes(panel.section), hint = `${closed ? "nothing unusual, " : ""}${number} ${number === 1 ? "curve" : "curves"}`;
+      sections.set(panel.section, chartSection(panel.section, !closed, hint));
       nav.append(el("a", { href: `#${sectionId(panel.section)}` }, panel.section));
-      if (!sections.size) {
-        root.append(document.getElementById("rollouts")); // behind what was learned
+      if (sections.size === 1) {
+        document.getElementById("charts").append(document.getElementById("rollouts")); // behind what was learned
         nav.append(el("a", { href: "#rollouts" }, "Rollouts"));
       }
-      sections.set(panel.section, grid);
-      balance(grid, 400);
     }
     draw(panel, sections.get(panel.section));
   }
-  if (overview.strip && sections.has("Speed")) {
-    const strip = new Strip(overview.strip, overview.steps);
-    cursor.charts.push(strip);
-    sections.get("Speed").prepend(strip.node);
-  }
+  if (overview.strip && sections.has("Speed")) whatRanWhen(overview.strip, sections.get("Speed"));
   if (document.getElementById("configuration")) nav.append(el("a", { href: "#configuration" }, "Configuration"));
   return sections;
 }
 
-// A good and a bad sample of one group, so that a reader has seen texts before curves.
-function pair(overview, open) {
-  const root = document.getElementById("pair"), { pair: shown } = overview;
-  if (!shown) return root.remove();
-  root.hidden = false;
-  const largest = Math.max(Math.abs(shown.good.advantage ?? 0), Math.abs(shown.bad.advantage ?? 0));
-  const prompt = el("div", { class: "prompt" }, ...promptOf(shown.messages, (text) => [text]));
-  const one = (kind, sample, words) => el("article", { class: `sample ${kind}` }, el("div", { class: "verdict" }, words), bar(sample, largest), textOf(sample));
-  const there = overview.rollouts.some((entry) => entry.step === shown.step);
-  root.append(el("h2", {}, "A good and a bad sample"), el("div", { class: "panel" },
-    el("div", { class: "pair-head" }, el("span", {}, "Highest and lowest advantage of one group, ", el("b", {}, shown.id), `, at step ${shown.step.toLocaleString("en")}`),
-      there ? el("button", { onclick: () => open(shown.step, shown.id) }, "rollouts of this step") : null),
-    prompt, el("div", { class: "two" }, one("good", shown.good, "highest advantage"), one("bad", shown.bad, "lowest advantage"))));
-  clip(prompt, 170);
-  for (const body of root.querySelectorAll(BODIES)) clip(body, 260);
+// A good and a bad sample of one group, so that a reader has seen texts before curves: those with the highest and the lowest
+// advantage. The groups of a step come with the widest spread of rewards first.
+function pair(step, groups, open) {
+  for (const group of groups) {
+    const [good, ...others] = group.samples.filter(({ reward }) => reward != null).sort((a, b) => b.advantage - a.advantage), bad = others.at(-1);
+    if (!(good?.advantage > bad?.advantage)) continue;
+    const root = document.getElementById("pair"), largest = Math.max(Math.abs(good.advantage), Math.abs(bad.advantage));
+    const prompt = el("div", { class: "prompt" }, ...promptOf(group.messages, (text) => [text]));
+    const one = (kind, sample, words) => el("article", { class: `sample ${kind}` }, el("div", { class: "verdict" }, words), bar(sample, largest), textOf(sample));
+    root.hidden = false;
+    root.append(el("h2", {}, "A good and a bad sample"), el("div", { class: "panel" },
+      el("div", { class: "pair-head" }, el("span", {}, "Highest and lowest advantage of one group, ", el("b", {}, group.id), `, at step ${step.toLocaleString("en")}`),
+        el("button", { onclick: () => open(step, group.id) }, "rollouts of this step")),
+      prompt, el("div", { class: "two" }, one("good", good, "highest advantage"), one("bad", bad, "lowest advantage"))));
+    clip(prompt, 170);
+    for (const body of root.querySelectorAll(BODIES)) clip(body, 260);
+    return;
+  }
 }
 
 async function rollouts(overview) {
   const root = document.getElementById("rollouts");
   if (!overview.rollouts.length) {
     root.append(el("p", { class: "muted" }, overview.stored ? "This page was written without rollouts; they lie in the folder rollouts/ of the run." : "This run stored no rollouts."));
-    return pair(overview, () => {});
+    return;
   }
   const kept = new Map(); // a few unpacked steps; a page may carry many
   const load = async (step) => {
@@ -90,7 +102,8 @@ async function rollouts(overview) {
   };
   const browser = new Browser(root, overview, load, document.getElementById("pieces") ? await unpack("pieces") : null);
   cursor.onPick = async (step, id) => { await browser.goStep(step, id); root.scrollIntoView({ behavior: "smooth" }); };
-  pair(overview, cursor.onPick);
+  const newest = overview.rollouts.findLast(({ signals }) => signals);
+  if (newest) pair(newest.step, await load(newest.step), cursor.onPick);
   const asked = new URLSearchParams(location.hash.slice(1)); // report.html#step=40&group=3&view=tokens&find=word
   const step = asked.get("step")?.trim() ? Number(asked.get("step")) : NaN;
   await (Number.isNaN(step) ? browser.go(overview.rollouts.length - 1) : browser.goStep(step));

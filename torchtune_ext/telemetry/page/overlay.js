@@ -88,7 +88,7 @@ class Overlay extends Chart {
   // The line that is nearest to the pointer stands out in all charts.
   hover(event) {
     const y = event.clientY - this.root.getBoundingClientRect().top;
-    const away = ({ raw }) => (raw[cursor.index] == null ? Infinity : Math.abs(this.y(raw[cursor.index]) - y));
+    const index = this.nearest(cursor.step), away = ({ raw }) => (raw[index] == null ? Infinity : Math.abs(this.y(raw[index]) - y));
     const [nearest] = [...this.shown].sort((a, b) => away(a) - away(b));
     choice.point(nearest && away(nearest) < 40 ? nearest.setting : null);
   }

@@ -22,6 +22,15 @@ function balance(grid, least) {
   });
 }
 
+// A section of charts that can be folded, and the grid in it.
+function chartSection(name, open, hint = "") {
+  const grid = el("div", { class: "grid" });
+  document.getElementById("charts").append(el("details", { class: "section", id: sectionId(name), open },
+    el("summary", {}, el("h2", {}, name), el("span", { class: "muted" }, hint)), grid));
+  balance(grid, 400);
+  return grid;
+}
+
 // Opens the section that a link leads to.
 function unfold(link) {
   const section = link?.startsWith("#section-") ? document.getElementById(link.slice(1)) : null;

@@ -8,10 +8,10 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import fmean
 
 from torchtune_ext.groups import Group, Sample
+from torchtune_ext.telemetry.excerpts import by_reward, rewards_of, spaced
 from torchtune_ext.telemetry.pieces import cut_text
 
 MAX_PROMPT, MAX_COMPLETION, MAX_NOTE = 2048, 4096, 1024  # characters
@@ -52,11 +52,12 @@ def sample_rows(
             then the worst, then the widest.
         spell: the text of a prompt's tokens, with what a chat template adds. None: its messages stand there.
     """
-    newest = max((int(s.completion.versions.max()) for g in groups for s in g.samples if _tokens(s)), default=0)
+    versions = [sample.completion.versions for group in groups for sample in group.samples]
+    newest = max((int(each.max()) for each in versions if len(each)), default=0)
     return [
         _row(step, chosen, group, sample, newest, spell)
         for chosen, group in chosen_groups(groups, number, turn)
-        for sample in _some(sorted(group.samples, key=_order, reverse=True))
+        for sample in spaced(by_reward(group), MAX_SAMPLES)
     ]
 
 
@@ -65,12 +66,12 @@ def chosen_groups(groups: Sequence[Group], number: int, turn: int = 0) -> list[t
 
     Groups of which no sample was graded are taken only where there is no other, since their notes say why.
     """
-    rated = [(rewards, group) for group in groups if (rewards := _rewards(group))]
+    rated = [(rewards, group) for group in groups if (rewards := rewards_of(group))]
     if not rated:
         return [("not graded", group) for group in groups[:number]]
     orders = {
-        "best": sorted(rated, key=lambda pair: -_mean(pair[0])),
-        "worst": sorted(rated, key=lambda pair: _mean(pair[0])),
+        "best": sorted(rated, key=lambda pair: -fmean(pair[0])),
+        "worst": sorted(rated, key=lambda pair: fmean(pair[0])),
         "widest": sorted(rated, key=lambda pair: min(pair[0]) - max(pair[0])),
     }
     kinds, picks = list(orders), []
@@ -90,7 +91,7 @@ def _row(
     step: int, chosen: str, group: Group, sample: Sample, newest: int, spell: Callable[[Sequence[int]], str] | None
 ) -> SampleRow:
     completion, outcome, score = sample.completion, sample.outcome, sample.score
-    version = int(completion.versions[0]) if _tokens(sample) else None
+    version = int(completion.versions[0]) if len(completion.versions) else None
     if spell is not None:
         prompt = spell(group.prompt_tokens)
     else:
@@ -121,31 +122,9 @@ def _text(sample: Sample) -> str:
     return "\n".join(lines) or sample.text
 
 
-def _some(samples: Sequence[Sample]) -> list[Sample]:
-    return [samples[i] for i in np.unique(np.linspace(0, len(samples) - 1, MAX_SAMPLES).round().astype(int))]
-
-
 def _cut(text: str, most: int) -> str:
     text = clean(str(text))
     return text if len(text) <= most else cut_text(text, most - _MARK)
-
-
-def _rewards(group: Group) -> list[float]:
-    rewards = [float(sample.score.reward) for sample in group.samples if sample.score is not None]
-    return [reward for reward in rewards if math.isfinite(reward)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _order(sample: Sample) -> float:
-    reward = None if sample.score is None else _finite(sample.score.reward)
-    return -math.inf if reward is None else reward
-
-
-def _tokens(sample: Sample) -> bool:
-    return len(sample.completion.versions) > 0
 
 
 def _finite(value: float) -> float | None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -65,7 +66,7 @@ class LoggingConfig:
     def require_login(self) -> None:
         """Raises ValueError if metrics go to W&B, and nobody is logged in."""
         if "wandb" in self.to:
-            from torchtune_ext.telemetry.sinks.wandb_login import require_login
+            from torchtune_ext.telemetry.sinks.wandb_sink import require_login
 
             require_login()
 
@@ -131,45 +132,24 @@ class Sink(Protocol):
         """Takes samples of a step, before the scalars of the step."""
 
     def summarize(self, facts: Mapping[str, Any]) -> None:
-        """Takes what there is to say of the whole run so far (`RunTotals`). It comes again when that changes."""
+        """Takes what there is to say of the whole run so far (`totals`). It comes again when that changes."""
 
     def close(self, status: int) -> None:
         """Finishes. `status` is the exit status that the process will have: 0, or how the run failed or was stopped."""
 
 
-class RunTotals:
-    """Adds up the lines of metrics of a run, those before a resume among them."""
-
-    def __init__(self) -> None:
-        self._best: tuple[float, int] | None = None
-        self._last: tuple[float, int] | None = None
-        self._step, self._tokens, self._seconds = 0, 0.0, 0.0
-
-    def add(self, step: int, values: Mapping[str, Any]) -> bool:
-        """Takes what one line says of a step. Returns whether it has an accuracy on held-out problems."""
-        self._step = step
-        self._tokens += values.get("length/tokens") or 0.0
-        self._seconds += values.get("time/step") or 0.0
-        accuracy = values.get(ACCURACY)
-        # NaN is not larger than anything, and `metrics.jsonl` has null in its place.
-        if accuracy is None or accuracy != accuracy:
-            return False
-        self._last = (accuracy, step)
-        if self._best is None or accuracy > self._best[0]:
-            self._best = self._last
-        return True
-
-    def facts(self) -> dict[str, Any]:
-        """Returns the totals by name. What the run does not measure (accuracy, sampled tokens) is left out."""
-        totals: dict[str, Any] = {"total/steps": self._step}
-        for name, pair in ("best", self._best), ("last", self._last):
-            if pair is not None:
-                totals |= {f"eval/{name}": pair[0], f"eval/{name}_step": pair[1]}
-        if self._tokens:
-            totals["total/sampled_tokens"] = int(self._tokens)
-        if self._seconds:
-            totals["total/seconds"] = self._seconds
-        return totals
+def totals(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what there is to say of a whole run by its metrics, those before a resume among them. What the run does not
+    measure (accuracy, sampled tokens) is left out."""
+    facts: dict[str, Any] = {"total/steps": records[-1]["step"] if records else 0}
+    if evaluated := [record for record in records if record.get(ACCURACY) is not None]:
+        for name, record in (("best", max(evaluated, key=itemgetter(ACCURACY))), ("last", evaluated[-1])):
+            facts |= {f"eval/{name}": record[ACCURACY], f"eval/{name}_step": record["step"]}
+    if tokens := sum(record.get("length/tokens") or 0.0 for record in records):
+        facts["total/sampled_tokens"] = int(tokens)
+    if seconds := sum(record.get("time/step") or 0.0 for record in records):
+        facts["total/seconds"] = seconds
+    return facts
 
 
 def state_of(status: int) -> str:
