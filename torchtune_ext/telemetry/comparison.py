@@ -19,6 +19,7 @@ from torchtune_ext.groups import Group
 from torchtune_ext.telemetry.excerpts import (
     answer_of,
     by_reward,
+    cut_text,
     groups_of,
     messages_of,
     pack,
@@ -30,7 +31,6 @@ from torchtune_ext.telemetry.excerpts import (
 from torchtune_ext.telemetry.findings import nonfinite, reading_of
 from torchtune_ext.telemetry.page_file import write_page
 from torchtune_ext.telemetry.panels import Panel, panels_for
-from torchtune_ext.telemetry.pieces import cut_text
 from torchtune_ext.telemetry.results import (
     ACCURACY,
     HIGH,

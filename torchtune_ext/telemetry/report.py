@@ -16,13 +16,12 @@ from typing import Any
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.telemetry.comparison import build_comparison
-from torchtune_ext.telemetry.excerpts import Excerpts, Limits, excerpts_of, pack, short
+from torchtune_ext.telemetry.excerpts import Excerpts, Limits, TokenPieces, cut_text, excerpts_of, pack, short
 from torchtune_ext.telemetry.findings import FOLDED, PART, findings, readings, tiles
 from torchtune_ext.telemetry.heading import facts, flat, node_of, origin, state_of
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.page_file import write_page
 from torchtune_ext.telemetry.panels import panels_for
-from torchtune_ext.telemetry.pieces import TokenPieces, cut_text
 from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.runs import EVALUATION, METRICS, is_several, record_of
 from torchtune_ext.telemetry.timeline import FILE as TRACE

@@ -11,8 +11,8 @@ from pages import Scripts
 from report_runs import HOSTILE, byte_tokenizer, make_group, make_run
 
 from torchtune_ext.telemetry import report as module
+from torchtune_ext.telemetry.excerpts import TokenPieces
 from torchtune_ext.telemetry.metrics import Metrics
-from torchtune_ext.telemetry.pieces import TokenPieces
 from torchtune_ext.telemetry.report import Limits, build_report
 from torchtune_ext.telemetry.timeline import Timeline
 

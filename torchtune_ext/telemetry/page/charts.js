@@ -111,7 +111,6 @@ class Chart {
   constructor(panel, lines, steps, lead = false) {
     this.panel = panel;
     this.steps = steps;
-    this.lead = lead;
     this.height = HEIGHT;
     this.margin = RIGHT;
     this.lines = lines;

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from torchtune_ext.groups import Group, Sample
-from torchtune_ext.telemetry.excerpts import by_reward, rewards_of, spaced
-from torchtune_ext.telemetry.pieces import cut_text
+from torchtune_ext.telemetry.excerpts import by_reward, cut_text, rewards_of, spaced
 
 MAX_PROMPT, MAX_COMPLETION, MAX_NOTE = 2048, 4096, 1024  # characters
 MAX_SAMPLES = 4  # of a group, evenly spaced over the reward, best and worst among them

@@ -175,14 +175,6 @@ def cause_of(error: Exception) -> str:
     return f"it does not take a setting, which may be a variable WANDB_...: {refused}" if refused else text
 
 
-def _answer_s() -> float:
-    """Returns the seconds that W&B's server has to answer. Of a value that is no number W&B itself complains."""
-    try:
-        return float(os.environ.get("WANDB_HTTP_TIMEOUT") or ANSWER_S)
-    except ValueError:
-        return ANSWER_S
-
-
 def require_login() -> None:
     """Asks W&B's server whether it accepts the key, where there is a server to ask. On a terminal W&B asks for a key itself.
 
@@ -196,7 +188,9 @@ def require_login() -> None:
     import wandb
 
     # W&B bounds each of its requests, but sometimes its own process does not answer, for which it waits without a bound.
-    seconds = _answer_s() + SLACK_S
+    seconds = SLACK_S + ANSWER_S
+    with suppress(ValueError):  # of a value that is no number W&B itself complains
+        seconds = SLACK_S + float(os.environ.get("WANDB_HTTP_TIMEOUT") or ANSWER_S)
     answers: list[str] = []
 
     def ask() -> None:
