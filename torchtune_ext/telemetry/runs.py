@@ -110,14 +110,14 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
     try:
         sweep = json.loads(path.read_bytes())
         if sweep["format"] != SWEEP_FORMAT:
-            raise ValueError(f"format {sweep['format']}, not {SWEEP_FORMAT}")
+            raise KeyError(f"format {sweep['format']}, not {SWEEP_FORMAT}")
         sweep["name"] = sweep["name"] or folder.resolve().name
         sweep["method"], sweep["metric"]["name"]
         for run in sweep["runs"]:
             run["id"], run["state"], dict(run["parameters"])
             run["path"] = (folder / run["folder"]).resolve()
             if not run["path"].is_relative_to(folder.resolve()):
-                raise ValueError(f"the run {run['id']} lies outside of the sweep's folder")
+                raise KeyError(f"the run {run['id']} lies outside of the sweep's folder")
     except (ValueError, KeyError, TypeError) as error:
         raise Mistake(
             f"{path} is damaged ({error!r}): for a report name the folders of its runs instead; a sweep begins again in "

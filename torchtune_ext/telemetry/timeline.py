@@ -218,10 +218,11 @@ def strip_of(events: Iterable[Mapping[str, Any]], max_points: int = MAX_POINTS) 
     """
     phases, groups = defaultdict(list), {track: [] for track in TRACKS}
     steps: dict[int, tuple[float, float]] = {}  # step -> its begin and its end
+    begun, begin = set(), 0.0  # the steps of one process; when the group of the next "e" came to its track
     for event in events:
         kind, at = event["ph"], event["ts"] / 1e6
         if kind == "i":
-            begun = set()  # by this process
+            begun = set()
         elif kind == "X" and event["cat"] == "phase":
             step, until = event["args"]["step"], at + event["dur"] / 1e6
             phases[event["name"]].append((at, until))
