@@ -4,6 +4,7 @@ The words of each run go the way that `tune run` sends them: torchtune's parser,
 the sweep's parameters change. So a key, a value or a metric that does not exist is named now, and not by the eighth run.
 """
 
+import os
 import re
 import shutil
 import sys
@@ -27,7 +28,7 @@ from torchtune_ext.training.checks import check_optimizer
 from torchtune_ext.training.settings import check_settings
 
 ELSE = "other programs run under `wandb agent`"
-ARGS = "${args_no_hyphens}"  # W&B's macro for the parameters of a run, as the recipes take them
+_ENVVAR = re.compile(r"\$\{envvar\:([A-Z0-9_]*)\}")
 # Settings that the sweep itself gives each of its runs.
 OURS = {
     "output_dir": "each run of a sweep has a folder of its own, OUT/RUN here (--out) and <output_dir>/<WANDB_RUN_ID> under "
@@ -40,22 +41,31 @@ OF_A_WARM_UP = ("loss", "optim", "pack", "time", "speed", "memory")
 
 
 def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
-    """Returns the command of one run, with key=value for each parameter in the place of `${args_no_hyphens}`.
+    """Returns the command of one run. These macros of W&B are expanded as its agent does:
+
+    macro                                  stands for
+    ${args_no_hyphens}                     key=value for each parameter, as the recipes take them
+    ${env}, ${interpreter}, ${program}     /usr/bin/env, python, and `program` of the file
+    ${envvar:NAME}                         a variable of the environment, also inside a word; without one its name
 
     Args:
         further: settings that the user gave for all runs; they stand behind the command.
 
     Raises:
-        ValueError: there is another macro of W&B.
+        ValueError: there is another macro, which no recipe can read.
     """
+    macros = {
+        "${args_no_hyphens}": [f"{name}={value}" for name, value in point.items()],
+        "${env}": ["/usr/bin/env"],
+        "${interpreter}": ["python"],
+        "${program}": [sweep.program],
+    }
     words = []
-    for word in map(str, sweep.command):
-        if word == ARGS:
-            words += [f"{name}={value}" for name, value in point.items()]
-        elif word.startswith("${"):
-            raise Mistake(f"command: recipes read no {word}; there is {ARGS}: {EXAMPLE}; {ELSE}")
-        else:
-            words.append(word)
+    for chunk in sweep.command:
+        word = _ENVVAR.sub(lambda match: os.environ.get(match[1], match[1]), str(chunk))
+        if word.startswith("${") and word not in macros:
+            raise Mistake(f"command: recipes read no {word}; there are {', '.join(macros)}: {EXAMPLE}; {ELSE}")
+        words += macros.get(word, [word])
     # The `tune` of this environment, whichever comes first on PATH.
     ours = [sys.executable, "-m", "torchtune_ext"] if words[0] in ("tune", "torchtune-ext") else words[:1]
     return [*ours, *words[1:], *further]
@@ -114,8 +124,11 @@ def check(sweep: Sweep, points: Sequence[Point], further: Sequence[str], out: Pa
             cfg = load_config(schema, as_tune_reads(config, [*settings, f"output_dir={out / 'run'}"]))
             _build(cfg, {re.split("[.=]", word)[0].lstrip("~") for word in settings}, ours)
         except ValueError as error:
+            text = str(error)
+            # Most messages name the parameter with its value, or a key that no run has.
+            named = text.startswith("unknown key") or any(f"{each.name}=" in text for each in sweep.drawn)
             at = ", ".join(f"{each.name}={point[each.name]}" for each in sweep.drawn)
-            raise Mistake(f"{error} (in the run with {at})" if at else str(error)) from None
+            raise Mistake(text if named or not at else f"{text} (in the run with {at})") from None
     notes = require_logged(sweep, recipe, ours, cfg)
     on_gpu = getattr(cfg, "device", "auto") != "cpu" and torch.cuda.is_available()
     return notes, {name: value for name, value in usual.items() if value is not None}, on_gpu

@@ -11,7 +11,8 @@ from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import accumulate, product
+from itertools import accumulate, product, repeat
+from operator import mul, truediv
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -46,7 +47,9 @@ DISTRIBUTIONS = {
 }
 DEFAULTS = {"mu": 0.0, "sigma": 1.0, "q": 1}
 MOST = 10_000  # points of a grid
+BANDS = 100  # W&B compares runs so many times from min_iter on, most of them beyond every run
 
+DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")  # the command of a file that names none
 EXAMPLE = "command: [tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
 _WITHOUT_DOT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
@@ -138,14 +141,15 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Hyperband:
-    """Which runs a sweep stops early, by the rule of W&B (`early_terminate: {type: hyperband, min_iter: 3}`).
+    """Which runs a sweep stops early, by the rule of W&B (`early_terminate: {type: hyperband}`).
 
-    A run is looked at when it has logged the metric `min_iter` times, `eta` times as often, and so on. There, the values of all
-    runs that came that far are compared: a run stays only if it is among the best 1/eta of them.
+    A run is looked at when it has logged the metric as often as a band says. There, the values of all runs that came that far
+    are compared: a run stays only if it is among the best 1/eta of them.
     """
 
-    min_iter: float  # 1 or more
-    eta: float  # above 1
+    bands: Sequence[int]  # how often a run has logged the metric when it is compared
+    eta: float  # of the runs that are compared, 1/eta stay
+    strict: bool  # the value at the band counts, and not the best one until now
 
     def stops(self, run: str, histories: Mapping[str, Sequence[float]], maximize: bool) -> bool:
         """Tells whether a run is stopped.
@@ -153,15 +157,14 @@ class Hyperband:
         Args:
             histories: what each run has logged of the metric, in order, also of runs that have ended. Values are finite.
         """
-        logged, band = len(histories[run]), self.min_iter
-        if logged < int(band):
+        sign = -1.0 if maximize else 1.0
+        losses = [sign * value for value in histories[run]]
+        band = max((band for band in self.bands if band <= len(losses)), default=0)
+        if not band:
             return False
-        while int(band * self.eta) <= logged:
-            band *= self.eta
-        place = int(band) - 1
-        values = sorted((values[place] for values in histories.values() if len(values) > place), reverse=maximize)
-        mine, last = histories[run][place], values[int(len(values) / self.eta)]
-        return mine < last if maximize else mine > last
+        all_there = sorted(sign * values[band - 1] for values in histories.values() if len(values) >= band)
+        loss = losses[band - 1] if self.strict else min(losses)
+        return loss > all_there[int(1.0 / self.eta * len(all_there))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,7 @@ class Sweep:
     text: str  # the file as it is
     name: str
     command: Sequence[Any]
+    program: str
     method: str  # one of METHODS
     metric: Metric
     parameters: Sequence[Parameter]
@@ -237,7 +241,7 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
         "no sweep: it holds no keys; begin with a copy of one of ours (`torchtune-ext sweeps`)",
     )
     _check_keys("", given, [*KEYS, *SERVER_KEYS])
-    method, command = given.get("method"), given.get("command")
+    method, command = given.get("method"), given.get("command", list(DEFAULT))
     _require(method in METHODS, f"method: {method}: {_hint(method, METHODS)}")
     _require(
         method != "bayes" or find_spec("optuna") is not None,
@@ -250,6 +254,7 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
         text=text,
         name=str(given.get("name", path.stem)),
         command=command,
+        program=str(given.get("program", "")),
         method=method,
         metric=_metric(given.get("metric")),
         parameters=parameters,
@@ -298,19 +303,26 @@ def hyperband_of(given: Any) -> Hyperband:
     """Reads the node `early_terminate` of a sweep's file.
 
     Raises:
-        ValueError: it is none that runs here.
+        ValueError: it is none that W&B takes.
     """
     if not isinstance(given, dict) or given.get("type") != "hyperband":
         raise Mistake(f"early_terminate: {given}: write {{type: hyperband, min_iter: 3}}; W&B has no other type")
-    _check_keys("early_terminate: ", given, ("type", "min_iter", "eta"))
-    min_iter, eta = given.get("min_iter"), given.get("eta", 3)
-    if not _is_number(min_iter) or min_iter < 1:
-        raise Mistake(
-            f"early_terminate: min_iter: {min_iter}: hyperband needs the number of values at which it looks first"
-        )
-    if not _is_number(eta) or eta <= 1:
-        raise Mistake(f"early_terminate: eta: {eta} must be above 1: of the runs that are compared, 1/eta stay")
-    return Hyperband(min_iter, eta)
+    _check_keys("early_terminate: ", given, ("type", "min_iter", "max_iter", "s", "eta", "strict"))
+    for key in ("min_iter", "max_iter", "s", "eta"):
+        _require(_is_number(given.get(key, 2)), f"early_terminate: {key}: {given.get(key)!r} must be a number")
+    eta = given.get("eta", 3)
+    _require(eta > 1, f"early_terminate: eta: {eta} must be above 1: of the runs that are compared, 1/eta stay")
+    if "max_iter" in given and "s" in given:
+        places = list(accumulate(repeat(eta, min(int(given["s"]), BANDS)), truediv, initial=given["max_iter"]))[1:]
+    elif "min_iter" in given:
+        places = list(accumulate(repeat(eta, BANDS - 1), mul, initial=given["min_iter"]))
+    else:
+        raise Mistake("early_terminate: hyperband needs min_iter, or max_iter and s")
+    if not places or places[0] < 1:
+        raise Mistake(f"early_terminate: {given} leaves no band; s, and min_iter or max_iter / eta, must be 1 or more")
+    return Hyperband(
+        tuple(sorted(int(place) for place in places if 1 <= place < math.inf)), eta, given.get("strict", True)
+    )
 
 
 def parameters_of(node: Any, above: str = "") -> list[Parameter]:

@@ -371,7 +371,9 @@ def shown(value: object) -> str:
 
 def cause(output: Path, status: int) -> str:
     """Returns why a run failed, in one line: the last error that it printed, or its last line."""
-    text = output.read_text(errors="replace")
+    with open(output, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+        text = file.read().decode(errors="replace")
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     errors = [line for line in lines if re.match(r"(error:|[\w.]*(Error|Exception)\b)", line)]
     line = (errors or lines or ["it printed nothing"])[-1][:LONGEST_CAUSE]

@@ -100,9 +100,7 @@ def test_runs_that_are_worse_are_stopped_early_and_keep_what_they_have(tmp_path)
 
 def test_a_target_that_is_reached_ends_the_sweep(tmp_path):
     file = tmp_path / "lr.yaml"
-    file.write_text(
-        "method: grid\ncommand: [x]\nmetric: {name: eval/accuracy_sampled, goal: maximize, target: 0.15}\n" + RATES
-    )
+    file.write_text("method: grid\nmetric: {name: eval/accuracy_sampled, goal: maximize, target: 0.15}\n" + RATES)
     runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=1")
     assert runner.run()
     assert [run.state for run in folder.runs] == ["finished", "finished", "waiting"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,10 @@ import yaml
 from tables import every_row
 
 from torchtune_ext.sweep.check import words_of
-from torchtune_ext.sweep.file import grid, hyperband_of, parameters_of, read_sweep
+from torchtune_ext.sweep.file import DEFAULT, grid, hyperband_of, parameters_of, read_sweep
 from torchtune_ext.sweep.search import draw, point_at, suggest, tries
 
 REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text())
-STOPS = [case for case in REFERENCE["stops"] if case["early"].keys() <= {"type", "min_iter", "eta"}]
 
 
 @every_row("case", REFERENCE["quantiles"], ids=lambda case: json.dumps(case["given"]))
@@ -51,15 +51,20 @@ def by_dotted_name(point):
     return flat
 
 
-@every_row("case", STOPS, ids=str)
+@every_row("case", REFERENCE["stops"], ids=str)
 def test_early_stops_are_those_of_wandb(case):
     early, maximize = hyperband_of(case["early"]), case["goal"] == "maximize"
     assert [run for run in case["running"] if early.stops(run, case["runs"], maximize)] == case["stopped"]
 
 
+def test_bands_beyond_every_number_are_left_out():
+    assert hyperband_of({"type": "hyperband", "min_iter": 2, "eta": 1e9}).bands[:2] == (2, 2_000_000_000)
+    assert hyperband_of({"type": "hyperband", "max_iter": 27, "s": 10**9}).bands == (1, 3, 9)
+
+
 def test_the_reference_has_stopped_runs_and_others():
-    stopped = [len(case["stopped"]) for case in STOPS]
-    assert sum(map(bool, stopped)) > 30 and stopped.count(0) > 20
+    stopped = [len(case["stopped"]) for case in REFERENCE["stops"]]
+    assert sum(map(bool, stopped)) > 40 and stopped.count(0) > 20
 
 
 def sweep_of(folder, method, runs, goal="maximize", **parameters):
@@ -114,26 +119,37 @@ def test_runs_that_go_on_do_not_get_the_same_point(tmp_path):
     assert suggest(sweep, 0, 6, [*results, (quantiles, None)]) != quantiles
 
 
-def words(folder, command, values):
+def words(folder, command, values, program):
     sweep = read_sweep(small_sweeps.write(folder / "sweep.yaml", "parameters: {a: {value: 1}}\n"))
-    return words_of(replace(sweep, command=command), values, [])
+    return words_of(replace(sweep, command=command, program=program), values, [])
 
 
-def test_parameters_are_words_of_the_command_as_by_wandbs_agent(tmp_path):
+def test_macros_are_expanded_as_by_wandbs_agent(monkeypatch, tmp_path):
     utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
+    monkeypatch.setenv("LOCAL", "a b")
+    monkeypatch.delenv("MISSING", raising=False)
     values = {"optimizer.lr": 1e-5, "flag": True, "off": False, "none": None, "name": "a=b c", "node": {"x": [1, 2.5]}}
-    theirs = utils.create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
-    found = words(tmp_path, ["/bin/run", "${args_no_hyphens}", "--config", 7, "a${args}"], values)
-    assert found == ["/bin/run", *theirs["args_no_hyphens"], "--config", "7", "a${args}"]
+    macros = [f"${{{name}}}" for name in ("env", "interpreter", "program", "args_no_hyphens")]
+    command = [*macros, "--config", 7, "x_${envvar:LOCAL}_${envvar:MISSING}", "${envvar:LOCAL}", "a${args}"]
+    # What Agent._command_run does; it starts the command at once.
+    made = utils.create_sweep_command(list(command))
+    variables = utils.create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
+    variables |= {"interpreter": ["python"], "program": ["tune"], "env": ["/usr/bin/env"]}
+    theirs = []
+    for chunk in map(str, made):
+        theirs += variables[chunk[2:-1]] if chunk.startswith("${") and chunk.endswith("}") else [chunk]
+    assert words(tmp_path, command, values, "tune") == theirs
+    assert list(DEFAULT) == utils.DEFAULT_SWEEP_COMMAND
+    assert os.environ["LOCAL"] == "a b"
 
 
 @every_row("word, message", [
-    ("${args_no_hyphen}", "command: recipes read no ${args_no_hyphen}; there is ${args_no_hyphens}: "),
-    ("${args_json_file}", "command: recipes read no ${args_json_file}; there is ${args_no_hyphens}: "),
+    ("${args_no_hyphen}", "command: recipes read no ${args_no_hyphen}; there are ${args_no_hyphens}, ${env}, "),
+    ("${args_json_file}", "command: recipes read no ${args_json_file}; there are ${args_no_hyphens}, ${env}, "),
 ])  # fmt: skip
 def test_a_macro_that_no_recipe_reads_is_named(tmp_path, word, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        words(tmp_path, [word], {})
+        words(tmp_path, [word], {}, "")
 
 
 def test_of_very_many_points_each_value_is_tried_before_the_start(tmp_path):
