@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +21,6 @@ from torchtune_ext.sampling.calls import CoreLost
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 END_S = 5.0  # seconds that a killed process has to end
 _LENGTH = struct.Struct("<Q")
-
-
-def start_module(
-    module: str,
-    log: Path,
-    *words: str,
-    environ: Mapping[str, str] | None = None,
-    keep: Sequence[int] = (),
-) -> subprocess.Popen:
-    """Starts a module as a process in a session of its own. It finds the modules that we find, and no variable of torchrun's.
-
-    Args:
-        module: by its full name.
-        log: its output is appended to it.
-        words: its arguments; the last one is always our process id, to whose life it binds itself.
-        environ: on top of our own environment.
-        keep: descriptors that it inherits.
-
-    Raises:
-        OSError: it cannot be started, or the log cannot be written.
-    """
-    path = [os.path.abspath(entry or ".") for entry in sys.path]
-    env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
-    env |= {"PYTHONPATH": os.pathsep.join(path), **(environ or {})}
-    command = [sys.executable, "-P", "-m", module, *words, str(os.getpid())]
-    with open(log, "ab", buffering=0) as out:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, pass_fds=keep, start_new_session=True
-        )
 
 
 def log_tail(log: Path, start: int, lines: int = 30) -> str:
@@ -93,13 +64,10 @@ def receive(end: socket.socket) -> list[Any]:
 
 
 def _exactly(end: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = end.recv(count - len(data))
-        if not part:
-            raise EOFError("the other end was closed")
-        data += part
-    return bytes(data)
+    data = end.recv(count, socket.MSG_WAITALL)
+    if len(data) < count:
+        raise EOFError("the other end was closed")
+    return data
 
 
 class Frames(asyncio.Protocol):
@@ -162,6 +130,8 @@ class Frames(asyncio.Protocol):
 class ChildProcess:
     """One life of a process of the sampler, and those who wait for its answers.
 
+    It leads a session of its own, finds the modules that we find, and has no variable of torchrun's.
+
     A message to it is (number, method, arguments), or (number, "cancel", ()) for an answer that nobody waits for any
     more. An answer is (number, "value", value), (number, "refused", message) or (number, "lost", message). All else it
     says unasked."""
@@ -177,18 +147,29 @@ class ChildProcess:
     ):
         """Starts the process; nobody waits for it. Raises OSError.
 
-        Args: name: in messages; module: its program; log: its output is appended to it; on_news: takes kind and value of
-        what it says unasked; first: a frame before all messages; environ: on top of our own environment."""
+        Args: name: in messages; module: its program, whose arguments are a descriptor of its socket, and our process id, to
+        whose life it binds itself; log: its output is appended to it; on_news: takes kind and value of what it says unasked;
+        first: a frame before all messages; environ: on top of our own environment."""
         self.name = name
         self.ended: str | None = None  # how this life ended, as soon as anybody knows
-        self.heard = time.monotonic()  # when its last message came
+        self.sign_of_life = time.monotonic()  # when its last message came
         self._on_news = on_news
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future] = {}  # who waits, by the number of the message
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = start_module(module, log, str(theirs.fileno()), environ=environ, keep=[theirs.fileno()])
+        env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
+        env |= {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry or ".") for entry in sys.path), **(environ or {})}
+        with theirs, open(log, "ab", buffering=0) as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=env,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
         if first is not None:
             ours.sendall(pack(first))
         ours.setblocking(False)
@@ -196,12 +177,12 @@ class ChildProcess:
         self._connected = self._loop.create_task(self._loop.create_connection(lambda: self._frames, sock=ours))
 
     @property
-    def pid(self) -> int:
-        """Its process id, which is also that of its group."""
+    def group(self) -> int:
+        """The id of its process group, which is also its own."""
         return self._process.pid
 
     @property
-    def gone(self) -> bool:
+    def dead(self) -> bool:
         return self.ended is not None or self._process.poll() is not None
 
     def ending(self) -> str:
@@ -225,7 +206,7 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kills it and all that it has started, from any thread and without a wait."""
-        janitor.kill(self.pid)
+        janitor.kill(self.group)
 
     async def stop(self) -> None:
         """Ends it, and all who wait for an answer. May be called twice."""
@@ -238,10 +219,10 @@ class ChildProcess:
 
     def _reap(self) -> None:
         self._process.wait(END_S)
-        janitor.end(self.pid, END_S)
+        janitor.end(self.group, END_S)
 
     def _receive(self, messages: list[Any]) -> None:
-        self.heard = time.monotonic()
+        self.sign_of_life = time.monotonic()
         for number, kind, value in messages:
             answer = self._answers.get(number)
             if kind not in ("value", "refused", "lost"):

@@ -74,13 +74,13 @@ class Courier:
 
     def start(self) -> None:
         """Starts the sender, which takes seconds to come up, unless there is one. Raises OSError."""
-        if self._sender is None or self._sender.gone:
+        if self._sender is None or self._sender.dead:
             self._sender, self._members = ChildProcess("the sender", SENDER, self._log_path), []
 
     @property
     def sender_pid(self) -> int:
         """The process id of the sender; 0 without one."""
-        return 0 if self._sender is None else self._sender.pid
+        return 0 if self._sender is None else self._sender.group
 
     @contextmanager
     def expecting(self, address: str) -> Iterator[None]:

@@ -233,7 +233,7 @@ class ServerCore(VLLMCore):
     def ending(self) -> str:
         return f"the connection to {self.address} was lost"
 
-    async def ask(self, method: str, /, **arguments: Any) -> Any:
+    async def rpc(self, method: str, /, **arguments: Any) -> Any:
         verb, path, result = ROUTES.get(method, ("POST", f"/{method}", None))
         answer = await self._request(verb, path, arguments if verb == "POST" else None)
         return answer if result is None else answer[result]

@@ -49,22 +49,22 @@ class VLLMCore:
         self.adapted = False  # whether requests use the adapter
         self.salt: str | None = None  # only requests of the same salt share a prefix
 
-    def ask(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
+    def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
         """Calls a method of `AsyncLLM`, by its name there. Raises CoreLost, ValueError."""
         raise NotImplementedError
 
     async def quick(self, method: str, /, **arguments: Any) -> Any:
         """Makes a call that the engine answers between two steps. Raises CoreLost, ValueError."""
-        return await bounded(self, self.ask(method, **arguments), self.config.probe_deadline_s, method)
+        return await bounded(self, self.rpc(method, **arguments), self.config.probe_deadline_s, method)
 
     async def slow(self, method: str, /, **arguments: Any) -> Any:
         """Makes a call that moves weights: it may take long, but not stand still. Raises CoreLost, ValueError."""
         limit_s, idle_s = self.config.rpc_deadline_s, self.config.probe_deadline_s
-        return await bounded(self, self.ask(method, **arguments), limit_s, method, self.cpu_seconds, idle_s)
+        return await bounded(self, self.rpc(method, **arguments), limit_s, method, self.cpu_seconds, idle_s)
 
     async def ping(self, deadline_s: float) -> None:
         """Returns once the engine's main loop has answered. Raises CoreLost after `deadline_s`."""
-        await bounded(self, self.ask("is_paused"), deadline_s, "is_paused")
+        await bounded(self, self.rpc("is_paused"), deadline_s, "is_paused")
 
     async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
         """Replaces weights between two steps; requests in flight go on with the new ones.
@@ -169,41 +169,23 @@ class VLLMCore:
         self.asleep = 0
 
 
-class RemoteCore(VLLMCore):
-    """Runs a vLLM engine of our own, with its client in another process. `Core` says what its methods promise."""
+class RemoteCore(ChildProcess, VLLMCore):
+    """Is the process of the client of a vLLM engine of our own. `Core` says what its methods promise. What the client says
+    without being asked comes from the engine, and is a sign of its life."""
 
     def __init__(
         self, model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]
     ):
         """Starts the client's process; it imports vLLM in the background. `launch` waits for it. Raises OSError."""
-        super().__init__(config)
+        VLLMCore.__init__(self, config)
         self.on_step, self.log = on_step, log_path
         self._configured = False
-        self._loop = asyncio.get_running_loop()
         self.log_start = log_path.stat().st_size if log_path.exists() else 0
         environ = engine_environment(config) | {"VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir} | one_machine()
         environ |= {"VLLM_RPC_BASE_PATH": temp_dir}
-        self._client = ChildProcess(
-            "the engine's client", CLIENT, log_path, self._hear, [model_dir, config], environ=environ
-        )
-        self.cpu_seconds = partial(session_cpu_seconds, self._client.pid)  # without the client
-
-    @property
-    def group(self) -> int:
-        """The process group of the client, the engine and its workers."""
-        return self._client.pid
-
-    @property
-    def dead(self) -> bool:
-        return self._client.gone
-
-    @property
-    def sign_of_life(self) -> float:
-        """What the client says without being asked comes from the engine."""
-        return self._client.heard
-
-    def ending(self) -> str:
-        return self._client.ending()
+        first = [model_dir, config]
+        ChildProcess.__init__(self, "the engine's client", CLIENT, log_path, self._hear, first, environ)
+        self.cpu_seconds = partial(session_cpu_seconds, self.group)  # without the client
 
     def configure(self) -> None:
         """Lets the client import vLLM and make its configuration, and waits for that. Raises ValueError when vLLM refuses the
@@ -214,41 +196,30 @@ class RemoteCore(VLLMCore):
             raise OSError(f"{error}\n--- end of the engine's log ---\n{self.log_tail()}") from error
 
     async def _configure(self) -> None:
-        await bounded(self, self._client.ask("configure"), self.config.start_deadline_s, "configure")
+        await bounded(self, self.ask("configure"), self.config.start_deadline_s, "configure")
         self._configured = True
 
     async def launch(self) -> None:
-        """Brings the engine up, in 8 to 15 s with a small model, and until `start_deadline_s` at most. Raises CoreLost;
-        ValueError when vLLM refuses the configuration."""
+        """Brings the engine up, in 8 to 15 s with a small model, and until `start_deadline_s` at most."""
         if not self._configured:
             await self._configure()
         self.cache_tokens, self.block, self.vocabulary = await bounded(
-            self, self._client.ask("launch"), self.config.start_deadline_s, "launch"
+            self, self.ask("launch"), self.config.start_deadline_s, "launch"
         )
 
     async def generate(self, call: Call) -> Completion:
-        """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses the request."""
         with call.running(self.calls):
-            return await self._client.ask("generate", replace(call, task=None), self.salt, self.adapted)
+            return await self.ask("generate", replace(call, task=None), self.salt, self.adapted)
 
-    def ask(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
-        return self._client.ask("engine", method, arguments)
-
-    def kill(self) -> None:
-        self._client.kill()
+    def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
+        return self.ask("engine", method, arguments)
 
     def log_tail(self) -> str:
         return log_tail(self.log, self.log_start)
 
-    async def stop(self) -> None:
-        """Ends this life and everything that waits for it. The waiting requests end with CoreLost."""
-        for call in list(self.calls.values()):
-            call.lose()
-        await self._client.stop()
-
     def _hear(self, kind: str, value: Any) -> None:
         if kind == "dead":
-            self._client.ended = value
+            self.ended = value
         elif kind == "step" and self.broken is None:
             try:
                 self.on_step(value)

@@ -200,7 +200,7 @@ def test_settings_of_the_trainers_network_stay_with_the_trainer(monkeypatch, tmp
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv(machines.CHOSEN, "eth0")
     started = []
-    monkeypatch.setattr(child_process, "start_module", lambda *words, environ, **options: started.append(environ))
+    monkeypatch.setattr(child_process.subprocess, "Popen", lambda words, env, **options: started.append(env))
 
     async def make():
         vllm_core.RemoteCore("model", EngineConfig(), tmp_path / "engine.log", str(tmp_path), lambda step: None)
