@@ -22,6 +22,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.sampling.throttle import Controller
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, VOCABULARY = 12, 16, 300, 4096
 LAYERS, KV_HEADS, HEAD = 4, 2, 64
@@ -77,6 +78,13 @@ def run_pass(engine: Engine, prompts: list[list[int]], sampling: SamplingConfig)
     return Pass(tokens / seconds, tokens / cpu_seconds, preemptions, after.concurrency)
 
 
+def limit_concurrency(engine: Engine, fixed: int | None) -> None:
+    """Fixes how many requests may be in flight; with None the limit follows the engine, from the beginning."""
+    for lane in engine._pool.lanes:
+        lane.throttle.controller = Controller(lane.throttle.controller.ceiling)
+        lane.throttle.fixed = fixed
+
+
 def engine_cpu_s() -> float:
     """CPU time until now of the engine's process, the busiest of ours."""
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
@@ -121,9 +129,9 @@ def run_case(case: Case, model: str, run_dir: str, sizes: list[int], num_passes:
         fixed, adaptive = {size: [] for size in sizes}, []
         for _ in range(2):  # twice around, so that a busy moment of the machine does not hit one size alone
             for size in sizes:
-                engine.limit_concurrency(size)
+                limit_concurrency(engine, size)
                 fixed[size] += passes(num_passes)
-            engine.limit_concurrency(None)
+            limit_concurrency(engine, None)
             adaptive.append(passes(num_passes + 1))
         without = {size: group for size, group in fixed.items() if not any(one.preemptions for one in group)}
         best = max((without or fixed).values(), key=lambda group: mean(one.tokens_per_s for one in group))

@@ -69,8 +69,9 @@ class FakeCore:
         second = [self.half(buffer, 1) for buffer in buffers]
         for buffer in buffers:
             self.sums |= buffer.sums
-        self.loads.append((first, second, version))
-        self.asleep = 0
+        if buffers:
+            self.loads.append((first, second, version))
+        self.asleep, self.label = 0, version
         return 0.1, 0.05
 
     @staticmethod
@@ -83,15 +84,12 @@ class FakeCore:
         return [self.sums]
 
     async def weight_version(self):
-        return self.loads[-1][2]
+        return self.label
 
     async def sleep(self, level):
         if self.fail is not None:
             raise self.fail
         self.asleep = level
-
-    async def wake(self):
-        self.asleep = 0
 
     async def ping(self, deadline_s):
         if self.fail is not None:
@@ -163,7 +161,7 @@ class Bench:
         return core
 
     async def start(self):
-        await self.lane.prepare()
+        self.lane.prepare()
         await self.lane.start()
 
     def write(self, value, adapter=None):

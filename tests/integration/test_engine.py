@@ -224,13 +224,13 @@ def seen(engine, monkeypatch):
     yield steps, begun, groups
     for group in groups:
         group.cancel()
-    engine.limit_concurrency(None)
+    engine._pool.lanes[0].throttle.fixed = None
 
 
 def test_the_canary_goes_before_every_queued_request(engine, seen):
     """The engine takes each of its requests into the next step, so none waits when a step is over."""
     steps, begun, groups = seen
-    engine.limit_concurrency(16)
+    engine._pool.lanes[0].throttle.fixed = 16
     for prompt in tiny_model.prompts(125, 100, seed=3):
         groups.append(engine.submit(prompt, 4, SamplingConfig(max_tokens=900)))
     wait_until_running(engine, 16)
@@ -244,7 +244,7 @@ def test_the_canary_goes_before_every_queued_request(engine, seen):
 def test_the_canary_goes_before_what_a_publication_makes_the_engine_compute_again(engine, models, seen, back_to_a):
     """200 requests of 300 tokens and more, of which a step takes 13 at most, are under way again after 16 steps."""
     (steps, _, groups), left = seen, []
-    engine.limit_concurrency(200)
+    engine._pool.lanes[0].throttle.fixed = 200
     for prompt in tiny_model.prompts(200, 300, seed=3):
         groups.append(engine.submit(prompt, 1, SamplingConfig(max_tokens=700)))
     wait_until_running(engine, 200)

@@ -275,8 +275,8 @@ class Core(Protocol):
     async def load(self, buffers: Sequence[Any], version: int) -> tuple[float, float]:
         """Replaces weights between two steps, wakes the engine if it sleeps, and labels what it samples from then on.
 
-        Args: buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's; with none, only the label changes;
-        version: the label.
+        Args: buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's; with none, these stay; version: the
+        label.
         Returns: seconds in which nothing was sampled, and seconds of loading among them. Raises CoreLost; ValueError when
         the engine refuses the weights and goes on with the old ones.
         """
@@ -289,10 +289,7 @@ class Core(Protocol):
 
     async def sleep(self, level: int) -> None:
         """Gives the GPU's memory back and sets `asleep`; an engine that has a GPU of its own may ignore it. Level 1 keeps the
-        weights in host memory, level 2 drops them. Raises CoreLost."""
-
-    async def wake(self) -> None:
-        """Wakes the engine from level 1; from level 2 `load` does. Raises CoreLost."""
+        weights in host memory, level 2 drops them; `load` wakes it from either. Raises CoreLost."""
 
     def kill(self) -> None:
         """Ends the engine at once, from any thread and without a wait."""

@@ -445,13 +445,6 @@ class Engine:
         if self.config.sleep:
             self._thread.call(self._pool.sleep())
 
-    def limit_concurrency(self, limit: int | None) -> None:
-        """Fixes how many requests may be in flight in an engine. With None the limit follows its counters, from the beginning.
-        Raises ValueError for a limit below 1."""
-        if limit is not None and limit < 1:
-            raise Mistake(f"limit_concurrency: {limit} requests; use 1 or more, or None to follow the engine")
-        self._thread.call(self._limit(limit))
-
     def stats(self) -> EngineStats:
         """Returns the counters of the run until now."""
         return self._pool.stats()
@@ -465,10 +458,6 @@ class Engine:
         self._pool.load_state_dict(state)
 
     # -- inside the loop's thread -------------------------------------------------------------------------------------
-
-    async def _limit(self, limit: int | None) -> None:
-        for lane in self._pool.lanes:
-            lane.limit_concurrency(limit)
 
     def _make_core(self, lane: Lane) -> Core:
         """Makes a life of an engine, the first one or a later one. Raises OSError when nobody could clean up after it."""

@@ -43,16 +43,11 @@ class Health:
     publication, and that every tensor is the one that was sent. (Before the first publication, the current weights are those
     of the disk, which each life reads by itself.) An engine that merely answers may hold weights of long ago, and nobody would
     see it in the samples.
-
-    Probes and requests are counted apart. An engine whose main loop answers while its requests stand still would otherwise
-    clear itself with every probe.
     """
 
     def __init__(self):
         self.state = State.RESTARTING
         self.cause = ""  # of the last change for the worse
-        self.lost_probes = 0  # lives in a row that a probe, or a start, found lost; one that comes up ends the row
-        self.lost_requests = 0  # lives in a row that a request or an update found lost; one that finishes ends the row
         self._behind = False  # stale since others have newer weights, and not since it comes up
         self.on_change: Callable[[], None] = lambda: None  # called after each change
 
@@ -62,29 +57,25 @@ class Health:
         return self.state in (State.HEALTHY, State.SUSPECT)
 
     @property
-    def apart(self) -> str:
-        """Says which failures ended it."""
-        return f"{self.lost_requests} in requests and updates, {self.lost_probes} at starts and probes"
-
-    @property
     def up(self) -> bool:
         """Whether there is a life that can load weights when it is told to. One that comes up does so by itself."""
         return self.serves or self._behind
 
-    def _go(self, state: State, cause: str = "") -> None:
-        assert state in NEXT[self.state], f"an engine never goes from {self.state.value} to {state.value}"
-        self.state, self.cause, self._behind = state, cause or self.cause, False
-        self.on_change()
+    def become(self, state: State, cause: str = "") -> None:
+        """Notes a change; one that the table does not have from here changes nothing. Args: cause: of one for the worse."""
+        assert state is not State.HEALTHY, "an engine becomes healthy only by `confirm` and `clear`"
+        self._go(state, cause)
 
-    def restart(self) -> None:
-        """Notes that another life begins."""
-        if self.state is not State.RESTARTING:
-            self._go(State.RESTARTING)
+    def outdate(self, cause: str) -> None:
+        """Notes that others have newer weights than an engine that serves."""
+        if self.serves:
+            self._go(State.STALE, cause)
+            self._behind = True
 
-    def came_up(self) -> None:
-        """Notes that a life answers. It serves only after `confirm`."""
-        self.lost_probes = 0
-        self._go(State.STALE)
+    def clear(self) -> None:
+        """Notes that a suspect engine works."""
+        if self.state is State.SUSPECT:
+            self._go(State.HEALTHY)
 
     def confirm(self, version: int, published: int, wrong: str | None) -> None:
         """Takes the proof that the engine holds the current weights. Without it nothing changes.
@@ -98,28 +89,7 @@ class Health:
             raise CoreLost(f"it does not hold the weights of version {version} as they were published: {wrong}")
         self._go(State.HEALTHY)
 
-    def doubt(self, cause: str) -> None:
-        """Notes that an engine which should work gives no sign of life."""
-        if self.state is State.HEALTHY:
-            self._go(State.SUSPECT, cause)
-
-    def clear(self) -> None:
-        """Notes that a suspect engine works."""
-        if self.state is State.SUSPECT:
-            self._go(State.HEALTHY)
-
-    def outdate(self, cause: str) -> None:
-        """Notes that others have newer weights."""
-        if self.serves:
-            self._go(State.STALE, cause)
-            self._behind = True
-
-    def lose(self, cause: str) -> None:
-        """Notes that this life is over."""
-        if self.state not in (State.DEAD, State.RETIRED):
-            self._go(State.DEAD, cause)
-
-    def retire(self, cause: str) -> None:
-        """Notes that there will be no other life."""
-        if self.state is not State.RETIRED:
-            self._go(State.RETIRED, cause)
+    def _go(self, state: State, cause: str = "") -> None:
+        if state in NEXT[self.state]:
+            self.state, self.cause, self._behind = state, cause or self.cause, False
+            self.on_change()

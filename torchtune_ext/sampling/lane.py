@@ -85,9 +85,7 @@ class Lane:
         self.max_usage = 0.0  # highest share of the KV cache in use
         self.last_step = Step(0.0, 0, 0, 0, 0, 0)
         self._first_version, self._ids = version, itertools.count() if ids is None else ids
-        self.controller = Controller(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS)
-        self._fixed = config.max_concurrency
-        self.throttle = Throttle(self.concurrency)
+        self.throttle = Throttle(Controller(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS), config.max_concurrency)
         self.health = Health()
         self.core: Core | None = None  # the present life; None while there is none
         self.version = version  # the version of the weights that the engine holds
@@ -111,34 +109,12 @@ class Lane:
         """Whether it may be given requests."""
         return self.health.serves
 
-    @property
-    def concurrency(self) -> int:
-        """The limit of requests in flight now."""
-        return self._fixed or self.controller.allowed
-
-    @property
-    def limit(self) -> int:
-        """The limit without the brake of a moment."""
-        return self._fixed or self.controller.limit
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with the limit of an earlier run, before anything is sampled."""
-        self.controller.load_state_dict(state)
-        if self._fixed is None:
-            self.throttle.size = self.controller.allowed
-
-    def limit_concurrency(self, limit: int | None) -> None:
-        """Does what `Engine.limit_concurrency` says."""
-        self._fixed = limit
-        self.controller = Controller(self.controller.ceiling)
-        self._resize()
-
     def expect(self, group: Submission) -> None:
         """Sets the first limit by what this group may take. The few tokens of a canary say nothing of how long samples get."""
         if group.priority is not Priority.CANARY and self.core is not None:
-            cache_tokens, block = self.core.cache_tokens, self.core.block
-            self.controller.expect(cache_tokens, len(group.prompt), group.sampling.max_tokens, len(group.seeds), block)
-            self._resize()
+            size, block, controller = self.core.cache_tokens, self.core.block, self.throttle.controller
+            controller.expect(size, len(group.prompt), group.sampling.max_tokens, len(group.seeds), block)
+            self.throttle.admit()
 
     async def draw(self, group: Submission, sample: int) -> Completion:
         """Draws one completion, from as many lives of the engine as it takes.
@@ -163,19 +139,18 @@ class Lane:
         finally:
             self.throttle.release()
             if not self.throttle.held:
-                self.controller.start_round()
+                self.throttle.controller.start_round()
         self.report_finished()
         self.counts["completed"] += 1
         self.counts["tokens"] += len(completion.tokens)
         if group.priority is not Priority.CANARY:
-            self.controller.done()
-            self._resize()
+            self.throttle.controller.done()
+            self.throttle.admit()
         return completion
 
     def report_finished(self) -> None:
         """Notes that a request has finished, so that the engine works: the row of failures ends."""
-        self.failures = self.health.lost_requests = 0
-        self._moved = time.monotonic()
+        self.failures, self._moved = 0, time.monotonic()
 
     async def life(self) -> Core:
         """Waits for a life that can sample. Raises EngineFailed, WeightsIncomplete; CoreLost once another engine serves
@@ -203,16 +178,13 @@ class Lane:
         self.counts["preemptions"] += step.preempted
         self.max_usage = max(self.max_usage, step.usage)
         self.last_step = step
-        self.controller.step(step.usage, step.running, step.waiting, step.preempted, self.throttle.blocked)
-        self._resize()
-
-    def _resize(self) -> None:
-        if self.throttle.size != self.concurrency:
-            self.throttle.resize(self.concurrency)
+        blocked = self.throttle.blocked
+        self.throttle.controller.step(step.usage, step.running, step.waiting, step.preempted, blocked)
+        self.throttle.admit()
 
     # -- lives --------------------------------------------------------------------------------------------------------
 
-    async def prepare(self) -> None:
+    def prepare(self) -> None:
         """Begins the first life, which is not waited for."""
         self.core = self._make_core(self)
 
@@ -220,13 +192,7 @@ class Lane:
         """Brings the first life up. Its failure is final."""
         async with self._control:
             try:
-                await self.core.launch()
-                self.health.came_up()
-                if self._buffers.empty:  # then what is on the disk is current, and this life has just read it
-                    self.health.confirm(self.version, self.version, None)
-                else:
-                    await self._load_buffers(self.core)  # others came up before, and weights were published meanwhile
-                self._changed.set()
+                await self._bring_up(self.core)
             except Exception as error:
                 await self._give_up(f"{self.name} did not start: {error}", cause=error)
         self._watching = asyncio.create_task(self._watch())
@@ -246,17 +212,15 @@ class Lane:
             raise EngineFailed(str(self.failed)) from self.failed.__cause__
         return self.core
 
-    def lose(self, core: Core | None, cause: str, by_probe: bool = False) -> asyncio.Future:
+    def lose(self, core: Core | None, cause: str) -> asyncio.Future:
         """Takes a lost engine out of service at once, and replaces it, unless somebody has done so already.
 
-        Args: core: the life that was lost; by_probe: whether our own look has found it so, and not a request or an update.
+        Args: core: the life that was lost.
         Returns: a future of the end of that, which need not be awaited; `ready` then tells whether there is another one.
         """
         if core is not None and core is self.core and self.health.up:
             self._changed.clear()
-            self.health.lost_probes += by_probe
-            self.health.lost_requests += not by_probe
-            self.health.lose(cause)
+            self.health.become(State.DEAD, cause)
         return self._replace(core, cause)
 
     @undisturbed
@@ -323,9 +287,7 @@ class Lane:
     async def _wake(self, core: Core) -> None:
         try:
             async with self._control:
-                if core is self.core and core.asleep == 1:
-                    await core.wake()
-                elif core is self.core and core.asleep:
+                if core is self.core and core.asleep:
                     await self._load_buffers(core)
         except CoreLost as error:
             await self.lose(core, str(error))
@@ -352,17 +314,17 @@ class Lane:
             if core is not self.core or self.closed or self.failed is not None:
                 return  # somebody else has seen to it already
             self._changed.clear()
-            self.health.lose(cause)
+            self.health.become(State.DEAD, cause)
             while True:
                 self.failures += 1
                 tail = core.log_tail() if core is not None else ""
                 if self.failures >= self.config.max_failures:
-                    why = f"{self.name} failed {self.failures} times in a row, the last time: {cause} ({self.health.apart})"
+                    why = f"{self.name} failed {self.failures} times in a row, the last time: {cause}"
                     return await self._give_up(why, tail)
                 name = self.name.removeprefix("the ")
                 again = "in a row: connecting again" if self.config.address else "in a row: starting it again"
                 log.warning("%s lost (%s), failure %d %s", name, cause, self.failures, again)
-                self.health.restart()
+                self.health.become(State.RESTARTING)
                 try:
                     if core is not None:
                         await core.stop()
@@ -372,10 +334,11 @@ class Lane:
                     if not self.closed:
                         core = self.core = self._make_core(self)
                         await self._bring_up(core)
+                        self.restarts += 1
                         return
                 except WeightsIncomplete as error:
                     if self._elsewhere() and not self.closed:
-                        self.health.lose(str(error))
+                        self.health.become(State.DEAD, str(error))
                         continue
                     # Another life would not help.
                     why = f"{self.name} was lost ({cause}) and cannot be replaced: {error}"
@@ -383,8 +346,7 @@ class Lane:
                 except Exception as error:
                     # Whatever it is, it is counted, and the last one is in EngineFailed.
                     cause = str(error) or repr(error)
-                    self.health.lost_probes += 1
-                    self.health.lose(cause)
+                    self.health.become(State.DEAD, cause)
                 if self.closed:
                     if core is not None:
                         await core.stop()
@@ -399,9 +361,8 @@ class Lane:
             raise CoreLost("the engine is closed")
         self._counts_steps = False
         await core.launch()
-        self.health.came_up()
+        self.health.become(State.STALE)
         await self._load_buffers(core)
-        self.restarts += 1
         self._changed.set()
 
     async def _load_buffers(self, core: Core) -> tuple[float, float]:
@@ -444,7 +405,7 @@ class Lane:
             self.failed = EngineFailed(f"{why}\n--- end of the engine's log ---\n{tail or '(empty)'}")
             self.failed.__cause__ = cause
             self._changed.set()
-            self.health.retire(why)
+            self.health.become(State.RETIRED, why)
 
     async def _watch(self) -> None:
         """Looks after the engine until the end of the run. Nobody waits for this task, so its own errors end the run."""
@@ -467,7 +428,7 @@ class Lane:
                 await self._give_up(why, cause=core.broken)
         elif core.dead and not core.asleep:
             # One that dies in its sleep is replaced when it is needed: a new one would take the memory of the trainer.
-            await self.lose(core, core.ending(), by_probe=True)
+            await self.lose(core, core.ending())
         else:
             await self._ask_for_signs(core, time.monotonic())
 
@@ -477,14 +438,14 @@ class Lane:
             self._moved = now
         still_s, config = now - self._moved, self.config
         if core.calls and now - core.sign_of_life > config.probe_interval_s:
-            self.health.doubt(f"no sign of life for {config.probe_interval_s:g} s")
+            self.health.become(State.SUSPECT, f"no sign of life for {config.probe_interval_s:g} s")
             try:
                 await core.ping(config.probe_deadline_s)
             except (CoreLost, ValueError) as error:
                 # After a ValueError, where it refuses the ping, `launch` of the next life says why.
-                await self.lose(core, str(error), by_probe=True)
+                await self.lose(core, str(error))
         elif self._counts_steps and still_s > WEDGED * config.probe_deadline_s:
             cause = f"it answers, but has made no step for {still_s:.0f} s in spite of requests"
-            await self.lose(core, cause, by_probe=True)
+            await self.lose(core, cause)
         elif still_s < config.probe_interval_s:
             self.health.clear()

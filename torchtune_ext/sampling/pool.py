@@ -100,7 +100,7 @@ class Pool:
     async def prepare(self) -> None:
         """Begins the first life of each engine. None is waited for."""
         for lane in self.lanes:
-            await lane.prepare()
+            lane.prepare()
 
     async def start(self) -> None:
         """Brings all engines up at the same time."""
@@ -298,7 +298,7 @@ class Pool:
             max_kv_usage=max(lane.max_usage for lane in lanes),
             running=sum(lane.last_step.running for lane in serving),
             waiting=sum(lane.last_step.waiting for lane in serving),
-            concurrency=sum(lane.limit for lane in serving),
+            concurrency=sum(lane.throttle.limit for lane in serving),
             completed=sum(lane.counts["completed"] for lane in lanes),
             tokens=sum(lane.counts["tokens"] for lane in lanes),
             restarts=sum(lane.restarts for lane in lanes),
@@ -308,11 +308,11 @@ class Pool:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run should know: the throttles' findings, one engine after the other."""
-        return {"engines": [lane.controller.state_dict() for lane in self.lanes]}
+        return {"engines": [lane.throttle.controller.state_dict() for lane in self.lanes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from what `state_dict` of an earlier run has returned, before anything is sampled. With more engines now,
         those findings count for several."""
         states = state["engines"]
         for lane in self.lanes:
-            lane.load_state_dict(states[lane.number % len(states)])
+            lane.throttle.controller.load_state_dict(states[lane.number % len(states)])

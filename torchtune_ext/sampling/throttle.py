@@ -145,8 +145,9 @@ class Throttle:
     does not wait: its requests are few, fit into the free part of the KV cache, and hold places that samples then wait for. All
     calls come from one asyncio loop."""
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, controller: Controller, fixed: int | None = None):
+        """Args: controller: says how many places there are; fixed: their number, whatever the controller says."""
+        self.controller, self.fixed = controller, fixed
         self.held = 0
         # Those who wait: futures of whether a place was given.
         self._queues: dict[Priority, deque[asyncio.Future[bool]]] = {priority: deque() for priority in Priority}
@@ -156,10 +157,24 @@ class Throttle:
         """Whether somebody waits."""
         return any(self._queues.values())
 
-    def resize(self, size: int) -> None:
-        """Changes the number of places: at once for those who wait, while those who hold a place keep it."""
-        self.size = size
-        self._admit()
+    @property
+    def size(self) -> int:
+        """The number of places in this moment."""
+        return self.fixed or self.controller.allowed
+
+    @property
+    def limit(self) -> int:
+        """The same without the brake of a moment."""
+        return self.fixed or self.controller.limit
+
+    def admit(self) -> None:
+        """Lets in for whom there are places, once there are more. With fewer, those who hold one keep it."""
+        for queue in self._queues.values():
+            while queue and self.held < self.size:
+                turn = queue.popleft()
+                if not turn.done():
+                    self.held += 1
+                    turn.set_result(True)
 
     async def acquire(self, priority: Priority) -> bool:
         """Waits for a place, and returns whether there was one: False after `withdraw`. The caller bounds the wait (every
@@ -189,12 +204,4 @@ class Throttle:
     def release(self) -> None:
         """Gives a place back."""
         self.held -= 1
-        self._admit()
-
-    def _admit(self) -> None:
-        for queue in self._queues.values():
-            while queue and self.held < self.size:
-                turn = queue.popleft()
-                if not turn.done():
-                    self.held += 1
-                    turn.set_result(True)
+        self.admit()

@@ -75,6 +75,9 @@ class VLLMCore:
         """
         await self.ping(self.config.probe_deadline_s)
         if not buffers:
+            if self.asleep:
+                await self.slow("wake_up")
+                self.asleep = 0
             await self.quick("update_weight_version", new_version=str(version))
             return 0.0, 0.0
         if self.asleep:
@@ -161,12 +164,6 @@ class VLLMCore:
         await self.ping(self.config.probe_deadline_s)
         await self.slow("sleep", level=level, mode="keep")
         self.asleep = level
-
-    async def wake(self) -> None:
-        """Takes the memory again after a sleep of level 1; after level 2 only `load` wakes it. Raises CoreLost."""
-        await self.ping(self.config.probe_deadline_s)
-        await self.slow("wake_up")
-        self.asleep = 0
 
 
 class RemoteCore(ChildProcess, VLLMCore):

@@ -231,11 +231,6 @@ class Buffers:
             )
         return buffers
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was published yet."""
-        return self.model.manifest is None and self.adapter.manifest is None
-
     def check_complete(self) -> None:
         """Raises WeightsIncomplete, unless somebody is writing now, who may complete them."""
         if self._readers or not self._lock.locked():

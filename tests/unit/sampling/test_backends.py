@@ -63,9 +63,6 @@ class Countdown:
     async def sleep(self, level):
         pass
 
-    async def wake(self):
-        pass
-
     def kill(self):
         self.dead = True
 

@@ -113,9 +113,9 @@ def test_a_caller_that_was_stopped_leaves_no_error_that_nobody_fetches(make_engi
                 await asyncio.sleep(0.002)
         raise CoreLost("the engine is gone")
 
+    engine = make_engine()
     for name in ("generate", "load"):
         monkeypatch.setattr(SleepingCore, name, until_dead)
-    engine = make_engine()
 
     def stop():
         SleepingCore.made[0].busy.wait(10)
@@ -213,7 +213,7 @@ def test_an_error_over_the_counters_comes_out_of_sample(make_engine, monkeypatch
     def broken(*args):
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(engine._pool.lanes[0].controller, "step", broken)
+    monkeypatch.setattr(engine._pool.lanes[0].throttle.controller, "step", broken)
     sampler, outcome = in_thread(lambda: engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4)))
     core = SleepingCore.made[0]
     wait_until(lambda: core.calls)

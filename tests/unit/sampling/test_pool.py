@@ -192,11 +192,10 @@ def test_a_pool_goes_on_with_what_is_left_and_fails_when_none_is(monkeypatch, ca
         stats = bench.pool.stats()
         assert (stats.healthy, stats.retired) == (1, 1)
         assert (
-            "engine 0 is retired (failed 3 times in a row, the last time: GPU 0 is gone (0 in requests and updates, 3 at starts and probes)); the run goes on with 1 of 2"
+            "engine 0 is retired (failed 3 times in a row, the last time: GPU 0 is gone); the run goes on with 1 of 2"
             in caplog.text
         )
-        health = bench.pool.lanes[0].health
-        assert "GPU 0 is gone" in health.cause and (health.lost_probes, health.lost_requests) == (3, 0)
+        assert "GPU 0 is gone" in bench.pool.lanes[0].health.cause
         bench.now[1].kill()
         with pytest.raises(EngineFailed, match="(?s)engine 1 failed 3 times.*GPU 1 is gone.*the fake's log"):
             while True:

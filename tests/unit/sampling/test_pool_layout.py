@@ -132,7 +132,7 @@ def test_servers_of_a_pool_are_alike():
 def test_the_limits_of_a_pool_survive_a_resume(monkeypatch):
     first = fake_pools.PoolBench(monkeypatch, 2, limit=None)
     for lane, limit in zip(first.pool.lanes, (11, 22), strict=True):
-        lane.controller.limit, lane.controller.known = limit, True
+        lane.throttle.controller.limit, lane.throttle.controller.known = limit, True
     state = first.pool.state_dict()
     assert limits(monkeypatch, 2, state) == [11, 22] and limits(monkeypatch, 3, state) == [11, 22, 11]
     first.buffers.close()
@@ -142,4 +142,4 @@ def limits(monkeypatch, count, state):
     bench = fake_pools.PoolBench(monkeypatch, count, limit=None)
     bench.pool.load_state_dict(state)
     bench.buffers.close()
-    return [lane.limit for lane in bench.pool.lanes]
+    return [lane.throttle.limit for lane in bench.pool.lanes]

@@ -23,16 +23,16 @@ from torchtune_ext.sampling.records import EngineFailed  # noqa: E402
 pytestmark = pytest.mark.timeout(60)
 
 EVENTS = {
-    "restart": lambda health: health.restart(),
-    "came_up": lambda health: health.came_up(),
+    "restart": lambda health: health.become(State.RESTARTING),
+    "came_up": lambda health: health.become(State.STALE),
     "right": lambda health: health.confirm(3, 3, None),
     "old version": lambda health: health.confirm(2, 3, None),
     "wrong tensors": lambda health: health.confirm(3, 3, "two are others"),
-    "doubt": lambda health: health.doubt("silent"),
+    "doubt": lambda health: health.become(State.SUSPECT, "silent"),
     "clear": lambda health: health.clear(),
     "outdate": lambda health: health.outdate("others are newer"),
-    "lose": lambda health: health.lose("killed"),
-    "retire": lambda health: health.retire("too often"),
+    "lose": lambda health: health.become(State.DEAD, "killed"),
+    "retire": lambda health: health.become(State.RETIRED, "too often"),
 }
 
 
@@ -57,18 +57,6 @@ def test_the_table_of_states_of_a_pool():
     assert {state for state, after in NEXT.items() if State.HEALTHY in after} == {State.STALE, State.SUSPECT}
     assert {state for state, after in NEXT.items() if State.SUSPECT in after} == {State.HEALTHY}
     assert NEXT[State.DEAD] == {State.RESTARTING, State.RETIRED} and not NEXT[State.RETIRED]
-
-
-def test_pool_probes_and_requests_are_counted_apart():
-    health = Health()
-    health.came_up()
-    health.confirm(0, 0, None)
-    health.lost_requests += 1
-    health.lost_probes += 1
-    health.lose("x")
-    health.restart()
-    health.came_up()  # it answers; whether its requests move on is another question
-    assert (health.lost_probes, health.lost_requests) == (0, 1)
 
 
 @every_row("seed", range(8))

@@ -196,7 +196,7 @@ def test_state_survives_a_checkpoint():
 
 def test_throttle_is_fair_and_bounded():
     async def scenario():
-        throttle, order, most = Throttle(3), [], 0
+        throttle, order, most = Throttle(Controller(1), 3), [], 0
 
         async def work(number):
             nonlocal most
@@ -214,7 +214,7 @@ def test_throttle_is_fair_and_bounded():
 
 def test_throttle_admits_the_canary_at_once_and_an_evaluation_before_every_sample():
     async def scenario():
-        throttle, order = Throttle(2), []
+        throttle, order = Throttle(Controller(1), 2), []
 
         async def work(priority, number):
             await throttle.acquire(priority)
@@ -244,15 +244,16 @@ def test_throttle_admits_the_canary_at_once_and_an_evaluation_before_every_sampl
 
 def test_throttle_resizes_while_in_use():
     async def scenario():
-        throttle = Throttle(1)
+        throttle = Throttle(Controller(1))
         await throttle.acquire(Priority.SAMPLE)
         waiters = [asyncio.create_task(throttle.acquire(Priority.SAMPLE)) for _ in range(4)]
         await asyncio.sleep(0)
         assert throttle.blocked and throttle.held == 1
-        throttle.resize(3)
+        throttle.fixed = 3
+        throttle.admit()
         await asyncio.sleep(0)
         assert [task.done() for task in waiters] == [True, True, False, False]
-        throttle.resize(1)
+        throttle.fixed = 1
         throttle.release()
         throttle.release()
         await asyncio.sleep(0)
@@ -267,7 +268,7 @@ def test_throttle_resizes_while_in_use():
 
 def test_throttle_loses_no_place_when_a_waiter_is_cancelled():
     async def scenario():
-        throttle = Throttle(1)
+        throttle = Throttle(Controller(1))
         await throttle.acquire(Priority.SAMPLE)
         waiting, next_one = (asyncio.create_task(throttle.acquire(Priority.SAMPLE)) for _ in range(2))
         await asyncio.sleep(0)
@@ -283,7 +284,7 @@ def test_throttle_loses_no_place_when_a_waiter_is_cancelled():
 
 def test_throttle_withdraws_who_shall_wait_elsewhere():
     async def scenario():
-        throttle = Throttle(1)
+        throttle = Throttle(Controller(1))
         assert await throttle.acquire(Priority.SAMPLE)
         waits = [Priority.SAMPLE, Priority.EVALUATION, Priority.SAMPLE]
         tasks = [asyncio.ensure_future(throttle.acquire(priority)) for priority in waits]
