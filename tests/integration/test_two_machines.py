@@ -24,7 +24,6 @@ from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_policy  # noqa: E402
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors  # noqa: E402
 from torchtune_ext.policy.hf_model import named_hf_tensors  # noqa: E402
-from torchtune_ext.sampling.courier import Courier  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
@@ -119,10 +118,10 @@ def test_weights_reach_a_server_that_shares_no_memory(engine, models, machine):
         groups = engine.sample(prompts, 4, sampling)
         assert worst(model, prompts, groups) < 1e-4
         assert {v for group in groups for c in group for v in c.versions} == {version}
-    sender = next(iter(Courier._of.values())).sender_pid
+    sender = engine._courier._sender.group
     engine.publish(models[0].named_parameters(), 4)
     # The group and its process stay from one publication to the next.
-    assert next(iter(Courier._of.values())).sender_pid == sender and engine.stats().restarts == 0
+    assert engine._courier._sender.group == sender and engine.stats().restarts == 0
 
 
 def test_a_publication_in_flight_marks_every_token(engine, models):

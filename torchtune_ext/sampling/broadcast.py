@@ -2,25 +2,40 @@
 
     trainer                                          server, in vLLM's process
     server.py ── HTTP ─────────────────────────────▶ worker.py (begins, takes, finishes an update)
-    courier.py ── asks ──▶ sender_process.py ──────▶ the bytes by gloo or NCCL, piece by piece
+    courier.py ── asks ──▶ this module, the sender ▶ the bytes by gloo or NCCL, piece by piece
 
 The trainer only writes its weights into memory, as for an engine of its own. A process beside it, the sender, opens that
-memory and does all that may wait for another machine. When it is late it is killed, and no collective of ours ever runs in
-the trainer. In here is what both ends of the broadcast share.
+memory and does all that may wait for another machine, in one group with the workers of all servers that it is told of. When it
+is late it is killed, and no collective of ours ever runs in the trainer. In here is what both ends of the broadcast share, and
+then the sender:
+
+    python -P -m torchtune_ext.sampling.broadcast SOCKET PARENT
+
+It is asked to `listen`, to `join` the group, and to `send`, as `child_process.ChildProcess` asks. After an error it ends:
+nobody knows in which state a group is whose collective broke off.
 """
 
+import logging
 import math
+import os
+import secrets
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
 
 from torchtune_ext.run.errors import Failure
-from torchtune_ext.sampling.weight_buffer import MANIFEST
+from torchtune_ext.run.parent import die_with_parent
+from torchtune_ext.sampling.child_process import pack, receive
+from torchtune_ext.sampling.weight_buffer import MANIFEST, memory_of, tensors
+
+log = logging.getLogger(__name__)
 
 SHORTEST_S = 0.001  # gloo takes a timeout of 0 for none
 CHUNK_BYTES = 64 << 20  # of one broadcast by gloo; a larger tensor is a chunk of its own
@@ -119,3 +134,126 @@ def chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, 
             rows = []
     if rows:
         yield begin, end, dict(zip(MANIFEST, map(list, zip(*rows, strict=True)), strict=True))
+
+
+def address_facing(places: Sequence[tuple[str, int]]) -> str:
+    """Returns the address of this machine that all servers are told: one that leads to it from elsewhere, if any of them is
+    elsewhere. Args: places: host and port of each server. Raises Failure where one cannot be reached."""
+    addresses = []
+    for host, port in places:
+        try:
+            addresses.append(facing(host, port))
+        except OSError as error:
+            raise Failure(f"no way to {host}: {error}") from None
+    return min(addresses, key=lambda address: ip_address(address).is_loopback)
+
+
+class GlooSender:
+    """Sends by gloo."""
+
+    def __init__(self, address: str, world_size: int, deadline_s: float):
+        self._listener = listen(address)
+        self._init = GlooInit(
+            master_address=address,
+            master_port=self._listener.getsockname()[1],
+            rank_offset=1,
+            world_size=world_size,
+            group=secrets.token_hex(16),
+            deadline_s=deadline_s,
+        )
+        self.init = asdict(self._init)  # for the first server
+
+    def join(self) -> None:
+        """Waits until all are there. Raises RuntimeError (of torch)."""
+        init = self._init
+        self._group = GlooGroup(
+            init.master_address, init.master_port, 0, init.world_size, init.group, init.deadline_s, self._listener
+        )
+
+    def send(self, path: str, manifest: dict[str, list], deadline_s: float) -> None:
+        """Broadcasts what lies in the trainer's memory at `path`. Raises RuntimeError (of torch), ValueError."""
+        give_up_at = time.monotonic() + deadline_s
+        memory = memory_of(path)
+        for begin, end, _ in chunks(manifest, CHUNK_BYTES):
+            self._group.broadcast(memory[begin:end], give_up_at)
+
+
+class NcclSender:
+    """Sends by NCCL as vLLM's own trainer side does, from the first GPU that this process sees. The trainer holds the
+    deadline, and kills this process; so does each server."""
+
+    def __init__(self, address: str, world_size: int, deadline_s: float):
+        from vllm.distributed.weight_transfer.packed_tensor import (
+            DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+            DEFAULT_PACKED_NUM_BUFFERS,
+        )
+
+        with listen(address) as free:
+            port = free.getsockname()[1]
+        self.init = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "packed": True,
+            "packed_buffer_size_bytes": DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+            "packed_num_buffers": DEFAULT_PACKED_NUM_BUFFERS,
+            "deadline_s": deadline_s,
+        }
+
+    def join(self) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        torch.cuda.set_device(0)
+        self._group = trainer_init(self.init)
+
+    def send(self, path: str, manifest: dict[str, list], deadline_s: float) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        packed_nccl_broadcast_producer(
+            iterator=((name, tensor.to("cuda")) for name, tensor in tensors(path, manifest)),
+            group=self._group,
+            src=0,
+            post_iter_func=lambda named: named[1],
+            buffer_size_bytes=self.init["packed_buffer_size_bytes"],
+            num_buffers=self.init["packed_num_buffers"],
+        )
+        torch.cuda.synchronize()
+        # The trainer has the same GPU, and needs the memory until the next publication.
+        torch.cuda.empty_cache()
+
+
+SENDERS = {"gloo": GlooSender, "nccl": NcclSender}
+
+
+def serve(end: socket.socket) -> None:
+    """Does what the trainer asks for until it closes its end, or something fails."""
+    sender: GlooSender | NcclSender | None = None
+    while True:
+        try:
+            messages = receive(end)
+        except (EOFError, OSError):
+            return
+        for number, method, arguments in messages:
+            if method == "cancel":
+                return  # nobody waits for this group any more
+            try:
+                if method == "listen":
+                    backend, places, *rest = arguments
+                    sender = SENDERS[backend](address_facing(places), *rest)
+                    answer = ("value", sender.init)
+                else:
+                    answer = ("value", getattr(sender, method)(*arguments))
+            except Exception as error:
+                log.error("%s: %s", method, error)
+                answer = ("lost", f"the sender failed in {method}: {error}")
+            end.sendall(pack([(number, *answer)]))
+            if answer[0] == "lost":
+                return
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    logging.basicConfig(level=logging.INFO, format="(sender) %(asctime)s %(levelname)s %(name)s: %(message)s")
+    serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)

@@ -19,7 +19,7 @@ from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 log = logging.getLogger(__name__)
 
-SENDER = "torchtune_ext.sampling.sender_process"
+SENDER = "torchtune_ext.sampling.broadcast"
 START_S = 60.0  # seconds until a new sender answers: a Python that imports torch
 
 
@@ -33,19 +33,17 @@ class Parcel:
     arrived: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def publication(self) -> tuple[Any, ...]:
         """What parcels of one publication have in common."""
-        return self.core.kind.transfer, id(self.buffer), self.buffer.version, self.version
+        return self.core.transfer, id(self.buffer), self.buffer.version, self.version
 
 
 class Courier:
     """Owns the sender of a run. All methods run in the engine's asyncio thread."""
 
-    _of: dict[str, "Courier"] = {}  # by the folder that an engine has for its temporary files
-
-    def __init__(self, key: str, log_path: Path):
-        """Starts nothing yet. `shared` makes it."""
-        self._key, self._log_path, self._users = key, log_path, 0
+    def __init__(self, log_path: Path):
+        """Starts nothing yet. Args: log_path: takes what the sender says."""
+        self._log_path = log_path
         self._sender: ChildProcess | None = None
         self._members: list[tuple[str, str]] = []  # of the sender's group: address and life of each connection
         self._waiting: list[Parcel] = []
@@ -53,34 +51,18 @@ class Courier:
         self._patience: asyncio.TimerHandle | None = None
         self._carrying: asyncio.Task | None = None
 
-    @classmethod
-    def shared(cls, key: str, log_path: Path) -> "Courier":
-        """Returns the courier of an engine, the same one for all its connections; each calls `release`. Args: key: the engine's
-        folder for temporary files; log_path: takes what the sender says."""
-        courier = cls._of.setdefault(key, cls(key, log_path))
-        courier._users += 1
-        return courier
-
-    async def release(self) -> None:
-        """Ends the sender, when this was the last connection that used it."""
-        self._users -= 1
-        if self._users == 0:
-            self._of.pop(self._key, None)
-            if self._carrying is not None:
-                self._carrying.cancel()
-            _lose(self._waiting, "the connection was ended")
-            self._waiting = []
-            await self._kill()
-
     def start(self) -> None:
         """Starts the sender, which takes seconds to come up, unless there is one. Raises OSError."""
         if self._sender is None or self._sender.dead:
             self._sender, self._members = ChildProcess("the sender", SENDER, self._log_path), []
 
-    @property
-    def sender_pid(self) -> int:
-        """The process id of the sender; 0 without one."""
-        return 0 if self._sender is None else self._sender.group
+    async def stop(self) -> None:
+        """Ends the sender, and what is on its way."""
+        if self._carrying is not None:
+            self._carrying.cancel()
+        _lose(self._waiting, "the engine was closed")
+        self._waiting = []
+        await self._kill()
 
     @contextmanager
     def expecting(self, address: str) -> Iterator[None]:
@@ -111,8 +93,8 @@ class Courier:
         if busy or not self._waiting:
             return  # it looks again when it is done
         first = self._waiting[0]
-        parcels = [parcel for parcel in self._waiting if parcel.kind == first.kind]
-        # One that hands in another kind, since it comes back and needs more, has to wait for these.
+        parcels = [parcel for parcel in self._waiting if parcel.publication == first.publication]
+        # One that hands in another one, since it comes back and needs more, has to wait for these.
         if not at_once and not set(self._expected) <= {parcel.core.address for parcel in self._waiting}:
             patience_s = first.core.config.probe_deadline_s
             self._patience = asyncio.get_running_loop().call_later(patience_s, self._look, True)
@@ -147,13 +129,17 @@ class Courier:
         buffer, version = parcels[0].buffer, parcels[0].version
         limit_s = min(core.config.rpc_deadline_s for core in cores)
         members = [(core.address, core.life) for core in cores]
+        if self._members and members != self._members:
+            await (
+                self._kill()
+            )  # a sender is in one group, and nobody knows what one is worth whose members have changed
         self.start()
         init = None
         if members != self._members:
             places = [(parts.hostname or "", parts.port or 80) for parts in (urlsplit(c.address) for c in cores)]
-            world_size = 1 + sum(core.kind.workers for core in cores)
+            world_size = 1 + sum(core.workers for core in cores)
             async with within(START_S, "the sender did not start"):
-                init = await self._sender.ask("listen", cores[0].kind.transfer, places, world_size, limit_s)
+                init = await self._sender.ask("listen", cores[0].transfer, places, world_size, limit_s)
         async with within(limit_s, f"the sender did not bring version {version} to the servers"):
             if init is not None:
                 await self._join(cores, init)
@@ -169,7 +155,7 @@ class Courier:
         joins, rank = [self._sender.ask("join")], 1
         for core in cores:
             joins.append(core.slow("init_weight_transfer_engine", init_info=init | {"rank_offset": rank}))
-            rank += core.kind.workers
+            rank += core.workers
         await together(*joins)
 
     async def _answering(self, parcels: list[Parcel], error: Exception) -> list[Parcel]:

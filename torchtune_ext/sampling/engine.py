@@ -193,6 +193,7 @@ class Engine:
         self._thread = LoopThread("torchtune-ext-engine")
         self._janitor: Janitor | None = None
         self._servers: dict[str, dict[str, Any]] = {}  # what each server said of itself when the run began
+        self._courier: Any = None  # brings weights to servers over a network
         self._started: Any = None  # future of the first start
         self._start_s: list[float] = []  # one number, once the engine has come up: the seconds that this took
         self._closed = False
@@ -211,6 +212,10 @@ class Engine:
         if self._started is not None or self._closed:
             raise Failure("Engine.start: an engine is started once; make a new one")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self.config.address is not None:
+            from torchtune_ext.sampling.courier import Courier
+
+            self._courier = Courier(self.log_path)
         self._janitor, began = Janitor(), time.monotonic()
         close = weakref.WeakMethod(self.close)
         atexit.register(lambda: (method := close()) and method())
@@ -272,6 +277,8 @@ class Engine:
         self._pool.refuse()
         if self._thread.alive:
             self._attempt("the engine", lambda: self._thread.call(self._pool.close(), CLOSE_S))
+            if self._courier is not None:
+                self._attempt("the sender", lambda: self._thread.call(self._courier.stop(), CLOSE_S))
         self._attempt("its thread", self._thread.stop)
         self._attempt("the shared memory", self._buffers.close)
         if self._janitor is not None:
@@ -464,7 +471,7 @@ class Engine:
         log_path = self.log_path.with_name(self.log_path.name.replace("*", str(lane.number)))
         core = self._backend(self.model_dir, lane.config, log_path, self._janitor.folder, lane.on_step)
         if lane.config.address is not None:
-            core.peers = self._servers
+            core.peers, core.courier = self._servers, self._courier
         try:
             self._janitor.guard([other.group for other in self._pool.cores] + [core.group])
         except BaseException:
@@ -479,7 +486,7 @@ def vllm(model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on
         # Connections to servers, and how weights travel there, are of no use to a run with an engine of its own.
         from torchtune_ext.sampling.server import ServerCore
 
-        return ServerCore(config, on_step, log_path, temp_dir)
+        return ServerCore(config, on_step)
     return RemoteCore(model_dir, config, log_path, temp_dir, on_step)
 
 

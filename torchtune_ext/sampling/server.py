@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +71,7 @@ class ServerCore(VLLMCore):
 
     group = 0
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        on_step: Callable[[Step], None],
-        log_path: Path = Path("engine.log"),
-        temp_dir: str = "",
-    ):
-        """Args: log_path: takes what the process says that sends weights over a network; temp_dir: the engine's, for all its
-        connections."""
+    def __init__(self, config: EngineConfig, on_step: Callable[[Step], None]):
         assert config.address is not None
         self.life = secrets.token_hex(8)  # a server outlives trainers, whose versions begin anew
         super().__init__(config, self.life)
@@ -93,13 +84,13 @@ class ServerCore(VLLMCore):
         self._model = "MODEL_DIR"  # the real one is known after the launch
         self.facts: dict[str, Any] = {}  # what the servers of a run have in common; known after the launch
         self.peers: dict[str, dict[str, Any]] = {}  # the same of the run's servers when it began; empty at its start
+        self.transfer = "shm"  # how it takes weights: "shm", "nccl" or "gloo"; known after the launch
+        self.workers = 1  # of its engine; each takes weights; known after the launch
+        self.courier: Courier | None = None  # of all servers of the run, where weights go over a network
         # Whether it holds a whole model that somebody has published, in place of that of its folder.
         self.replaced = False
         self._headers: dict[str, str] = {}  # they hold the key, once it is configured
         self._last: dict[str, float] | None = None
-        self._log_path, self._temp_dir = log_path, temp_dir
-        self.kind: ServerKind | None = None  # known after the launch
-        self._courier: Courier | None = None  # of weights over the network; None: the server reads our memory
 
     def configure(self) -> None:
         """Reads the key; who starts the server configures all else. Raises ValueError without a key."""
@@ -135,15 +126,9 @@ class ServerCore(VLLMCore):
                     raise CoreLost(f"no answer from {self.address} within start_deadline_s: {error}") from error
                 await asyncio.sleep(min(RETRY_S, self.config.start_deadline_s / 10))
         self.dead = False
-        vllm_config = info["vllm_config"]
-        self._model = vllm_config["model_config"]["model"]
-        self.kind = kind = check_kind(self.address, vllm_config, self.config, self.how)
-        self.cache_tokens, self.block, self.vocabulary = kind.cache_tokens, kind.block, kind.vocabulary
-        self.facts = server_facts(vllm_config["model_config"])
-        require_alike(self.peers, (self.address, self.facts))
-        if kind.transfer != "shm":
-            self._courier = Courier.shared(self._temp_dir, self._log_path)
-            self._courier.start()
+        self.learn(info["vllm_config"])
+        if self.transfer != "shm":
+            self.courier.start()
         # A trainer before us may have died in a publication, or lost this server in one. Its requests would go on with weights
         # that are half loaded.
         await self.slow("abort_requests")
@@ -151,6 +136,61 @@ class ServerCore(VLLMCore):
         self.replaced = any(".lora_" not in name for worker in await self.checksums() for name in worker)
         self._poll = asyncio.create_task(self._poll_metrics())
         self.sign_of_life = time.monotonic()
+
+    def learn(self, told: dict[str, Any]) -> None:
+        """Takes what a server says of itself that is of the kind which the run needs. Args: told: vLLM's configuration, as its
+        route `/server_info` returns it. Raises ValueError, which says what differs and how to start the server."""
+        model, cache, parallel = told["model_config"], told["cache_config"], told["parallel_config"]
+        config, address, self._model = self.config, self.address, model["model"]
+        transfer = (told.get("weight_transfer_config") or {}).get("backend")
+
+        def refuse(what: str) -> None:
+            raise Mistake(f"engine.address: {address} {what}; start it like this: {self.how()}")
+
+        if model["logprobs_mode"] != "processed_logprobs":
+            refuse(
+                f"gives log-probs of the kind {model['logprobs_mode']!r}, not those under the sampling temperature",
+            )
+        if transfer not in TRANSFERS[1:] or parallel.get("worker_extension_cls", LOADER) != LOADER:
+            refuse("was not started to take weights from this trainer")
+        dtype = str(model.get("dtype", config.dtype)).rpartition(".")[2]
+        if config.dtype not in ("auto", dtype):
+            refuse(f"computes in {dtype}, and engine.dtype is {config.dtype}")
+        if config.transfer not in ("auto", transfer):
+            refuse(f"takes weights by {transfer}, and engine.transfer is {config.transfer}")
+        if (parallel.get("data_parallel_size") or 1) > 1:
+            refuse(
+                "runs with data parallelism, whose ranks are not told of new weights: start a server for each instead"
+            )
+        device = (told.get("device_config") or {}).get("device")
+        there, here = device != "cpu", torch.cuda.is_available()
+        if transfer == "nccl" and not (there and here):
+            side = "this trainer has none" if there else f"{address} runs on {device}"
+            both = "" if there or here else ", and this trainer has none"
+            raise Mistake(
+                f"engine.transfer: nccl moves weights between GPUs only, and {side}{both}; use engine.transfer=gloo, and start "
+                f"the server like this: {self.how()}"
+            )
+        if told["scheduler_config"]["policy"] != "priority":
+            refuse("serves requests as they come, so a canary would wait behind all samples")
+        if (config.lora_rank or 0) > (told.get("lora_config") or {}).get("max_lora_rank", 0):
+            refuse(f"has no room for an adapter of rank {config.lora_rank}, which this run publishes")
+        if bool(config.quantization) != (model.get("quantization") == "fp8"):
+            precision = model.get("quantization") or model.get("dtype") or "full precision"
+            published = "FP8 blocks" if config.quantization else "none in FP8"
+            refuse(f"holds its layers in {precision}, and this run publishes {published}")
+        if model["max_model_len"] < config.max_model_len:
+            raise Mistake(
+                f"engine.max_model_len is {config.max_model_len}, but {address} was started with "
+                f"{model['max_model_len']}; lower the one or raise the other"
+            )
+        self.facts = server_facts(model)
+        if address in self.peers:
+            require_alike({f"{address} when the run began": self.peers[address], address: self.facts})
+        self.transfer, self.workers = transfer, parallel.get("world_size") or 1
+        self.block = cache["block_size"]
+        self.cache_tokens = (cache["num_gpu_blocks"] or 0) * self.block
+        self.vocabulary = self.facts.get("vocab_size") or sys.maxsize  # else the server refuses what is too large
 
     def other_model(self) -> str:
         """Says that the server holds another model than that of its folder."""
@@ -248,14 +288,14 @@ class ServerCore(VLLMCore):
         if self.replaced and buffers and only_adapter:
             raise Mistake(f"publish: an adapter, but {self.other_model()}")
         # Servers that take weights over the network get them together.
-        with nullcontext() if self._courier is None or not buffers else self._courier.expecting(self.address):
+        with self.courier.expecting(self.address) if buffers and self.transfer != "shm" else nullcontext():
             times = await super().load(buffers, version)
         if buffers:
             self.replaced, self._resumed = self.replaced and only_adapter, time.monotonic()
         return times
 
     async def prepare(self, buffers: Sequence[WeightBuffer]) -> None:
-        if self._courier is not None:
+        if self.transfer != "shm":
             return
         try:
             await super().prepare(buffers)
@@ -269,11 +309,11 @@ class ServerCore(VLLMCore):
             ) from error
 
     async def bring(self, buffer: WeightBuffer, version: int) -> None:
-        if self._courier is None:
+        if self.transfer == "shm":
             return await super().bring(buffer, version)
         # The courier keeps its own deadline for each try; this one is for a courier that does not.
         limit_s = 4 * (self.config.rpc_deadline_s + self.config.probe_deadline_s + START_S)
-        await bounded(self, self._courier.deliver(self, buffer, version), limit_s, "deliver")
+        await bounded(self, self.courier.deliver(self, buffer, version), limit_s, "deliver")
 
     async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
         await super().finish_update(buffer, version)
@@ -302,13 +342,8 @@ class ServerCore(VLLMCore):
             self._poll.cancel()
         for call in list(self.calls.values()):
             call.lose()
-        courier, self._courier = self._courier, None
-        try:
-            if courier is not None:
-                await asyncio.shield(courier.release())
-        finally:
-            if self._session is not None:
-                await self._session.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def _poll_metrics(self) -> None:
         while not self.dead:
@@ -387,84 +422,6 @@ class ServerCore(VLLMCore):
             raise CoreLost(f"no connection to {self.address}: {_message(error)}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class ServerKind:
-    """What a server says of itself."""
-
-    transfer: str  # how it takes weights: "shm", "nccl" or "gloo"
-    workers: int  # of its engine; each takes weights
-    cache_tokens: int  # that its KV cache holds
-    block: int  # tokens of a block of it
-    vocabulary: int  # token ids
-
-
-def check_kind(address: str, vllm_config: dict[str, Any], config: EngineConfig, how: Callable[[], str]) -> ServerKind:
-    """Compares a server with what a run needs.
-
-    Args: address: of the server; vllm_config: vLLM's configuration, as its route `/server_info` returns it; config: of the run;
-    how: returns the command that starts it right.
-    Raises: ValueError, which says what differs and how to start it.
-    """
-    model, cache = vllm_config["model_config"], vllm_config["cache_config"]
-    parallel = vllm_config["parallel_config"]
-    transfer = (vllm_config.get("weight_transfer_config") or {}).get("backend")
-
-    def refuse(what: str) -> None:
-        raise Mistake(f"engine.address: {address} {what}; start it like this: {how()}")
-
-    if model["logprobs_mode"] != "processed_logprobs":
-        refuse(
-            f"gives log-probs of the kind {model['logprobs_mode']!r}, not those under the sampling temperature",
-        )
-    if transfer not in TRANSFERS[1:] or parallel.get("worker_extension_cls", LOADER) != LOADER:
-        refuse("was not started to take weights from this trainer")
-    dtype = str(model.get("dtype", config.dtype)).rpartition(".")[2]
-    if config.dtype not in ("auto", dtype):
-        refuse(f"computes in {dtype}, and engine.dtype is {config.dtype}")
-    if config.transfer not in ("auto", transfer):
-        refuse(f"takes weights by {transfer}, and engine.transfer is {config.transfer}")
-    if (parallel.get("data_parallel_size") or 1) > 1:
-        refuse("runs with data parallelism, whose ranks are not told of new weights: start a server for each instead")
-    if transfer == "nccl":
-        _check_nccl(address, vllm_config, how)
-    if vllm_config["scheduler_config"]["policy"] != "priority":
-        refuse("serves requests as they come, so a canary would wait behind all samples")
-    rank = (vllm_config.get("lora_config") or {}).get("max_lora_rank", 0)
-    if (config.lora_rank or 0) > rank:
-        refuse(f"has no room for an adapter of rank {config.lora_rank}, which this run publishes")
-    if bool(config.quantization) != (model.get("quantization") == "fp8"):
-        precision = model.get("quantization") or model.get("dtype") or "full precision"
-        refuse(
-            f"holds its layers in {precision}, and this run publishes {'FP8 blocks' if config.quantization else 'none in FP8'}"
-        )
-    if model["max_model_len"] < config.max_model_len:
-        raise Mistake(
-            f"engine.max_model_len is {config.max_model_len}, but {address} was started with "
-            f"{model['max_model_len']}; lower the one or raise the other"
-        )
-    text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
-    return ServerKind(
-        transfer=transfer,
-        workers=parallel.get("world_size") or 1,
-        cache_tokens=(cache["num_gpu_blocks"] or 0) * cache["block_size"],
-        block=cache["block_size"],
-        vocabulary=text.get("vocab_size") or sys.maxsize,  # else the server refuses what is too large
-    )
-
-
-def _check_nccl(address: str, vllm_config: dict[str, Any], how: Callable[[], str]) -> None:
-    """Raises ValueError when either end has no GPU."""
-    device = (vllm_config.get("device_config") or {}).get("device")
-    there, here = device != "cpu", torch.cuda.is_available()
-    if not (there and here):
-        side = "this trainer has none" if there else f"{address} runs on {device}"
-        both = "" if there or here else ", and this trainer has none"
-        raise Mistake(
-            f"engine.transfer: nccl moves weights between GPUs only, and {side}{both}; use engine.transfer=gloo, and start the "
-            f"server like this: {how()}"
-        )
-
-
 def server_facts(model: dict[str, Any]) -> dict[str, Any]:
     """Returns the model that a server holds, its sizes, its length and its kind of log-probs, by their names. Args: model:
     `vllm_config.model_config` as the server reports it."""
@@ -479,25 +436,14 @@ def server_facts(model: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def require_alike(servers: dict[str, dict[str, Any]], again: tuple[str, dict[str, Any]] | None = None) -> None:
-    """Compares servers with the first one.
-
-    Args:
-        servers: what `server_facts` returned for each at the start of the run, by its address.
-        again: address and facts of one that has come back; None: it is the start.
-
-    Raises:
-        ValueError: one differs; says which and in what.
-    """
-    if not servers:
-        return
+def require_alike(servers: dict[str, dict[str, Any]]) -> None:
+    """Raises ValueError for a server that differs from the first one. Args: servers: what `server_facts` says of each."""
     (first, expected), *others = servers.items()
-    for address, facts in others if again is None else [again]:
+    for address, facts in others:
         keys = [key for key in {**expected, **facts} if facts.get(key) != expected.get(key)]
         if keys:
             has, should = (", ".join(f"{key}={each.get(key)}" for key in keys) for each in (facts, expected))
-            others_have = f"{first} has {should}" if again is None else f"it had {should} when the run began"
             raise Mistake(
-                f"engine.address: {address} has {has}, but {others_have}; the servers of a run have to be alike: start "
-                f"{address} with {'the model and the flags of ' + first if again is None else 'what it had'}, or leave it out"
+                f"engine.address: {address} has {has}, but {first} has {should}; the servers of a run have to be alike: start "
+                f"{address} with the model and the flags of {first}, or leave it out"
             )

@@ -124,9 +124,9 @@ def test_servers_of_a_pool_are_alike():
         in str(caught.value)
     )
     with pytest.raises(
-        ValueError, match="http://a:1 has max_model_len=256, but it had max_model_len=512 when the run began"
+        ValueError, match="http://a:1 has max_model_len=256, but http://a:1 when the run began has max_model_len=512"
     ):
-        require_alike({"http://a:1": first}, ("http://a:1", first | {"max_model_len": 256}))
+        require_alike({"http://a:1 when the run began": first, "http://a:1": first | {"max_model_len": 256}})
 
 
 def test_the_limits_of_a_pool_survive_a_resume(monkeypatch):

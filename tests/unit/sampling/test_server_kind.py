@@ -9,10 +9,10 @@ from tables import every_row
 
 torch = pytest.importorskip("torch")
 
-from torchtune_ext.sampling import engine_args, server  # noqa: E402
+from torchtune_ext.sampling import engine_args  # noqa: E402
 from torchtune_ext.sampling.engine_args import LOADER, on_cpu, transfer_of  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
-from torchtune_ext.sampling.server import check_kind  # noqa: E402
+from torchtune_ext.sampling.server import ServerCore  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_command  # noqa: E402
 
 ADDRESS = "http://node2:8000"
@@ -45,12 +45,15 @@ def told(**changes):
 
 
 def check(config, **changes):
-    return check_kind(ADDRESS, told(**changes), config, lambda: "THE COMMAND")
+    core = ServerCore(config, lambda step: None)
+    core.how = lambda: "THE COMMAND"
+    core.learn(told(**changes))
+    return core
 
 
 def test_a_server_that_fits_says_what_it_is():
-    kind = check(EngineConfig(address=ADDRESS, lora_rank=8))
-    assert kind == server.ServerKind("gloo", 2, 320, 32, 512)
+    core = check(EngineConfig(address=ADDRESS, lora_rank=8))
+    assert (core.transfer, core.workers, core.cache_tokens, core.block, core.vocabulary) == ("gloo", 2, 320, 32, 512)
     assert check(EngineConfig(address=ADDRESS, transfer="gloo")).transfer == "gloo"
 
 

@@ -20,7 +20,7 @@ import weight_server  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.courier import Courier  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
-from torchtune_ext.sampling.server import ServerCore, ServerKind  # noqa: E402
+from torchtune_ext.sampling.server import ServerCore  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum  # noqa: E402
 
@@ -57,7 +57,7 @@ class WeightServer:
         core = ServerCore(EngineConfig(address=self.url, **settings), lambda step: None)
         core.configure()
         core._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
-        core.kind, core.life = ServerKind("gloo", 1, 0, 0, 0), str(self.life)
+        core.transfer, core.life = "gloo", str(self.life)
         SESSIONS.append(core._session)
         return core
 
@@ -101,18 +101,21 @@ def with_courier(tmp_path, monkeypatch, scenario):
     monkeypatch.setenv(KEY_VARIABLE, KEY)
 
     async def run():
-        courier = Courier.shared(str(tmp_path), tmp_path / "sender.log")
+        courier = Courier(tmp_path / "sender.log")
         try:
             return await scenario(courier)
         finally:
-            pid = courier.sender_pid
-            await courier.release()
+            pid = sender_pid(courier)
+            await courier.stop()
             assert not pid or not Path(f"/proc/{pid}").exists()
-            assert str(tmp_path) not in Courier._of
             while SESSIONS:
                 await SESSIONS.pop().close()
 
     return asyncio.run(asyncio.wait_for(run(), LONG_S))
+
+
+def sender_pid(courier):
+    return courier._sender.group if courier._sender is not None else 0
 
 
 async def both(courier, cores, weights, version):
@@ -180,13 +183,13 @@ def test_past_the_deadline_the_sender_is_killed_and_the_others_get_the_weights(p
 
     async def scenario(courier):
         assert await both(courier, [server.core() for server in pair], weights, 1) == [None, None]
-        sender = courier.sender_pid
+        sender = sender_pid(courier)
         stalled.ask("/fault", fault="stall")
         began = time.monotonic()
         fine, lost = await both(courier, [server.core() for server in pair], weights, 2)
         assert time.monotonic() - began >= DEADLINE_S
         assert fine is None and isinstance(lost, CoreLost) and "does not answer" in str(lost)
-        assert courier.sender_pid != sender and not Path(f"/proc/{sender}").exists()
+        assert sender_pid(courier) != sender and not Path(f"/proc/{sender}").exists()
         assert good.ask("/state")["version"] == "2" and stalled.ask("/state")["version"] == "1"
 
     with_courier(tmp_path, monkeypatch, scenario)
@@ -232,8 +235,8 @@ def test_a_sender_that_is_killed_in_a_transfer_is_replaced(pair, weights, tmp_pa
             and "/update_weights" not in (await asyncio.to_thread(stalled.ask, "/state"))["calls"][begin:]
         ):
             await asyncio.sleep(0.05)
-        assert courier.sender_pid > 1
-        os.kill(courier.sender_pid, signal.SIGKILL)
+        assert sender_pid(courier) > 1
+        os.kill(sender_pid(courier), signal.SIGKILL)
         with pytest.raises(CoreLost, match="sender was killed by SIGKILL"):
             await work
         await courier.deliver(pair[0].core(), weights, 6)
@@ -269,14 +272,10 @@ def test_an_engine_that_is_closed_waits_for_no_transfer(pair, weights, tmp_path,
     under_way = []
 
     async def scenario(courier):
-        other = Courier.shared(str(tmp_path), tmp_path / "sender.log")
-        assert other is courier
         under_way.append(asyncio.ensure_future(courier.deliver(pair[0].core(rpc_deadline_s=LONG_S), weights, 1)))
         await asyncio.sleep(1.0)
-        await other.release()  # a connection of two
         assert not under_way[0].done()
-        await courier.release()
-        courier._users += 1  # `with_courier` releases it once more
+        await courier.stop()
         with pytest.raises(CoreLost):
             await under_way[0]
 
