@@ -188,12 +188,14 @@ def test_early_stop_cuts_at_the_token_where_the_rule_fires(engine, models):
 
 def test_callback_sees_every_completion_once(engine):
     seen = {}
-    groups = engine.sample(
-        tiny_model.prompts(3, 10), 5, SamplingConfig(max_tokens=4), lambda p, s, c: seen.__setitem__((p, s), c)
-    )
+    futures = [
+        engine.submit(prompt, 5, SamplingConfig(max_tokens=4), lambda s, c, p=p: seen.__setitem__((p, s), c), p)
+        for p, prompt in enumerate(tiny_model.prompts(3, 10))
+    ]
+    groups = [future.result(60) for future in futures]
     assert seen == {(p, s): groups[p][s] for p in range(3) for s in range(5)}
     with pytest.raises(ZeroDivisionError):
-        engine.sample(tiny_model.prompts(1, 10), 2, SamplingConfig(max_tokens=4), lambda p, s, c: 1 / 0)
+        engine.submit([1, 2, 3], 2, SamplingConfig(max_tokens=4), lambda s, c: 1 / 0).result(60)
     after = engine.sample(tiny_model.prompts(1, 10), 2, SamplingConfig(max_tokens=4))
     assert [(len(c.tokens), c.finish_reason) for c in flat(after)] == [(4, "length")] * 2, "the engine goes on"
 
@@ -251,7 +253,9 @@ def test_the_canary_goes_before_what_a_publication_makes_the_engine_compute_agai
     engine.publish(models[1].named_parameters(), engine.version + 1)
     canary = SamplingConfig(max_tokens=1, seed=0)
     note = lambda *done: left.append(steps[-1].waiting)  # noqa: E731
-    engine.sample(tiny_model.prompts(4, 30), 8, canary, note, Priority.CANARY)
+    asked = tiny_model.prompts(4, 30)
+    for answer in [engine.submit(prompt, 8, canary, note, p, Priority.CANARY) for p, prompt in enumerate(asked)]:
+        answer.result(60)
     assert max(left) > 0, "the canary was computed last"
 
 

@@ -38,40 +38,37 @@ def group_seeds(seed: int | None, group: int, n: int) -> list[int | None]:
     return [None if seed is None else mixed_seed(seed, group, s) for s in range(n)]
 
 
-def check_prompt(prompt: Sequence[int], n: int, sampling: SamplingConfig, max_model_len: int, group: int) -> list[int]:
-    """Returns the prompt as a list of ints. Raises ValueError for what does not fit, before anything is sent."""
-    prompt = np.asarray(prompt).tolist()
-    if n < 1:
-        raise Mistake(f"sample: n is {n}; it has to be 1 or more")
-    if not prompt:
-        raise Mistake(f"sample: prompt {group} is empty; it needs at least one token")
-    if len(prompt) + sampling.max_tokens > max_model_len:
-        raise Mistake(
-            f"sample: prompt {group} has {len(prompt)} tokens, sampling.max_tokens is {sampling.max_tokens}: "
-            f"together more than engine.max_model_len = {max_model_len}; "
-            f"shorten the prompt, lower max_tokens or raise max_model_len"
-        )
-    return prompt
-
-
+@dataclass(eq=False, slots=True)
 class Submission:
-    """Holds what the requests of one group share."""
+    """Holds what the requests of one group share. The first fields are what `Engine.submit` takes."""
 
-    def __init__(
-        self,
-        prompt: list[int],
-        n: int,
-        sampling: SamplingConfig,
-        on_completion: OnCompletion | None,
-        group: int,
-        priority: Priority,
-        home: object = None,
-    ):
-        """Args: those of `Engine.submit`."""
-        self.prompt, self.sampling, self.on_completion, self.group = prompt, sampling, on_completion, group
-        self.seeds = group_seeds(sampling.seed, group, n)
-        self.priority, self.home = priority, home
-        self.lane, self.left = None, n  # the pool's: the engine that it is at, and requests that have not ended
+    prompt: Sequence[int]
+    n: int
+    sampling: SamplingConfig
+    on_completion: OnCompletion | None
+    group: int
+    priority: Priority
+    home: object = None
+    seeds: list[int | None] = field(init=False)  # of each request
+    lane: Any = None  # the pool's: the engine that it is at
+    left: int = field(init=False)  # requests that have not ended
+
+    def __post_init__(self):
+        self.prompt = np.asarray(self.prompt).tolist()
+        self.seeds, self.left = group_seeds(self.sampling.seed, self.group, self.n), self.n
+
+    def check(self, max_model_len: int) -> None:
+        """Raises ValueError for what does not fit, before anything is sent."""
+        if self.n < 1:
+            raise Mistake(f"sample: n is {self.n}; it has to be 1 or more")
+        if not self.prompt:
+            raise Mistake(f"sample: prompt {self.group} is empty; it needs at least one token")
+        if len(self.prompt) + self.sampling.max_tokens > max_model_len:
+            raise Mistake(
+                f"sample: prompt {self.group} has {len(self.prompt)} tokens, sampling.max_tokens is "
+                f"{self.sampling.max_tokens}: together more than engine.max_model_len = {max_model_len}; "
+                f"shorten the prompt, lower max_tokens or raise max_model_len"
+            )
 
 
 class CoreLost(Failure):

@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ import torch
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Failure, Late, Mistake
 from torchtune_ext.run.janitor import Janitor
-from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, check_prompt, fetch_error, together
+from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, fetch_error, together
 from torchtune_ext.sampling.engine_args import log_name
 from torchtune_ext.sampling.lane import Lane
 from torchtune_ext.sampling.pool import Pool
@@ -48,22 +48,9 @@ from torchtune_ext.sampling.records import (
     Priority,
     PublishReport,
     SamplingConfig,
-    WeightsIncomplete,
 )
 from torchtune_ext.sampling.vllm_core import RemoteCore
 from torchtune_ext.sampling.weight_buffer import Buffers
-
-__all__ = [
-    "Completion",
-    "Engine",
-    "EngineConfig",
-    "EngineFailed",
-    "EngineStats",
-    "Priority",
-    "PublishReport",
-    "SamplingConfig",
-    "WeightsIncomplete",
-]
 
 log = logging.getLogger(__name__)
 
@@ -78,25 +65,18 @@ async def _attended(work: Coroutine[Any, Any, Any]) -> Any:
     return await work
 
 
-class LoopThread:
+class LoopThread(threading.Thread):
     """An asyncio loop in a thread of its own, which runs coroutines for other threads."""
 
     def __init__(self, name: str):
         """Args: name: the thread's."""
+        super().__init__(name=name, daemon=True)
         self._loop = asyncio.new_event_loop()
         self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
 
     def refuse_itself(self) -> None:
         """Raises RuntimeError in the loop's own thread, which would wait for itself for ever."""
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self:
             raise Failure("on_completion may not call the engine: it runs in the engine's own thread")
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
@@ -104,10 +84,10 @@ class LoopThread:
         does not run."""
         attended = _attended(work)
         try:
-            if self._thread.is_alive():
+            if self.is_alive():
                 future = asyncio.run_coroutine_threadsafe(attended, self._loop)
                 self._futures.add(future)
-                if not self._thread.is_alive():
+                if not self.is_alive():
                     future.cancel()  # the thread ended in this moment, perhaps without a look at the work
                 return future
         except RuntimeError:
@@ -132,35 +112,30 @@ class LoopThread:
         """Waits for work that was submitted, and cancels it where the wait ends first. Raises as `call` does."""
         give_up_at = time.monotonic() + (float("inf") if timeout is None else timeout)
         try:
-            while True:
-                try:
-                    return future.result(timeout=0.5)
-                except CancelledError:
-                    raise EngineFailed("the engine was closed") from None
-                except TimeoutError:
-                    # The work itself timed out, or it ended just after our own wait had.
-                    if future.done():
-                        return future.result()
-                if not self._thread.is_alive():
-                    raise EngineFailed("the engine was closed")
-                if time.monotonic() > give_up_at:
-                    raise Late(f"the engine's thread did not answer within {timeout:g} s")
+            while not wait([future], timeout=0.5).done:
+                late = time.monotonic() > give_up_at
+                if (late or not self.is_alive()) and not future.done():
+                    raise Late(f"the engine's thread did not answer within {timeout:g} s") if late else CancelledError
+            return future.result()
+        except CancelledError:
+            raise EngineFailed("the engine was closed") from None
         finally:
             # It does nothing when the work is done; else the caller is going away (Ctrl-C).
             future.cancel()
 
     def stop(self) -> None:
         """Ends the thread, and what still runs in it. Raises TimeoutError."""
-        if self._thread.is_alive():
+        if self.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5.0)
-            if self._thread.is_alive():
-                raise Late(f"the thread {self._thread.name} did not end")
+            self.join(5.0)
+            if self.is_alive():
+                raise Late(f"the thread {self.name} did not end")
         # A loop that has stopped no longer tells anybody what became of the work.
         for future in list(self._futures):
             future.cancel()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Lives as the thread."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         give_up_at = time.monotonic() + 2.0
@@ -194,8 +169,7 @@ class Engine:
         self._janitor: Janitor | None = None
         self._servers: dict[str, dict[str, Any]] = {}  # what each server said of itself when the run began
         self._courier: Any = None  # brings weights to servers over a network
-        self._started: Any = None  # future of the first start
-        self._start_s: list[float] = []  # one number, once the engine has come up: the seconds that this took
+        self._started: Future[float] | None = None  # the seconds that the first start took
         self._closed = False
         self._pool = Pool(config, self._make_core, self._buffers, version)
         self.log_path = Path(run_dir).absolute() / log_name(config)
@@ -227,9 +201,7 @@ class Engine:
         except (ValueError, OSError) as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
-        self._started = self._thread.submit(self._pool.start())
-        took = self._start_s
-        self._started.add_done_callback(lambda _: took.append(time.monotonic() - began))
+        self._started = self._thread.submit(self._come_up(began))
         if self.config.sleep:
             # So the engine measures the GPU before the trainer has taken its part, and the trainer then finds it free.
             self.wait_ready()
@@ -241,17 +213,9 @@ class Engine:
         if self._started is None:
             raise Failure("Engine.wait_ready: call start() first")
         timeout = self.config.start_deadline_s if timeout is None else timeout
-        give_up_at = time.monotonic() + timeout
-        while not self._started.done():
-            if time.monotonic() > give_up_at:
-                raise Late(
-                    f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_path}"
-                )
-            time.sleep(0.02)
-        try:
-            self._started.result()
-        except CancelledError:  # another thread closed the engine meanwhile
-            raise EngineFailed("the engine was closed") from None
+        if not wait([self._started], timeout).done:
+            raise Late(f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_path}")
+        start_s = self._thread.result(self._started)
         try:
             self._thread.call(self._pool.ready())
             if self.config.address is not None:
@@ -262,7 +226,7 @@ class Engine:
         except ValueError as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
-        return self._start_s[0]
+        return start_s
 
     def close(self) -> None:
         """Ends the engine and all that belongs to it, also in the midst of a restart or a publication. May be called twice.
@@ -275,7 +239,7 @@ class Engine:
         self._closed = True
         cores = self._pool.cores
         self._pool.refuse()
-        if self._thread.alive:
+        if self._thread.is_alive():
             self._attempt("the engine", lambda: self._thread.call(self._pool.close(), CLOSE_S))
             if self._courier is not None:
                 self._attempt("the sender", lambda: self._thread.call(self._courier.stop(), CLOSE_S))
@@ -311,26 +275,27 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         n: int,
         sampling: SamplingConfig,
-        on_completion: Callable[[int, int, Completion], None] | None = None,
         priority: Priority = Priority.SAMPLE,
     ) -> list[list[Completion]]:
         """Draws `n` completions of each prompt, and waits for them. The prompts are groups 0, 1, ... (see `submit`).
 
-        Args: prompts: P lists of token ids; n: completions of each; sampling: how they are drawn; on_completion: called with
-        (prompt index, sample index, completion) as each one is done, in the engine's thread, from where it may not call the
-        engine; priority: who goes first where others wait, too.
+        Args: prompts: P lists of token ids; n: completions of each; sampling: how they are drawn; priority: who goes first
+        where others wait, too.
         Returns: P lists of n completions, in the order of the prompts.
         Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond
         help; WeightsIncomplete when the engine sleeps and the last publication broke off (publish again).
         """
         self._thread.refuse_itself()
-        groups = [
-            self._submission(
-                prompt, n, sampling, None if on_completion is None else partial(on_completion, p), p, priority
-            )
-            for p, prompt in enumerate(prompts)
-        ]
+        groups = self._groups(prompts, n, sampling, priority)
         return self._thread.result(self._begin(together(*map(self._pool.draw, groups)), priority))
+
+    def _groups(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig, priority: Priority
+    ) -> list[Submission]:
+        groups = [Submission(prompt, n, sampling, None, p, priority) for p, prompt in enumerate(prompts)]
+        for group in groups:
+            group.check(self.config.max_model_len)
+        return groups
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Asks how likely texts are under the weights as they are, at temperature 1 and over the whole vocabulary.
@@ -356,30 +321,18 @@ class Engine:
         order in which they were submitted.
 
         Args: prompt: token ids; n: completions; sampling: how they are drawn; on_completion: called with (sample index,
-        completion), otherwise as in `sample`; group: number of the group among those with the same `sampling.seed`. The
-        seeds of its completions follow from (sampling.seed, group, sample index), whenever it is submitted; priority: who goes
-        first where others wait, too; home: what conversations have in common whose turns go to one engine, which has what was
-        before them in its prefix cache.
+        completion) as each one is done, in the engine's thread, from where it may not call the engine; group: number of the
+        group among those with the same `sampling.seed`. The seeds of its completions follow from (sampling.seed, group, sample
+        index), whenever it is submitted; priority: who goes first where others wait, too; home: what conversations have in
+        common whose turns go to one engine, which has what was before them in its prefix cache.
         Returns: a future of the n completions, or of what `sample` raises. Cancelling it ends what is still sampled for this
         group; closing the engine cancels it.
         Raises: ValueError for a prompt that does not fit.
         """
         self._thread.refuse_itself()
-        submission = self._submission(prompt, n, sampling, on_completion, group, priority, home)
+        submission = Submission(prompt, n, sampling, on_completion, group, priority, home)
+        submission.check(self.config.max_model_len)
         return self._begin(self._pool.draw(submission), priority)
-
-    def _submission(
-        self,
-        prompt: Sequence[int],
-        n: int,
-        sampling: SamplingConfig,
-        on_completion: OnCompletion | None,
-        group: int,
-        priority: Priority,
-        home: object = None,
-    ) -> Submission:
-        prompt = check_prompt(prompt, n, sampling, self.config.max_model_len, group)
-        return Submission(prompt, n, sampling, on_completion, group, priority, home)
 
     def _begin(self, work: Coroutine[Any, Any, Any], priority: Priority) -> Future:
         if priority is not Priority.EVALUATION:
@@ -433,10 +386,7 @@ class Engine:
         it has proven.
         Raises: as `sample`.
         """
-
-        def groups() -> list[Submission]:
-            return [self._submission(each, n, sampling, None, p, Priority.CANARY) for p, each in enumerate(prompts)]
-
+        groups = partial(self._groups, prompts, n, sampling, Priority.CANARY)
         groups()  # what does not fit is an error before anything is sent
         return self._thread.call(self._pool.ask_each(groups))
 
@@ -465,6 +415,10 @@ class Engine:
         self._pool.load_state_dict(state)
 
     # -- inside the loop's thread -------------------------------------------------------------------------------------
+
+    async def _come_up(self, began: float) -> float:
+        await self._pool.start()
+        return time.monotonic() - began
 
     def _make_core(self, lane: Lane) -> Core:
         """Makes a life of an engine, the first one or a later one. Raises OSError when nobody could clean up after it."""

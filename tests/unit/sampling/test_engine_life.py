@@ -74,7 +74,7 @@ def test_one_part_that_fails_does_not_keep_the_others_open(make_engine, monkeypa
     memory = Path(engine._buffers.model.address()["path"])
     engine.close()
     assert "the engine was not closed properly" in caplog.text and "in the lane" in caplog.text
-    assert not memory.exists() and not engine._thread.alive and not Path(engine._janitor.folder).exists()
+    assert not memory.exists() and not engine._thread.is_alive() and not Path(engine._janitor.folder).exists()
 
 
 def test_sample_and_publish_under_way_end_with_close(make_engine):
@@ -143,7 +143,7 @@ def test_the_engine_may_not_be_called_from_its_own_thread(make_engine, monkeypat
     monkeypatch.setattr(SleepingCore, "generate", generate)
     for method in (engine.close, lambda: engine.publish(weights(1), 1)):
         with pytest.raises(RuntimeError, match="on_completion may not call the engine"):
-            engine.sample([[1]], 1, SamplingConfig(max_tokens=1), lambda p, s, c, method=method: method())
+            engine.submit([1], 1, SamplingConfig(max_tokens=1), lambda s, c, method=method: method()).result(10)
     assert len(engine.sample([[1]], 1, SamplingConfig(max_tokens=1))[0]) == 1  # it still runs
 
 

@@ -4,32 +4,26 @@ import asyncio
 import concurrent.futures
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
+from torchtune_ext.sampling import engine  # noqa: E402
 from torchtune_ext.sampling.engine import LoopThread  # noqa: E402
 
 
-class Late(concurrent.futures.Future):
-    """Ends in the moment in which the wait for it has given up."""
-
-    def result(self, timeout=None):
-        if not self.done():
-            self.set_result("the result")
-            raise TimeoutError
-        return super().result(timeout)
-
-
 def test_work_that_ends_as_the_wait_for_it_gives_up_is_not_lost(monkeypatch):
-    thread = LoopThread("test")
-    monkeypatch.setattr(thread, "submit", lambda work: work.close() or Late())
+    future, thread = concurrent.futures.Future(), LoopThread("test")
 
-    async def work():
-        pass
+    def gives_up(futures, timeout):
+        future.set_result("the result")
+        return SimpleNamespace(done=set())
 
-    assert thread.call(work()) == "the result"
+    waits = iter([gives_up, concurrent.futures.wait])
+    monkeypatch.setattr(engine, "wait", lambda futures, timeout: next(waits)(futures, timeout))
+    assert thread.result(future, timeout=0.0) == "the result"
 
 
 def test_a_timeout_of_the_work_itself_comes_out():
