@@ -49,12 +49,15 @@ class Submission:
     group: int
     priority: Priority
     home: object = None
+    lowest: int = field(init=False)  # token id of the prompt
+    highest: int = field(init=False)
     seeds: list[int | None] = field(init=False)  # of each request
     lane: Any = None  # the pool's: the engine that it is at
     left: int = field(init=False)  # requests that have not ended
 
     def __post_init__(self):
         self.prompt = np.asarray(self.prompt).tolist()
+        self.lowest, self.highest = min(self.prompt, default=0), max(self.prompt, default=0)
         self.seeds, self.left = group_seeds(self.sampling.seed, self.group, self.n), self.n
 
     def check(self, max_model_len: int) -> None:
@@ -144,6 +147,24 @@ class Call:
             self.watch = RunningLogprob(
                 sampling.early_stop_logprob, sampling.early_stop_decay, sampling.early_stop_min_tokens
             )
+
+    def vllm_params(self) -> dict[str, Any]:
+        """Returns what vLLM's `SamplingParams` take, here and on a server."""
+        sampling = self.sampling
+        return {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": self.seed,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            # The tokenizer's end token is one of these, or is meant not to end a completion.
+            "ignore_eos": True,
+            # Only the log-prob of the sampled token is returned.
+            "logprobs": 0,
+            "prompt_logprobs": 0 if self.priority is Priority.SCORE else None,
+            "detokenize": False,
+        }
 
     @contextmanager
     def running(

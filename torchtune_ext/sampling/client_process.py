@@ -201,23 +201,8 @@ class Client:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = call.sampling
-        params = SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=call.seed,
-            stop_token_ids=list(sampling.stop_token_ids),
-            # The tokenizer's end token is one of these, or is meant not to end a completion.
-            ignore_eos=True,
-            # Only the log-prob of the sampled token is returned.
-            logprobs=0,
-            prompt_logprobs=0 if call.priority is Priority.SCORE else None,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA if call.watch is not None else RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
+        kind = RequestOutputKind.DELTA if call.watch is not None else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**call.vllm_params(), output_kind=kind, skip_clone=True)
         params.flat_logprobs = True
         return params
 

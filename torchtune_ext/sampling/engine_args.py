@@ -85,7 +85,7 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         "seed": config.seed,
         # A folder of Mistral's may hold the same weights once more under names of its own, which nobody could publish to.
         "config_format": "hf",
-        "load_format": "hf" if config.load_format == "auto" else config.load_format,
+        "load_format": "hf",
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_num_seqs": (config.max_num_seqs or DEFAULT_MAX_NUM_SEQS) + CANARY_REQUESTS,
         # A publication throws all running requests back into the engine's queue: the canary does not stand behind them.

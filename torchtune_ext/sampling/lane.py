@@ -29,6 +29,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import wraps
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission, fetch_error
 from torchtune_ext.sampling.engine_args import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.health import Health, State
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.2  # seconds between two looks at the engine, at most
 LOOK_S = 0.2  # seconds between two looks at the other engines, while this one comes up
+COUNTS = ("prefix_queries", "prefix_hits", "preemptions", "completed", "tokens")  # what is counted over all lives
 WEDGED = 4  # times `probe_deadline_s` without an engine step, and with requests: no single step is as long
 
 
@@ -81,7 +83,7 @@ class Lane:
         so that nobody has to wait for this one."""
         self.config, self._make_core, self._buffers = config, make_core, buffers
         self.number, self.name, self._elsewhere = number, name, elsewhere
-        self.counts = dict.fromkeys(("queries", "hits", "preemptions", "completed", "tokens"), 0)
+        self.counts = dict.fromkeys(COUNTS, 0)
         self.max_usage = 0.0  # highest share of the KV cache in use
         self.last_step = Step(0.0, 0, 0, 0, 0, 0)
         self._first_version, self._ids = version, itertools.count() if ids is None else ids
@@ -109,11 +111,18 @@ class Lane:
         """Whether it may be given requests."""
         return self.health.serves
 
-    def expect(self, group: Submission) -> None:
-        """Sets the first limit by what this group may take. The few tokens of a canary say nothing of how long samples get."""
-        if group.priority is not Priority.CANARY and self.core is not None:
-            size, block, controller = self.core.cache_tokens, self.core.block, self.throttle.controller
-            controller.expect(size, len(group.prompt), group.sampling.max_tokens, len(group.seeds), block)
+    def _expect(self, group: Submission, core: Core) -> None:
+        """Sets the first limit by what this group may take. Raises ValueError for ids that the model does not have."""
+        # vLLM does not look, and dies of them.
+        if not 0 <= group.lowest <= group.highest < core.vocabulary:
+            raise Mistake(
+                f"sample: prompt {group.group} holds token ids from {group.lowest} to {group.highest}, but the model has only "
+                f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
+            )
+        # The few tokens of a canary say nothing of how long samples get.
+        if group.priority is not Priority.CANARY:
+            prompt, most = len(group.prompt), group.sampling.max_tokens
+            self.throttle.controller.expect(core.cache_tokens, prompt, most, group.n, core.block)
             self.throttle.admit()
 
     async def draw(self, group: Submission, sample: int) -> Completion:
@@ -121,6 +130,7 @@ class Lane:
 
         Raises EngineFailed, WeightsIncomplete, ValueError; CoreLost when the request has to go to another engine, since
         this one was lost and another one serves."""
+        self._expect(group, await self.life())
         if not await self.throttle.acquire(group.priority):
             raise CoreLost(f"{self.name} was lost")
         try:
@@ -173,8 +183,8 @@ class Lane:
     def on_step(self, step: Step) -> None:
         """Takes the counters of one step of the engine."""
         self._moved, self._counts_steps = time.monotonic(), True
-        self.counts["queries"] += step.prefix_queries
-        self.counts["hits"] += step.prefix_hits
+        self.counts["prefix_queries"] += step.prefix_queries
+        self.counts["prefix_hits"] += step.prefix_hits
         self.counts["preemptions"] += step.preempted
         self.max_usage = max(self.max_usage, step.usage)
         self.last_step = step

@@ -15,11 +15,10 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import Core, CoreLost, Submission, fetch_error, together
 from torchtune_ext.sampling.engine_args import engine_configs
 from torchtune_ext.sampling.health import State
-from torchtune_ext.sampling.lane import LOOK_S, Lane
+from torchtune_ext.sampling.lane import COUNTS, LOOK_S, Lane
 from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats
 from torchtune_ext.sampling.weight_buffer import Buffers
 
@@ -132,13 +131,6 @@ class Pool:
     async def draw(self, group: Submission, to: Lane | None = None) -> list[Completion]:
         """Draws the completions of a group. Args: to: the engine that has to do it; None: any.
         Raises ValueError, EngineFailed, WeightsIncomplete; CoreLost when `to` is lost and others serve."""
-        core, prompt = await self._any_core(to), group.prompt
-        # vLLM does not look, and dies of an id that it does not have.
-        if not 0 <= min(prompt) <= max(prompt) < core.vocabulary:
-            raise Mistake(
-                f"sample: prompt {group.group} holds token ids from {min(prompt)} to {max(prompt)}, but the model has only "
-                f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
-            )
         self._send(group, to or self._home(group) or self._choose())
         self._groups.add(group)
         try:
@@ -154,8 +146,8 @@ class Pool:
                 completion = await lane.draw(group, sample)
                 break
             except (CoreLost, EngineFailed):
-                if self._is_final(lane, to):
-                    raise
+                if to is not None or lane.closed or not self.left:
+                    raise  # no other engine can do what this one could not
             # The first of its requests that learns of the loss finds the group another engine. The others follow it there.
             if group.lane is lane:
                 self._send(group, self._choose())
@@ -163,20 +155,6 @@ class Pool:
         if group.on_completion is not None:
             group.on_completion(sample, completion)
         return completion
-
-    async def _any_core(self, to: Lane | None) -> Core:
-        """Waits for a life that can sample, of this engine or of any. Raises as `draw`."""
-        while True:
-            lane = to or (self.serving or self.left or self.lanes)[0]
-            try:
-                return await lane.life()
-            except (CoreLost, EngineFailed):
-                if self._is_final(lane, to):
-                    raise
-
-    def _is_final(self, lane: Lane, to: Lane | None) -> bool:
-        """Whether no other engine can do what this one could not. Args: to: the engine that has to do it; None: any."""
-        return to is not None or lane.closed or not self.left
 
     # -- routing ------------------------------------------------------------------------------------------------------
     #
@@ -206,7 +184,6 @@ class Pool:
         group.lane = lane
         if group.home is not None:
             self._homes[group.home] = lane
-        lane.expect(group)
 
     # -- all engines --------------------------------------------------------------------------------------------------
 
@@ -292,15 +269,11 @@ class Pool:
         """Returns the counters of the run until now, of all engines."""
         lanes, serving = self.lanes, self.serving
         return EngineStats(
-            prefix_queries=sum(lane.counts["queries"] for lane in lanes),
-            prefix_hits=sum(lane.counts["hits"] for lane in lanes),
-            preemptions=sum(lane.counts["preemptions"] for lane in lanes),
+            **{name: sum(lane.counts[name] for lane in lanes) for name in COUNTS},
             max_kv_usage=max(lane.max_usage for lane in lanes),
             running=sum(lane.last_step.running for lane in serving),
             waiting=sum(lane.last_step.waiting for lane in serving),
             concurrency=sum(lane.throttle.limit for lane in serving),
-            completed=sum(lane.counts["completed"] for lane in lanes),
-            tokens=sum(lane.counts["tokens"] for lane in lanes),
             restarts=sum(lane.restarts for lane in lanes),
             healthy=len(serving),
             retired=len(lanes) - len(self.left),

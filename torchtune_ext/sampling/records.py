@@ -68,9 +68,8 @@ class EngineConfig:
     transfer: str = "auto"
     lora_rank: int | None = None  # rank of an adapter that will be published; the recipe sets it
     lora_targets: tuple[str, ...] = ()  # layers with an adapter: "q_proj", ...; empty: all that vLLM can adapt
-    load_format: str = "auto"  # "dummy": random weights until the first publication
     quantization: dict[str, Any] = field(default_factory=dict)  # quantization_config of weights that will be published
-    seed: int = 0  # seed of requests that bring none of their own, and of "dummy" weights
+    seed: int = 0  # seed of requests that bring none of their own
     start_deadline_s: float = 600.0  # seconds until the engine has to answer after its start
     rpc_deadline_s: float = 300.0  # seconds for one call into the engine (weights, pause, resume)
     probe_interval_s: float = 2.0  # seconds without a sign of life before a pending engine is asked for one
@@ -98,15 +97,8 @@ class EngineConfig:
         for name in ("max_model_len", "tensor_parallel_size", "max_failures"):
             if getattr(self, name) < 1:
                 raise Mistake(f"engine.{name} is {getattr(self, name)}: it has to be 1 or more")
-        for name in (
-            "count",
-            "threads",
-            "kv_cache_bytes",
-            "max_concurrency",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "block_size",
-        ):
+        counts = ("count", "threads", "max_concurrency", "max_num_seqs", "max_num_batched_tokens")
+        for name in (*counts, "kv_cache_bytes", "block_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise Mistake(f"engine.{name} is {value}: it has to be 1 or more, or null for the default")

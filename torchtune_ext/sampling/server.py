@@ -25,7 +25,7 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.courier import START_S, Courier
 from torchtune_ext.sampling.engine_args import LOADER
-from torchtune_ext.sampling.records import TRANSFERS, Completion, EngineConfig, Priority
+from torchtune_ext.sampling.records import TRANSFERS, Completion, EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, authorization, server_command, server_key, shown_command
 from torchtune_ext.sampling.vllm_core import VLLMCore
 from torchtune_ext.sampling.weight_buffer import UNREADABLE, WeightBuffer
@@ -223,7 +223,6 @@ class ServerCore(VLLMCore):
 
     async def generate(self, call: Call) -> Completion:
         """Runs one request to its end. Raises CoreLost, or ValueError when the server refuses it."""
-        sampling = call.sampling
         body = {
             "request_id": call.id,
             "model": ADAPTER_NAME if self.adapted else None,
@@ -232,18 +231,7 @@ class ServerCore(VLLMCore):
             "cache_salt": self.salt,
             "stream": call.watch is not None,
             "stream_options": {"include_usage": True} if call.watch is not None else None,
-            "sampling_params": {
-                "max_tokens": sampling.max_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "seed": call.seed,
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "ignore_eos": True,
-                "logprobs": 0,
-                "prompt_logprobs": 0 if call.priority is Priority.SCORE else None,
-                "detokenize": False,
-            },
+            "sampling_params": call.vllm_params(),
         }
         with call.running(self.calls, lambda: self._abort(call)):
             return await self._generate(call, body)
