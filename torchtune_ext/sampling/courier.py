@@ -1,11 +1,12 @@
 """The trainer's end of the sender: carries publications to servers, and never waits longer than a deadline.
 
 Each connection to a server (`ServerCore`) hands in its own parcel. Parcels of one publication travel together, as one
-group of servers. When the group fails, or is late, the sender is killed. Then the servers are asked whether they answer,
-and a new sender makes the group again without those that do not; where all answer, each gets its weights alone."""
+group of servers. When the group fails, or is late, the sender is killed, and each server that still answers gets its weights
+alone, by another one."""
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torchtune_ext.sampling.weight_buffer import WeightBuffer
 log = logging.getLogger(__name__)
 
 SENDER = "torchtune_ext.sampling.broadcast"
+LOOK_S = 0.005  # seconds between two looks at who has prepared itself
 START_S = 60.0  # seconds until a new sender answers: a Python that imports torch
 
 
@@ -48,7 +50,6 @@ class Courier:
         self._members: list[tuple[str, str]] = []  # of the sender's group: address and life of each connection
         self._waiting: list[Parcel] = []
         self._expected: list[str] = []  # addresses of servers that will hand in a parcel soon
-        self._patience: asyncio.TimerHandle | None = None
         self._carrying: asyncio.Task | None = None
 
     def start(self) -> None:
@@ -72,36 +73,31 @@ class Courier:
             yield
         finally:
             self._expected.remove(address)
-            self._look()
 
     async def deliver(self, core: Any, buffer: WeightBuffer, version: int) -> None:
         """Brings weights to a server; returns once it has finished the update. It waits for other servers that prepare
         themselves, but no longer than `probe_deadline_s`. Args: core: the connection to it. Raises CoreLost."""
         parcel = Parcel(core, buffer, version)
         self._waiting.append(parcel)
-        self._look()
+        if self._carrying is None or self._carrying.done():
+            self._carrying = asyncio.ensure_future(self._carry_all())
         await parcel.arrived
 
-    def _look(self, at_once: bool = False) -> None:
-        """Sets off with the parcels of one publication, once all that are expected are here. Args: at_once: whether to wait for
-        no others."""
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
-        self._waiting = [parcel for parcel in self._waiting if not parcel.arrived.done()]
-        busy = self._carrying is not None and not self._carrying.done()
-        if busy or not self._waiting:
-            return  # it looks again when it is done
-        first = self._waiting[0]
-        parcels = [parcel for parcel in self._waiting if parcel.publication == first.publication]
-        # One that hands in another one, since it comes back and needs more, has to wait for these.
-        if not at_once and not set(self._expected) <= {parcel.core.address for parcel in self._waiting}:
-            patience_s = first.core.config.probe_deadline_s
-            self._patience = asyncio.get_running_loop().call_later(patience_s, self._look, True)
-            return
-        self._waiting = [parcel for parcel in self._waiting if parcel not in parcels]
-        self._carrying = asyncio.ensure_future(self._carry(parcels))
-        self._carrying.add_done_callback(lambda _: self._look())
+    async def _carry_all(self) -> None:
+        """Carries what waits, one publication after the other."""
+        while self._waiting:
+            first = self._waiting[0]
+            give_up_at = time.monotonic() + first.core.config.probe_deadline_s
+            # One that hands in another one, since it comes back and needs more, has to wait for these.
+            while not set(self._expected) <= {parcel.core.address for parcel in self._waiting}:
+                if time.monotonic() > give_up_at:
+                    break
+                await asyncio.sleep(LOOK_S)
+            parcels = [parcel for parcel in self._waiting if parcel.publication == first.publication]
+            self._waiting = [parcel for parcel in self._waiting if parcel not in parcels]
+            # Whoever has handed one in may have gone.
+            if parcels := [parcel for parcel in parcels if not parcel.arrived.done()]:
+                await self._carry(parcels)
 
     async def _carry(self, parcels: list[Parcel]) -> None:
         """Brings a publication to all servers that answer, and tells each parcel what became of it."""
@@ -114,11 +110,11 @@ class Courier:
             addresses = ", ".join(sorted(parcel.core.address for parcel in parcels))
             log.warning("weights did not reach %s: %s", addresses, error)
             await self._kill()
-            rest = await self._answering(parcels, error)
-            # Nobody knows which of those that answer holds the others up.
-            for some in [rest] if len(rest) < len(parcels) else [[parcel] for parcel in rest]:
-                if some:
-                    await self._carry(some)
+            if len(parcels) == 1:
+                _lose(parcels, str(error) or repr(error))
+            # Nobody knows which of those that answer holds the others up, so each gets them by itself.
+            for parcel in await self._answering(parcels, error):
+                await self._carry([parcel])
         finally:
             _lose(parcels, "the connection was ended")
 
@@ -159,13 +155,10 @@ class Courier:
         await together(*joins)
 
     async def _answering(self, parcels: list[Parcel], error: Exception) -> list[Parcel]:
-        """Returns the parcels of the servers that are worth another try, and gives the others up."""
-        if len(parcels) == 1:
-            _lose(parcels, str(error) or repr(error))
-            return []
+        """Returns those whose servers are worth another try, and gives the others up."""
+        parcels = [parcel for parcel in parcels if not parcel.arrived.done()]
         pings = (parcel.core.ping(parcel.core.config.probe_deadline_s) for parcel in parcels)
-        answers = await asyncio.gather(*pings, return_exceptions=True)
-        for parcel, answer in zip(parcels, answers, strict=True):
+        for parcel, answer in zip(parcels, await asyncio.gather(*pings, return_exceptions=True), strict=True):
             if isinstance(answer, Exception):
                 _lose([parcel], f"{error}; it does not answer: {answer}")
         return [parcel for parcel in parcels if not parcel.arrived.done()]

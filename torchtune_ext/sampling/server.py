@@ -184,7 +184,10 @@ class ServerCore(VLLMCore):
                 f"engine.max_model_len is {config.max_model_len}, but {address} was started with "
                 f"{model['max_model_len']}; lower the one or raise the other"
             )
-        self.facts = server_facts(model)
+        text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
+        # Its folder may lie elsewhere on another machine.
+        self.facts = {"model": Path(model["model"]).name} | {name: text[name] for name in SIZES if name in text}
+        self.facts |= {name: model.get(name) for name in ("max_model_len", "dtype", "logprobs_mode")}
         if address in self.peers:
             require_alike({f"{address} when the run began": self.peers[address], address: self.facts})
         self.transfer, self.workers = transfer, parallel.get("world_size") or 1
@@ -222,7 +225,6 @@ class ServerCore(VLLMCore):
             )
 
     async def generate(self, call: Call) -> Completion:
-        """Runs one request to its end. Raises CoreLost, or ValueError when the server refuses it."""
         body = {
             "request_id": call.id,
             "model": ADAPTER_NAME if self.adapted else None,
@@ -267,7 +269,6 @@ class ServerCore(VLLMCore):
         return answer if result is None else answer[result]
 
     async def ping(self, deadline_s: float) -> None:
-        """Returns once the server's engine has answered. Raises CoreLost after `deadline_s`."""
         await super().ping(deadline_s)
         self.sign_of_life = time.monotonic()
 
@@ -410,22 +411,8 @@ class ServerCore(VLLMCore):
             raise CoreLost(f"no connection to {self.address}: {_message(error)}") from error
 
 
-def server_facts(model: dict[str, Any]) -> dict[str, Any]:
-    """Returns the model that a server holds, its sizes, its length and its kind of log-probs, by their names. Args: model:
-    `vllm_config.model_config` as the server reports it."""
-    text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
-    return {
-        # Its folder may lie elsewhere on another machine.
-        "model": Path(model["model"]).name,
-        **{name: text[name] for name in SIZES if name in text},
-        "max_model_len": model["max_model_len"],
-        "dtype": str(model.get("dtype")),
-        "logprobs_mode": model["logprobs_mode"],
-    }
-
-
 def require_alike(servers: dict[str, dict[str, Any]]) -> None:
-    """Raises ValueError for a server that differs from the first one. Args: servers: what `server_facts` says of each."""
+    """Raises ValueError for a server that differs from the first one. Args: servers: the `facts` of each."""
     (first, expected), *others = servers.items()
     for address, facts in others:
         keys = [key for key in {**expected, **facts} if facts.get(key) != expected.get(key)]

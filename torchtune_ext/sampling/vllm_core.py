@@ -63,16 +63,9 @@ class VLLMCore:
         return await bounded(self, self.rpc(method, **arguments), limit_s, method, self.cpu_seconds, idle_s)
 
     async def ping(self, deadline_s: float) -> None:
-        """Returns once the engine's main loop has answered. Raises CoreLost after `deadline_s`."""
         await bounded(self, self.rpc("is_paused"), deadline_s, "is_paused")
 
     async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
-        """Replaces weights between two steps; requests in flight go on with the new ones.
-
-        Args: buffers: what to load, the model before its adapter; empty: only the label `version` is set.
-        Returns: seconds of pause, seconds of loading in it. Raises CoreLost: the engine must not be used further; ValueError
-        when it cannot read the weights, and goes on with what it has.
-        """
         await self.ping(self.config.probe_deadline_s)
         if not buffers:
             if self.asleep:
@@ -152,15 +145,12 @@ class VLLMCore:
             self.adapted = True
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """Returns what each worker says of the weights that it has taken. Raises CoreLost."""
         return await self.quick("collective_rpc", method="checksums")
 
     async def weight_version(self) -> int:
-        """Returns the label of what the engine samples. Raises CoreLost."""
         return int(await self.quick("get_weight_version"))
 
     async def sleep(self, level: int) -> None:
-        """Gives the GPU's memory back. Level 1 keeps the weights in host memory, level 2 drops them. Raises CoreLost."""
         await self.ping(self.config.probe_deadline_s)
         await self.slow("sleep", level=level, mode="keep")
         self.asleep = level

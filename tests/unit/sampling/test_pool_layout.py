@@ -11,7 +11,7 @@ import fake_pools  # noqa: E402
 
 from torchtune_ext.sampling import engine_args  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
-from torchtune_ext.sampling.server import require_alike, server_facts  # noqa: E402
+from torchtune_ext.sampling.server import require_alike  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,11 @@ def test_pool_addresses_are_one_engine_each():
 
 
 def test_servers_of_a_pool_are_alike():
-    model = {"hf_text_config": {"hidden_size": 64}, "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
-    first = server_facts(model | {"model": "/a/Qwen"})
-    require_alike({"http://a:1": first, "http://b:2": server_facts(model | {"model": "/b/Qwen"})})
-    other = model | {"model": "/b/Llama", "max_model_len": 256, "hf_text_config": {"hidden_size": 32}}
+    first = {"model": "Qwen", "hidden_size": 64, "max_model_len": 512}
+    require_alike({"http://a:1": first, "http://b:2": dict(first)})
+    other = {"model": "Llama", "hidden_size": 32, "max_model_len": 256}
     with pytest.raises(ValueError) as caught:
-        require_alike({"http://a:1": first, "http://b:2": first, "http://c:3": server_facts(other)})
+        require_alike({"http://a:1": first, "http://b:2": first, "http://c:3": other})
     assert (
         "http://c:3 has model=Llama, hidden_size=32, max_model_len=256, but http://a:1 has model=Qwen, hidden_size=64, "
         in str(caught.value)
