@@ -10,7 +10,7 @@ import time
 import torch
 
 from torchtune_ext.sampling.calls import CoreLost
-from torchtune_ext.sampling.lane import Lane
+from torchtune_ext.sampling.pool import Pool
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.weight_buffer import Buffers
 
@@ -152,7 +152,8 @@ class Bench:
         self.lives = []
         self.prepare_core = lambda core: None
         self.buffers = Buffers(config.rpc_deadline_s)
-        self.lane = Lane(config, self.make, self.buffers, version)
+        self.pool = Pool(config, self.make, self.buffers, version)
+        (self.lane,) = self.pool.lanes
 
     def make(self, lane):
         core = FakeCore()
@@ -161,7 +162,7 @@ class Bench:
         return core
 
     async def start(self):
-        self.lane.prepare()
+        await self.pool.prepare()
         await self.lane.start()
 
     def write(self, value, adapter=None):

@@ -100,7 +100,6 @@ class PoolBench:
     async def start(self):
         await self.pool.prepare()
         await self.pool.start()
-        await self.pool.ready()
 
     def group(self, prompt=(1, 2, 3), n=4, max_tokens=8, priority=Priority.SAMPLE, seed=7, home=None):
         number = next(self._groups)

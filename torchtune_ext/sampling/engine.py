@@ -217,7 +217,6 @@ class Engine:
             raise Late(f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_path}")
         start_s = self._thread.result(self._started)
         try:
-            self._thread.call(self._pool.ready())
             if self.config.address is not None:
                 from torchtune_ext.sampling.server import require_alike
 

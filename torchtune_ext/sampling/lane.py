@@ -21,11 +21,10 @@ them, and takes the version's label from the buffers, so that a label never name
 """
 
 import asyncio
-import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any
 
@@ -35,7 +34,7 @@ from torchtune_ext.sampling.engine_args import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.health import Health, State
 from torchtune_ext.sampling.records import Completion, EngineConfig, EngineFailed, Priority, WeightsIncomplete
 from torchtune_ext.sampling.throttle import Controller, Throttle
-from torchtune_ext.sampling.weight_buffer import Buffers, WeightBuffer, wrong_tensors
+from torchtune_ext.sampling.weight_buffer import WeightBuffer, wrong_tensors
 
 log = logging.getLogger(__name__)
 
@@ -66,31 +65,18 @@ class Lane:
     """Owns an engine's present life, its throttle and its counters. Which engine a group goes to is the pool's business.
     Coroutines and `on_step` run in the asyncio thread of all engines, other methods in any; `closed` may be set from any."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        make_core: Callable[["Lane"], Core],
-        buffers: Buffers,
-        version: int,
-        number: int = 0,
-        name: str = "the engine",
-        ids: Iterator[int] | None = None,
-        elsewhere: Callable[[], bool] = lambda: False,
-    ):
-        """Args: config: of this engine; make_core: begins a life of it; buffers: hold the current weights; version: of
-        the weights on the disk, which were never published; number: place among the engines; name: of the engine, in
-        messages; ids: numbers for requests, unique in the run; elsewhere: whether another engine of the run serves now,
-        so that nobody has to wait for this one."""
-        self.config, self._make_core, self._buffers = config, make_core, buffers
-        self.number, self.name, self._elsewhere = number, name, elsewhere
+    def __init__(self, pool: Any, number: int, name: str, config: EngineConfig):
+        """Args: pool: the engines of the run (`pool.Pool`), of which this one is told only whether others serve, so that nobody
+        has to wait for it; number: place among them; name: of the engine, in messages; config: of this engine."""
+        self._pool, self.number, self.name, self.config = pool, number, name, config
+        self._make_core, self._buffers = pool.make_core, pool.buffers
         self.counts = dict.fromkeys(COUNTS, 0)
         self.max_usage = 0.0  # highest share of the KV cache in use
         self.last_step = Step(0.0, 0, 0, 0, 0, 0)
-        self._first_version, self._ids = version, itertools.count() if ids is None else ids
         self.throttle = Throttle(Controller(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS), config.max_concurrency)
         self.health = Health()
         self.core: Core | None = None  # the present life; None while there is none
-        self.version = version  # the version of the weights that the engine holds
+        self.version = pool.first_version  # the version of the weights that the engine holds
         self.restarts = 0  # lives after the first one that came up
         self.failures = 0  # failures in a row, without a finished request between them
         self.failed: EngineFailed | None = None  # why we have given up
@@ -136,14 +122,14 @@ class Lane:
         try:
             while True:
                 core = await self.life()
-                name, version = f"{os.getpid()}-{next(self._ids)}", self._first_version
-                call = Call(name, group.prompt, group.sampling, group.seeds[sample], version, group.priority)
+                name, first = f"{os.getpid()}-{next(self._pool.ids)}", self._pool.first_version
+                call = Call(name, group.prompt, group.sampling, group.seeds[sample], first, group.priority)
                 try:
                     completion = await core.generate(call)
                     break
                 except CoreLost as error:
                     replaced = self.lose(core, str(error))
-                    if self._elsewhere():
+                    if self._pool.others_serve(self):
                         raise
                     await replaced
         finally:
@@ -175,7 +161,7 @@ class Lane:
                 await asyncio.wait({awake}, timeout=LOOK_S)
                 if awake.done():
                     return awake.result()
-                if not self.serves and self._elsewhere():
+                if not self.serves and self._pool.others_serve(self):
                     raise CoreLost(f"{self.name} was lost")
         finally:
             awake.cancel()
@@ -193,10 +179,6 @@ class Lane:
         self.throttle.admit()
 
     # -- lives --------------------------------------------------------------------------------------------------------
-
-    def prepare(self) -> None:
-        """Begins the first life, which is not waited for."""
-        self.core = self._make_core(self)
 
     async def start(self) -> None:
         """Brings the first life up. Its failure is final."""
@@ -340,14 +322,14 @@ class Lane:
                         await core.stop()
                     core = self.core = None
                     # This comes before minutes are spent on an engine that could load nothing.
-                    await self._buffers.wait_complete(lambda: self._elsewhere() and not self.closed)
+                    await self._buffers.wait_complete(lambda: self._pool.others_serve(self) and not self.closed)
                     if not self.closed:
                         core = self.core = self._make_core(self)
                         await self._bring_up(core)
                         self.restarts += 1
                         return
                 except WeightsIncomplete as error:
-                    if self._elsewhere() and not self.closed:
+                    if self._pool.others_serve(self) and not self.closed:
                         self.health.become(State.DEAD, str(error))
                         continue
                     # Another life would not help.

@@ -34,12 +34,11 @@ class Pool:
         """Args: config: of the engines together (`engine_configs`); make_core: begins a life of one of them; buffers: hold the
         current weights; version: label of weights that were never published. Raises ValueError for more engines than
         devices."""
-        configs, ids = engine_configs(config), itertools.count()
-        names = ["the engine"] if len(configs) == 1 else [f"engine {number}" for number in range(len(configs))]
+        self.make_core, self.buffers, self.first_version = make_core, buffers, version
+        self.ids = itertools.count()  # of requests
         self.lanes: list[Lane] = []
-        for number, (name, each) in enumerate(zip(names, configs, strict=True)):
-            elsewhere = partial(self._others_serve, number)
-            lane = Lane(each, make_core, buffers, version, number, name, ids, elsewhere)
+        for number, each in enumerate(configs := engine_configs(config)):
+            lane = Lane(self, number, "the engine" if len(configs) == 1 else f"engine {number}", each)
             lane.health.on_change = partial(self._changed, lane)
             self.lanes.append(lane)
         self._groups: set[Submission] = set()  # under way
@@ -73,12 +72,13 @@ class Pool:
         """The present lives."""
         return [lane.core for lane in self.lanes if lane.core is not None]
 
-    def _others_serve(self, number: int) -> bool:
-        return any(lane.serves for lane in self.lanes if lane.number != number)
+    def others_serve(self, lane: Lane) -> bool:
+        """Whether an engine serves besides this one."""
+        return any(other is not lane for other in self.serving)
 
     def _changed(self, lane: Lane) -> None:
         """An engine is in another state. What waits for a lost one goes to others."""
-        state, others = lane.health.state, self._others_serve(lane.number)
+        state, others = lane.health.state, self.others_serve(lane)
         if lane.closed:
             return
         if state is State.RETIRED and self.left and self._begun:
@@ -99,15 +99,12 @@ class Pool:
     async def prepare(self) -> None:
         """Begins the first life of each engine. None is waited for."""
         for lane in self.lanes:
-            lane.prepare()
+            lane.core = self.make_core(lane)
 
     async def start(self) -> None:
-        """Brings all engines up at the same time."""
+        """Brings all engines up at the same time. Raises EngineFailed for the first that cannot come up: here that is a mistake
+        of the config, mostly."""
         await asyncio.gather(*(lane.start() for lane in self.lanes))
-
-    async def ready(self) -> None:
-        """Waits until all engines have come up. Raises EngineFailed for the first one that cannot: at the start that is a
-        mistake of the config, mostly."""
         for lane in self.lanes:
             await lane.ready()
         self._begun = True
