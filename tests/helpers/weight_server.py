@@ -31,9 +31,7 @@ def init(init_info):
     STATE["inits"].append(init_info)
     info = GlooInit(**init_info)
     GROUP[:] = []
-    GROUP.append(
-        GlooGroup(info.master_address, info.master_port, info.rank_offset, info.world_size, info.group, info.deadline_s)
-    )
+    GROUP.append(GlooGroup(info, info.rank_offset))
 
 
 def receive(update_info):

@@ -41,10 +41,6 @@ SHORTEST_S = 0.001  # gloo takes a timeout of 0 for none
 CHUNK_BYTES = 64 << 20  # of one broadcast by gloo; a larger tensor is a chunk of its own
 
 
-# A gloo group between the sender and the workers of servers, apart from every other group of either side.
-#
-# It binds to the one address that faces the other end, whatever `GLOO_SOCKET_IFNAME` says: that variable keeps an engine's
-# own groups on its machine.
 def facing(host: str, port: int) -> str:
     """Returns the address of this machine from which packets to another one leave. Nothing is sent. Raises OSError."""
     (family, kind, protocol, _, target), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -58,25 +54,34 @@ def listen(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
+@dataclass(kw_only=True)
+class GlooInit:
+    """How a server's workers find the group: the fields of vLLM's `NCCLWeightTransferInitInfo`, and what gloo needs besides."""
+
+    master_address: str  # of the sender, as the server sees it
+    master_port: int
+    rank_offset: int  # rank of the server's first worker; the sender has rank 0
+    world_size: int  # the sender and all workers of all servers
+    group: str  # a name that nobody guesses, used by no other group
+    chunk_bytes: int = CHUNK_BYTES
+    deadline_s: float = 300.0  # seconds until a worker gives up a group or an update that does not come
+
+
 class GlooGroup:
-    """One group. After any error it is of no more use: close it."""
+    """A gloo group between the sender and the workers of servers, apart from every other group of either side. After any
+    error it is of no more use: close it.
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        rank: int,
-        world_size: int,
-        name: str,
-        deadline_s: float,
-        listener: socket.socket | None = None,
-    ):
-        """Waits until all are there. Raises RuntimeError (of torch) after `deadline_s` seconds.
+    It binds to the one address that faces the other end, whatever `GLOO_SOCKET_IFNAME` says: that variable keeps an engine's
+    own groups on its machine.
+    """
 
-        Args: address, port: of the sender; rank: 0 is the sender; name: of the group, the same on all ranks; listener: the
-        socket of the sender, which `listen` returned; it is closed with the group.
+    def __init__(self, init: GlooInit, rank: int, listener: socket.socket | None = None):
+        """Waits until all are there. Raises RuntimeError (of torch) after `init.deadline_s` seconds.
+
+        Args: rank: 0 is the sender; listener: the socket of the sender, which `listen` returned; it is closed with the group.
         """
-        limit = timedelta(seconds=deadline_s)
+        address, port, world_size = init.master_address, init.master_port, init.world_size
+        limit = timedelta(seconds=init.deadline_s)
         ours = {} if listener is None else {"master_listen_fd": listener.detach()}
         self._store = dist.TCPStore(
             address, port, world_size, listener is not None, limit, wait_for_workers=False, **ours
@@ -86,7 +91,7 @@ class GlooGroup:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
         options._timeout = limit
         self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
-            dist.PrefixStore(name, self._store), rank, world_size, options
+            dist.PrefixStore(init.group, self._store), rank, world_size, options
         )
 
     def broadcast(self, data: torch.Tensor, give_up_at: float) -> None:
@@ -101,19 +106,6 @@ class GlooGroup:
     def close(self) -> None:
         """Closes the connections. May be called twice."""
         self._group = self._store = None
-
-
-@dataclass(kw_only=True)
-class GlooInit:
-    """How a server's workers find the group: the fields of vLLM's `NCCLWeightTransferInitInfo`, and what gloo needs besides."""
-
-    master_address: str  # of the sender, as the server sees it
-    master_port: int
-    rank_offset: int  # rank of the server's first worker; the sender has rank 0
-    world_size: int  # the sender and all workers of all servers
-    group: str  # a name that nobody guesses, used by no other group
-    chunk_bytes: int = CHUNK_BYTES
-    deadline_s: float = 300.0  # seconds until a worker gives up a group or an update that does not come
 
 
 def chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, int, dict[str, list]]]:
@@ -165,10 +157,7 @@ class GlooSender:
 
     def join(self) -> None:
         """Waits until all are there. Raises RuntimeError (of torch)."""
-        init = self._init
-        self._group = GlooGroup(
-            init.master_address, init.master_port, 0, init.world_size, init.group, init.deadline_s, self._listener
-        )
+        self._group = GlooGroup(self._init, 0, self._listener)
 
     def send(self, path: str, manifest: dict[str, list], deadline_s: float) -> None:
         """Broadcasts what lies in the trainer's memory at `path`. Raises RuntimeError (of torch), ValueError."""

@@ -90,39 +90,6 @@ class Step:
     prefix_hits: int  # tokens, in this step
 
 
-# Stops completions that have lost the thread: a running mean of the sampled tokens' log-probs falls below a threshold.
-#
-# The mean is an exponentially weighted one, started at zero and divided by `1 - decay^t`, so that it is a true weighted mean
-# from the first token on (without the division the zero it starts from hides the first hundred tokens). The rule depends
-# only on the tokens, not on when they arrive: the completion is cut at the token where the rule fired.
-class RunningLogprob:
-    """Watches one completion and says where to cut it."""
-
-    __slots__ = ("threshold", "decay", "min_tokens", "count", "_sum")
-
-    def __init__(self, threshold: float, decay: float = 0.992, min_tokens: int = 64):
-        """Args: threshold: the mean log-prob, in nats, below which to stop; decay: the factor by which a log-prob counts less
-        with each further token; min_tokens: tokens to wait for, since a mean of few is noise."""
-        self.threshold, self.decay, self.min_tokens = threshold, decay, min_tokens
-        self.count = 0  # tokens seen
-        self._sum = 0.0
-
-    @property
-    def mean(self) -> float:
-        """The running mean in nats; 0 before the first token."""
-        return self._sum / (1.0 - self.decay**self.count) if self.count else 0.0
-
-    def update(self, logprobs: Sequence[float]) -> int | None:
-        """Takes the next tokens' log-probs. Returns how many tokens of the completion to keep once the rule has fired,
-        else None. A log-prob that is not a number fires at once."""
-        for logprob in logprobs:
-            self.count += 1
-            self._sum = self.decay * self._sum + (1.0 - self.decay) * logprob
-            if math.isnan(logprob) or (self.count >= self.min_tokens and self.mean < self.threshold):
-                return self.count
-        return None
-
-
 @dataclass(slots=True)
 class Call:
     """Follows one request through one life of the engine."""
@@ -136,17 +103,15 @@ class Call:
     ended_by: str = ""  # "deadline" or "early_stop" once we have asked the engine to end the request
     task: asyncio.Task | None = None  # the task that runs it
     lost: str = ""  # why the engine ended before the request did
-    watch: RunningLogprob | None = None  # the rule of the early stop; None: no early stop
     keep: int | None = None  # tokens to keep, once the early stop has fired
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    _sum: float = field(default=0.0, init=False)  # of the early stop's running mean
 
-    def __post_init__(self):
-        sampling = self.sampling
-        if sampling.early_stop_logprob is not None:
-            self.watch = RunningLogprob(
-                sampling.early_stop_logprob, sampling.early_stop_decay, sampling.early_stop_min_tokens
-            )
+    @property
+    def streams(self) -> bool:
+        """Whether tokens are wanted as they come, since an early stop may follow from them."""
+        return self.sampling.early_stop_logprob is not None
 
     def vllm_params(self) -> dict[str, Any]:
         """Returns what vLLM's `SamplingParams` take, here and on a server."""
@@ -205,16 +170,27 @@ class Call:
             self.task.cancel()
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
-        """Takes what was sampled; returns whether the request shall end now."""
+        """Takes what was sampled; returns whether the request shall end now.
+
+        An early stop ends a completion that has lost the thread: a running mean of its log-probs falls below a threshold,
+        or one is not a number. The mean is an exponentially weighted one, started at zero and divided by `1 - decay^t`, so
+        that it is a true weighted mean from the first token on (without the division the zero it starts from hides the
+        first hundred tokens). The rule depends only on the tokens, not on when they arrive: the completion is cut at the
+        token where it fired.
+        """
+        sampling, before = self.sampling, len(self.tokens)
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
-        if self.watch is None or self.keep is not None:
+        if not self.streams or self.keep is not None:
             return False
-        self.keep = self.watch.update(logprobs)
-        if self.keep is None:
-            return False
-        self.ended_by = self.ended_by or "early_stop"
-        return True
+        decay = sampling.early_stop_decay
+        for count, logprob in enumerate(logprobs, before + 1):
+            self._sum = decay * self._sum + (1.0 - decay) * logprob
+            low = self._sum / (1.0 - decay**count) < sampling.early_stop_logprob
+            if math.isnan(logprob) or (low and count >= sampling.early_stop_min_tokens):
+                self.keep, self.ended_by = count, self.ended_by or "early_stop"
+                return True
+        return False
 
     def completion(
         self, reason: str, spans: Iterable[tuple[str, int, int]], cached: int, prompt_logprobs: Sequence[float] = ()

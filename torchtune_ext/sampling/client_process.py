@@ -201,7 +201,7 @@ class Client:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        kind = RequestOutputKind.DELTA if call.watch is not None else RequestOutputKind.FINAL_ONLY
+        kind = RequestOutputKind.DELTA if call.streams else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**call.vllm_params(), output_kind=kind, skip_clone=True)
         params.flat_logprobs = True
         return params

@@ -25,7 +25,6 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +166,7 @@ class Engine:
         self._evaluation: set[Future] = set()  # of the groups that are drawn for one
         self._thread = LoopThread("torchtune-ext-engine")
         self._janitor: Janitor | None = None
-        self._servers: dict[str, dict[str, Any]] = {}  # what each server said of itself when the run began
+        self._servers: dict[str, dict[str, Any]] = {}  # what each server was when it was met
         self._courier: Any = None  # brings weights to servers over a network
         self._started: Future[float] | None = None  # the seconds that the first start took
         self._closed = False
@@ -215,17 +214,7 @@ class Engine:
         timeout = self.config.start_deadline_s if timeout is None else timeout
         if not wait([self._started], timeout).done:
             raise Late(f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_path}")
-        start_s = self._thread.result(self._started)
-        try:
-            if self.config.address is not None:
-                from torchtune_ext.sampling.server import require_alike
-
-                self._servers.update((core.address, core.facts) for core in self._pool.cores)
-                require_alike(self._servers)
-        except ValueError as error:
-            self.close()
-            raise EngineFailed(f"the engine did not start: {error}") from error
-        return start_s
+        return self._thread.result(self._started)
 
     def close(self) -> None:
         """Ends the engine and all that belongs to it, also in the midst of a restart or a publication. May be called twice.
@@ -385,9 +374,7 @@ class Engine:
         it has proven.
         Raises: as `sample`.
         """
-        groups = partial(self._groups, prompts, n, sampling, Priority.CANARY)
-        groups()  # what does not fit is an error before anything is sent
-        return self._thread.call(self._pool.ask_each(groups))
+        return self._thread.call(self._pool.ask_each(self._groups(prompts, n, sampling, Priority.CANARY)))
 
     def require_own_model(self) -> None:
         """Raises ValueError when a server holds weights that a run has published there, and not those of its folder."""

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -239,12 +240,12 @@ class Pool:
         ):
             raise others[0]
 
-    async def ask_each(self, groups: Callable[[], Sequence[Submission]]) -> list[CanaryAnswer]:
-        """Does what `Engine.canary` says. Args: groups: makes the submissions anew for each engine."""
+    async def ask_each(self, groups: Sequence[Submission]) -> list[CanaryAnswer]:
+        """Does what `Engine.canary` says. Each engine gets groups of its own."""
 
         async def ask(lane: Lane) -> CanaryAnswer | None:
             try:
-                completions = await asyncio.gather(*(self.draw(group, lane) for group in groups()))
+                completions = await asyncio.gather(*(self.draw(replace(group), lane) for group in groups))
                 return CanaryAnswer(lane.name, list(completions), await lane.checksums())
             except CoreLost as error:
                 log.warning(

@@ -82,8 +82,9 @@ class ServerCore(VLLMCore):
         self._session: Any = None
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # the real one is known after the launch
-        self.facts: dict[str, Any] = {}  # what the servers of a run have in common; known after the launch
-        self.peers: dict[str, dict[str, Any]] = {}  # the same of the run's servers when it began; empty at its start
+        self.peers: dict[
+            str, dict[str, Any]
+        ] = {}  # what the servers of the run were when each was met, by their addresses
         self.transfer = "shm"  # how it takes weights: "shm", "nccl" or "gloo"; known after the launch
         self.workers = 1  # of its engine; each takes weights; known after the launch
         self.courier: Courier | None = None  # of all servers of the run, where weights go over a network
@@ -186,14 +187,27 @@ class ServerCore(VLLMCore):
             )
         text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
         # Its folder may lie elsewhere on another machine.
-        self.facts = {"model": Path(model["model"]).name} | {name: text[name] for name in SIZES if name in text}
-        self.facts |= {name: model.get(name) for name in ("max_model_len", "dtype", "logprobs_mode")}
-        if address in self.peers:
-            require_alike({f"{address} when the run began": self.peers[address], address: self.facts})
+        facts = {"model": Path(model["model"]).name} | {name: text[name] for name in SIZES if name in text}
+        facts |= {name: model.get(name) for name in ("max_model_len", "dtype", "logprobs_mode")}
+        self.require_alike(facts)
         self.transfer, self.workers = transfer, parallel.get("world_size") or 1
         self.block = cache["block_size"]
         self.cache_tokens = (cache["num_gpu_blocks"] or 0) * self.block
-        self.vocabulary = self.facts.get("vocab_size") or sys.maxsize  # else the server refuses what is too large
+        self.vocabulary = facts.get("vocab_size") or sys.maxsize  # else the server refuses what is too large
+
+    def require_alike(self, facts: dict[str, Any]) -> None:
+        """Raises ValueError where the server differs from what it was before, or else from the first one of the run."""
+        first, expected = next(iter(self.peers.items()), (self.address, facts))
+        if self.address in self.peers:
+            first, expected = f"{self.address} when the run began", self.peers[self.address]
+        keys = [key for key in {**expected, **facts} if facts.get(key) != expected.get(key)]
+        if keys:
+            has, should = (", ".join(f"{key}={each.get(key)}" for key in keys) for each in (facts, expected))
+            raise Mistake(
+                f"engine.address: {self.address} has {has}, but {first} has {should}; the servers of a run have to be alike: "
+                f"start {self.address} with the model and the flags of {first}, or leave it out"
+            )
+        self.peers[self.address] = facts
 
     def other_model(self) -> str:
         """Says that the server holds another model than that of its folder."""
@@ -231,8 +245,8 @@ class ServerCore(VLLMCore):
             "token_ids": call.prompt,
             "priority": call.priority,
             "cache_salt": self.salt,
-            "stream": call.watch is not None,
-            "stream_options": {"include_usage": True} if call.watch is not None else None,
+            "stream": call.streams,
+            "stream_options": {"include_usage": True} if call.streams else None,
             "sampling_params": call.vllm_params(),
         }
         with call.running(self.calls, lambda: self._abort(call)):
@@ -409,16 +423,3 @@ class ServerCore(VLLMCore):
                 raise
             self.dead = True
             raise CoreLost(f"no connection to {self.address}: {_message(error)}") from error
-
-
-def require_alike(servers: dict[str, dict[str, Any]]) -> None:
-    """Raises ValueError for a server that differs from the first one. Args: servers: the `facts` of each."""
-    (first, expected), *others = servers.items()
-    for address, facts in others:
-        keys = [key for key in {**expected, **facts} if facts.get(key) != expected.get(key)]
-        if keys:
-            has, should = (", ".join(f"{key}={each.get(key)}" for key in keys) for each in (facts, expected))
-            raise Mistake(
-                f"engine.address: {address} has {has}, but {first} has {should}; the servers of a run have to be alike: start "
-                f"{address} with the model and the flags of {first}, or leave it out"
-            )

@@ -335,14 +335,7 @@ class GlooTransfer(CheckedTransfer):
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self.init = init_info
-        self.group = GlooGroup(
-            init_info.master_address,
-            init_info.master_port,
-            rank,
-            init_info.world_size,
-            init_info.group,
-            init_info.deadline_s,
-        )
+        self.group = GlooGroup(init_info, rank)
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
         """Takes what the sender broadcasts. Raises RuntimeError when it does not, and the group is over then."""

@@ -5,8 +5,23 @@ import math
 import numpy as np
 import pytest
 
-from torchtune_ext.sampling.calls import RunningLogprob
+from torchtune_ext.sampling.calls import Call
 from torchtune_ext.sampling.records import SamplingConfig
+
+
+def watched(threshold, decay=0.992, min_tokens=64):
+    rule = dict(early_stop_logprob=threshold, early_stop_decay=decay, early_stop_min_tokens=min_tokens)
+    return Call("1", [1], SamplingConfig(max_tokens=1000, **rule), None, 0)
+
+
+def update(call, logprobs):
+    """How many tokens to keep once the rule has fired."""
+    assert call.add([1] * len(logprobs), logprobs) == (call.keep is not None)
+    return call.keep
+
+
+def mean(call):
+    return call._sum / (1.0 - call.sampling.early_stop_decay ** len(call.tokens))
 
 
 def weighted_mean(values, decay):
@@ -18,36 +33,36 @@ def weighted_mean(values, decay):
 @pytest.mark.parametrize("decay", [0.5, 0.9, 0.992])
 def test_mean_is_the_normalised_weighted_mean(decay):
     values = np.random.default_rng(0).normal(-2, 1, 300)
-    watch = RunningLogprob(-100.0, decay)
+    watch = watched(-100.0, decay)
     for count, value in enumerate(values, 1):
-        assert watch.update([value]) is None
-        assert watch.mean == pytest.approx(weighted_mean(values[:count], decay), rel=1e-9)
+        assert update(watch, [value]) is None
+        assert mean(watch) == pytest.approx(weighted_mean(values[:count], decay), rel=1e-9)
 
 
 def test_constant_logprobs_have_that_mean_from_the_first_token_on():
     """Without bias correction the mean would be -0.04 after one token of -5, and the rule would sleep."""
-    watch = RunningLogprob(-100.0)
+    watch = watched(-100.0)
     for _ in range(50):
-        watch.update([-5.0])
-        assert watch.mean == pytest.approx(-5.0)
+        update(watch, [-5.0])
+        assert mean(watch) == pytest.approx(-5.0)
 
 
 def test_fires_at_the_first_token_below_and_not_before_min_tokens():
-    assert RunningLogprob(-3.0, min_tokens=10).update([-4.0] * 50) == 10
-    assert RunningLogprob(-3.0, min_tokens=10).update([-2.9] * 50) is None
+    assert update(watched(-3.0, min_tokens=10), [-4.0] * 50) == 10
+    assert update(watched(-3.0, min_tokens=10), [-2.9] * 50) is None
     values = [-1.0] * 100 + [-20.0] * 100
     expected = next(t for t in range(1, 201) if weighted_mean(np.array(values[:t]), 0.992) < -3.0 and t >= 64)
     assert 100 < expected < 200
-    assert RunningLogprob(-3.0).update(values) == expected
+    assert update(watched(-3.0), values) == expected
 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 200])
 def test_result_does_not_depend_on_how_tokens_arrive(size):
     values = (np.random.default_rng(1).normal(-2.5, 2, 400)).tolist()
-    whole = RunningLogprob(-2.8, 0.95, 5).update(values)
-    watch, fired = RunningLogprob(-2.8, 0.95, 5), None
+    whole = update(watched(-2.8, 0.95, 5), values)
+    watch, fired = watched(-2.8, 0.95, 5), None
     for start in range(0, 400, size):
-        fired = watch.update(values[start : start + size])
+        fired = update(watch, values[start : start + size])
         if fired is not None:
             break
     assert fired == whole is not None
@@ -55,7 +70,7 @@ def test_result_does_not_depend_on_how_tokens_arrive(size):
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_logprob_that_is_no_number_fires(bad):
-    assert RunningLogprob(-3.0, min_tokens=2).update([-0.1, -0.1, bad, -0.1]) == 3
+    assert update(watched(-3.0, min_tokens=2), [-0.1, -0.1, bad, -0.1]) == 3
 
 
 def test_knobs_are_checked():

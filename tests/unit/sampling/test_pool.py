@@ -311,7 +311,7 @@ def test_an_engine_of_the_pool_that_refuses_weights_is_stale_until_it_takes_them
 def test_the_canary_asks_every_engine_of_the_pool(monkeypatch):
     async def scenario(bench):
         await bench.publish(weights(1), 1)
-        answers = await bench.pool.ask_each(lambda: [bench.group(n=2, priority=Priority.CANARY, seed=0)])
+        answers = await bench.pool.ask_each([bench.group(n=2, priority=Priority.CANARY, seed=0)])
         assert [answer.engine for answer in answers] == ["engine 0", "engine 1", "engine 2"]
         assert [core.drawn for core in bench.now] == [2, 2, 2]
         assert {int(v) for a in answers for group in a.completions for c in group for v in c.versions} == {1}
@@ -321,7 +321,7 @@ def test_the_canary_asks_every_engine_of_the_pool(monkeypatch):
         bench.prepare_core = lambda core, number: core.go_on.clear()
         for core in bench.now:
             core.length = lambda call: 200
-        asked = asyncio.ensure_future(bench.pool.ask_each(lambda: [bench.group(n=2, priority=Priority.CANARY)]))
+        asked = asyncio.ensure_future(bench.pool.ask_each([bench.group(n=2, priority=Priority.CANARY)]))
         await until(lambda: all(core.calls for core in bench.now))
         lost = bench.now[2]
         lost.kill()

@@ -11,7 +11,7 @@ import fake_pools  # noqa: E402
 
 from torchtune_ext.sampling import engine_args  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
-from torchtune_ext.sampling.server import require_alike  # noqa: E402
+from torchtune_ext.sampling.server import ServerCore  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -113,19 +113,26 @@ def test_pool_addresses_are_one_engine_each():
 
 
 def test_servers_of_a_pool_are_alike():
-    first = {"model": "Qwen", "hidden_size": 64, "max_model_len": 512}
-    require_alike({"http://a:1": first, "http://b:2": dict(first)})
-    other = {"model": "Llama", "hidden_size": 32, "max_model_len": 256}
+    peers = {}
+
+    def met(address, **facts):
+        core = ServerCore(EngineConfig(address=address), lambda step: None)
+        core.peers = peers
+        core.require_alike({"model": "Qwen", "hidden_size": 64, "max_model_len": 512} | facts)
+
+    met("http://a:1")
+    met("http://b:2")
     with pytest.raises(ValueError) as caught:
-        require_alike({"http://a:1": first, "http://b:2": first, "http://c:3": other})
+        met("http://c:3", model="Llama", hidden_size=32, max_model_len=256)
     assert (
         "http://c:3 has model=Llama, hidden_size=32, max_model_len=256, but http://a:1 has model=Qwen, hidden_size=64, "
         in str(caught.value)
     )
     with pytest.raises(
-        ValueError, match="http://a:1 has max_model_len=256, but http://a:1 when the run began has max_model_len=512"
+        ValueError, match="http://b:2 has max_model_len=256, but http://b:2 when the run began has max_model_len=512"
     ):
-        require_alike({"http://a:1 when the run began": first, "http://a:1": first | {"max_model_len": 256}})
+        met("http://b:2", max_model_len=256)
+    met("http://b:2")
 
 
 def test_the_limits_of_a_pool_survive_a_resume(monkeypatch):

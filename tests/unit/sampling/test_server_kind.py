@@ -53,7 +53,7 @@ def check(config, **changes):
 
 def test_a_server_that_fits_says_what_it_is():
     core = check(EngineConfig(address=ADDRESS, lora_rank=8))
-    assert core.facts == dict(
+    assert core.peers[ADDRESS] == dict(
         model="m", vocab_size=512, max_model_len=4096, dtype=None, logprobs_mode="processed_logprobs"
     )
     assert (core.transfer, core.workers, core.cache_tokens, core.block, core.vocabulary) == ("gloo", 2, 320, 32, 512)
