@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -138,21 +139,16 @@ class Courier:
                 init = await self._sender.ask("listen", cores[0].transfer, places, world_size, limit_s)
         async with within(limit_s, f"the sender did not bring version {version} to the servers"):
             if init is not None:
-                await self._join(cores, init)
+                joins, ranks = [self._sender.ask("join")], accumulate((core.workers for core in cores), initial=1)
+                for core, rank in zip(cores, ranks, strict=False):
+                    joins.append(core.slow("init_weight_transfer_engine", init_info=init | {"rank_offset": rank}))
+                await together(*joins)
                 self._members = members
             await together(*(core.begin_update(buffer) for core in cores))
             # The servers take what is broadcast meanwhile.
             sending = self._sender.ask("send", buffer.address()["path"], buffer.manifest, limit_s)
             await together(sending, *(core.take(buffer, broadcast=True) for core in cores))
             await together(*(core.finish_update(buffer, version) for core in cores))
-
-    async def _join(self, cores: list[Any], init: dict[str, Any]) -> None:
-        """Lets sender and servers make their group. Args: init: what the first server is told."""
-        joins, rank = [self._sender.ask("join")], 1
-        for core in cores:
-            joins.append(core.slow("init_weight_transfer_engine", init_info=init | {"rank_offset": rank}))
-            rank += core.workers
-        await together(*joins)
 
     async def _answering(self, parcels: list[Parcel], error: Exception) -> list[Parcel]:
         """Returns those whose servers are worth another try, and gives the others up."""

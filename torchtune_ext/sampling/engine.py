@@ -1,20 +1,14 @@
 """The sampler: one engine, or several, for the whole run, behind plain blocking calls.
 
     engine = Engine(model_dir, EngineConfig(max_model_len=1024), run_dir)
-    # The engine's process begins; the model is loaded there while the trainer sets itself up.
     engine.start()
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
-    engine.wait_ready(600)
     groups = engine.sample([[1, 2, 3], [4, 5]], n=16, sampling=SamplingConfig(max_tokens=256, seed=1))
-    tokens, logprobs = groups[1][15].tokens, groups[1][15].logprobs
-    # All tokens that are sampled from here on come from the new weights.
     engine.publish(model.named_parameters(), version=1)
-    engine.close()
 
-Inside lives one thread with an asyncio loop. It shares groups out among the engines (`pool.py`; one is the usual case) and
-feeds each (vLLM by default) as many requests as its throttle allows, and keeps it alive
-(`lane.py`). vLLM's client is in a process of its own (`vllm_core.py`). All methods may be called from any thread, also
-at the same time.
+docs/sampling.md says what all of it does. Inside lives one thread with an asyncio loop. It shares groups out among the engines
+(`pool.py`; one is the usual case), feeds each (vLLM by default) as many requests as its throttle allows, and keeps it alive
+(`lane.py`). vLLM's client is in a process of its own (`vllm_core.py`). All methods may be called from any thread, also at the
+same time.
 """
 
 import asyncio
@@ -185,11 +179,7 @@ class Engine:
         if self._started is not None or self._closed:
             raise Failure("Engine.start: an engine is started once; make a new one")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        if self.config.address is not None:
-            from torchtune_ext.sampling.courier import Courier
-
-            self._courier = Courier(self.log_path)
-        self._janitor, began = Janitor(), time.monotonic()
+        self._janitor = Janitor()
         close = weakref.WeakMethod(self.close)
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
@@ -200,7 +190,7 @@ class Engine:
         except (ValueError, OSError) as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
-        self._started = self._thread.submit(self._come_up(began))
+        self._started = self._thread.submit(self._pool.start())
         if self.config.sleep:
             # So the engine measures the GPU before the trainer has taken its part, and the trainer then finds it free.
             self.wait_ready()
@@ -259,11 +249,7 @@ class Engine:
         return self._pool.version
 
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        sampling: SamplingConfig,
-        priority: Priority = Priority.SAMPLE,
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig, priority: Priority = Priority.SAMPLE
     ) -> list[list[Completion]]:
         """Draws `n` completions of each prompt, and waits for them. The prompts are groups 0, 1, ... (see `submit`).
 
@@ -402,16 +388,18 @@ class Engine:
 
     # -- inside the loop's thread -------------------------------------------------------------------------------------
 
-    async def _come_up(self, began: float) -> float:
-        await self._pool.start()
-        return time.monotonic() - began
-
     def _make_core(self, lane: Lane) -> Core:
         """Makes a life of an engine, the first one or a later one. Raises OSError when nobody could clean up after it."""
         log_path = self.log_path.with_name(self.log_path.name.replace("*", str(lane.number)))
-        core = self._backend(self.model_dir, lane.config, log_path, self._janitor.folder, lane.on_step)
-        if lane.config.address is not None:
+        if lane.config.address is not None and self._backend is RemoteCore:
+            # Connections to servers, and how weights travel there, are of no use to a run with an engine of its own.
+            from torchtune_ext.sampling.server import Courier, ServerCore
+
+            self._courier = self._courier or Courier(self.log_path)
+            core = ServerCore(lane.config, lane.on_step)
             core.peers, core.courier = self._servers, self._courier
+        else:
+            core = self._backend(self.model_dir, lane.config, log_path, self._janitor.folder, lane.on_step)
         try:
             self._janitor.guard([other.group for other in self._pool.cores] + [core.group])
         except BaseException:
@@ -420,17 +408,7 @@ class Engine:
         return core
 
 
-def vllm(model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]) -> Core:
-    """Connects to a server when `engine.address` names one, and otherwise starts an engine of our own."""
-    if config.address is not None:
-        # Connections to servers, and how weights travel there, are of no use to a run with an engine of its own.
-        from torchtune_ext.sampling.server import ServerCore
-
-        return ServerCore(config, on_step)
-    return RemoteCore(model_dir, config, log_path, temp_dir, on_step)
-
-
-BACKENDS: dict[str, Backend] = {"vllm": vllm}
+BACKENDS: dict[str, Backend] = {"vllm": RemoteCore}
 
 
 def find_backend(name: str) -> Backend:

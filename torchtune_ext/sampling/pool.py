@@ -10,6 +10,7 @@ and says so; it fails when none is.
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,8 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torchtune_ext.sampling.calls import Core, CoreLost, Submission, fetch_error, together
 from torchtune_ext.sampling.engine_args import engine_configs
-from torchtune_ext.sampling.health import State
-from torchtune_ext.sampling.lane import COUNTS, LOOK_S, Lane
+from torchtune_ext.sampling.lane import COUNTS, LOOK_S, Lane, State
 from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats
 from torchtune_ext.sampling.weight_buffer import Buffers
 
@@ -44,7 +44,7 @@ class Pool:
             self.lanes.append(lane)
         self._groups: set[Submission] = set()  # under way
         self._homes: WeakKeyDictionary[object, Lane] = WeakKeyDictionary()  # where the turns of conversations go
-        self._begun = False  # whether all have come up once
+        self._prepared, self._begun = 0.0, False  # when the first lives began; whether all have come up once
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
@@ -99,16 +99,18 @@ class Pool:
 
     async def prepare(self) -> None:
         """Begins the first life of each engine. None is waited for."""
+        self._prepared = time.monotonic()
         for lane in self.lanes:
             lane.core = self.make_core(lane)
 
-    async def start(self) -> None:
-        """Brings all engines up at the same time. Raises EngineFailed for the first that cannot come up: here that is a mistake
-        of the config, mostly."""
+    async def start(self) -> float:
+        """Brings all engines up at the same time. Returns the seconds that it took since `prepare`. Raises EngineFailed for the
+        first that cannot come up: here that is a mistake of the config, mostly."""
         await asyncio.gather(*(lane.start() for lane in self.lanes))
         for lane in self.lanes:
             await lane.ready()
         self._begun = True
+        return time.monotonic() - self._prepared
 
     def refuse(self) -> None:
         """Ends all engines at once, from any thread: those that come up, too, and there will be no others."""
@@ -235,10 +237,9 @@ class Pool:
         """Makes all engines give their GPU memory back, those that just come up, too. Raises EngineFailed when none is left."""
         work = [lane.sleep() for lane in self.left or self.lanes]
         errors = [error for error in await asyncio.gather(*work, return_exceptions=True) if error is not None]
-        if others := [error for error in errors if not isinstance(error, EngineFailed)] or (
-            errors if not self.left else []
-        ):
-            raise others[0]
+        refused = [error for error in errors if not isinstance(error, EngineFailed)]
+        if refused or (errors and not self.left):
+            raise (refused or errors)[0]
 
     async def ask_each(self, groups: Sequence[Submission]) -> list[CanaryAnswer]:
         """Does what `Engine.canary` says. Each engine gets groups of its own."""
@@ -248,11 +249,8 @@ class Pool:
                 completions = await asyncio.gather(*(self.draw(replace(group), lane) for group in groups))
                 return CanaryAnswer(lane.name, list(completions), await lane.checksums())
             except CoreLost as error:
-                log.warning(
-                    "%s did not answer the canary (%s): it serves again once it has proven its weights",
-                    lane.name,
-                    error,
-                )
+                said = "%s did not answer the canary (%s): it serves again once it has proven its weights"
+                log.warning(said, lane.name, error)
                 return None
 
         answers: list[CanaryAnswer] = []

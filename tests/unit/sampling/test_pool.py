@@ -17,7 +17,7 @@ from fake_cores import CONFIG, until, weights  # noqa: E402
 from fake_pools import run, states  # noqa: E402
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.health import State  # noqa: E402
+from torchtune_ext.sampling.lane import State  # noqa: E402
 from torchtune_ext.sampling.pool import Pool  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed, Priority  # noqa: E402
 

@@ -10,7 +10,7 @@ from fake_cores import until, weights  # noqa: E402
 from fake_pools import run, states  # noqa: E402
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.health import State  # noqa: E402
+from torchtune_ext.sampling.lane import State  # noqa: E402
 from torchtune_ext.sampling.records import WeightsIncomplete  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)

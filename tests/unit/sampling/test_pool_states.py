@@ -17,7 +17,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from torchtune_ext.sampling import weight_buffer  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.health import NEXT, Health, State  # noqa: E402
+from torchtune_ext.sampling.lane import NEXT, Health, State  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
