@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from torchtune_ext.run import janitor
 from torchtune_ext.run.parent import environment, how_it_ended
@@ -34,20 +37,14 @@ def log_tail(log: Path, start: int, lines: int = 30) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-def session_cpu_seconds(session: int) -> float:
-    """Returns the seconds of CPU time that the processes of a session have used until now, but for the one that leads it."""
-    ticks = 0
-    for folder in os.scandir("/proc"):
-        if folder.name.isdigit() and int(folder.name) != session:
-            try:
-                # The name in the brackets is whatever its process has called itself, so it is taken as bytes.
-                fields = Path(folder.path, "stat").read_bytes().rsplit(b")", 1)[1].split()
-            except OSError:
-                continue  # it has ended meanwhile
-            # The fourth field is the session.
-            if int(fields[3]) == session:
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+def descendants_cpu_seconds(pid: int) -> float:
+    """Returns the seconds of CPU time that the processes which a process has started, and theirs, have used until now."""
+    used = 0.0
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                used += sum(child.cpu_times()[:2])
+    return used
 
 
 # Messages between two processes of the sampler are pickled lists with their length before them, over a socket pair.

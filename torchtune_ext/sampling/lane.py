@@ -1,16 +1,7 @@
 """One engine of a run: the requests on their way to it, and its lives. It is started, watched, and started again with the
 current weights when it is lost.
 
-What can happen to the engine, and how it is noticed:
-
-    its process dies           vLLM fails the requests at once; the watch sees it within `TICK_S`, in a sleep who wants it
-    its process hangs or is    it makes no step and does not answer a ping within `probe_deadline_s`; it is killed
-    stopped
-    a weight update fails      the model is left half-loaded; the engine is ended
-    it answers, but makes no   no step for `WEDGED` times `probe_deadline_s` while requests wait for it; it is killed
-    step any more
-    it does not come up        `launch` fails; at the very first start that is final (a wrong configuration, mostly)
-
+What can happen to the engine, and how it is noticed, is in docs/sampling.md, "When the engine fails".
 Requests that were under way are repeated, with the same seeds: by another engine, where one serves. After `max_failures`
 failures without a finished request between them the lane gives up (the engine is retired, see `Health`), and everybody
 who waits for the engine gets `EngineFailed`. A life that replaces another one serves once it has proven which weights it
@@ -470,14 +461,13 @@ class Lane:
     async def _give_up(self, why: str, tail: str | None = None, cause: Exception | None = None) -> None:
         """Ends the present life for good, and tells all who wait. Args: tail: end of its log; cause: the error behind it."""
         core, self.core = self.core, None
-        self.failed = EngineFailed(why)
+        tail = core.log_tail() if tail is None and core is not None else tail
+        self.failed = EngineFailed(f"{why}\n--- end of the engine's log ---\n{tail or '(empty)'}")
+        self.failed.__cause__ = cause
         try:
             if core is not None:
-                tail = core.log_tail() if tail is None else tail
                 await core.stop()
         finally:
-            self.failed = EngineFailed(f"{why}\n--- end of the engine's log ---\n{tail or '(empty)'}")
-            self.failed.__cause__ = cause
             self._changed.set()
             self.health.become(State.RETIRED, why)
 

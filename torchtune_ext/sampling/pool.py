@@ -84,14 +84,11 @@ class Pool:
             return
         if state is State.RETIRED and self.left and self._begun:
             why = lane.health.cause.removeprefix(f"{lane.name} ")
-            log.warning(
-                "%s is retired (%s); the run goes on with %d of %d", lane.name, why, len(self.left), len(self.lanes)
-            )
+            said = "%s is retired (%s); the run goes on with %d of %d"
+            log.warning(said, lane.name, why, len(self.left), len(self.lanes))
         elif state is State.DEAD and others and self._load(lane):
-            left = len(self.serving)
-            log.warning(
-                "%s is lost; its requests go to %s meanwhile", lane.name, "the other" if left == 1 else f"{left} others"
-            )
+            left = "the other" if len(self.serving) == 1 else f"{len(self.serving)} others"
+            log.warning("%s is lost; its requests go to %s meanwhile", lane.name, left)
         if not lane.serves and others:
             lane.throttle.withdraw()
 

@@ -12,10 +12,7 @@ import numpy as np
 from torchtune_ext.run.errors import Failure, Mistake
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a rank between is padded to the next
-
-
 TRANSFERS = ("auto", "shm", "nccl", "gloo")
-
 CANARY_REQUESTS = 32  # at most in flight; a step of an engine has rows for them besides those of `max_num_seqs`
 
 

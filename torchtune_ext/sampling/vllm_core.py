@@ -7,30 +7,20 @@ other's lock."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
-from torchtune_ext.sampling.child_process import ChildProcess, log_tail, session_cpu_seconds
+from torchtune_ext.sampling.child_process import ChildProcess, descendants_cpu_seconds, log_tail
 from torchtune_ext.sampling.engine_args import engine_environment, one_machine
 from torchtune_ext.sampling.records import Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 CLIENT = "torchtune_ext.sampling.client_process"
 ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an update was begun and never finished
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """Inside, the engine stands still with weights that may be half loaded: whatever goes wrong, this life is over."""
-    try:
-        yield
-    except ValueError as error:
-        raise CoreLost(f"the engine refused an update that had begun: {error}") from error
 
 
 class VLLMCore:
@@ -77,7 +67,7 @@ class VLLMCore:
             await self.slow("wake_up", tags=["weights"])
         await self.prepare(buffers)
         started = time.monotonic()
-        with paused():
+        try:
             await self.quick("pause_generation", mode="keep", clear_cache=False)
             if self.config.kv_on_publish == "recompute":
                 # It throws out all requests in flight, whose keys and values are then computed again.
@@ -96,6 +86,9 @@ class VLLMCore:
                 await self.slow("wake_up", tags=["kv_cache", "scheduling"])
                 self.asleep = 0
             await self.quick("resume_generation")
+        except ValueError as error:
+            # It stands still with weights that may be half loaded: this life is over.
+            raise CoreLost(f"the engine refused an update that had begun: {error}") from error
         return time.monotonic() - started, loaded - loading
 
     async def prepare(self, buffers: Sequence[WeightBuffer]) -> None:
@@ -172,7 +165,7 @@ class RemoteCore(ChildProcess, VLLMCore):
         environ |= {"VLLM_RPC_BASE_PATH": temp_dir}
         first = [model_dir, config]
         ChildProcess.__init__(self, "the engine's client", CLIENT, log_path, self._hear, first, environ)
-        self.cpu_seconds = partial(session_cpu_seconds, self.group)  # without the client
+        self.cpu_seconds = partial(descendants_cpu_seconds, self.group)  # without the client
 
     def configure(self) -> None:
         """Lets the client import vLLM and make its configuration, and waits for that. Raises ValueError when vLLM refuses the

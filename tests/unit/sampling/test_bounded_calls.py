@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("torch")
 
 from torchtune_ext.sampling.calls import CoreLost, bounded  # noqa: E402
-from torchtune_ext.sampling.vllm_core import paused  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,8 +59,3 @@ def test_the_error_of_a_call_that_was_given_up_is_fetched(way, complaints):
 
     asyncio.run(scenario())
     assert not complaints()
-
-
-def test_an_update_that_is_refused_half_way_ends_this_life():
-    with pytest.raises(CoreLost, match="refused an update that had begun: no such route"), paused():
-        raise ValueError("no such route")

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from waiting import wait_until  # noqa: E402
 
 from torchtune_ext.run.parent import how_it_ended  # noqa: E402
-from torchtune_ext.sampling.child_process import session_cpu_seconds  # noqa: E402
+from torchtune_ext.sampling.child_process import descendants_cpu_seconds  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,22 +26,22 @@ def test_how_the_process_ended():
     assert how_it_ended(None, "it").startswith("vLLM gave the engine up")
 
 
-def test_cpu_time_of_a_session_without_its_leader():
+def test_cpu_time_of_descendants_without_their_ancestor():
     command = ["sh", "-c", "python3 -c 'while True: pass' & wait"]
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
-            wait_until(lambda: session_cpu_seconds(process.pid) > 0.1)
+            wait_until(lambda: descendants_cpu_seconds(process.pid) > 0.1)
             os.killpg(process.pid, signal.SIGSTOP)
             time.sleep(0.1)
-            frozen = session_cpu_seconds(process.pid)
+            frozen = descendants_cpu_seconds(process.pid)
             time.sleep(0.3)
-            assert session_cpu_seconds(process.pid) == frozen
+            assert descendants_cpu_seconds(process.pid) == frozen
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     command = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as leader:
         leader.stdout.readline()
-        assert session_cpu_seconds(leader.pid) == 0
+        assert descendants_cpu_seconds(leader.pid) == 0
         leader.kill()
 
 
@@ -56,6 +56,6 @@ def test_cpu_time_beside_a_process_with_a_strange_name(tmp_path):
         try:
             strange = int(process.stdout.readline())
             assert b"\xff) (\xfe" in Path(f"/proc/{strange}/stat").read_bytes()
-            wait_until(lambda: session_cpu_seconds(process.pid) > 0)
+            wait_until(lambda: descendants_cpu_seconds(process.pid) > 0)
         finally:
             os.killpg(process.pid, signal.SIGKILL)

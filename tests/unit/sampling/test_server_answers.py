@@ -105,6 +105,13 @@ def test_a_cache_that_was_not_cleared_ends_the_connection(core, monkeypatch, wei
     assert "/update_weights" not in asked and "/resume" not in asked
 
 
+def test_an_update_that_is_refused_half_way_ends_this_life(core, monkeypatch, weights):
+    asked = answers(monkeypatch, core, {"/update_weights": ValueError("no such route")})
+    with pytest.raises(CoreLost, match="refused an update that had begun: no such route"):
+        asyncio.run(core.load([weights], 1))
+    assert "/resume" not in asked
+
+
 def test_kept_keys_and_values_are_found_by_no_later_request(core, monkeypatch, weights):
     core.config = replace(core.config, kv_on_publish="keep")
     asked = answers(monkeypatch, core, {})
