@@ -127,9 +127,8 @@ class Courier:
         limit_s = min(core.config.rpc_deadline_s for core in cores)
         members = [(core.address, core.life) for core in cores]
         if self._members and members != self._members:
-            await (
-                self._kill()
-            )  # a sender is in one group, and nobody knows what one is worth whose members have changed
+            # A sender is in one group, and nobody knows what one is worth whose members have changed.
+            await self._kill()
         self.start()
         init = None
         if members != self._members:

@@ -82,9 +82,7 @@ class ServerCore(VLLMCore):
         self._session: Any = None
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # the real one is known after the launch
-        self.peers: dict[
-            str, dict[str, Any]
-        ] = {}  # what the servers of the run were when each was met, by their addresses
+        self.peers: dict[str, dict[str, Any]] = {}  # what each server of the run was when it was met, by address
         self.transfer = "shm"  # how it takes weights: "shm", "nccl" or "gloo"; known after the launch
         self.workers = 1  # of its engine; each takes weights; known after the launch
         self.courier: Courier | None = None  # of all servers of the run, where weights go over a network
