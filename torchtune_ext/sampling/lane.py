@@ -179,7 +179,7 @@ class Lane:
                 f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
             )
         # The few tokens of a canary say nothing of how long samples get.
-        if group.priority is not Priority.CANARY:
+        if group.priority is not Priority.CANARY and not self.throttle.controller.known:
             prompt, most = len(group.prompt), group.sampling.max_tokens
             self.throttle.controller.expect(core.cache_tokens, prompt, most, group.n, core.block)
             self.throttle.admit()

@@ -169,8 +169,9 @@ class Throttle:
 
     def admit(self) -> None:
         """Lets in for whom there are places, once there are more. With fewer, those who hold one keep it."""
+        size = self.size
         for queue in self._queues.values():
-            while queue and self.held < self.size:
+            while queue and self.held < size:
                 turn = queue.popleft()
                 if not turn.done():
                     self.held += 1
