@@ -2,7 +2,7 @@
 
 import random
 
-from torchtune_ext.measured.matmul.archive import Archive, Entry, entry_of
+from torchtune_ext.measured.matmul.archive import Archive, Entry
 from torchtune_ext.measured.matmul.family import Family
 
 MACHINE = "Imaginary CPU @ 3.00GHz, 2 cores, x86_64, Linux 6.1"
@@ -26,7 +26,7 @@ def made_up_entries(
         found = min(steps, 1 + int(steps * rng.random() * (1 + len(program.techniques)) / 6))
         spread = rng.uniform(0.002, 0.03)
         entries.append(
-            entry_of(machine, kernel, size, program.techniques, program.source, ratio, spread, 1.7 * ratio, found)
+            Entry(machine, kernel, size, program.techniques, program.source, ratio, spread, 1.7 * ratio, found)
         )
     return entries
 

@@ -11,7 +11,7 @@ from torchtune_ext.measured import grading
 from torchtune_ext.measured.check import extract
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.matmul import stages
-from torchtune_ext.measured.matmul.archive import entry_of
+from torchtune_ext.measured.matmul.archive import Entry
 from torchtune_ext.measured.matmul.family import Family
 from torchtune_ext.measured.matmul.prompts import messages
 from torchtune_ext.measured.matmul.task import Matmul, problem_of
@@ -36,7 +36,7 @@ class Few:
     def __getitem__(self, index: int) -> Problem:
         kernel, stage = Dgemm(SIZES[index % 2]), list(stages.STAGES)[index // 2 % len(stages.STAGES)]
         program, shown = PROGRAMS[index % len(PROGRAMS)], PROGRAMS[index * 7 // 12 % len(PROGRAMS)]
-        elite = entry_of(MACHINE, kernel.name, kernel.timed, shown.techniques, shown.source, 1.9, 0.1, 1.0, 1)
+        elite = Entry(MACHINE, kernel.name, kernel.timed, shown.techniques, shown.source, 1.9, 0.1, 1.0, 1)
         # A program is found anew in each prompt with one, so the answer does not hang on what is shown.
         asked = messages(kernel, stage, elite if index // 12 % 2 else None)
         return Problem(f"{problem_of(kernel)}/{stage}/{index}", asked, f"```c\n{program.source}```")

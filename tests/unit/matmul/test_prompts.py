@@ -9,7 +9,7 @@ pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured.kernel import prototype
 from torchtune_ext.measured.kernels import KERNELS, Dgemm
-from torchtune_ext.measured.matmul.archive import entry_of
+from torchtune_ext.measured.matmul.archive import Entry
 from torchtune_ext.measured.matmul.prompts import messages, pareval_question, short_messages
 from torchtune_ext.measured.matmul.stages import STAGES, permitted
 from torchtune_ext.measured.techniques import TECHNIQUES
@@ -36,7 +36,7 @@ def test_everything_is_said(kernel, stage):
 
 
 def test_an_elite_is_shown_with_its_speed():
-    elite = entry_of("m", "dgemm", Dgemm().timed, ["blocking"], "void dgemm() { /* fast */ }\n", 3.14159, 0.01, 6.0, 1)
+    elite = Entry("m", "dgemm", Dgemm().timed, ["blocking"], "void dgemm() { /* fast */ }\n", 3.14159, 0.01, 6.0, 1)
     said = text(Dgemm(), "blocking", elite)
     assert "```c\nvoid dgemm() { /* fast */ }\n```" in said and "3.1 times as fast" in said
     with pytest.raises(ValueError, match="dgemm does not help with gemv"):

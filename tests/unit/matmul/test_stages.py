@@ -80,7 +80,7 @@ def test_problems_do_not_touch_each_other(a, b, seed):
         alone.observe("a", each)
     if a:
         assert together.state_dict()["problems"]["a"] == alone.state_dict()["problems"]["a"]
-    assert sum(together.counts().values()) == bool(a) + bool(b)
+    assert len(together.state_dict()["problems"]) == bool(a) + bool(b)
 
 
 class Learner:
@@ -172,7 +172,7 @@ def test_nobody_falls_below_the_first_stage_or_leaves_it_without_enough():
     curriculum = Curriculum()
     assert all(curriculum.observe("p", Visit(0.0)) is None for _ in range(300))
     assert all(curriculum.observe("q", Visit(HALFWAY - 0.01, 1.0)) is None for _ in range(300))
-    assert curriculum.counts()["none"] == 2 and curriculum.stage("never seen") == "none"
+    assert {curriculum.stage(name) for name in ("p", "q", "never seen")} == {"none"}
 
 
 def test_a_rise_keeps_a_problem_where_it_is_until_it_has_had_its_time():
@@ -197,8 +197,6 @@ def test_bad_arguments():
         Curriculum(["none", "everything"])
     with pytest.raises(ValueError, match="each once"):
         Curriculum(["none", "none"])
-    with pytest.raises(ValueError, match="correct=1.2"):
-        Visit(1.2)
     saved = Curriculum(["none", "all"]).state_dict()
     with pytest.raises(ValueError, match="begin anew"):
         Curriculum().load_state_dict(saved)

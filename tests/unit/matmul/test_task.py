@@ -20,7 +20,7 @@ from torchtune_ext.groups import Group, graded, group_json, group_of
 from torchtune_ext.measured.machine import fingerprint
 from torchtune_ext.measured.matmul import Matmul
 from torchtune_ext.measured.matmul import task as its
-from torchtune_ext.measured.matmul.archive import FILE, Archive, entry_of
+from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry
 from torchtune_ext.measured.matmul.rewards import failure
 from torchtune_ext.measured.matmul.stages import FALL_WINDOW, WINDOW, permitted
 from torchtune_ext.measured.results import BenchError, Result
@@ -53,7 +53,7 @@ def fenced(number):
 
 
 def entry(number, ratio=2.0, techniques=ORDER, machine=HERE, size=SIZE, kernel="dgemm", found=1):
-    return entry_of(machine, kernel, size, techniques, program(number), ratio, 0.02, ratio, found)
+    return Entry(machine, kernel, size, techniques, program(number), ratio, 0.02, ratio, found)
 
 
 def saved(folder, *entries):

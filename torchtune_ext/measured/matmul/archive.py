@@ -5,7 +5,7 @@ paper (arXiv 2602.12049) names the idea and describes no archive; cells and rule
 
 A measured speed is an interval. The elite of a cell is the oldest program that is not surely slower than another one: it is
 replaced only by a program whose interval lies above its own, so noise replaces nothing. What an archive holds is a
-function of the set of entries, and not of the order in which they came or were merged.
+function of the set of entries, and not of the order in which they came.
 """
 
 import json
@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from torchtune_ext.measured.kernel import Size
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import write_atomic
 
@@ -61,8 +60,9 @@ class Entry:
                 raise Mistake(f"{name}={getattr(self, name)} must be a number above 0")
         if not 0 <= self.spread < 1:
             raise Mistake(f"spread={self.spread} is half of an interval as a share of the ratio: from 0 to below 1")
-        if list(self.techniques) != sorted(set(self.techniques)):
-            raise Mistake(f"techniques={self.techniques} must be sorted, each once")
+        # Whatever they were given as, so that equal entries are equal.
+        object.__setattr__(self, "size", tuple((name, int(number)) for name, number in dict(self.size).items()))
+        object.__setattr__(self, "techniques", tuple(sorted(set(self.techniques))))
 
     @property
     def cell(self) -> Cell:
@@ -82,31 +82,6 @@ class Entry:
         """Orders entries: the oldest first. Those of one step are ordered by what they hold."""
         held = (self.source, self.ratio, self.spread, self.gflops)
         return self.found, sha256(self.source.encode("utf-8", "replace")).hexdigest(), held
-
-
-def entry_of(
-    machine: str,
-    kernel: str,
-    size: Size,
-    techniques: Iterable[str],
-    source: str,
-    ratio: float,
-    spread: float,
-    gflops: float,
-    found: int,
-) -> Entry:
-    """Makes an entry from the answers of a checker and a timer. Raises as `Entry` does."""
-    return Entry(
-        machine,
-        kernel,
-        tuple((name, int(number)) for name, number in size.items()),
-        tuple(sorted(set(techniques))),
-        source,
-        float(ratio),
-        float(spread),
-        float(gflops),
-        int(found),
-    )
 
 
 class Archive:
@@ -132,12 +107,6 @@ class Archive:
         cell = entry.cell
         self._cells[cell] = _kept([*self._cells.get(cell, ()), entry])
         return self._cells[cell][0] == entry
-
-    def merge(self, other: "Archive") -> None:
-        """Adds all programs of another archive. The order of merging makes no difference."""
-        for entries in other._cells.values():
-            for entry in entries:
-                self.add(entry)
 
     def cells(self) -> dict[Cell, Entry]:
         """Returns the elite of each cell, in the order of the cells."""
@@ -281,5 +250,4 @@ def _entry(record: Mapping) -> Entry:
     texts = [record["machine"], record["kernel"], record["source"], *record["techniques"]]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a number where a text should be")
-    size = tuple((str(name), int(number)) for name, number in record["size"])
-    return Entry(**{**record, "size": size, "techniques": tuple(record["techniques"])})
+    return Entry(**{**record, "size": {str(name): number for name, number in record["size"]}})

@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtune_ext.measured.matmul.writers import DGEMM, ZERO, Draft, Writer
-from torchtune_ext.measured.matmul.writers_others import GEMV, REDUCTION, STENCIL
+from torchtune_ext.measured.matmul.writers import DGEMM, GEMV, REDUCTION, STENCIL, ZERO, Writer
 from torchtune_ext.run.errors import Mistake
 
 WRITERS: Mapping[str, Mapping[Writer, int]] = {"dgemm": DGEMM, "gemv": GEMV, "stencil": STENCIL, "reduction": REDUCTION}
@@ -76,12 +75,10 @@ UNCLOSED = Fault("the block of code is not closed", "format", r"\A", "")
 class Program:
     """One program of a family."""
 
-    index: int
     kernel: str
     source: str
     outcome: str  # what the checker says of `text`
     techniques: frozenset[str]  # that it uses, or did before it was broken
-    words: str
 
     @property
     def text(self) -> str:
@@ -128,17 +125,12 @@ class Family:
             raise IndexError(f"program {index} of {ENDLESS}")
         rng = random.Random(f"{self.kernel}/{self.seed}/{index}")
         (writer,) = rng.choices(self._writers, self._weights)
-        draft = writer(rng)
-        if rng.random() >= self.broken:
-            return Program(index, self.kernel, draft.source, "ok", draft.techniques, draft.words)
-        fault = _fault(rng, draft)
-        source = break_by(fault, draft.source)
-        return Program(index, self.kernel, source, fault.outcome, draft.techniques, f"{draft.words}; {fault.words}")
-
-
-def describe(program: Program) -> str:
-    """Says in a line what a program is and what becomes of it: "dgemm 7: loops ilj into C, threads [ok]"."""
-    return f"{program.kernel} {program.index}: {program.words} [{program.outcome}]"
+        source, techniques = writer(rng)
+        outcome = "ok"
+        if rng.random() < self.broken:
+            fault = _fault(rng, source)
+            source, outcome = break_by(fault, source), fault.outcome
+        return Program(self.kernel, source, outcome, frozenset(techniques))
 
 
 def fits(fault: Fault, source: str) -> bool:
@@ -153,11 +145,11 @@ def break_by(fault: Fault, source: str) -> str:
     return source[: place.start()] + place.expand(fault.replacement) + source[place.end() :]
 
 
-def _fault(rng: random.Random, draft: Draft) -> Fault:
+def _fault(rng: random.Random, source: str) -> Fault:
     # Compilers and wrong numbers are what a model stumbles over most; each way there is as likely as another.
     by_outcome: dict[str, list[Fault]] = {}
     for fault in (*FAULTS, UNCLOSED):
-        if fits(fault, draft.source):
+        if fits(fault, source):
             by_outcome.setdefault(fault.outcome, []).append(fault)
     outcomes = sorted(by_outcome)
     weights = [1 if outcome in ("format", "forbidden", "runtime_error") else 4 for outcome in outcomes]

@@ -67,18 +67,10 @@ def permitted(stage: str) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One group of samples of a problem.
-
-    Raises:
-        ValueError: the share is not from 0 to 1.
-    """
+    """One group of samples of a problem."""
 
     correct: float  # share of the samples that could be checked whose program is right and permitted
     speed: float | None = None  # mean log2 of how many times faster than naive the right ones are; None: none was timed
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.correct <= 1.0:
-            raise Mistake(f"correct={self.correct} is a share of the samples: give a number from 0 to 1")
 
 
 @dataclass(slots=True)
@@ -121,13 +113,6 @@ class Curriculum:
     def stage(self, problem: str) -> str:
         """Returns the stage of a problem; one that was never seen is at the first."""
         return self.stages[self._problems[problem].stage if problem in self._problems else 0]
-
-    def counts(self) -> dict[str, int]:
-        """Returns how many of the problems seen so far are at each stage."""
-        numbers = dict.fromkeys(self.stages, 0)
-        for state in self._problems.values():
-            numbers[self.stages[state.stage]] += 1
-        return numbers
 
     def observe(self, problem: str, visit: Visit) -> Move | None:
         """Takes in one group of a problem. Returns the move to another stage, if there is one.

@@ -14,14 +14,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torchtune_ext.measured import service
 from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import extract
-from torchtune_ext.measured.grading import MeasuredTask
+from torchtune_ext.measured.grading import MeasuredTask, score_of
 from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.machine import fingerprint
-from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry, entry_of
+from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry
 from torchtune_ext.measured.matmul.prompts import Messages, messages, pareval_question, short_messages
 from torchtune_ext.measured.matmul.rewards import KINDS, Measured, reward
 from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Move, Visit, permitted
@@ -155,7 +154,7 @@ class Matmul(MeasuredTask):
         """Returns what a program is worth, and what was measured of it."""
         timing = result.timing
         speed = None if timing is None else Measured(timing.gflops, timing.ratio, timing.peak_share)
-        return service.score(result, reward(result.outcome, speed, self._reward))
+        return score_of(result, reward(result.outcome, speed, self._reward))
 
     def measure_again(self, bench: Bench | RayBench) -> None:
         """Measures programs that another machine has measured, where the archive may hold some (`others="measure"`).
@@ -172,7 +171,7 @@ class Matmul(MeasuredTask):
         for entry, future in waiting:
             result = future.result()
             if result.timing is not None:
-                self._keep(self._of(entry), entry.source, service.score(result, 0.0), entry.found)
+                self._keep(self._of(entry), entry.source, score_of(result, 0.0), entry.found)
 
     # What was observed -----------------------------------------------------------------------------------------------
 
@@ -223,19 +222,8 @@ class Matmul(MeasuredTask):
         # A program that was timed in one block only, or hardly, could never be replaced by one that is surely faster.
         if 0 < spread < 1:
             used = [word for word in score.facts["techniques"].split(",") if word]
-            self.archive.add(
-                entry_of(
-                    self.machine,
-                    kernel.name,
-                    kernel.timed,
-                    used,
-                    source,
-                    parts["speedup"],
-                    spread,
-                    parts["gflops"],
-                    step,
-                )
-            )
+            speed = parts["speedup"], spread, parts["gflops"]
+            self.archive.add(Entry(self.machine, kernel.name, kernel.timed, used, source, *speed, step))
 
     def _write(self, folder: Path) -> None:
         try:

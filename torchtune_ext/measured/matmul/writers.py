@@ -1,4 +1,4 @@
-"""Writes programs for C = A B: short ones, in the manner of people who optimize by hand.
+"""Writes programs for the kernels, most of them for C = A B: short ones, in the manner of people who optimize by hand.
 
 Each writer draws from a generator of random numbers, and knows which techniques its program uses. The style is terse, since a
 model of a million parameters has to write it: names of one letter, no spaces, no remark. The loops are those over
@@ -7,7 +7,7 @@ i (rows of C), j (columns) and l (the sum), blocks have capital letters.
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 HEAD = "void dgemm(int m,int n,int k,const double*A,const double*B,double*C){\n"
 ZERO = "for(int i=0;i<m*n;i++)C[i]=0;\n"
@@ -20,13 +20,11 @@ BLOCKS = (8, 16, 32, 64, 128, 256)
 STEPS = (2, 4, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A program that is right."""
 
     source: str
-    techniques: frozenset[str]
-    words: str  # what it is, for people
+    techniques: set[str]
 
 
 Writer = Callable[[random.Random], Draft]
@@ -62,11 +60,6 @@ def hinted(rng: random.Random, techniques: set[str], simd: str = SIMD) -> str:
     return ""
 
 
-def draft(source: str, techniques: set[str], words: str) -> Draft:
-    extra = [name for name in ("threads", "vectorization", "unrolling") if name in techniques and name not in words]
-    return Draft(source, frozenset(techniques), ", ".join([words, *extra]))
-
-
 def plain(rng: random.Random) -> Draft:
     """Three loops in any order."""
     order = rng.choice(ORDERS)
@@ -80,7 +73,7 @@ def plain(rng: random.Random) -> Draft:
     if order[1] == "l" and rng.random() < 0.4:
         body = f"{loops[0]}{loops[1][:-1]}{{double a=A[i*k+l];\n{hint}{loops[2][:-1]}C[i*n+j]+=a*B[l*n+j];}}\n"
         body = body if order[2] == "j" else body.replace("A[i*k+l]", "B[l*n+j]").replace("a*B[l*n+j]", "A[i*k+l]*a")
-    return draft(f"{HEAD}{ZERO}{outer}{body}}}\n", techniques, f"loops {order} into C")
+    return Draft(f"{HEAD}{ZERO}{outer}{body}}}\n", techniques)
 
 
 def _innermost_sum(rng: random.Random, order: str, loops: list[str], outer: str, techniques: set[str]) -> Draft:
@@ -93,8 +86,7 @@ def _innermost_sum(rng: random.Random, order: str, loops: list[str], outer: str,
         "memory": ("C[i*n+j]=0;", "C[i*n+j]+=A[i*k+l]*B[l*n+j];", ""),
     }[form]
     body = f"{loops[0]}{loops[1][:-1]}{{{begin}\n{hint}{loops[2][:-1]}{step}{end}}}\n"
-    words = {"sum": "one sum", "pointers": "one sum by pointers", "memory": "each number of C at once"}[form]
-    return draft(f"{HEAD}{outer}{body}}}\n", techniques, f"loops {order}, {words}")
+    return Draft(f"{HEAD}{outer}{body}}}\n", techniques)
 
 
 def tiled(rng: random.Random) -> Draft:
@@ -113,8 +105,7 @@ def tiled(rng: random.Random) -> Draft:
     else:
         hint = hinted(rng, techniques)
         body = f"{loops[0]}\n{loops[1]}\n{hint}{loops[2]}\nC[i*n+j]+=A[i*k+l]*B[l*n+j];\n"
-    sizes = ", ".join(f"{name} by {size}" for name, size in blocks.items())
-    return draft(f"{LEAST}{HEAD}{ZERO}{parallel}{outer}{body}}}\n", techniques, f"blocks of {sizes}; inside {inner}")
+    return Draft(f"{LEAST}{HEAD}{ZERO}{parallel}{outer}{body}}}\n", techniques)
 
 
 def unrolled(rng: random.Random) -> Draft:
@@ -128,7 +119,7 @@ def unrolled(rng: random.Random) -> Draft:
             f"{parallel}{loop('i', 'm')}\n{loop('l', 'k')}{{double a=A[i*k+l],*c=C+i*n;const double*b=B+l*n;int j=0;\n"
             f"for(;j+{steps}<=n;j+={steps}){{{written}}}\nfor(;j<n;j++)c[j]+=a*b[j];}}\n"
         )
-        return draft(f"{HEAD}{ZERO}{body}}}\n", techniques, f"loops ilj, {steps} columns a step")
+        return Draft(f"{HEAD}{ZERO}{body}}}\n", techniques)
     sums = "stuvwxyz"[: steps if rng.random() < 0.6 else 1]
     if len(sums) > 1:
         techniques.add("register_accumulation")
@@ -140,7 +131,7 @@ def unrolled(rng: random.Random) -> Draft:
         f"for(;l+{steps}<=k;l+={steps}){{{written}a+={steps};b+={steps}*n;}}\n"
         f"for(;l<k;l++){{s+=*a++**b;b+=n;}}\nC[i*n+j]={'+'.join(sums)};}}\n"
     )
-    return draft(f"{HEAD}{body}}}\n", techniques, f"loops ijl, {steps} terms a step, {len(sums)} sums")
+    return Draft(f"{HEAD}{body}}}\n", techniques)
 
 
 def registers(rng: random.Random) -> Draft:
@@ -162,7 +153,7 @@ def registers(rng: random.Random) -> Draft:
         "".join(loop(name, ENDS[name], "0", steps[name]) + "\n" for name in order)
         + f"i+{rows}<=m&&j+{columns}<=n?t({rows},{columns},{at}:t(M({rows},m-i),M({columns},n-j),{at};\n"
     )
-    return draft(f"{LEAST}{helper}{HEAD}{parallel}{body}}}\n", techniques, f"tiles of {rows} x {columns} sums, {order}")
+    return Draft(f"{LEAST}{helper}{HEAD}{parallel}{body}}}\n", techniques)
 
 
 def vectors(rng: random.Random) -> Draft:
@@ -175,7 +166,7 @@ def vectors(rng: random.Random) -> Draft:
             f"{parallel}{loop('i', 'm')}\n{loop('l', 'k')}{{double a=A[i*k+l];int j=0;\n"
             f"for(;j+{lanes}<=n;j+={lanes})*(v*)(C+i*n+j)+=a**(v*)(B+l*n+j);\nfor(;j<n;j++)C[i*n+j]+=a*B[l*n+j];}}\n"
         )
-        return draft(f"{vector_type(lanes)}{HEAD}{ZERO}{body}}}\n", techniques, f"loops ilj, vectors of {lanes}")
+        return Draft(f"{vector_type(lanes)}{HEAD}{ZERO}{body}}}\n", techniques)
     rows = rng.choice([1, 2, 4, 8])
     edge = (
         f"{loop('i', 'm')}\n{loop('j', 'n', f'n/{lanes}*{lanes}')}{{double s=0;\n"
@@ -186,7 +177,7 @@ def vectors(rng: random.Random) -> Draft:
             f"{parallel}{loop('i', 'm')}\nfor(int j=0;j+{lanes}<=n;j+={lanes}){{v s={{0}};\n"
             f"{loop('l', 'k')}s+=A[i*k+l]**(v*)(B+l*n+j);\n*(v*)(C+i*n+j)=s;}}\n"
         )
-        return draft(f"{vector_type(lanes)}{HEAD}{body}{edge}}}\n", techniques, f"a sum of {lanes} lanes")
+        return Draft(f"{vector_type(lanes)}{HEAD}{body}{edge}}}\n", techniques)
     techniques.add("register_accumulation")
     helper = (
         f"static inline void t(int h,int n,int k,const double*A,const double*B,double*C){{v s[{rows}]={{0}};\n"
@@ -197,8 +188,7 @@ def vectors(rng: random.Random) -> Draft:
         f"{parallel}{loop('i', 'm', '0', rows)}\nfor(int j=0;j+{lanes}<=n;j+={lanes})\n"
         f"i+{rows}<=m?t({rows},{at}:t(m-i,{at};\n"
     )
-    words = f"{rows} sums of {lanes} lanes"
-    return draft(f"{vector_type(lanes)}{helper}{HEAD}{body}{edge}}}\n", techniques, words)
+    return Draft(f"{vector_type(lanes)}{helper}{HEAD}{body}{edge}}}\n", techniques)
 
 
 def packed(rng: random.Random) -> Draft:
@@ -210,7 +200,7 @@ def packed(rng: random.Random) -> Draft:
         body = f"{parallel}{loop('j', 'n')}{{double t[k];\n{loop('l', 'k')}t[l]=B[l*n+j];\n"
         hint = hinted(rng, techniques, SIMD_SUM)
         body += f"{loop('i', 'm')}{{double s=0;\n{hint}{loop('l', 'k')}s+=A[i*k+l]*t[l];\nC[i*n+j]=s;}}}}\n"
-        return draft(f"{HEAD}{body}}}\n", techniques, "each column of B copied")
+        return Draft(f"{HEAD}{body}}}\n", techniques)
     if kind == "transposed":
         parallel = threaded(rng, True, techniques)
         hint = hinted(rng, techniques, SIMD_SUM)
@@ -218,7 +208,7 @@ def packed(rng: random.Random) -> Draft:
         body += (
             f"{parallel}{loop('i', 'm')}\n{loop('j', 'n')}{{double s=0;\n{hint}{loop('l', 'k')}s+=A[i*k+l]*t[j*k+l];\n"
         )
-        return draft(f"#include<stdlib.h>\n{HEAD}{body}C[i*n+j]=s;}}\nfree(t);}}\n", techniques, "B transposed")
+        return Draft(f"#include<stdlib.h>\n{HEAD}{body}C[i*n+j]=s;}}\nfree(t);}}\n", techniques)
     techniques |= {"blocking", "loop_order"}
     size = rng.choice([32, 64, 128])
     parallel, hint = threaded(rng, True, techniques), hinted(rng, techniques)
@@ -229,10 +219,141 @@ def packed(rng: random.Random) -> Draft:
         f"{hint}{loop('j', 'w')}C[i*n+J+j]+=a*p[l*{size}+j];}}}}\n"
     )
     buffer = f"static double p[{size * size}];\n"
-    return draft(
-        f"{LEAST}{buffer}{HEAD}{ZERO}{body}}}\n", techniques, f"panels of B of {size} x {size} copied, inside ilj"
-    )
+    return Draft(f"{LEAST}{buffer}{HEAD}{ZERO}{body}}}\n", techniques)
 
 
 DGEMM: Mapping[Writer, int] = {plain: 4, tiled: 4, unrolled: 3, registers: 3, vectors: 3, packed: 2}
 """The writers for C = A B, and how often each is chosen beside the others."""
+
+
+# The other kernels ----------------------------------------------------------------------------------------------------
+
+GEMV_HEAD = "void gemv(int m,int n,const double*A,const double*x,double*y){\n"
+STENCIL_HEAD = "void stencil(int h,int w,const double*u,double*v){\n"
+REDUCTION_HEAD = "void reduction(int n,const double*x,double*total){\n"
+POINT = "v[i*w+j]=.5*u[i*w+j]+.125*(u[i*w-w+j]+u[i*w+w+j]+u[i*w+j-1]+u[i*w+j+1]);\n"
+
+
+def gemv_plain(rng: random.Random) -> Draft:
+    techniques: set[str] = set()
+    if rng.random() < 0.4:
+        techniques.add("loop_order")
+        hint = hinted(rng, techniques)
+        body = f"{loop('i', 'm')}y[i]=0;\n{loop('j', 'n')}\n{hint}{loop('i', 'm')}y[i]+=A[i*n+j]*x[j];\n"
+        return Draft(f"{GEMV_HEAD}{body}}}\n", techniques)
+    parallel, hint = threaded(rng, True, techniques), hinted(rng, techniques, SIMD_SUM)
+    body = f"{parallel}{loop('i', 'm')}{{double s=0;\n{hint}{loop('j', 'n')}s+=A[i*n+j]*x[j];\ny[i]=s;}}\n"
+    return Draft(f"{GEMV_HEAD}{body}}}\n", techniques)
+
+
+def gemv_blocked(rng: random.Random) -> Draft:
+    techniques, size = {"blocking"}, rng.choice([64, 128, 256, 512])
+    hint = hinted(rng, techniques, SIMD_SUM)
+    body = f"{loop('i', 'm')}y[i]=0;\n{loop('J', 'n', '0', size)}\n{loop('i', 'm')}{{double s=0;\n"
+    body += f"{hint}{loop('j', f'M(J+{size},n)', 'J')}s+=A[i*n+j]*x[j];\ny[i]+=s;}}\n"
+    return Draft(f"{LEAST}{GEMV_HEAD}{body}}}\n", techniques)
+
+
+def gemv_chains(rng: random.Random) -> Draft:
+    techniques, steps = {"unrolling", "register_accumulation"}, rng.choice(STEPS)
+    parallel, sums = threaded(rng, True, techniques), "stuvabcd"[:steps]
+    written = "".join(f"{name}+=r[j+{u}]*x[j+{u}];" for u, name in enumerate(sums)).replace("+0]", "]")
+    body = (
+        f"{parallel}{loop('i', 'm')}{{const double*r=A+i*n;double {','.join(f'{name}=0' for name in sums)};int j=0;\n"
+        f"for(;j+{steps}<=n;j+={steps}){{{written}}}\nfor(;j<n;j++)s+=r[j]*x[j];\ny[i]={'+'.join(sums)};}}\n"
+    )
+    return Draft(f"{GEMV_HEAD}{body}}}\n", techniques)
+
+
+def gemv_rows(rng: random.Random) -> Draft:
+    techniques, rows = {"register_accumulation"}, rng.choice(STEPS)
+    body = (
+        f"int i=0;\nfor(;i+{rows}<=m;i+={rows}){{double s[{rows}]={{0}};\n"
+        f"{loop('j', 'n')}{loop('r', str(rows))}s[r]+=A[(i+r)*n+j]*x[j];\n{loop('r', str(rows))}y[i+r]=s[r];}}\n"
+        f"for(;i<m;i++){{double s=0;\n{loop('j', 'n')}s+=A[i*n+j]*x[j];\ny[i]=s;}}\n"
+    )
+    return Draft(f"{GEMV_HEAD}{body}}}\n", techniques)
+
+
+def gemv_vectors(rng: random.Random) -> Draft:
+    techniques, lanes = {"vectorization"}, rng.choice([2, 4, 8])
+    parallel = threaded(rng, True, techniques)
+    lanes_sum = "+".join(f"s[{lane}]" for lane in range(lanes))
+    body = (
+        f"{parallel}{loop('i', 'm')}{{v s={{0}};double t=0;int j=0;\n"
+        f"for(;j+{lanes}<=n;j+={lanes})s+=*(v*)(A+i*n+j)**(v*)(x+j);\nfor(;j<n;j++)t+=A[i*n+j]*x[j];\n"
+        f"y[i]=t+{lanes_sum};}}\n"
+    )
+    return Draft(f"{vector_type(lanes)}{GEMV_HEAD}{body}}}\n", techniques)
+
+
+def stencil_asks(rng: random.Random) -> Draft:
+    order, techniques = rng.choice(["ij", "ji"]), set()
+    if order == "ji":
+        techniques.add("loop_order")
+    parallel, hint = threaded(rng, True, techniques), hinted(rng, techniques, "")
+    ends = {"i": "h", "j": "w"}
+    loops = f"{parallel}{loop(order[0], ends[order[0]])}\n{hint}{loop(order[1], ends[order[1]])}\n"
+    body = f"{loops}if(i==0||i==h-1||j==0||j==w-1)v[i*w+j]=u[i*w+j];\nelse {POINT}"
+    return Draft(f"{STENCIL_HEAD}{body}}}\n", techniques)
+
+
+def stencil_split(rng: random.Random) -> Draft:
+    techniques: set[str] = set()
+    size = rng.choice([0, 64, 128, 256])
+    border = (
+        "for(int j=0;j<w;j++)v[j]=u[j],v[h*w-w+j]=u[h*w-w+j];\n"
+        "for(int i=1;i<h-1;i++)v[i*w]=u[i*w],v[i*w+w-1]=u[i*w+w-1];\n"
+    )
+    parallel, hint = threaded(rng, True, techniques), hinted(rng, techniques)
+    if not size:
+        inside = f"{parallel}{loop('i', 'h-1', '1')}\n{hint}{loop('j', 'w-1', '1')}\n{POINT}"
+        return Draft(f"{STENCIL_HEAD}{border}{inside}}}\n", techniques)
+    techniques.add("blocking")
+    inside = f"{parallel}{loop('J', 'w-1', '1', size)}\n{loop('i', 'h-1', '1')}\n{hint}{loop('j', f'M(J+{size},w-1)', 'J')}\n"
+    return Draft(f"{LEAST}{STENCIL_HEAD}{border}{inside}{POINT}}}\n", techniques)
+
+
+def reduction_plain(rng: random.Random) -> Draft:
+    techniques: set[str] = set()
+    hint = hinted(rng, techniques, SIMD_SUM)
+    if not techniques and rng.random() < 0.3:
+        hint = PARALLEL.replace("for\n", "for reduction(+:s)\n")
+        techniques.add("threads")
+    body = f"double s=0;\n{hint}{loop('i', 'n')}s+=x[i];\n*total=s;\n"
+    return Draft(f"{REDUCTION_HEAD}{body}}}\n", techniques)
+
+
+def reduction_chains(rng: random.Random) -> Draft:
+    techniques, chains = {"register_accumulation"}, rng.choice([2, 4, 8, 16, 32])
+    body = (
+        f"double s[{chains}]={{0}};int i=0;\nfor(;i+{chains}<=n;i+={chains}){loop('c', str(chains))}s[c]+=x[i+c];\n"
+        f"for(;i<n;i++)s[0]+=x[i];\n{loop('c', str(chains), '1')}s[0]+=s[c];\n*total=s[0];\n"
+    )
+    return Draft(f"{REDUCTION_HEAD}{body}}}\n", techniques)
+
+
+def reduction_vectors(rng: random.Random) -> Draft:
+    lanes = rng.choice([2, 4, 8])
+    body = (
+        f"v s={{0}};int i=0;double t=0;\nfor(;i+{lanes}<=n;i+={lanes})s+=*(v*)(x+i);\nfor(;i<n;i++)t+=x[i];\n"
+        f"{loop('c', str(lanes))}t+=s[c];\n*total=t;\n"
+    )
+    return Draft(f"{vector_type(lanes)}{REDUCTION_HEAD}{body}}}\n", {"vectorization"})
+
+
+def reduction_blocked(rng: random.Random) -> Draft:
+    size, techniques = rng.choice([256, 1024, 4096]), {"blocking"}
+    hint = hinted(rng, techniques, SIMD_SUM)
+    body = f"double t=0;\n{loop('I', 'n', '0', size)}{{double s=0;\n{hint}{loop('i', f'M(I+{size},n)', 'I')}s+=x[i];\nt+=s;}}\n"
+    return Draft(f"{LEAST}{REDUCTION_HEAD}{body}*total=t;\n}}\n", techniques)
+
+
+GEMV: Mapping[Writer, int] = {gemv_plain: 3, gemv_blocked: 1, gemv_chains: 2, gemv_rows: 1, gemv_vectors: 1}
+STENCIL: Mapping[Writer, int] = {stencil_asks: 1, stencil_split: 2}
+REDUCTION: Mapping[Writer, int] = {
+    reduction_plain: 2,
+    reduction_chains: 2,
+    reduction_vectors: 1,
+    reduction_blocked: 1,
+}
