@@ -63,8 +63,8 @@ class Faulty(CalmReduction):
 
     def reference(self, size, inputs):
         # Not while the checker or the timer of this kernel is made.
-        checkers = {"check": list(bench_processes.CHECKERS._things.values())}
-        checkers["time"] = [timer.checker for timer in bench_processes.TIMERS._things.values()]
+        checkers = {"check": list(bench_processes.CHECKERS.values())}
+        checkers["time"] = [timer.checker for timer in bench_processes.TIMERS.values()]
         stage = next((each for each, kept in checkers.items() if self in [one.kernel for one in kept]), "making")
         for file in self.folder.glob(f"{stage}-*"):
             _, what, *always = file.name.split("-")

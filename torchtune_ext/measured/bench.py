@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,7 +27,7 @@ import cloudpickle
 from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.bench_processes import VARIABLES, Checked, Checking, Failed, Settings, TimeKeeping
 from torchtune_ext.measured.cache import Cache
-from torchtune_ext.measured.check import Deadlines, extract, require_records
+from torchtune_ext.measured.check import Deadlines, extract
 from torchtune_ext.measured.child import START_S
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel, prototype
@@ -35,8 +35,8 @@ from torchtune_ext.measured.machine import choose_cores, fingerprint, usable_cor
 from torchtune_ext.measured.owned import Owned
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.measured.sandbox import PREFIX, PROBE_S, Limits, Sandbox, clean_up
-from torchtune_ext.measured.schedule import CHECK, Job, Schedule, kernel_key
-from torchtune_ext.measured.timing import LEAST_CALLS, MOST_LATE_CALLS
+from torchtune_ext.measured.schedule import CHECK, TIME, Schedule
+from torchtune_ext.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS
 from torchtune_ext.measured.version import version
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.processes import Processes, remove
@@ -50,72 +50,67 @@ OWN_S = 30.0  # seconds of our own work on a program at most: inputs, references
 CLOSE_S = 3.0  # seconds that processes get to end by themselves
 
 
+@dataclass(eq=False, slots=True)
+class Job:
+    """One program, and all who wait for its result."""
+
+    key: str
+    kernel_name: str
+    kernel_key: str
+    kernel: bytes
+    text: str
+    permitted: tuple[str, ...] | None
+    futures: list[Future]
+    library: bytes = b""
+    techniques: tuple[str, ...] = ()
+    attempts: int = 0
+    has_begun: bool = False
+    is_timed_again: bool = False  # its timing was disturbed, and is made once more
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    def begin(self) -> bool:
+        """Marks it as begun: from now on it cannot be canceled. Returns False if everybody has canceled it before."""
+        if not self.has_begun:
+            self.futures = [future for future in self.futures if future.set_running_or_notify_cancel()]
+            self.has_begun = bool(self.futures)
+        return self.has_begun
+
+
 class Bench:
     """Measures programs on this machine. Any thread may use it.
 
     Make it when the engine of a run has started, so that it can choose cores that the engine does not use.
 
     Args:
-        workers: processes that check; None: one for each core that is not timed on.
-        cores: the cores to time on; None: those that no engine may use, or the last ones.
-        threads: how many threads a program may use; OpenMP is compiled in from 2 on.
-        optimization: "-O0" to "-O3".
-        compiler: "gcc" or "clang", or a path; None: as found.
-        budget_s: seconds for one timing.
-        namespaces: whether bubblewrap is used; None: wherever it works.
-        sandbox: "floor", or "none" where every program comes from people you trust (see Checker).
-        cache: a file that keeps results for later runs; None: they are kept as long as this object lives.
         deadlines: seconds that each stage of a check may take.
         limits: what a program may use.
+        settings: those of `BenchConfig`; its `address` and `resource` are for `RayBench`.
 
     Raises:
         ValueError: a setting is out of range, there is no compiler or no tree-sitter, or a core does not exist.
+        TypeError: there is no such setting.
         SandboxError: this machine cannot lock programs in.
     """
 
-    def __init__(
-        self,
-        workers: int | None = None,
-        cores: Sequence[int] | None = None,
-        threads: int = 1,
-        optimization: str = "-O3",
-        compiler: str | None = None,
-        budget_s: float = 10.0,
-        namespaces: bool | None = None,
-        sandbox: str = "floor",
-        cache: str | Path | None = None,
-        deadlines: Deadlines | None = None,
-        limits: Limits | None = None,
-    ) -> None:
-        BenchConfig(workers, cores, threads, optimization, compiler, budget_s, namespaces, sandbox, cache)
-        require_records(deadlines, limits)
-        chosen = None if cores is None else list(cores)
+    def __init__(self, deadlines: Deadlines | None = None, limits: Limits | None = None, **settings: Any) -> None:
+        config = BenchConfig(**settings)
         if any(importlib.util.find_spec(name) is None for name in ("tree_sitter", "tree_sitter_c")):
             raise Mistake("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'")
         usable = usable_cores()
-        timed = choose_cores(chosen, threads)
+        timed = choose_cores(config.cores, config.threads)
         checked = sorted(usable - set(timed)) or sorted(usable)
-        toolchain = Compiler.find(compiler)
+        toolchain = Compiler.find(config.compiler)
         # A machine that cannot lock programs in fails here, and not at each program.
-        Sandbox(toolchain.path, namespaces, floor=sandbox == "floor").close()
+        Sandbox(toolchain.path, config.namespaces, floor=config.sandbox == "floor").close()
         self._settings = Settings(
-            toolchain,
-            optimization,
-            threads,
-            budget_s,
-            namespaces,
-            sandbox,
-            deadlines or Deadlines(),
-            limits or Limits(),
-            tuple(checked),
-            tuple(timed),
+            config, toolchain, deadlines or Deadlines(), limits or Limits(), tuple(checked), tuple(timed)
         )
         self._fingerprint, self._version = fingerprint(), version()
-        self._cache = Cache(cache)
+        self._cache = Cache(config.cache)
         self._lock = threading.Lock()  # guards all that follows
         self._ended: BenchError | None = None  # the reason why nothing is accepted any more
-        workers = workers or len(checked)
-        self._schedule = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
+        workers = config.workers or len(checked)
+        self._schedule: Schedule[Job] = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
         self._under_way: dict[str, Job] = {}
         self._counts: Counter[str] = Counter()
         self._owned = Owned(clean_up(), PREFIX)
@@ -125,9 +120,10 @@ class Bench:
         weakref.finalize(self, _remove_own, self._folder, self._pid)
         self._pools: dict[str, Processes] = {}
         try:
-            for name, kind, count in (("checking", Checking, workers), ("timing", TimeKeeping, 1)):
+            for stage, kind, count in ((CHECK, Checking, workers), (TIME, TimeKeeping, 1)):
                 target = cloudpickle.dumps(kind(self._settings))
-                self._pools[name] = Processes(target, count, name, "setting", self._folder, VARIABLES)
+                name = "checking" if stage == CHECK else "timing"
+                self._pools[stage] = Processes(target, count, name, "setting", self._folder, VARIABLES)
         except BaseException:
             self.close()
             raise
@@ -179,7 +175,7 @@ class Bench:
                     future.set_running_or_notify_cancel()
             elif known is None:
                 job = self._under_way[key] = Job(key, kernel.name, kernel_key(kernel), pickled, text, allowed, [future])
-                self._schedule.add(CHECK, job)
+                self._schedule.checks.append(job)
         if known is not None:
             future.set_result(known)
         else:
@@ -231,16 +227,16 @@ class Bench:
 
     def _key(self, kernel: Kernel, text: str, permitted: Sequence[str] | None) -> str:
         """What a result depends on."""
-        settings = self._settings
+        settings, config = self._settings, self._settings.config
         words = [
             self._version,
             extract(text),
             permitted,
-            compilers.flags_of(kernel, settings.optimization, settings.threads),
+            compilers.flags_of(kernel, config.optimization, config.threads),
             settings.compiler.version,
             [kernel_key(kernel), prototype(kernel), kernel.naive, list(kernel.forbidden)],
-            [self._fingerprint, settings.timed_cores, settings.threads, settings.budget_s],
-            [settings.sandbox, settings.namespaces],
+            [self._fingerprint, settings.timed_cores, config.threads, config.budget_s],
+            [config.sandbox, config.namespaces],
             [asdict(settings.deadlines), asdict(settings.limits)],
         ]
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
@@ -266,89 +262,75 @@ class Bench:
                 self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
 
     def _hand_over(self, stage: str, job: Job) -> None:
-        d, settings = self._settings.deadlines, self._settings
+        d = self._settings.deadlines
         check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
-        # A kernel's checker probes the machine and checks the kernel's own program. A process that makes a timer, or
-        # waits for the cores or for an engine, is never as long without a sign of life.
-        wait_s = 4 * PROBE_S + check_s
-        if stage == CHECK:
-            pool, what, timeout_s = "checking", (job.text, job.permitted), check_s
-        else:
-            # When the budget ends, a last block may begin, with calls of the reference as well.
+        # A kernel's checker probes the machine and checks the kernel's own program first.
+        timeout_s, what = 4 * PROBE_S + 2 * check_s, (job.text, job.permitted)
+        if stage == TIME:
+            # Others may time on the cores, or an engine compute there, before the timer is made and again behind it. When the
+            # budget ends, a last block may begin, with calls of the reference as well.
             calls = MOST_LATE_CALLS + LEAST_CALLS
-            timeout_s = START_S + d.load_s + settings.budget_s + calls * d.verify_s + OWN_S
-            pool, what = "timing", (job.library,)
+            timeout_s += 5 * LOCK_S + START_S + d.load_s + self._settings.config.budget_s + calls * d.verify_s + OWN_S
+            what = (job.kernel_name, job.library)
 
         def otherwise(kind: str, cause: str) -> Failed:
             # An error that a kernel or our own code raises would come again. Processes do not end, or hang, by themselves.
             return Failed(f"the {stage} process died: {cause}" if kind == "died" else cause, is_final=kind == "raised")
 
-        answer = self._pools[pool].submit((job.kernel_key, job.kernel, *what), timeout_s, otherwise, wait_s)
+        answer = self._pools[stage].submit((job.kernel_key, job.kernel, *what), timeout_s, otherwise)
         answer.add_done_callback(lambda future: self._ends(stage, job, future))
 
     def _ends(self, stage: str, job: Job, future: Future) -> None:
         """Deals with what a process says, in the thread that serves it."""
         try:
-            if (error := future.exception()) is not None:
-                raise error
-            self._deal_with(stage, job, future.result())
+            answer = future.result()
+            deal_with = self._deal_with_failure if isinstance(answer, Failed) else self._take
+            deal_with(stage, job, answer)
         except Exception as error:  # noqa: BLE001 (whatever it is, everybody who waits has to get it)
             self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
         self._advance()
 
-    def _deal_with(self, stage: str, job: Job, answer: Any) -> None:
-        if not isinstance(answer, Failed):
-            self._take(stage, job, answer)
-            return
+    def _deal_with_failure(self, stage: str, job: Job, failed: Failed) -> None:
         job.attempts += 1
-        is_final = answer.is_final or job.attempts > RETRIES
+        is_final = failed.is_final or job.attempts > RETRIES
+        attempts = f" (attempt {job.attempts})" if job.attempts > 1 else ""
         with self._lock:
             self._schedule.ended(stage, job)
             self._counts["failed" if is_final else "retried"] += 1
             if not is_final:
-                self._schedule.add(stage, job, first=True)
-        attempts = f" (attempt {job.attempts})" if job.attempts > 1 else ""
+                # It has waited already.
+                (self._schedule.checks if stage == CHECK else self._schedule.timings).appendleft(job)
         if is_final:
-            message = f"the {stage} of a program for {job.kernel_name} failed{attempts}: {answer.cause}"
-            self._finish(job, lambda future: future.set_exception(BenchError(message)))
+            error = BenchError(f"the {stage} of a program for {job.kernel_name} failed{attempts}: {failed.cause}")
+            self._finish(job, lambda future: future.set_exception(error))
         else:
-            log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, answer.cause)
+            log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, failed.cause)
 
-    def _take(self, stage: str, job: Job, answer: Any) -> None:
+    def _take(self, stage: str, job: Job, answer: Checked | Result) -> None:
         """Takes the answer of a stage on a program."""
-        seconds = answer.verdict.seconds if stage == CHECK else answer.seconds
-        is_right = stage == CHECK and answer.verdict.outcome == "ok"
-        is_disturbed = stage != CHECK and answer.outcome == NOISY and not job.is_timed_again
-        for name, value in seconds.items():
-            job.seconds[name] = job.seconds.get(name, 0.0) + value
+        result = answer.result if isinstance(answer, Checked) else answer
+        is_right = stage == CHECK and result.outcome == "ok"
+        is_disturbed = stage == TIME and result.outcome == NOISY and not job.is_timed_again
+        job.seconds.update(result.seconds)
         with self._lock:
             self._schedule.ended(stage, job)
-            self._counts.update({f"seconds_{name}": value for name, value in seconds.items()})
+            self._counts.update({f"seconds_{name}": value for name, value in result.seconds.items()})
             if is_right:
-                job.library, job.techniques = answer.library, answer.verdict.techniques
-                self._schedule.add("time", job)
+                job.library, job.techniques = answer.library, result.techniques
+                self._schedule.timings.append(job)
             elif is_disturbed:
                 job.is_timed_again = True
-                self._schedule.add_again(job)
-        if is_right or is_disturbed:
-            return
-        end = answer.verdict if isinstance(answer, Checked) else answer
-        result = Result(
-            job.kernel_name,
-            end.outcome,
-            end.stage if stage == CHECK else "time",
-            end.note,
-            None if stage == CHECK else end.timing,
-            job.seconds,
-            self._fingerprint,
-            techniques=job.techniques,
-        )
-        with self._lock:
-            self._cache.put(job.key, result)
-            self._counts["done"] += 1
-            self._counts["noisy"] += result.outcome == NOISY
-        first = job.futures[0]
-        self._finish(job, lambda future: future.set_result(replace(result, is_cached=future is not first)))
+                self._schedule.again.append(job)
+            else:
+                result = replace(
+                    result, seconds=dict(job.seconds), fingerprint=self._fingerprint, techniques=job.techniques
+                )
+                self._cache.put(job.key, result)
+                self._counts["done"] += 1
+                self._counts["noisy"] += result.outcome == NOISY
+        if not is_right and not is_disturbed:
+            first = job.futures[0]
+            self._finish(job, lambda future: future.set_result(replace(result, is_cached=future is not first)))
 
     def _finish(self, job: Job, end: Callable[[Future], None]) -> None:
         """Ends all futures of a job. Their callbacks may submit more, so this does not hold the lock."""
@@ -368,6 +350,12 @@ class Bench:
         for job in jobs:
             if job.has_begun or job.begin():
                 self._finish(job, lambda future: future.set_exception(error))
+
+
+def kernel_key(kernel: Kernel) -> str:
+    """Returns a name that tells kernels, and their timed sizes, apart."""
+    kind = type(kernel)
+    return f"{kind.__module__}.{kind.__qualname__} {kernel.name} {dict(kernel.timed)}"
 
 
 def _remove_own(folder: Path, owner_pid: int) -> None:

@@ -34,8 +34,6 @@ STAGES = ("extract", "screen", "compile", "verify")
 MAX_SOURCE = 200_000  # characters of a program
 MAX_NOTE = 1500  # characters of a note
 KILLED = "SIGKILL"  # how a note begins where something was killed, perhaps because the machine's memory was full
-# Share of its deadline for which a late program has computed; below, it may be in time on a machine that is less busy.
-COMPUTED = 0.9
 FULL = "No space left on device"  # what compilers say where there is none, in the language that they run in here
 # How gcc and clang say that a part of them was killed.
 _KILLED = re.compile(
@@ -62,16 +60,6 @@ class Deadlines:
                 raise Mistake(f"Deadlines.{name}: {value!r} must be a number of seconds above 0")
 
 
-def require_records(deadlines: Deadlines | None, limits: Limits | None) -> None:
-    """Raises ValueError if one of them is something else, such as a number."""
-    for name, value, kind, example in (
-        ("deadlines", deadlines, Deadlines, "Deadlines(verify_s=40.0)"),
-        ("limits", limits, Limits, "Limits(cpu_s=60)"),
-    ):
-        if not isinstance(value, kind | None):
-            raise Mistake(f"{name}={value!r} must be None or {kind.__name__}, as {example}")
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What became of one candidate."""
@@ -83,14 +71,12 @@ class Verdict:
     seed: int  # of the sizes and inputs, drawn after compilation; 0 if it did not come so far
     worst: float = field(default=float("nan"))  # the largest error in units of what is allowed, if it is ok
     techniques: tuple[str, ...] = ()  # that it uses, sorted, if they were looked for and it came so far
-    # A timeout that may be the machine's fault: of the compiler, or of a program that was not computing most of the time.
-    is_starved: bool = False
 
 
 class _Refused(Exception):
-    def __init__(self, outcome: str, note: str, is_starved: bool = False) -> None:
+    def __init__(self, outcome: str, note: str) -> None:
         super().__init__(note)
-        self.outcome, self.is_starved = outcome, is_starved
+        self.outcome = outcome
 
 
 class Checker:
@@ -130,7 +116,6 @@ class Checker:
         screened: bool = True,
     ) -> None:
         require_sound(kernel)
-        require_records(deadlines, limits)
         for name, value, choices in (("optimization", optimization, OPTIMIZATIONS), ("sandbox", sandbox, SANDBOXES)):
             if value not in choices:
                 raise Mistake(f"{name}: {value!r} must be one of {', '.join(choices)}")
@@ -150,14 +135,14 @@ class Checker:
             own = self.check_source(kernel.naive)
             if own.note.startswith(KILLED):
                 raise SandboxError(f"the program of {kernel.name} was killed while it was checked: {own.note}")
-            if own.is_starved:
+            if own.outcome == "timeout":
                 raise SandboxError(
-                    f"this machine is too busy to check the kernel's own program of {kernel.name}, or that sleeps: {own.note}"
+                    f"this machine is too busy to check the kernel's own program of {kernel.name}, or that takes too long: "
+                    f"{own.note}; take a smaller size than {described(kernel.timed)}"
                 )
             if own.outcome != "ok":
-                fix = f"; take a smaller size than {described(kernel.timed)}" if own.outcome == "timeout" else ""
                 raise Mistake(
-                    f"{type(kernel).__name__}.naive: the kernel's own program ends with {own.outcome}: {own.note}{fix}"
+                    f"{type(kernel).__name__}.naive: the kernel's own program ends with {own.outcome}: {own.note}"
                 )
         except BaseException:
             self.close()
@@ -229,9 +214,7 @@ class Checker:
                     worst = self._verify(folder / compilers.LIBRARY, np.random.default_rng(seed))
             except _Refused as failed:
                 note, library = _plain(str(failed)), None
-                verdict = Verdict(
-                    failed.outcome, stage, note, seconds, seed, techniques=techniques, is_starved=failed.is_starved
-                )
+                verdict = Verdict(failed.outcome, stage, note, seconds, seed, techniques=techniques)
             else:
                 verdict = Verdict("ok", stage, "", seconds, seed, worst, techniques)
                 library = folder / compilers.LIBRARY
@@ -280,7 +263,7 @@ class Checker:
         try:
             reason = self._screen_source(done.output, source, self.kernel, max(0.1, deadline_s - done.seconds))
         except TimeoutError as error:
-            raise _Refused("timeout", f"the screen: {error}", is_starved=True) from None
+            raise _Refused("timeout", f"the screen: {error}") from None
         if reason:
             raise _Refused("forbidden", reason)
         # The screen comes first: an #include of what nobody may read is forbidden, and not merely missing.
@@ -311,16 +294,12 @@ class Checker:
             raise _Refused("compile_error", done.errors.strip() or exit_cause(done.status))
 
     def _verify(self, library: Path, rng: np.random.Generator) -> float:
-        allowed_s = self.deadlines.load_s
         try:
             with self.child(self.kernel, library) as child:
-                allowed_s = self.deadlines.verify_s
-                return verify(child, self.kernel, rng, allowed_s)
+                return verify(child, self.kernel, rng, self.deadlines.verify_s)
         except ChildFailed as failed:
-            if failed.outcome != "timeout":
-                raise _Refused(failed.outcome, str(failed)) from failed
-            note = f"{failed}; it computed for {failed.cpu_s:.2g} s"
-            raise _Refused("timeout", note, is_starved=failed.cpu_s < COMPUTED * allowed_s) from failed
+            note = f"; it computed for {failed.cpu_s:.2g} s" if failed.outcome == "timeout" else ""
+            raise _Refused(failed.outcome, f"{failed}{note}") from failed
 
 
 def _plain(text: str) -> str:
@@ -342,8 +321,7 @@ def _require_end(done: Finished) -> None:
     if was_killed or (done.status and _KILLED.search(done.errors)):
         raise _Refused("compile_error", f"{KILLED}: the compiler was killed, perhaps for memory\n{done.errors.strip()}")
     if done.status is None:
-        outcome = "timeout" if done.timed_out else "compile_error"
-        raise _Refused(outcome, f"the compiler: {done.cause}", is_starved=done.timed_out)
+        raise _Refused("timeout" if done.timed_out else "compile_error", f"the compiler: {done.cause}")
 
 
 @contextmanager

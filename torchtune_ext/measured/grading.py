@@ -5,25 +5,80 @@ wrong (a measurement that others disturbed, a service that failed) is no grade: 
 """
 
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import asdict, fields
 from threading import Lock
 from typing import Any
 
 from torchtune_ext.grading.calls import Outcome, checked
-from torchtune_ext.measured import service
 from torchtune_ext.measured.bench import Bench
+from torchtune_ext.measured.cache import Cache
+from torchtune_ext.measured.check import OUTCOMES, Checker
+from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel
-from torchtune_ext.measured.machine import alone_on, kept_off
+from torchtune_ext.measured.machine import alone_on, choose_cores, kept_off
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.measured.service import open_bench
 from torchtune_ext.measured.timing import LOCK_S
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.tasks.task import Problem, Score
+
+
+def open_bench(config: BenchConfig) -> Bench | RayBench:
+    """Starts the service on this machine, or, if `config.address` is given, on the machines of a Ray cluster.
+
+    Raises:
+        ValueError, SandboxError, BenchError: as `Bench` and `RayBench` say.
+    """
+    return (Bench if config.address is None else RayBench)(**asdict(config))
+
+
+def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
+    """Finds out in a second what would else go wrong when the engine has started, or at the first sample: no compiler, cores
+    that are not there, a cache that cannot be written, a machine that cannot lock programs in, a kernel whose own program does
+    not compile, fit the memory or end in time.
+
+    Where a Ray cluster measures, its machines find that out themselves.
+
+    Raises:
+        ValueError, SandboxError: as `choose_cores`, `Cache` and `Checker` say.
+    """
+    if config.address is None:
+        choose_cores(None if config.cores is None else list(config.cores), config.threads)
+        compiler = Compiler.find(config.compiler)
+        settings = (compiler, config.optimization, config.threads, None, config.namespaces, config.sandbox)
+        Cache(config.cache).close()
+        for kernel in kernels:
+            try:
+                Checker(kernel, *settings).close()
+            except (SandboxError, ValueError) as error:
+                size = " ".join(f"{name}={value}" for name, value in kernel.timed.items())
+                # A kernel of the user's may raise a kind of ValueError that cannot be made of a text.
+                kind = SandboxError if isinstance(error, SandboxError) else ValueError
+                raise kind(f"{kernel.name} with {size} cannot be measured here: {error}") from error
+
+
+def score_of(result: Result, reward: float) -> Score:
+    """Returns the score of a program: its note says to people what the machine said, its parts are numbers.
+
+    Args:
+        result: what became of the program. It is not NOISY: that is no grade.
+        reward: what that is worth.
+
+    Returns:
+        A score with the parts `outcome_*`, 1 for its outcome and 0 for the others, and, if its speed is known, `gflops`,
+        `speedup` (times the naive program), `peak_share`, `spread` and `speedup_spread` (half of the 95% intervals of the time
+        and of the speed-up, as shares). Its facts are the machine and the techniques.
+    """
+    parts = {f"outcome_{name}": float(result.outcome == name) for name in OUTCOMES}
+    if (timing := result.timing) is not None:
+        speeds = {"gflops": timing.gflops, "speedup": timing.ratio, "peak_share": timing.peak_share}
+        parts |= speeds | {"spread": timing.spread, "speedup_spread": timing.ratio_spread}
+    return Score(reward, parts, result.note, {"machine": result.fingerprint, "techniques": ",".join(result.techniques)})
 
 
 class MeasuredTask:
@@ -64,15 +119,15 @@ class MeasuredTask:
         service all others share.
 
         Raises:
-            ValueError: other settings than that task's; what `service.rehearse` says, also of what cannot be locked in.
+            ValueError: other settings than that task's; what `rehearse_bench` says, also of what cannot be locked in.
         """
         first = next((task for task in before if isinstance(task, MeasuredTask)), self)
         if self.bench not in (first.bench, BenchConfig()):
             raise Mistake(f"{key}.bench is not that of the first task, whose service measures for both; leave it out")
         try:
-            service.rehearse(first.bench, self.kernels)
+            rehearse_bench(first.bench, self.kernels)
         except (SandboxError, ValueError) as error:
-            # The service does not know under which key its settings stand.
+            # It does not know under which key its settings stand.
             raise Mistake(f"{key}.bench: {str(error).removeprefix('bench.')}") from error
 
     def open_grader(self, opened: Sequence[Any], beside_training: bool) -> "BenchGrader":
@@ -98,21 +153,6 @@ class MeasuredTask:
             raise
 
 
-@dataclass(slots=True)
-class _Counts:
-    """What came in a step, or since the last call of `metrics`."""
-
-    programs: int = 0
-    noisy: int = 0
-    cached: int = 0
-    seconds: float = 0.0  # all stages together
-    queue: float = 0.0  # programs that waited at most
-
-    def joined(self, more: "_Counts") -> "_Counts":
-        sums = [one + other for one, other in zip(astuple(self), astuple(more), strict=True)]
-        return replace(_Counts(*sums), queue=max(self.queue, more.queue))
-
-
 class BenchGrader:
     """Has the interface of `Grader`, for a task whose texts are programs.
 
@@ -126,7 +166,11 @@ class BenchGrader:
 
     def __init__(self, task: MeasuredTask, bench: Bench | RayBench, beside_training: bool = False) -> None:
         self._task, self.bench = task, bench
-        self._lock, self._counts, self._step = Lock(), _Counts(), _Counts()
+        self._lock = Lock()
+        # What came since the last call of `metrics`: sums, and how many programs waited at most.
+        self._counts: Counter[str] = Counter()
+        self._queue = 0.0
+        self._step = self._counts, self._queue  # what that call returned
         self._turns: tuple[int, ...] = ()  # cores on which training and timing take turns
         self._off = ExitStack()
         # Before this process keeps off any cores: if it fails, nobody closes this object.
@@ -148,7 +192,7 @@ class BenchGrader:
         stats = self.bench.stats()
         waiting = sum(stats.get(name, 0.0) for name in ("queued_checks", "queued_timings", "unsent"))
         with self._lock:
-            self._counts.queue = max(self._counts.queue, waiting)
+            self._queue = max(self._queue, waiting)
         outcome.add_done_callback(lambda done: measured.cancel() if done.cancelled() else None)
         measured.add_done_callback(lambda done: self._finish(problem, done, outcome))
         return outcome
@@ -157,14 +201,17 @@ class BenchGrader:
         """Returns what has come since the last call, and in a refill also what that call returned: the seconds of work on
         programs, the most that waited at a time, and the shares that could not be timed, and that were known before."""
         with self._lock:
-            counts = self._step = self._step.joined(self._counts) if refill else self._counts
-            self._counts = _Counts()
-        programs = max(1, counts.programs)
+            counts, queue = self._counts, self._queue
+            if refill:
+                counts, queue = self._step[0] + counts, max(self._step[1], queue)
+            self._step = counts, queue
+            self._counts, self._queue = Counter(), 0.0
+        programs = max(1, counts["programs"])
         return {
-            "time/bench": counts.seconds,
-            "bench/queue": counts.queue,
-            "bench/noisy": counts.noisy / programs,
-            "bench/cache_hits": counts.cached / programs,
+            "time/bench": float(counts["seconds"]),
+            "bench/queue": queue,
+            "bench/noisy": counts["noisy"] / programs,
+            "bench/cache_hits": counts["cached"] / programs,
         }
 
     def alone(self) -> AbstractContextManager:
@@ -192,11 +239,9 @@ class BenchGrader:
 
     def _outcome(self, problem: Problem, result: Result) -> Outcome:
         with self._lock:
-            self._counts.programs += 1
-            self._counts.noisy += result.outcome == NOISY
-            self._counts.cached += result.is_cached
+            self._counts.update(programs=1, noisy=result.outcome == NOISY, cached=result.is_cached)
             if not result.is_cached:
-                self._counts.seconds += sum(value for name, value in result.seconds.items() if name != "wait")
+                self._counts["seconds"] += sum(value for name, value in result.seconds.items() if name != "wait")
         if result.outcome == NOISY:
             return Outcome(NOISY, None, result.note)
         return checked(self._task.score(problem, result), self._task.score)

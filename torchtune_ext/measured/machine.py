@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,15 +91,15 @@ def kept_off(cores: Sequence[int]) -> Iterator[None]:
     _kept_off.append(usable)
     try:
         if others:
-            _pin(others)
+            pin(others)
         yield
     finally:
         _kept_off.pop()
         if others and not _kept_off:
-            _pin(usable)
+            pin(usable)
 
 
-def _pin(cores: Set[int]) -> None:
+def pin(cores: Set[int]) -> None:
     """Lets all threads of this process run only on these cores."""
     for thread in os.listdir("/proc/self/task"):
         try:
@@ -130,15 +130,9 @@ def _open_lock(path: Path) -> int:
         return file
 
 
-def nobody() -> None:
-    """Does nothing: the default where a wait is not reported."""
-
-
 @contextmanager
-def alone_on(cores: Sequence[int], deadline_s: float, tell: Callable[[], None] = nobody) -> Iterator[None]:
+def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
     """Keeps the timings of all other processes off these cores. The kernel ends this with the process.
-
-    `tell` is called again and again while this waits, and once when it need not wait any more.
 
     Raises:
         TimeoutError: another process still times on them after `deadline_s` seconds.
@@ -150,7 +144,6 @@ def alone_on(cores: Sequence[int], deadline_s: float, tell: Callable[[], None] =
             stack.callback(os.close, file)
             tell_at = time.monotonic() + _TELL_S
             while True:
-                tell()
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
@@ -178,11 +171,10 @@ def _holder(file: int) -> str:
     return "another process"
 
 
-def wait_until_idle(cores: Sequence[int], deadline_s: float, tell: Callable[[], None] = nobody) -> float:
+def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:
     """Waits until no engine that may run on one of these cores computes, and returns the seconds that this took.
 
-    What counts is the CPU time of engines and of their workers, which are in an engine's session (setsid(2)). `tell` is called
-    again and again while this waits.
+    What counts is the CPU time of engines and of their workers, which are in an engine's session (setsid(2)).
 
     Raises:
         TimeoutError: an engine still computes after `deadline_s` seconds.
@@ -190,7 +182,6 @@ def wait_until_idle(cores: Sequence[int], deadline_s: float, tell: Callable[[], 
     begin = time.monotonic()
     calm = 0
     while users := [user.pid for user in engines() if user.cores & set(cores)]:
-        tell()
         before = _cpu_ns(users)
         time.sleep(_WINDOW_S)
         after = _cpu_ns(users)

@@ -6,7 +6,6 @@ loop, where each text is a task. Whatever is lost, an actor, a machine or Ray's 
 """
 
 import asyncio
-import inspect
 import logging
 import pickle
 import re
@@ -23,12 +22,12 @@ from typing import Any, Self
 
 import cloudpickle
 
-from torchtune_ext.measured.bench import Bench
-from torchtune_ext.measured.check import require_records
+from torchtune_ext.measured.check import Deadlines
 from torchtune_ext.measured.dispatch import Dispatch, Machine, Text
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.ray_connect import member_command
 from torchtune_ext.measured.results import BenchConfig, BenchError, Result
+from torchtune_ext.measured.sandbox import Limits
 from torchtune_ext.measured.version import version
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import CoreLost, within
@@ -56,8 +55,8 @@ class RayBench:
     Args:
         address: "auto" (the cluster that this machine is part of), or HOST:PORT of its head. This machine must be a member.
         resource: what the machines that measure carry.
-        settings: the keywords of each machine's `Bench`. `workers` and `cores` are chosen by each machine if they are not
-            given; `cache` is a file on each machine.
+        deadlines, limits, settings: those of each machine's `Bench`. `workers` and `cores` are chosen by each machine if they
+            are not given; `cache` is a file on each machine.
 
     Raises:
         ValueError: a setting is out of range, or Ray is not installed.
@@ -65,14 +64,15 @@ class RayBench:
         BenchError: nobody answers at the address, no machine carries the resource, or none of them can measure.
     """
 
-    def __init__(self, address: str = "auto", resource: str = "bench_host", **settings: Any) -> None:
-        inspect.signature(Bench).bind(**settings)
-        BenchConfig(
-            **{key: value for key, value in settings.items() if key in BenchConfig.__dataclass_fields__},
-            address=address,
-            resource=resource,
-        )
-        require_records(settings.get("deadlines"), settings.get("limits"))
+    def __init__(
+        self,
+        address: str = "auto",
+        resource: str = "bench_host",
+        deadlines: Deadlines | None = None,
+        limits: Limits | None = None,
+        **settings: Any,
+    ) -> None:
+        BenchConfig(**settings, address=address, resource=resource)
         if not re.fullmatch(r"auto|[^/\s]+:\d+", address):
             raise Mistake(
                 f"bench.address={address!r}: use auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: "
@@ -81,6 +81,7 @@ class RayBench:
         if find_spec("ray") is None:
             raise Mistake("bench.address needs Ray: pip install 'torchtune-ext[ray]', here and on each machine")
         self._address, self._resource = address, resource
+        settings |= {"deadlines": deadlines, "limits": limits}
         self._start_with = (version(), pickle.dumps(settings), list(sys.path))
         self._lock = threading.Lock()  # guards `_ended`: no text comes in behind the end
         self._ended: BenchError | None = None  # why nothing is accepted any more

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -17,7 +17,7 @@ NOISY = "noisy"
 # The types that a value of each setting below may have, and what to write. "or null" stands where None is one of them.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "workers": (Integral, "a whole number, or null for one on each core"),
-    "cores": (Collection, "a list of whole numbers, as [2, 3], or null to have them chosen"),
+    "cores": (list, "a list of whole numbers, as [2, 3], or null to have them chosen"),
     "threads": (Integral, "a whole number, as 1"),
     "compiler": (str, "a name or a path, as gcc, or null for the one that is found"),
     "budget_s": (Real, "a number of seconds, as 10.0"),
@@ -64,7 +64,10 @@ class BenchConfig:
     resource: str = "bench_host"  # the Ray resource that such machines carry
 
     def __post_init__(self) -> None:
-        self._require_kinds()
+        for name, (kind, words) in _KINDS.items():
+            value = getattr(self, name)
+            if not (_is_a(value, kind) or (value is None and "or null" in words)):
+                raise Mistake(f"bench.{name}={value!r} must be {words}")
         if self.workers is not None and self.workers < 1:
             raise Mistake(f"bench.workers={self.workers} must be at least 1, or null for one on each core")
         if self.cores is not None and (len(set(self.cores)) < max(1, len(self.cores)) or min(self.cores) < 0):
@@ -86,16 +89,9 @@ class BenchConfig:
         if not self.resource:
             raise Mistake("bench.resource is empty: name the Ray resource of the machines that measure, as bench_host")
 
-    def _require_kinds(self) -> None:
-        for name, (kind, words) in _KINDS.items():
-            value = getattr(self, name)
-            fits = (value is None and "or null" in words) or _is_a(value, kind)
-            if fits and name == "cores" and value is not None:
-                fits = not isinstance(value, str | bytes | Mapping) and all(_is_a(core, Integral) for core in value)
-            if not fits:
-                raise Mistake(f"bench.{name}={value!r} must be {words}")
-
 
 def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Tells whether a value is of a kind. For Python True is a number, too."""
+    """Tells whether a value is of a kind. For Python True is a number, too. A list has whole numbers."""
+    if kind is list:
+        return isinstance(value, list | tuple) and all(_is_a(each, Integral) for each in value)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

@@ -8,43 +8,15 @@ programs end there, and a timing that has to be alone begins when all that were 
 """
 
 from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-
-from torchtune_ext.measured.kernel import Kernel
-from torchtune_ext.run.errors import Mistake
+from typing import Generic, TypeVar
 
 PATIENCE = 64  # about ten seconds of two cores
 CHECK, TIME = "check", "time"
 
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One program, and all who wait for its result."""
-
-    key: str
-    kernel_name: str
-    kernel_key: str
-    kernel: bytes
-    text: str
-    permitted: tuple[str, ...] | None
-    futures: list[Future]
-    library: bytes = b""
-    techniques: tuple[str, ...] = ()
-    attempts: int = 0
-    has_begun: bool = False
-    is_timed_again: bool = False  # its timing was disturbed, and is made once more
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def begin(self) -> bool:
-        """Marks it as begun: from now on it cannot be canceled. Returns False if everybody has canceled it before."""
-        if not self.has_begun:
-            self.futures = [future for future in self.futures if future.set_running_or_notify_cancel()]
-            self.has_begun = bool(self.futures)
-        return self.has_begun
+Job = TypeVar("Job")
 
 
-class Schedule:
+class Schedule(Generic[Job]):
     """Jobs that wait for their check or their timing, and those that run.
 
     Args:
@@ -62,60 +34,27 @@ class Schedule:
         self._is_alone = False  # whether that timing is alone
         self._passed = 0  # checks that have begun while a timing waited to be alone
 
-    def add(self, stage: str, job: Job, first: bool = False) -> None:
-        """Lets a job wait for its check or its timing; `first`: before all others, since it has waited already."""
-        queue = self.checks if stage == CHECK else self.timings
-        if first:
-            queue.appendleft(job)
-        else:
-            queue.append(job)
-
-    def add_again(self, job: Job) -> None:
-        """Lets a job whose timing was disturbed wait for another one, alone."""
-        self.again.append(job)
-
     def next(self) -> tuple[str, Job] | None:
         """Returns what begins now, and counts it as running; None: nothing. Ask until it is None."""
-        if self.checks and len(self.checking) < self.workers and self._may_check():
+        wants_quiet = bool(self.again or (self.is_shared and self.timings))
+        is_its_turn = wants_quiet and self._passed >= PATIENCE
+        is_timing_alone = self.timing is not None and self._is_alone
+        if self.checks and len(self.checking) < self.workers and not is_timing_alone and not is_its_turn:
             job = self.checks.popleft()
             self.checking.add(job)
-            self._passed += self._wants_quiet()
+            self._passed += wants_quiet
             return CHECK, job
-        if self.timing is None and self.timings and (not self.is_shared or self._is_quiet()):
-            return TIME, self._begin(self.timings, alone=self.is_shared)
-        if self.timing is None and self.again and self._is_quiet():
-            return TIME, self._begin(self.again, alone=True)
+        is_quiet = not self.checking and (not self.checks or is_its_turn)
+        for queue, alone in ((self.timings, self.is_shared), (self.again, True)):
+            if self.timing is None and queue and (is_quiet or not alone):
+                self.timing, self._is_alone = queue.popleft(), alone
+                self._passed = 0 if alone else self._passed
+                return TIME, self.timing
         return None
 
     def ended(self, stage: str, job: Job) -> None:
         """What runs of this job has ended, well or not."""
         if stage == CHECK:
             self.checking.remove(job)
-        elif self.timing == job:
-            self.timing = None
         else:
-            raise Mistake(f"{job!r} is not being timed")
-
-    def _begin(self, queue: deque[Job], alone: bool) -> Job:
-        self.timing, self._is_alone = queue.popleft(), alone
-        if alone:
-            self._passed = 0
-        return self.timing
-
-    def _may_check(self) -> bool:
-        return not (self.timing is not None and self._is_alone) and not self._is_timings_turn()
-
-    def _is_quiet(self) -> bool:
-        return not self.checking and (not self.checks or self._is_timings_turn())
-
-    def _is_timings_turn(self) -> bool:
-        return self._wants_quiet() and self._passed >= PATIENCE
-
-    def _wants_quiet(self) -> bool:
-        return bool(self.again or (self.is_shared and self.timings))
-
-
-def kernel_key(kernel: Kernel) -> str:
-    """Returns a name that tells kernels, and their timed sizes, apart."""
-    kind = type(kernel)
-    return f"{kind.__module__}.{kind.__qualname__} {kernel.name} {dict(kernel.timed)}"
+            self.timing = None

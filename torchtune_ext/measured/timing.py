@@ -28,7 +28,7 @@ from torchtune_ext.measured.arena import Place, lay_out
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.child import Call, ChildFailed
 from torchtune_ext.measured.kernel import Arrays, Size
-from torchtune_ext.measured.machine import alone_on, kept_off, nobody, stolen_ticks
+from torchtune_ext.measured.machine import alone_on, kept_off, stolen_ticks
 from torchtune_ext.measured.numpy_child import NumpyChild
 from torchtune_ext.measured.probe import OWN_CPU_S, Look, Probe, Quiet
 from torchtune_ext.measured.sandbox import SandboxError
@@ -144,13 +144,12 @@ class Timer:
     Args:
         checker: compiles and locks in; its `cores` are those that are timed on.
         budget_s: seconds for one program, reference and checks included.
-        tell: called again and again while this waits for the cores, and between the steps of making it.
 
     Raises:
         Wild: the fixed kernel varies by more than 20%.
     """
 
-    def __init__(self, checker: Checker, budget_s: float = 10.0, tell: Callable[[], None] = nobody) -> None:
+    def __init__(self, checker: Checker, budget_s: float = 10.0) -> None:
         if not budget_s > 0:
             raise Mistake(f"budget_s={budget_s} must be more than 0 seconds")
         self.checker, self.kernel, self.budget_s = checker, checker.kernel, budget_s
@@ -158,9 +157,8 @@ class Timer:
         self._quiet = Quiet()  # the reference's
         with ExitStack() as stack:
             stack.enter_context(kept_off(checker.cores))
-            with alone_on(checker.cores, LOCK_S, tell):
+            with alone_on(checker.cores, LOCK_S):
                 self._probe = stack.enter_context(closing(Probe(checker)))
-                tell()
                 library = checker.compile_own(self.kernel)
                 self._reference = stack.enter_context(checker.child(self.kernel, library, OWN_CPU_S))
                 for _ in range(4):
@@ -188,13 +186,12 @@ class Timer:
         """What they can read together from the cache that cores share, in 10^9 bytes/s."""
         return self._probe.peak_gbytes_s
 
-    def time(self, library: Path, begin: Callable[[], None] = nobody, tell: Callable[[], None] = nobody) -> Timing:
+    def time(self, library: Path, begin: Callable[[], None] = lambda: None) -> Timing:
         """Times a program that `Checker.checked` has found right.
 
         Args:
             library: what it was compiled to.
             begin: called as soon as nobody else times on these cores.
-            tell: called again and again before that.
 
         Raises:
             ChildFailed: a call fails or its result is wrong, or it is faster than the machine can be.
@@ -202,7 +199,7 @@ class Timer:
         """
         # A slow program ends by the deadline of a call, and not by what the first calls and a late block need.
         cpu_s = (self.budget_s + MOST_LATE_CALLS * self.checker.deadlines.verify_s) * self.checker.threads
-        with alone_on(self.checker.cores, LOCK_S, tell):
+        with alone_on(self.checker.cores, LOCK_S):
             begin()
             try:
                 with self.checker.child(self.kernel, library, cpu_s) as child:
@@ -215,10 +212,8 @@ class Timer:
 
     def time_numpy(self) -> Timing:
         """Times the kernel's `reference` in numpy with as many threads: for products of matrices that is OpenBLAS."""
-        with (
-            alone_on(self.checker.cores, LOCK_S),
-            NumpyChild(self.kernel, self.checker.cores, self.checker.threads) as child,
-        ):
+        child = NumpyChild(self.kernel, self.checker.cores, self.checker.threads)
+        with closing(child), alone_on(self.checker.cores, LOCK_S):
             return self._time(child)
 
     def _time(self, child: Callee) -> Timing:

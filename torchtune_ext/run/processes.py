@@ -35,7 +35,6 @@ from torchtune_ext.run import worker_process
 from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.janitor import Janitor
 from torchtune_ext.run.parent import environment
-from torchtune_ext.run.worker_process import BEGUN, WAITING
 
 START_DEADLINE_S = 120.0  # seconds that a process has to unpickle the object, with all imports
 MAX_START_FAILURES = 3  # processes that may fail to start, one after the other, before all is given up
@@ -93,7 +92,6 @@ class Processes:
         arguments: tuple,
         timeout_s: float,
         otherwise: Callable[[str, str], Any],
-        wait_s: float = 0.0,
         process: int | None = None,
     ) -> Future:
         """Hands in a call and returns at once. A slow call delays others only if no other process is free.
@@ -103,9 +101,6 @@ class Processes:
             timeout_s: seconds for the call, counted from when a process takes it.
             otherwise: makes the result of a call that failed, from the kind of failure and its cause (the error, how the
                 process ended, or how long it had), in the thread that serves all processes.
-            wait_s: if it is not 0, the call gets a function as its first argument. It calls that with BEGUN when it begins, and
-                the `timeout_s` are counted from then on. It may wait before that as long as it likes if it calls the function
-                with WAITING again and again: it is given up when it was silent for `wait_s` seconds.
             process: the number of the process, from 0, that has to take the call; None: any. What an earlier call left in it is
                 lost if the process was replaced meanwhile.
 
@@ -116,7 +111,7 @@ class Processes:
         Raises:
             Exception: the reason why no calls are accepted any more. Futures that were waiting raise it, too.
         """
-        item = _Item(cloudpickle.dumps((wait_s > 0, arguments)), timeout_s, wait_s, otherwise, process)
+        item = _Item(cloudpickle.dumps(arguments), timeout_s, otherwise, process)
         with self._lock:
             if self._ended is not None:
                 raise self._ended
@@ -262,9 +257,8 @@ class Processes:
 class _Item:
     """One call."""
 
-    payload: bytes  # (waits, arguments)
+    payload: bytes  # the arguments
     timeout_s: float
-    wait_s: float
     otherwise: Callable[[str, str], Any]
     process: int | None  # the number of the process that has to take it; None: any
     future: Future = field(default_factory=Future)
@@ -321,7 +315,7 @@ class _Worker:
         except _LOST:
             return False
         self.item = item
-        self._allow(item.wait_s or item.timeout_s)
+        self._allow(item.timeout_s)
         return True
 
     def receive(self) -> tuple[str, str] | None:
@@ -337,10 +331,7 @@ class _Worker:
         if not self.ready:
             self.ready, self.refused = kind == "ready", kind == "failed"
             return ("raised", cause) if self.refused else None
-        if kind in (WAITING, BEGUN):
-            self._allow(self.item.wait_s if kind == WAITING else self.item.timeout_s)
-        else:
-            self.finish(kind, value, cause)
+        self.finish(kind, value, cause)
         return None
 
     def finish(self, kind: str, value: Any, cause: str) -> None:

@@ -6,9 +6,7 @@ It is a plain subprocess. A process of `multiprocessing` would import the traine
 torch) a second time.
 
 The first message is (sys.path, pickled object). The answer is ("ready", None, "") or ("failed", None, cause). Each later
-message is (waits, arguments), and the answer ("returned", value, "") or ("raised", None, cause). If `waits` is true, the
-first argument is a function, which the object calls with a word: (WAITING, None, "") or (BEGUN, None, "") is sent before the
-answer.
+message holds the arguments of a call, and the answer is ("returned", value, "") or ("raised", None, cause).
 
 When the parent closes the socket, this process ends as Python programs do, so that what `atexit` knows is done. The kernel
 kills it when the thread that started it ends, however it ends. The process leads its own session, so that Ctrl-C in the
@@ -25,7 +23,6 @@ from multiprocessing.connection import Connection
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 MAX_CAUSE_CHARS = 1000
-WAITING, BEGUN = "waiting", "begun"  # the words of a call that may wait
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -70,9 +67,7 @@ def main(fd: int, parent_pid: int) -> None:
             # The parent closed the socket.
             return
         try:
-            waits, arguments = pickle.loads(message)
-            more = (lambda word: parent.send((word, None, "")),) if waits else ()
-            answer = pickle.dumps(("returned", target(*more, *arguments), ""))
+            answer = pickle.dumps(("returned", target(*pickle.loads(message)), ""))
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the parent is told)
             answer = pickle.dumps(("raised", None, last_line(error)))
         if os.getpid() != pid:

@@ -166,7 +166,7 @@ def test_metrics_are_those_since_the_last_call(grader, bench):
 def cores(monkeypatch, tmp_path):
     """Makes this process one that may run on some cores; returns the sets of cores that it is then pinned to."""
     pinned = []
-    monkeypatch.setattr(machine, "_pin", pinned.append)
+    monkeypatch.setattr(machine, "pin", pinned.append)
     monkeypatch.setattr(machine, "lock_path", lambda core: tmp_path / f"{core}.lock")
 
     def make(usable):
@@ -289,7 +289,7 @@ def test_what_was_started_ends_where_the_rest_cannot_start(monkeypatch, bench, c
 
 def test_a_measured_task_is_rehearsed_with_its_own_settings(monkeypatch):
     rehearsed = []
-    monkeypatch.setattr(grading.service, "rehearse", lambda *asked: rehearsed.append(asked))
+    monkeypatch.setattr(grading, "rehearse_bench", lambda *asked: rehearsed.append(asked))
     rehearse([Asked({"threads": 2}), Asked()], GraderConfig())
     assert rehearsed == [(BenchConfig(threads=2), Asked.kernels)] * 2, "the held-out task shares the service"
     with pytest.raises(ValueError, match="^evaluation.task.bench is not that of the first task, .*; leave it out"):

@@ -1,16 +1,11 @@
 """Settings of the benchmark service that cannot be are told before anything is started."""
 
-from functools import partial
-
 import pytest
 from tables import every_row
 
 from torchtune_ext.measured import bench as benches
 from torchtune_ext.measured.bench import Bench, BenchConfig
-from torchtune_ext.measured.check import Checker, Deadlines
 from torchtune_ext.measured.grading import MeasuredTask
-from torchtune_ext.measured.kernels import Reduction
-from torchtune_ext.measured.ray_bench import RayBench
 
 
 @every_row(
@@ -44,21 +39,6 @@ def test_settings_that_cannot_be(settings, message):
     for make in (BenchConfig, Bench):
         with pytest.raises(ValueError, match=message):
             make(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"deadlines": 5}, r"deadlines=5 must be None or Deadlines, as Deadlines\(verify_s=40.0\)"),
-        ({"limits": {"cpu_s": 5}}, r"limits=\{'cpu_s': 5\} must be None or Limits, as Limits\(cpu_s=60\)"),
-    ],
-)
-def test_deadlines_and_limits_are_records(settings, message):
-    for make in (Bench, RayBench, partial(Checker, Reduction())):
-        with pytest.raises(ValueError, match=message):
-            make(**settings)
-    with pytest.raises(ValueError, match="Deadlines.verify_s: '3' must be a number of seconds above 0"):
-        Deadlines(verify_s="3")
 
 
 def test_settings_of_a_task():

@@ -3,11 +3,12 @@
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 
+import numpy as np
 import pytest
 from calm_kernels import HONEST, CalmReduction, fenced
 from exploits import exploits
@@ -25,7 +26,6 @@ from torchtune_ext.measured.kernels import Dgemm, Reduction
 from torchtune_ext.measured.numpy_child import NumpyChild
 from torchtune_ext.measured.results import Result
 from torchtune_ext.measured.sandbox import Sandbox, SandboxError
-from torchtune_ext.run.processes import Processes
 
 pytestmark = [pytest.mark.rest, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
 GCC = shutil.which("gcc")
@@ -119,47 +119,28 @@ def test_the_lock_of_a_core_is_one_for_all_users_and_tells_who_holds_it(tmp_path
     assert asked and not any(flags & os.O_CREAT for flags in asked)
 
 
-def test_numpy_that_is_stopped_is_not_waited_for():
-    # The inputs are larger than what a socket holds, so that the question itself cannot be sent to the end.
-    kernel = Dgemm(1024)
-    with NumpyChild(kernel, sorted(os.sched_getaffinity(0))[:1], 1) as child:
-        os.kill(child._process.pid, signal.SIGSTOP)
+class Sleeping(CalmReduction):
+    def reference(self, size, inputs):
+        time.sleep(60)
+
+
+def test_numpy_that_hangs_is_not_waited_for():
+    kernel = Sleeping()
+    with closing(NumpyChild(kernel, sorted(os.sched_getaffinity(0))[:1], 1)) as child:
         start = time.monotonic()
-        with pytest.raises(SandboxError, match="numpy did not end within 1 s"):
-            child.call(kernel.timed, {name: 0 * value for name, value in _inputs(kernel).items()}, 1.0)
+        with pytest.raises(SandboxError, match="numpy: no answer within 1 s"):
+            child.call(kernel.timed, {"x": np.ones(3)}, 1.0)
         assert time.monotonic() - start < 30.0
 
 
-def test_a_process_that_waits_for_the_cores_may_wait_for_long_and_is_soon_replaced_when_it_is_stopped(
-    monkeypatch, caplog
-):
-    given, submit = [], Processes.submit
-
-    def submit_with_little_patience(self, arguments, timeout_s, otherwise, wait_s):
-        given.append(wait_s)
-        return submit(self, arguments, timeout_s, otherwise, 4.0 if len(given) == 4 else wait_s)
-
-    monkeypatch.setattr(Processes, "submit", submit_with_little_patience)
-    with quick_bench() as bench:
-        # The timer is made, so that nothing but waiting stands before the second timing.
-        assert bench.submit(CalmReduction(), fenced(HONEST)).result(timeout=200).outcome == "ok"
-        with machine.alone_on(bench.timed_cores, 200.0):
-            waiting = bench.submit(CalmReduction(), fenced("/* again */" + HONEST))
-            assert _until(lambda: bench.stats()["timing"] == 1, 100.0)
-            time.sleep(6.0)
-            assert bench.stats()["timing"] == 1 and bench.stats()["retried"] == 0
-            os.kill(bench._pools["timing"].pids()[0], signal.SIGSTOP)
-            assert _until(lambda: bench.stats()["retried"] == 1, 30.0)
-        assert waiting.result(timeout=200).outcome == "ok"
-    assert "no answer within 4 s; the process was killed" in caplog.text
-    # Minutes, and not the ten for each lock that somebody else may hold.
-    assert max(given) <= 240.0
-
-
-def _inputs(kernel):
-    import numpy as np
-
-    return {name: np.ones(shape) for name, shape in kernel.shapes(kernel.timed).items() if name != "C"}
+def test_numpy_computes_on_its_cores_only():
+    cores = sorted(os.sched_getaffinity(0))[-1:]
+    with closing(NumpyChild(Dgemm(8), cores, 2)) as child:
+        call = child.call(Dgemm(8).timed, {name: np.ones((8, 8)) for name in "AB"}, 60.0)
+        assert (call.outputs["C"] == 8).all() and call.seconds > 0
+        (pid,) = child._processes.pids()
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            assert os.sched_getaffinity(int(thread)) == set(cores)
 
 
 def quick_bench() -> Bench:

@@ -39,7 +39,7 @@ class Played:
         assert not (self.schedule.is_shared or timed_again) or len(set(stages)) <= 1
 
     def submit(self) -> None:
-        self.schedule.add(CHECK, self.submitted)
+        self.schedule.checks.append(self.submitted)
         self.submitted += 1
 
     def end(self, stage: str, which: int) -> None:
@@ -52,12 +52,12 @@ class Played:
         job = ended[1]
         if job % 5 == 0 and self.failed[ended] < 2:
             self.failed[ended] += 1
-            self.schedule.add(stage, job, first=True)
+            (self.schedule.checks if stage == CHECK else self.schedule.timings).appendleft(job)
         elif stage == CHECK and job % 2 == 0:
-            self.schedule.add(TIME, job)
+            self.schedule.timings.append(job)
         elif stage == TIME and job % 7 == 0 and job not in self.disturbed:
             self.disturbed.append(job)
-            self.schedule.add_again(job)
+            self.schedule.again.append(job)
         else:
             self.done.append(job)
 
@@ -121,30 +121,28 @@ def test_checks_go_first_but_not_for_ever(workers):
 
 def test_a_disturbed_timing_waits_until_it_is_alone_but_not_for_ever():
     found = Schedule(1, is_shared=False)
-    found.add_again("disturbed")
+    found.again.append("disturbed")
     for number in range(schedule.PATIENCE):
-        found.add(CHECK, number)
-        found.add(CHECK, -1)
+        found.checks.append(number)
+        found.checks.append(-1)
         assert found.next() == (CHECK, number) and found.next() is None
         found.ended(CHECK, number)
         found.checks.clear()
-    found.add(CHECK, "later")
+    found.checks.append("later")
     assert found.next() == (TIME, "disturbed") and found.next() is None
     found.ended(TIME, "disturbed")
     assert found.next() == (CHECK, "later")
     # Others are timed beside checks meanwhile.
-    found.add_again("disturbed")
-    found.add(TIME, "other")
+    found.again.append("disturbed")
+    found.timings.append("other")
     assert found.next() == (TIME, "other") and found.next() is None
 
 
 def test_without_checks_a_timing_begins_at_once():
     found = Schedule(2, is_shared=True)
-    found.add(TIME, "a")
-    found.add(TIME, "b")
-    found.add(TIME, "c", first=True)
+    found.timings.append("a")
+    found.timings.append("b")
+    found.timings.appendleft("c")
     assert found.next() == (TIME, "c") and found.next() is None
-    with pytest.raises(ValueError, match="'a' is not being timed"):
-        found.ended(TIME, "a")
     found.ended(TIME, "c")
     assert found.next() == (TIME, "a")

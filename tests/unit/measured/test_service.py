@@ -9,11 +9,11 @@ pytest.importorskip("tree_sitter_c")
 
 from calm_kernels import HONEST, CalmReduction, fenced
 
-from torchtune_ext.measured import service
+from torchtune_ext.measured import grading
+from torchtune_ext.measured.grading import open_bench, rehearse_bench, score_of
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.results import BenchConfig, Result
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.measured.service import open_bench, score
 from torchtune_ext.measured.timing import Timing
 
 SPEED = Timing(**{each.name: {float: 0.25, int: 30, bool: True}[each.type] for each in fields(Timing)})
@@ -23,9 +23,9 @@ def test_without_an_address_it_is_this_machine():
     with open_bench(BenchConfig(workers=1, budget_s=0.2)) as bench:
         wrong = bench.submit(CalmReduction(), fenced(HONEST.replace("s += x[i]", "s -= x[i]"))).result(200)
         broken = bench.submit(CalmReduction(), fenced("void reduction(int n) {}"), group="a prompt").result(200)
-    found = score(wrong, -0.5)
+    found = score_of(wrong, -0.5)
     assert found.reward == -0.5 and found.parts["outcome_wrong_result"] == 1 and "should be" in found.note
-    assert "conflicting types" in score(broken, -1).note and score(broken, -1).parts["outcome_compile_error"] == 1
+    assert "conflicting types" in score_of(broken, -1).note and score_of(broken, -1).parts["outcome_compile_error"] == 1
 
 
 class Broken(CalmReduction):
@@ -58,20 +58,20 @@ class Undecodable(CalmReduction):
 )
 def test_what_cannot_be_measured_is_found_out_before_anything_starts(config, kernel, message):
     with pytest.raises((ValueError, SandboxError), match=message):
-        service.rehearse(BenchConfig(**config), [kernel])
+        rehearse_bench(BenchConfig(**config), [kernel])
 
 
 def test_with_an_address_it_is_a_cluster(monkeypatch):
     asked = []
-    monkeypatch.setattr(service, "RayBench", lambda *words, **settings: asked.append((words, settings)))
+    monkeypatch.setattr(grading, "RayBench", lambda *words, **settings: asked.append((words, settings)))
     open_bench(BenchConfig(address="10.0.0.1:6379", resource="fast_host", threads=4, budget_s=3.0))
     ((words, settings),) = asked
-    assert words == ("10.0.0.1:6379", "fast_host") and settings["threads"] == 4 and settings["budget_s"] == 3.0
-    assert not {"address", "resource"} & set(settings)
+    assert not words and settings["address"] == "10.0.0.1:6379" and settings["resource"] == "fast_host"
+    assert settings["threads"] == 4 and settings["budget_s"] == 3.0
 
 
 def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
-    found = score(Result("dgemm", "ok", "time", "", SPEED), 1.5)
+    found = score_of(Result("dgemm", "ok", "time", "", SPEED), 1.5)
     assert found.reward == 1.5 and found.note == ""
     assert {name: value for name, value in found.parts.items() if value} == {
         "outcome_ok": 1.0,
@@ -81,6 +81,8 @@ def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
         "speedup_spread": 0.25,
     }
     assert all(isinstance(value, float) for value in found.parts.values())
-    late = score(Result("dgemm", "timeout", "verify", "its calls took too long", None, fingerprint="a machine"), -0.5)
+    late = score_of(
+        Result("dgemm", "timeout", "verify", "its calls took too long", None, fingerprint="a machine"), -0.5
+    )
     assert late.parts["outcome_timeout"] == 1 and "gflops" not in late.parts and late.note == "its calls took too long"
     assert late.facts == {"machine": "a machine", "techniques": ""}

@@ -23,10 +23,8 @@ from torchtune_ext.run.processes import Processes
 class Target:
     """Does what its first argument says."""
 
-    def __call__(self, *arguments):
-        begin = arguments[0] if callable(arguments[0]) else None
-        verb, *rest = arguments[1:] if begin else arguments
-        return getattr(self, verb)(*rest, *([begin] if begin else []))
+    def __call__(self, verb, *rest):
+        return getattr(self, verb)(*rest)
 
     def same(self, value):
         return value
@@ -45,20 +43,6 @@ class Target:
 
     def sleeps(self, seconds):
         time.sleep(seconds)
-
-    def waits(self, before, after, begin):
-        time.sleep(before)
-        begin("begun")
-        time.sleep(after)
-        return "done"
-
-    def signs(self, count, after, tell):
-        for _ in range(count):
-            time.sleep(0.1)
-            tell("waiting")
-        time.sleep(after)
-        tell("begun")
-        return "done"
 
     def folder(self):
         path = Path(tempfile.mkdtemp())
@@ -113,21 +97,6 @@ def test_values_that_cannot_be_sent_or_read_are_errors_of_the_call(processes):
     with pytest.raises(TypeError, match="pickle"):
         processes.submit(("same", (i for i in range(3))), 1.0, print)
     assert answer(processes, "same", 7) == 7
-
-
-def test_what_a_call_waits_for_is_not_counted(processes):
-    assert answer(processes, "waits", 1.0, 0.0, timeout_s=0.5, wait_s=20.0) == "done"
-    late = answer(processes, "waits", 0.0, 60.0, timeout_s=0.3, wait_s=20.0)
-    assert late == ("late", "no answer within 0.3 s; the process was killed")
-    assert answer(processes, "waits", 60.0, 0.0, timeout_s=20.0, wait_s=0.2)[0] == "late"
-
-
-def test_who_waits_may_wait_for_long_if_it_gives_signs_of_life(processes):
-    begin = time.monotonic()
-    assert answer(processes, "signs", 40, 0.0, timeout_s=20.0, wait_s=3.0) == "done"
-    assert time.monotonic() - begin > 3.9
-    silent = answer(processes, "signs", 3, 60.0, timeout_s=60.0, wait_s=1.0)
-    assert silent == ("late", "no answer within 1 s; the process was killed")
 
 
 def test_an_error_over_a_failure_reaches_who_waits(processes):

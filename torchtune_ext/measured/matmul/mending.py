@@ -20,6 +20,7 @@ from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.machine import usable_cores
 from torchtune_ext.measured.matmul.prompts import messages, short_messages
 from torchtune_ext.measured.matmul.task import ALL, PROMPTS, kernels_of, problem_of
+from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.measured.sandbox import Limits, SandboxError
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Message, Problem, Turn
@@ -56,9 +57,8 @@ class CompileAndFix:
         self.max_turns, self._prompt = max_turns, prompt
         cores = tuple(sorted(usable_cores()))
         toolchain = Compiler.find(compiler)
-        self._checking = Checking(
-            Settings(toolchain, "-O3", 1, 0.0, None, sandbox, Deadlines(), Limits(), check_cores=cores, timed_cores=())
-        )
+        config = BenchConfig(sandbox=sandbox)
+        self._checking = Checking(Settings(config, toolchain, Deadlines(), Limits(), check_cores=cores, timed_cores=()))
 
     def __len__(self) -> int:
         return len(self._kernels)
@@ -83,12 +83,10 @@ class Workshop:
 
     def step(self, message: Message) -> Turn:
         """Raises SandboxError: the machine failed, and nothing is known about the program."""
-        checked = self._checking(
-            lambda _: None, problem_of(self._kernel), cloudpickle.dumps(self._kernel), message["content"]
-        )
+        checked = self._checking(problem_of(self._kernel), cloudpickle.dumps(self._kernel), message["content"])
         if isinstance(checked, Failed):
             raise SandboxError(checked.cause)
-        verdict = checked.verdict
+        verdict = checked.result
         parts = {"accuracy": float(verdict.outcome == "ok"), "compiled": float(verdict.stage == "verify")}
         if verdict.outcome == "ok":
             return Turn(reward=1.0, done=True, parts=parts)
