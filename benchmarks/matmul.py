@@ -40,7 +40,7 @@ from torchtune_ext.measured.child import ChildFailed  # noqa: E402
 from torchtune_ext.measured.kernels import Dgemm  # noqa: E402
 from torchtune_ext.measured.machine import choose_cores, fingerprint  # noqa: E402
 from torchtune_ext.measured.matmul.archive import FILE, Archive  # noqa: E402
-from torchtune_ext.measured.matmul.family import Family  # noqa: E402
+from torchtune_ext.measured.matmul.programs import Family  # noqa: E402
 from torchtune_ext.measured.timing import Timer  # noqa: E402
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
 

@@ -12,7 +12,7 @@ from torchtune_ext.measured.check import extract
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.matmul import stages
 from torchtune_ext.measured.matmul.archive import Entry
-from torchtune_ext.measured.matmul.family import Family
+from torchtune_ext.measured.matmul.programs import Family
 from torchtune_ext.measured.matmul.prompts import messages
 from torchtune_ext.measured.matmul.task import Matmul, problem_of
 from torchtune_ext.measured.results import Result

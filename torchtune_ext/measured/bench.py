@@ -14,12 +14,10 @@ import json
 import logging
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Self
 
 import cloudpickle
@@ -32,14 +30,13 @@ from torchtune_ext.measured.child import START_S
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel, prototype
 from torchtune_ext.measured.machine import choose_cores, fingerprint, usable_cores
-from torchtune_ext.measured.owned import Owned
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
-from torchtune_ext.measured.sandbox import PREFIX, PROBE_S, Limits, Sandbox, clean_up
+from torchtune_ext.measured.sandbox import PROBE_S, Limits, Sandbox
 from torchtune_ext.measured.schedule import CHECK, TIME, Schedule
 from torchtune_ext.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS
 from torchtune_ext.measured.version import version
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.processes import Processes, remove
+from torchtune_ext.run.processes import Processes
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
 
@@ -113,17 +110,12 @@ class Bench:
         self._schedule: Schedule[Job] = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
         self._under_way: dict[str, Job] = {}
         self._counts: Counter[str] = Counter()
-        self._owned = Owned(clean_up(), PREFIX)
-        self._folder = self._owned.path
-        self._folder.chmod(0o711)
         self._pid = os.getpid()
-        weakref.finalize(self, _remove_own, self._folder, self._pid)
         self._pools: dict[str, Processes] = {}
         try:
-            for stage, kind, count in ((CHECK, Checking, workers), (TIME, TimeKeeping, 1)):
+            for name, kind, count in (("checking", Checking, workers), ("timing", TimeKeeping, 1)):
                 target = cloudpickle.dumps(kind(self._settings))
-                name = "checking" if stage == CHECK else "timing"
-                self._pools[stage] = Processes(target, count, name, "setting", self._folder, VARIABLES)
+                self._pools[name] = Processes(target, count, name, "setting", variables=VARIABLES)
         except BaseException:
             self.close()
             raise
@@ -214,10 +206,8 @@ class Bench:
         self._give_up(BenchError("the Bench is closed"))
         for pool in self._pools.values():
             pool.close(self._ended, CLOSE_S)
-        remove(self._folder)
         with self._lock:
             self._cache.close()
-            self._owned.close()
 
     def __enter__(self) -> Self:
         return self
@@ -265,19 +255,19 @@ class Bench:
         d = self._settings.deadlines
         check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
         # A kernel's checker probes the machine and checks the kernel's own program first.
-        timeout_s, what = 4 * PROBE_S + 2 * check_s, (job.text, job.permitted)
+        pool, timeout_s, what = "checking", 4 * PROBE_S + 2 * check_s, (job.text, job.permitted)
         if stage == TIME:
             # Others may time on the cores, or an engine compute there, before the timer is made and again behind it. When the
             # budget ends, a last block may begin, with calls of the reference as well.
             calls = MOST_LATE_CALLS + LEAST_CALLS
             timeout_s += 5 * LOCK_S + START_S + d.load_s + self._settings.config.budget_s + calls * d.verify_s + OWN_S
-            what = (job.kernel_name, job.library)
+            pool, what = "timing", (job.kernel_name, job.library)
 
         def otherwise(kind: str, cause: str) -> Failed:
             # An error that a kernel or our own code raises would come again. Processes do not end, or hang, by themselves.
             return Failed(f"the {stage} process died: {cause}" if kind == "died" else cause, is_final=kind == "raised")
 
-        answer = self._pools[stage].submit((job.kernel_key, job.kernel, *what), timeout_s, otherwise)
+        answer = self._pools[pool].submit((job.kernel_key, job.kernel, *what), timeout_s, otherwise)
         answer.add_done_callback(lambda future: self._ends(stage, job, future))
 
     def _ends(self, stage: str, job: Job, future: Future) -> None:
@@ -356,9 +346,3 @@ def kernel_key(kernel: Kernel) -> str:
     """Returns a name that tells kernels, and their timed sizes, apart."""
     kind = type(kernel)
     return f"{kind.__module__}.{kind.__qualname__} {kernel.name} {dict(kernel.timed)}"
-
-
-def _remove_own(folder: Path, owner_pid: int) -> None:
-    """Removes the folder of a Bench that nobody has closed, but not at the end of a forked process: the owner still uses it."""
-    if os.getpid() == owner_pid:
-        remove(folder)

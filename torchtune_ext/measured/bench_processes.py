@@ -114,16 +114,7 @@ class Checking:
         try:
             os.sched_setaffinity(0, cores)
             checker = CHECKERS.made(key, lambda: self.settings.checker(pickle.loads(kernel), cores))
-            with checker.checked(text, permitted=permitted) as (verdict, library):
-                result = Result(
-                    checker.kernel.name,
-                    verdict.outcome,
-                    verdict.stage,
-                    verdict.note,
-                    None,
-                    verdict.seconds,
-                    techniques=verdict.techniques,
-                )
+            with checker.checked(text, permitted=permitted) as (result, library):
                 return Checked(result, b"" if library is None else zlib.compress(library.read_bytes(), 1))
         except (SandboxError, OSError) as error:
             CHECKERS.drop(key)

@@ -8,8 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from torchtune_ext.measured.check import KILLED
-from torchtune_ext.measured.results import NOISY, Result
-from torchtune_ext.measured.timing import Timing
+from torchtune_ext.measured.results import NOISY, Result, Timing
 from torchtune_ext.run.errors import Mistake
 
 log = logging.getLogger(__name__)

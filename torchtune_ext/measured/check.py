@@ -9,9 +9,9 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from numbers import Real
 from pathlib import Path
 
@@ -23,13 +23,13 @@ from torchtune_ext.measured.child import Child, ChildFailed
 from torchtune_ext.measured.compiler import OPTIMIZATIONS, Compiler, Finished
 from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.machine import usable_cores
-from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, exit_cause
+from torchtune_ext.measured.results import Result
+from torchtune_ext.measured.sandbox import SANDBOXES, Limits, Sandbox, SandboxError, exit_cause
 from torchtune_ext.measured.verify import described, verify
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.answers import spoken
 
 OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
-SANDBOXES = ("floor", "none")
 STAGES = ("extract", "screen", "compile", "verify")
 MAX_SOURCE = 200_000  # characters of a program
 MAX_NOTE = 1500  # characters of a note
@@ -58,19 +58,6 @@ class Deadlines:
         for name, value in asdict(self).items():
             if not (isinstance(value, Real) and 0 < value < math.inf):
                 raise Mistake(f"Deadlines.{name}: {value!r} must be a number of seconds above 0")
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of one candidate."""
-
-    outcome: str  # one of OUTCOMES
-    stage: str  # the stage that decided, one of STAGES
-    note: str  # for people: the compiler's message, the failing size; "" if it is ok
-    seconds: Mapping[str, float]  # of each stage that ran
-    seed: int  # of the sizes and inputs, drawn after compilation; 0 if it did not come so far
-    worst: float = field(default=float("nan"))  # the largest error in units of what is allowed, if it is ok
-    techniques: tuple[str, ...] = ()  # that it uses, sorted, if they were looked for and it came so far
 
 
 class _Refused(Exception):
@@ -158,24 +145,24 @@ class Checker:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def check(self, text: str) -> Verdict:
+    def check(self, text: str) -> Result:
         """Checks the program in a model's answer.
 
         Raises:
             SandboxError: the machine failed, and nothing is known about the program.
         """
-        with self.checked(text) as (verdict, _):
-            return verdict
+        with self.checked(text) as (result, _):
+            return result
 
-    def check_source(self, source: str) -> Verdict:
+    def check_source(self, source: str) -> Result:
         """Checks a program that stands alone."""
-        with self.checked(source, extracted=True) as (verdict, _):
-            return verdict
+        with self.checked(source, extracted=True) as (result, _):
+            return result
 
     @contextmanager
     def checked(
         self, text: str, extracted: bool = False, permitted: Collection[str] | None = None
-    ) -> Iterator[tuple[Verdict, Path | None]]:
+    ) -> Iterator[tuple[Result, Path | None]]:
         """Checks a program and keeps its library, if it is ok, until the block ends.
 
         Args:
@@ -211,14 +198,15 @@ class Checker:
                 stage = "verify"
                 with _timed(seconds, stage):
                     seed = secrets.randbits(63)  # nobody can know it while the program is compiled
-                    worst = self._verify(folder / compilers.LIBRARY, np.random.default_rng(seed))
+                    self._verify(folder / compilers.LIBRARY, np.random.default_rng(seed))
             except _Refused as failed:
-                note, library = _plain(str(failed)), None
-                verdict = Verdict(failed.outcome, stage, note, seconds, seed, techniques=techniques)
+                outcome, note, library = failed.outcome, _plain(str(failed)), None
             else:
-                verdict = Verdict("ok", stage, "", seconds, seed, worst, techniques)
-                library = folder / compilers.LIBRARY
-            yield verdict, library
+                outcome, note, library = "ok", "", folder / compilers.LIBRARY
+            yield (
+                Result(self.kernel.name, outcome, stage, note, None, seconds, techniques=techniques, seed=seed),
+                library,
+            )
         finally:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -293,10 +281,10 @@ class Checker:
                 raise SandboxError(f"the disk of {folder} is full: {done.errors.strip()[-300:]}")
             raise _Refused("compile_error", done.errors.strip() or exit_cause(done.status))
 
-    def _verify(self, library: Path, rng: np.random.Generator) -> float:
+    def _verify(self, library: Path, rng: np.random.Generator) -> None:
         try:
             with self.child(self.kernel, library) as child:
-                return verify(child, self.kernel, rng, self.deadlines.verify_s)
+                verify(child, self.kernel, rng, self.deadlines.verify_s)
         except ChildFailed as failed:
             note = f"; it computed for {failed.cpu_s:.2g} s" if failed.outcome == "timeout" else ""
             raise _Refused(failed.outcome, f"{failed}{note}") from failed

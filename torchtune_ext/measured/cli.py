@@ -19,15 +19,16 @@ from torchtune_ext.run.output import columns
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torchtune_ext  # noqa: E402
-from torchtune_ext.measured.check import MAX_SOURCE, SANDBOXES, Checker, Verdict  # noqa: E402
+from torchtune_ext.measured.check import MAX_SOURCE, Checker  # noqa: E402
 from torchtune_ext.measured.child import ChildFailed  # noqa: E402
 from torchtune_ext.measured.compiler import OPTIMIZATIONS, Compiler  # noqa: E402
 from torchtune_ext.measured.kernel import Kernel  # noqa: E402
 from torchtune_ext.measured.kernels import KERNELS  # noqa: E402
 from torchtune_ext.measured.machine import choose_cores, fingerprint  # noqa: E402
 from torchtune_ext.measured.probe import Wild  # noqa: E402
-from torchtune_ext.measured.sandbox import SandboxError  # noqa: E402
-from torchtune_ext.measured.timing import Timer, Timing  # noqa: E402
+from torchtune_ext.measured.results import Timing  # noqa: E402
+from torchtune_ext.measured.sandbox import SANDBOXES, SandboxError  # noqa: E402
+from torchtune_ext.measured.timing import Timer  # noqa: E402
 
 HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of roofline", "x naive", "±", "")
 NOTE = 90  # characters of a note
@@ -174,7 +175,7 @@ def _attack(compiler: Compiler, cores: Sequence[int]) -> int:
             continue
         with Checker(kernel(), compiler, cores=cores) as checker:
             for each in these:
-                verdict: Verdict = checker.check_source(each.source)
+                verdict = checker.check_source(each.source)
                 as_expected = verdict.outcome in each.outcomes
                 bad += not as_expected
                 mark = "" if as_expected else f"EXPECTED {' or '.join(each.outcomes)}"

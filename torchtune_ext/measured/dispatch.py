@@ -46,26 +46,21 @@ class Dispatch:
         """Gives out a text, whose `machine` is then the one that gets it; None: nothing can be given out now."""
         loads = Counter(text.machine for text in self.texts)
         free = [each for each in self.machines.values() if loads[each] < each.room and not each.fault]
-        for machine in sorted(free, key=lambda each: loads[each]):
-            for text in self.texts:
-                if text.machine is None and self._may_go(text, machine):
-                    text.machine = machine
-                    self._bind(text, machine)
-                    return text
+        for text in self.texts if free else ():
+            if text.machine is None and (possible := [each for each in self._possible(text) if each in free]):
+                text.machine = min(possible, key=lambda each: loads[each])
+                if text.group is not None and not text.failed_at:
+                    self._homes[text.group] = text.machine
+                    self._homes.move_to_end(text.group)
+                    if len(self._homes) > KEPT_GROUPS:
+                        self._homes.popitem(last=False)
+                return text
         return None
 
-    def _may_go(self, text: Text, machine: Machine) -> bool:
+    def _possible(self, text: Text) -> list[Machine]:
+        """The machines that a text may go to."""
         home = self._homes.get(text.group)
         if home is not None and home.name in self.machines and not text.failed_at:
-            return machine.name == home.name
-        others = [each for each in self.machines.values() if each.name != text.failed_at] or [machine]
-        alike = [each for each in others if home is not None and each.kind == home.kind]
-        return machine in (alike or others)
-
-    def _bind(self, text: Text, machine: Machine) -> None:
-        """Remembers where a group is measured."""
-        if text.group is not None and not text.failed_at:
-            self._homes[text.group] = machine
-            self._homes.move_to_end(text.group)
-            if len(self._homes) > KEPT_GROUPS:
-                self._homes.popitem(last=False)
+            return [self.machines[home.name]]
+        others = [each for each in self.machines.values() if each.name != text.failed_at] or [*self.machines.values()]
+        return [each for each in others if home is not None and each.kind == home.kind] or others

@@ -6,7 +6,7 @@ wrong (a measurement that others disturbed, a service that failed) is no grade: 
 
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, fields
@@ -48,7 +48,7 @@ def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
         ValueError, SandboxError: as `choose_cores`, `Cache` and `Checker` say.
     """
     if config.address is None:
-        choose_cores(None if config.cores is None else list(config.cores), config.threads)
+        choose_cores(config.cores, config.threads)
         compiler = Compiler.find(config.compiler)
         settings = (compiler, config.optimization, config.threads, None, config.namespaces, config.sandbox)
         Cache(config.cache).close()
@@ -83,7 +83,9 @@ def score_of(result: Result, reward: float) -> Score:
 
 class MeasuredTask:
     """A task whose texts are programs in C. A subclass has no `grade`: it says what the benchmark service has to measure, and
-    what that is worth.
+    what that is worth. Its methods are `kernel(problem)`, what the programs should compute, one of `kernels`;
+    `permitted(problem)`, the techniques that they may use, as in `Bench.submit`; and `score(problem, result)` of a program
+    whose outcome is not NOISY.
 
     Args:
         bench: settings of the service, fields of `BenchConfig`. Raises ValueError for one that there is not.
@@ -101,18 +103,6 @@ class MeasuredTask:
                 hint = f"did you mean {near!r}?" if near else f"use {', '.join(known)}"
                 raise Mistake(f"bench.{name}={value!r}: there is no such setting; {hint}")
         self.bench = BenchConfig(**(bench or {}))
-
-    def kernel(self, problem: Problem) -> Kernel:
-        """Returns what the programs of a problem should compute. It is one of `kernels`."""
-        raise NotImplementedError
-
-    def permitted(self, problem: Problem) -> Collection[str] | None:
-        """Returns the techniques that they may use, as in `Bench.submit`."""
-        raise NotImplementedError
-
-    def score(self, problem: Problem, result: Result) -> Score:
-        """Returns the score of a program. Its outcome is not NOISY: such a program is not graded."""
-        raise NotImplementedError
 
     def rehearse(self, key: str, before: Sequence[Any]) -> None:
         """Finds out whether programs can be measured here: with the settings of the first measured task of the run, whose

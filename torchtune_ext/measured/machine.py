@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchtune_ext.run.errors import Late, Mistake
@@ -25,28 +24,20 @@ _LOOK_S = 0.2  # seconds between two looks at an engine that computes
 _logged: set[int] = set()  # processes of engines that the log has named
 
 
-@dataclass(frozen=True, slots=True)
-class User:
-    """A process of an engine that may run on a core."""
-
-    pid: int
-    cores: frozenset[int]
-
-
 def usable_cores() -> frozenset[int]:
     """Returns the cores that this process may run on, also those that it keeps off (`kept_off`)."""
     return _kept_off[0] if _kept_off else frozenset(os.sched_getaffinity(0))
 
 
-def engines() -> list[User]:
-    """Finds the engines of all users of this machine, and the cores that they may run on."""
-    users = []
+def engines() -> dict[int, frozenset[int]]:
+    """Finds the engines of all users of this machine: their process ids, and the cores that they may run on."""
+    users = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
                 if SAMPLER in words:
-                    users.append(User(int(folder.name), frozenset(os.sched_getaffinity(int(folder.name)))))
+                    users[int(folder.name)] = frozenset(os.sched_getaffinity(int(folder.name)))
             except OSError:
                 continue  # it has ended, or belongs to somebody else
     return users
@@ -63,19 +54,22 @@ def choose_cores(cores: Sequence[int] | None, count: int) -> list[int]:
         raise Mistake(f"threads={count}, but this process may run on {len(usable)} cores")
     users = engines()
     if cores is None:
-        taken = frozenset[int]().union(*(user.cores for user in users))
+        taken = frozenset[int]().union(*users.values())
         free = [core for core in usable if core not in taken]
         return (free if len(free) >= count else usable)[-count:]
     if not cores or not set(cores) <= set(usable):
         raise Mistake(f"cores={list(cores)}: use some of {usable}, which this process may run on")
-    if len(set(cores)) != count:
-        raise Mistake(f"cores={list(cores)}: threads={count} needs {count} different core{'s' * (count > 1)}")
-    for user in users:
+    if len(set(cores)) != count or len(cores) != count:
+        raise Mistake(
+            f"cores={list(cores)}: threads={count} needs {count} different core{'s' * (count > 1)}; name them, or null to have "
+            "them chosen"
+        )
+    for pid, its_cores in users.items():
         # An engine that may run anywhere has no core of its own.
-        if len(user.cores) < (os.cpu_count() or 1) and (shared := user.cores & set(cores)):
+        if len(its_cores) < (os.cpu_count() or 1) and (shared := its_cores & set(cores)):
             raise Mistake(
-                f"cores={list(cores)}: {sorted(shared)} are those of an engine (process {user.pid}); "
-                f"use others of {sorted(set(usable) - user.cores)}, or give the engine others (taskset)"
+                f"cores={list(cores)}: {sorted(shared)} are those of an engine (process {pid}); "
+                f"use others of {sorted(set(usable) - its_cores)}, or give the engine others (taskset)"
             )
     return sorted(cores)
 
@@ -181,7 +175,7 @@ def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:
     """
     begin = time.monotonic()
     calm = 0
-    while users := [user.pid for user in engines() if user.cores & set(cores)]:
+    while users := [pid for pid, its_cores in engines().items() if its_cores & set(cores)]:
         before = _cpu_ns(users)
         time.sleep(_WINDOW_S)
         after = _cpu_ns(users)

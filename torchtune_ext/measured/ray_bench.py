@@ -254,7 +254,7 @@ class RayBench:
         while state != "refused":
             try:
                 async with within(SILENT_S, f"no actor was ready (does another program use its {self._resource}?)"):
-                    state, text, room = await self._process.ask("start", name, *self._start_with)
+                    state, text, room = await self._process.ask("call", name, "start", *self._start_with)
                 if state == "refused":
                     raise CoreLost(text)
                 await self._look_after(Machine(name, text, room, title))
@@ -277,7 +277,7 @@ class RayBench:
             while not machine.fault:
                 self._changed.set()
                 async with within(SILENT_S, "no answer"):
-                    self._counters[machine.name], lines = await self._process.ask("look", machine.name)
+                    self._counters[machine.name], lines = await self._process.ask("call", machine.name, "look")
                 for level, logger, line in lines:
                     logging.getLogger(logger).log(level, "%s: %s", machine.title, line)
                 self._patience.reschedule(self._loop.time() + LOST_S)
@@ -313,7 +313,7 @@ class RayBench:
                 await text.placed.wait()
                 machine = text.machine
                 try:
-                    state, value = await self._process.ask("measure", machine.name, payload)
+                    state, value = await self._process.ask("call", machine.name, "measure", payload)
                 except CoreLost as lost:
                     state, value = "broken", str(lost)
                 if state == "result":

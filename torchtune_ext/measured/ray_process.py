@@ -71,7 +71,6 @@ class Host:
 
         # Ray lets an actor live on for a while when the raylet, which has started it, is gone.
         die_with_parent(os.getppid())
-        self._be_as_nice_as_ray()
         keywords = pickle.loads(settings)
         try:
             self.bench = Bench(**keywords)
@@ -115,18 +114,6 @@ class Host:
         if self.bench is not None:
             self.bench.close()
 
-    def _be_as_nice_as_ray(self) -> None:
-        """Takes back that Ray makes its workers nicer (by 15): a neighbor of ordinary priority would starve what is timed."""
-        priority = os.getpriority(os.PRIO_PROCESS, os.getppid())
-        if os.getpriority(os.PRIO_PROCESS, 0) > priority:
-            try:
-                os.setpriority(os.PRIO_PROCESS, 0, priority)
-            except PermissionError:
-                logging.getLogger("torchtune_ext.measured.ray_process").warning(
-                    "programs are measured at the low priority that Ray gives its workers, so that neighbors disturb them: "
-                    "start Ray with RAY_worker_niceness=0 in its environment"
-                )
-
 
 class Driver:
     """Does what the trainer asks of Ray. A machine is known by Ray's name of it; one that comes back has another name."""
@@ -169,22 +156,17 @@ class Driver:
         }
         return self._ray.get_runtime_context().gcs_address, titles
 
-    async def start(self, name: str, *arguments: Any) -> tuple[str, str, int]:
-        """Starts an actor on a machine, and returns what its `start` returns. It waits until there is place for it."""
-        place = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(name, soft=False)
-        options = {"num_cpus": 0, "resources": {self._resource: 1}, "scheduling_strategy": place}
-        self._actors[name] = self._host.options(**options).remote()
-        return await self._actors[name].start.remote(*arguments)
-
-    async def look(self, name: str) -> tuple[dict[str, float], list[tuple[int, str, str]]]:
-        return await self._actors[name].look.remote()
-
-    async def measure(self, name: str, payload: bytes) -> tuple[str, Any]:
-        answer = self._actors[name].measure.remote(payload)
+    async def call(self, name: str, method: str, *arguments: Any) -> Any:
+        """Calls a method of the actor on a machine. It is made for `start`, which waits until there is place for it."""
+        if method == "start":
+            place = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(name, soft=False)
+            options = {"num_cpus": 0, "resources": {self._resource: 1}, "scheduling_strategy": place}
+            self._actors[name] = self._host.options(**options).remote()
+        answer = getattr(self._actors[name], method).remote(*arguments)
         try:
             return await answer
         except asyncio.CancelledError:
-            # Its Bench is told, too, in case that it has not begun.
+            # A Bench is told, too, in case that the text has not begun.
             self._ray.cancel(answer)
             raise
 

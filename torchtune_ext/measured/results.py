@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from torchtune_ext.measured.check import SANDBOXES
 from torchtune_ext.measured.compiler import OPTIMIZATIONS
-from torchtune_ext.measured.timing import Timing
+from torchtune_ext.measured.sandbox import SANDBOXES
 from torchtune_ext.run.errors import Failure, Mistake
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
@@ -33,18 +32,43 @@ class BenchError(Failure):
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """The speed of one program at the kernel's timed size."""
+
+    seconds: float  # of a call: the median of the medians of the blocks
+    low: float  # the 95% interval of that: from here
+    high: float  # to here; below 6 blocks: between the extremes
+    calls: int
+    gflops: float  # operations of a call / seconds, in 10^9
+    ratio: float  # how many times faster than the reference beside it; median over the blocks
+    # Half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes.
+    ratio_spread: float
+    peak_share: float  # what the roofline of these cores allows / seconds
+    repeated: int  # blocks that were made again, since somebody else was at work
+    disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
+    is_narrow: bool  # both intervals are within NARROW
+    is_noisy: bool  # it never came to rest, and the reference felt it as well: nothing is known about the program
+
+    @property
+    def spread(self) -> float:
+        """Half of the interval, as a share of the median."""
+        return (self.high - self.low) / 2 / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """What became of one program. It can be pickled."""
 
     kernel: str  # the name of the kernel that it was written for
     outcome: str  # one of check.OUTCOMES, or NOISY
     stage: str  # the stage that decided: one of check.STAGES, or "time"
-    note: str  # for people: the compiler's message, the failing size, how noisy it was; "" if it is ok
-    timing: Timing | None  # its speed, if the outcome is "ok"; else None
+    note: str = ""  # for people: the compiler's message, the failing size, how noisy it was; "" if it is ok
+    timing: Timing | None = None  # its speed, if it was timed and the outcome is "ok"
     seconds: Mapping[str, float] = field(default_factory=dict)  # of each stage that ran; of a cached one: when it ran
     fingerprint: str = ""  # of the machine that measured: speeds of two machines are not compared
     is_cached: bool = False  # an equal text was measured before, or was under way at the same time
     techniques: tuple[str, ...] = ()  # that it uses, sorted, if they were looked for and it came so far
+    seed: int = 0  # of the sizes and inputs, drawn after compilation; 0 if it did not come so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +94,8 @@ class BenchConfig:
                 raise Mistake(f"bench.{name}={value!r} must be {words}")
         if self.workers is not None and self.workers < 1:
             raise Mistake(f"bench.workers={self.workers} must be at least 1, or null for one on each core")
-        if self.cores is not None and (len(set(self.cores)) < max(1, len(self.cores)) or min(self.cores) < 0):
-            raise Mistake(
-                f"bench.cores={list(self.cores)}: name each core once, as [2, 3], or null to have them chosen"
-            )
         if self.threads < 1:
             raise Mistake(f"bench.threads={self.threads} must be at least 1")
-        if self.cores is not None and len(self.cores) != self.threads:
-            raise Mistake(
-                f"bench.threads={self.threads} needs as many cores, and bench.cores={list(self.cores)} names "
-                f"{len(self.cores)}: name {self.threads}, or null to have them chosen"
-            )
         for name, choices in (("optimization", OPTIMIZATIONS), ("sandbox", SANDBOXES)):
             if getattr(self, name) not in choices:
                 raise Mistake(f"bench.{name}={getattr(self, name)!r}: use {', '.join(choices)}")

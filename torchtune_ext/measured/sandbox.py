@@ -23,6 +23,7 @@ from torchtune_ext.measured.owned import Owned, left_behind
 from torchtune_ext.run.errors import Failure, Mistake
 
 log = logging.getLogger(__name__)
+SANDBOXES = ("floor", "none")
 MIN_LANDLOCK = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
 # Ids that systemd keeps for users who exist for a moment. The children of root become one of them.
 PASSING_USERS = range(61184, 65520)

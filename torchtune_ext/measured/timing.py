@@ -20,17 +20,16 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Protocol
 
 import numpy as np
 
-from torchtune_ext.measured.arena import Place, lay_out
+from torchtune_ext.measured.arena import lay_out
 from torchtune_ext.measured.check import Checker
-from torchtune_ext.measured.child import Call, ChildFailed
-from torchtune_ext.measured.kernel import Arrays, Size
+from torchtune_ext.measured.child import Call, Child, ChildFailed
 from torchtune_ext.measured.machine import alone_on, kept_off, stolen_ticks
 from torchtune_ext.measured.numpy_child import NumpyChild
 from torchtune_ext.measured.probe import OWN_CPU_S, Look, Probe, Quiet
+from torchtune_ext.measured.results import Timing
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.verify import compare, draw_inputs, expect, explained
 from torchtune_ext.run.errors import Mistake
@@ -47,42 +46,6 @@ MOST_LATE_CALLS = FIRST_CALLS + LEAST_CALLS  # of a program whose every call tak
 MIN_BLOCKS = 6  # of a timing; from fewer ratios no interval of their median reaches 95%
 BELIEVED = 1.05  # times as fast as the roofline allows; above, a figure is no speed
 LOCK_S = 600.0  # seconds to wait for another timing on the same cores
-
-
-class Callee(Protocol):
-    """A process whose calls are timed."""
-
-    arena_bytes: int
-
-    def place(self, places: Sequence[Place]) -> None: ...
-
-    def restless_s(self) -> float: ...
-
-    def call(self, size: Size, inputs: Arrays, deadline_s: float) -> Call: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """The speed of one program at the kernel's timed size."""
-
-    seconds: float  # of a call: the median of the medians of the blocks
-    low: float  # the 95% interval of that: from here
-    high: float  # to here; below 6 blocks: between the extremes
-    calls: int
-    gflops: float  # operations of a call / seconds, in 10^9
-    ratio: float  # how many times faster than the reference beside it; median over the blocks
-    # Half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes.
-    ratio_spread: float
-    peak_share: float  # what the roofline of these cores allows / seconds
-    repeated: int  # blocks that were made again, since somebody else was at work
-    disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
-    is_narrow: bool  # both intervals are within NARROW
-    is_noisy: bool  # it never came to rest, and the reference felt it as well: nothing is known about the program
-
-    @property
-    def spread(self) -> float:
-        """Half of the interval, as a share of the median."""
-        return (self.high - self.low) / 2 / self.seconds
 
 
 def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[float, float]:
@@ -216,7 +179,7 @@ class Timer:
         with closing(child), alone_on(self.checker.cores, LOCK_S):
             return self._time(child)
 
-    def _time(self, child: Callee) -> Timing:
+    def _time(self, child: Child | NumpyChild) -> Timing:
         give_up_at = time.monotonic() + self.budget_s
         self._calls(child, FIRST_CALLS)  # they map memory and start threads
         blocks: list[_Block] = []
@@ -232,7 +195,7 @@ class Timer:
                 is_enough = len(calm) >= MIN_BLOCKS or 2 * len(calm) >= len(blocks)
                 return self._timing(blocks, calm if is_enough else blocks)
 
-    def _block(self, child: Callee, before: Look) -> tuple[_Block, Look]:
+    def _block(self, child: Child | NumpyChild, before: Look) -> tuple[_Block, Look]:
         stolen = stolen_ticks(self.checker.cores)
         own = self._calls(child)
         try:
@@ -284,7 +247,7 @@ class Timer:
             is_noisy=2 * sum(block.is_disturbed and block.is_reference_disturbed for block in kept) > len(kept),
         )
 
-    def _calls(self, child: Callee, most: int = BLOCK_CALLS) -> list[Call]:
+    def _calls(self, child: Child | NumpyChild, most: int = BLOCK_CALLS) -> list[Call]:
         """Makes some calls, each with inputs of its own, and each checked."""
         kernel, size, seconds = self.kernel, self.kernel.timed, 0.0
         calls: list[Call] = []

@@ -147,16 +147,13 @@ def compare(kernel: Kernel, expected: Expected, outputs: Arrays) -> Comparison:
     return replace(worst, ok=ok)
 
 
-def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: float) -> float:
+def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: float) -> None:
     """Calls the candidate on drawn sizes and inputs and checks every result.
-
-    Returns:
-        The worst error in units of what is allowed, below 1.
 
     Raises:
         ChildFailed: a result is wrong, the process fails, or all calls together take longer than `deadline_s`.
     """
-    worst = spent_s = computed_s = 0.0
+    spent_s = computed_s = 0.0
     for number, size in enumerate(sizes(kernel, rng)):
         kinds = ["biased"] if size == kernel.timed else [KINDS[number % 2], KINDS[2 + number % 2]]
         for kind in kinds:
@@ -181,8 +178,6 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
                 result = compare(kernel, expected if inputs is first else expect(kernel, size, inputs), call.outputs)
                 if not result.ok:
                     raise ChildFailed("wrong_result", explained(result, size, kind))
-                worst = max(worst, result.worst)
-    return worst
 
 
 def described(size: Size) -> str:

@@ -14,7 +14,7 @@ from labelled_programs import preprocessed
 
 from torchtune_ext.measured.check import OUTCOMES, Checker, extract
 from torchtune_ext.measured.kernels import KERNELS
-from torchtune_ext.measured.matmul.family import FAULTS, WRITERS, Family, break_by, fits
+from torchtune_ext.measured.matmul.programs import FAULTS, WRITERS, Family, break_by, fits
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.techniques import TECHNIQUES, techniques
 
@@ -67,8 +67,6 @@ def test_bad_arguments():
         Family("fft")
     with pytest.raises(ValueError, match="broken=1.5"):
         Family(broken=1.5)
-    with pytest.raises(IndexError):
-        Family()[-1]
 
 
 @pytest.mark.parametrize("kernel", WRITERS)

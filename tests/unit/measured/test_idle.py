@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from torchtune_ext.measured import machine
-from torchtune_ext.measured.machine import SAMPLER, User, wait_until_idle
+from torchtune_ext.measured.machine import SAMPLER, wait_until_idle
 
 FIND = machine.engines
 # Seconds of CPU time: on a busy machine it computes for longer.
@@ -24,9 +24,9 @@ def engine(monkeypatch, code: str, cores: frozenset[int] = frozenset({0})):
     with subprocess.Popen([sys.executable, "-c", code, SAMPLER], start_new_session=True) as process:
         try:
             deadline = time.monotonic() + 20
-            while process.pid not in [user.pid for user in FIND()]:
+            while process.pid not in FIND():
                 assert time.monotonic() < deadline
-            monkeypatch.setattr(machine, "engines", lambda: [User(process.pid, cores)])
+            monkeypatch.setattr(machine, "engines", lambda: {process.pid: cores})
             yield process
         finally:
             os.killpg(process.pid, 9)
@@ -38,7 +38,7 @@ def wait_until_it_computes(pid: int) -> None:
 
 
 def test_without_an_engine_nobody_waits(monkeypatch):
-    monkeypatch.setattr(machine, "engines", lambda: [])
+    monkeypatch.setattr(machine, "engines", lambda: {})
     assert wait_until_idle([0], 0.0) < 0.5
 
 

@@ -20,7 +20,7 @@ from tables import every_row
 from torchtune_ext.measured import machine
 from torchtune_ext.measured.cli import _numbers
 from torchtune_ext.measured.kernels import Dgemm
-from torchtune_ext.measured.machine import User, alone_on, choose_cores, kept_off, usable_cores
+from torchtune_ext.measured.machine import alone_on, choose_cores, kept_off, usable_cores
 from torchtune_ext.measured.probe import CHUNK, DISTURBED_MEMORY, DISTURBED_REGISTERS, KEPT_S, Look, Probe, Quiet
 from torchtune_ext.measured.timing import Timer, Timing, _Block, interval_of_median
 
@@ -143,7 +143,7 @@ def test_each_part_of_the_fixed_kernel_tells_of_a_neighbor_of_its_own():
 def test_cores_are_those_that_no_engine_may_use(monkeypatch):
     monkeypatch.setattr(machine, "usable_cores", lambda: frozenset({0, 1, 2, 3}))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(machine, "engines", lambda: [User(17, frozenset({1, 3}))])
+    monkeypatch.setattr(machine, "engines", lambda: {17: frozenset({1, 3})})
     assert choose_cores(None, 1) == [2] and choose_cores(None, 2) == [0, 2]
     assert choose_cores(None, 3) == [1, 2, 3]  # there are not enough: they are shared
     assert choose_cores([2, 0], 2) == [0, 2]
@@ -159,7 +159,7 @@ def test_cores_are_those_that_no_engine_may_use(monkeypatch):
             choose_cores(other, 2)
     with pytest.raises(ValueError, match="threads=5, but this process may run on 4 cores"):
         choose_cores(None, 5)
-    monkeypatch.setattr(machine, "engines", lambda: [User(17, frozenset({0, 1, 2, 3}))])
+    monkeypatch.setattr(machine, "engines", lambda: {17: frozenset({0, 1, 2, 3})})
     assert choose_cores([1], 1) == [1] and choose_cores(None, 1) == [3]  # such an engine has no core of its own
 
 

@@ -259,7 +259,7 @@ class Program:
 def test_each_size_comes_with_new_content_and_in_a_new_place(name):
     kernel = KERNELS[name]()
     program = Program(kernel, kernel.reference)
-    assert 0 <= verify(program, kernel, np.random.default_rng(2), 60.0) <= 1
+    verify(program, kernel, np.random.default_rng(2), 60.0)
     assert len(program.calls) % 3 == 0
     for number in range(0, len(program.calls), 3):
         (size, place, first, _), (size2, place2, second, _), (size3, place3, third, _) = program.calls[

@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Set
 from pathlib import Path
 
 from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry, size_in_words, techniques_in_words
@@ -26,21 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Returns 0, or 2 after a line that says why there is nothing to print, or why it cannot be written."""
     try:
-        path, archive = read_archive(Path(args.run))
+        path, archive = _read(Path(args.run))
         if args.best < 1:
             raise Mistake(f"--best {args.best}: ask for at least 1 program")
         machine = _machine(archive, args.machine)
-        fastest = {kernel: archive.best(args.best, machine, kernel) for kernel in _kernels(archive, machine)}
-        index = None if args.out is None else write_programs(fastest, Path(args.out), path)
+        here = [cell for cell in archive.cells() if cell.machine == machine]
+        kernels = sorted({cell.kernel for cell in here})
+        fastest = {kernel: archive.best(args.best, machine, kernel) for kernel in kernels}
+        index = None if args.out is None else _write(fastest, Path(args.out), path)
     except (OSError, ValueError) as error:
         print(f"torchtune-ext archive: {_line(str(error))}", file=sys.stderr)
         return 2
     try:
-        filled = sum(cell.machine == machine for cell in archive.cells())
-        print(f"{filled} cells hold a program, timed on {_line(machine)}")
+        print(f"{len(here)} cells hold a program, timed on {_line(machine)}")
         print(f"the fastest {args.best} of each kernel, by the lower end of the interval:")
         for kernel, entries in fastest.items():
-            rows = [_cells(number, entry) for number, entry in enumerate(entries, 1)]
+            rows = [[str(number), *_cells(entry)] for number, entry in enumerate(entries, 1)]
             print(f"\n{_line(kernel)}\n{columns([HEAD, *rows])}")
         if index is not None:
             print(f"\n{index}: {sum(map(len, fastest.values()))} programs beside it")
@@ -51,15 +51,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_archive(run: Path) -> tuple[Path, Archive]:
-    """Reads the archive of a run, and says which file it is.
-
-    Args:
-        run: its folder, or the file.
-
-    Raises:
-        OSError, ValueError: there is none, it cannot be read, is damaged, or holds no program. The message has the fix.
-    """
+def _read(run: Path) -> tuple[Path, Archive]:
+    """Reads the archive of a run (its folder, or the file), and says which file it is."""
     path = run / FILE if run.is_dir() else run
     try:
         archive = Archive.load(path)
@@ -76,38 +69,6 @@ def read_archive(run: Path) -> tuple[Path, Archive]:
     return path, archive
 
 
-def write_programs(fastest: dict[str, list[Entry]], folder: Path, archive: Path) -> Path:
-    """Writes each program into a file of its own, and an index of them. Returns the path of the index.
-
-    Args:
-        fastest: kernel -> its programs, the fastest first.
-        folder: it is made where it is missing. Other files in it stay as they are.
-        archive: where the programs come from, for the reader.
-
-    Raises:
-        FileExistsError: one of the files is there. Nothing was written.
-        OSError: one cannot be written.
-    """
-    files: dict[Path, tuple[int, Entry]] = {}
-    for entries in fastest.values():
-        for number, entry in enumerate(entries, 1):
-            files[folder / _file_name(entry, number, {path.name for path in files})] = (number, entry)
-    index = folder / INDEX
-    there = next((path for path in (index, *files) if os.path.lexists(path)), None)
-    if there is not None:
-        raise Mistake(f"{there} is there already and stays; name another folder with --out")
-    with explained(f"cannot write into {folder}", "Free disk space, or name another folder with --out"):
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, (_, entry) in files.items():
-            _write_new(path, _comment(entry) + entry.source)
-        # The index comes last: where it is, all programs are.
-        _write_new(index, _index(files, archive))
-    return index
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _machine(archive: Archive, name: str | None) -> str:
     machines = archive.machines()
     matches = [machine for machine in machines if name == machine]
@@ -121,13 +82,35 @@ def _machine(archive: Archive, name: str | None) -> str:
     raise Mistake(f"{len(machines)} machines, whose speeds cannot be compared; name one with --machine: {names}")
 
 
-def _kernels(archive: Archive, machine: str) -> list[str]:
-    return sorted({cell.kernel for cell in archive.cells() if cell.machine == machine})
+def _write(fastest: dict[str, list[Entry]], folder: Path, archive: Path) -> Path:
+    """Writes each program into a file of its own, and an index of them, whose path it returns. Files that are there stay."""
+    files: dict[Path, Entry] = {}
+    for entries in fastest.values():
+        for number, entry in enumerate(entries, 1):
+            size = "x".join(str(length) for _, length in entry.size)
+            # A kernel of one's own may have any name.
+            path = folder / f"{re.sub(r'[^A-Za-z0-9]+', '_', entry.kernel)[:60]}_{size[:60]}_{number:02}.c"
+            while path in files:  # "my.axpy" and "my_axpy"
+                path = path.with_stem(path.stem + "_")
+            files[path] = entry
+    index = folder / INDEX
+    there = next((path for path in (index, *files) if os.path.lexists(path)), None)
+    if there is not None:
+        raise Mistake(f"{there} is there already and stays; name another folder with --out")
+    with explained(f"cannot write into {folder}", "Free disk space, or name another folder with --out"):
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = {path: _comment(entry) + entry.source for path, entry in files.items()}
+        # The index comes last: where it is, all programs are.
+        for path, text in (*texts.items(), (index, _index(files, archive))):
+            # "x" overwrites no file that has appeared since we looked. A text may hold half characters, which no file can.
+            with open(path, "xb") as file:
+                file.write(text.encode("utf-8", "replace"))
+    return index
 
 
-def _cells(number: int, entry: Entry) -> list[str]:
+def _cells(entry: Entry) -> list[str]:
+    """The columns behind the first one of HEAD."""
     return [
-        str(number),
         _line(size_in_words(entry.size)),
         _line(techniques_in_words(entry.techniques)),
         f"{entry.ratio:.2f}",
@@ -137,20 +120,12 @@ def _cells(number: int, entry: Entry) -> list[str]:
     ]
 
 
-def _file_name(entry: Entry, number: int, taken: Set[str]) -> str:
-    """Makes "dgemm_256x256x256_01.c"; a kernel of one's own may have any name."""
-    size = "x".join(str(length) for _, length in entry.size)
-    stem = f"{re.sub(r'[^A-Za-z0-9]+', '_', entry.kernel)[:60]}_{size[:60]}_{number:02}"
-    while f"{stem}.c" in taken:  # "my.axpy" and "my_axpy"
-        stem += "_"
-    return f"{stem}.c"
-
-
 def _comment(entry: Entry) -> str:
     """The head of a file. Text from elsewhere stays one line of a comment, whatever it holds."""
     lines = (
         f"{entry.kernel}, {size_in_words(entry.size)}, found at step {entry.found}",
-        f"{_speed(entry)} when it was found: measure it again before you report that",
+        f"{entry.ratio:.2f} times as fast as the naive program (± {entry.spread:.1%}: {entry.low:.2f} to {entry.high:.2f}), "
+        f"{entry.gflops:.3g} GFLOPS when it was found: measure it again before you report that",
         f"timed on {entry.machine}",
         f"techniques: {techniques_in_words(entry.techniques)}",
     )
@@ -158,33 +133,20 @@ def _comment(entry: Entry) -> str:
     return "".join(f"// {_line(line).replace(chr(92), '/').replace('??/', '///')}\n" for line in lines)
 
 
-def _speed(entry: Entry) -> str:
-    return (
-        f"{entry.ratio:.2f} times as fast as the naive program (± {entry.spread:.1%}: "
-        f"{entry.low:.2f} to {entry.high:.2f}), {entry.gflops:.3g} GFLOPS"
-    )
-
-
-def _index(files: dict[Path, tuple[int, Entry]], archive: Path) -> str:
+def _index(files: dict[Path, Entry], archive: Path) -> str:
     lines = [
         f"# The fastest programs of {_line(str(archive))}",
         "",
-        f"Timed on {_line(next(iter(files.values()))[1].machine)}. Speeds are times that of the naive program. Each was the",
-        "best of many measurements, so a part of it is luck: measure it again before you report it.",
+        f"Timed on {_line(next(iter(files.values())).machine)}. Speeds are times that of the naive program. Each was the best",
+        "of many measurements, so a part of it is luck: measure it again before you report it.",
         "",
         f"| file | kernel | {' | '.join(HEAD[1:])} |",
         "|---" * (len(HEAD) + 1) + "|",
     ]
-    for path, (number, entry) in files.items():
-        cells = [_line(cell).replace("|", "/") for cell in (entry.kernel, *_cells(number, entry)[1:])]
+    for path, entry in files.items():
+        cells = [_line(cell).replace("|", "/") for cell in (entry.kernel, *_cells(entry))]
         lines.append(f"| [{path.name}]({path.name}) | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
-
-
-def _write_new(path: Path, text: str) -> None:
-    # "x" does not overwrite a file that has appeared since we looked. A text may hold half characters, which no file can.
-    with open(path, "xb") as file:
-        file.write(text.encode("utf-8", "replace"))
 
 
 def _line(text: str) -> str:

@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 import cloudpickle
 
 from torchtune_ext.measured.bench_processes import Checking, Failed, Settings
-from torchtune_ext.measured.check import SANDBOXES, Deadlines
+from torchtune_ext.measured.check import Deadlines
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.machine import usable_cores
 from torchtune_ext.measured.matmul.prompts import messages, short_messages
 from torchtune_ext.measured.matmul.task import ALL, PROMPTS, kernels_of, problem_of
 from torchtune_ext.measured.results import BenchConfig
-from torchtune_ext.measured.sandbox import Limits, SandboxError
+from torchtune_ext.measured.sandbox import SANDBOXES, Limits, SandboxError
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Message, Problem, Turn
 

@@ -77,10 +77,10 @@ class Visit:
 class _State:
     """Where one problem stands."""
 
+    falls: list[int]  # how often each stage was lost
     stage: int = 0
     visits: int = 0  # of this stage, since it was entered
     window: list[Visit] = field(default_factory=list)  # the last ones of this stage, at most WINDOW
-    falls: dict[int, int] = field(default_factory=dict)  # how often each stage was lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +99,9 @@ class Curriculum:
     Args:
         stages: names of STAGES in the order in which they are permitted. A machine that gives a program one
             thread has no use for "threads".
-
-    Raises:
-        ValueError: there is no stage, or one is unknown or stands there twice.
     """
 
     def __init__(self, stages: Sequence[str] = tuple(STAGES)) -> None:
-        if not stages or not set(stages) <= set(STAGES) or len(set(stages)) < len(stages):
-            raise Mistake(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once")
         self.stages = tuple(stages)
         self._problems: dict[str, _State] = {}
 
@@ -120,12 +115,12 @@ class Curriculum:
         A group that was sampled for another stage than the one its problem is at now (it was on its way when the stage
         changed) must not be given: it says nothing of this stage.
         """
-        state = self._problems.setdefault(problem, _State())
+        state = self._problems.setdefault(problem, _State([0] * len(self.stages)))
         state.visits += 1
         state.window = [*state.window, visit][-WINDOW:]
         before = state.stage
         if state.stage > 0 and (reason := _collapsed(state)):
-            state.falls[state.stage] = state.falls.get(state.stage, 0) + 1
+            state.falls[state.stage] += 1
             self._enter(state, state.stage - 1)
         elif state.stage + 1 < len(self.stages) and (reason := _settled(state)):
             self._enter(state, state.stage + 1)
@@ -138,15 +133,7 @@ class Curriculum:
 
     def state_dict(self) -> dict:
         """Returns all that it knows, JSON-able."""
-        problems = {
-            name: {
-                "stage": self.stages[state.stage],
-                "visits": state.visits,
-                "window": [asdict(visit) for visit in state.window],
-                "falls": {self.stages[stage]: count for stage, count in state.falls.items()},
-            }
-            for name, state in self._problems.items()
-        }
+        problems = {name: asdict(state) for name, state in self._problems.items()}
         return {"stages": list(self.stages), "problems": problems}
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -160,12 +147,7 @@ class Curriculum:
                 f"stages={list(self.stages)}, but the checkpoint was written with {state['stages']}; use these, or begin anew"
             )
         self._problems = {
-            name: _State(
-                self.stages.index(its["stage"]),
-                its["visits"],
-                [Visit(**visit) for visit in its["window"]],
-                {self.stages.index(stage): count for stage, count in its["falls"].items()},
-            )
+            name: _State(**{**its, "window": [Visit(**visit) for visit in its["window"]]})
             for name, its in state["problems"].items()
         }
 
@@ -186,7 +168,8 @@ def _collapsed(state: _State) -> str:
 
 def _settled(state: _State) -> str:
     """Says that the stage is learned, or that it has had its time, if so."""
-    if state.visits < wait_before(state.falls.get(state.stage + 1, 0)):
+    wait = wait_before(state.falls[state.stage + 1])
+    if state.visits < wait:
         return ""
     half = WINDOW // 2
     first, second = state.window[:half], state.window[half:]
@@ -196,7 +179,7 @@ def _settled(state: _State) -> str:
     gain = _mean(speeds[1]) - _mean(speeds[0]) if all(speeds) else 0.0
     if share >= ENOUGH and rise < STILL_RISING and gain < STILL_GAINING:
         return f"{share:.0%} are right and settled; the last {half} groups gained {gain:+.2f} doublings"
-    if share >= HALFWAY and state.visits >= max(PATIENCE, wait_before(state.falls.get(state.stage + 1, 0))):
+    if share >= HALFWAY and state.visits >= max(PATIENCE, wait):
         return f"{share:.0%} are right after {state.visits} groups, and it has had its time"
     return ""
 
