@@ -25,9 +25,8 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from torchtune_ext.measured import verify as verification  # noqa: E402
-from torchtune_ext.measured.arena import arena_size  # noqa: E402
 from torchtune_ext.measured.check import STAGES, Checker  # noqa: E402
-from torchtune_ext.measured.child import Child  # noqa: E402
+from torchtune_ext.measured.child import Child, arena_size  # noqa: E402
 from torchtune_ext.measured.kernels import KERNELS, Reduction  # noqa: E402
 from torchtune_ext.measured.sandbox import SandboxError  # noqa: E402
 

@@ -26,9 +26,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np  # noqa: E402
 
-from torchtune_ext.measured.arena import arena_size, lay_out  # noqa: E402
 from torchtune_ext.measured.check import Checker  # noqa: E402
-from torchtune_ext.measured.child import Child  # noqa: E402
+from torchtune_ext.measured.child import Child, arena_size, lay_out  # noqa: E402
 from torchtune_ext.measured.kernel import Kernel  # noqa: E402
 from torchtune_ext.measured.kernels import Dgemm, Gemv, Reduction, Stencil  # noqa: E402
 from torchtune_ext.measured.machine import choose_cores, fingerprint  # noqa: E402

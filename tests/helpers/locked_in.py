@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtune_ext.measured.arena import Place, arena_size, lay_out
-from torchtune_ext.measured.child import Child
+from torchtune_ext.measured.child import Child, Place, arena_size, lay_out
 from torchtune_ext.measured.kernel import Parameter
 from torchtune_ext.measured.sandbox import Limits, Sandbox
 

@@ -21,9 +21,8 @@ from exploits import LAYERS, Exploit, exploits, table
 
 from torchtune_ext.measured import child as children
 from torchtune_ext.measured import compiler as compilers
-from torchtune_ext.measured.arena import arena_size, lay_out
 from torchtune_ext.measured.check import OUTCOMES, Checker
-from torchtune_ext.measured.child import Child, ChildFailed
+from torchtune_ext.measured.child import Child, ChildFailed, arena_size, lay_out
 from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.sandbox import Limits, SandboxError
 from torchtune_ext.measured.verify import compare, draw_inputs, expect

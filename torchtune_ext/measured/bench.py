@@ -1,7 +1,7 @@
 """The coordinator: texts come in, and their results come out as soon as each is there.
 
 Checks run in parallel, in processes that can be killed. Timings run one after the other, in a process of their own
-(schedule.py decides what is next). A program that was measured before, or is under way, is not measured again (cache.py).
+(`Schedule` decides what is next). A program that was measured before, or is under way, is not measured again (cache.py).
 
 What a program does wrong is its result, and is never tried again. What the machine does wrong (a process that was killed, a
 sandbox that failed, a deadline of ours that passed) is tried again `RETRIES` times. Then the future raises BenchError. A timing
@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
@@ -30,11 +30,9 @@ from torchtune_ext.measured.child import START_S
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel, prototype
 from torchtune_ext.measured.machine import choose_cores, fingerprint, usable_cores
-from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
+from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result, version
 from torchtune_ext.measured.sandbox import PROBE_S, Limits, Sandbox
-from torchtune_ext.measured.schedule import CHECK, TIME, Schedule
 from torchtune_ext.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS
-from torchtune_ext.measured.version import version
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.processes import Processes
 
@@ -45,6 +43,8 @@ log = logging.getLogger(__name__)
 RETRIES = 2  # further attempts after the machine has failed
 OWN_S = 30.0  # seconds of our own work on a program at most: inputs, references, comparisons, starts of processes
 CLOSE_S = 3.0  # seconds that processes get to end by themselves
+PATIENCE = 64  # about ten seconds of two cores
+CHECK, TIME = "check", "time"
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +71,56 @@ class Job:
             self.futures = [future for future in self.futures if future.set_running_or_notify_cancel()]
             self.has_begun = bool(self.futures)
         return self.has_begun
+
+
+class Schedule:
+    """Decides which job is checked or timed next: those that wait, and those that run. It starts nothing itself.
+
+    Checks run in parallel, timings one after the other. A timing is *alone* if no check runs beside it: each one where both
+    need the same cores, and one that is made again because it was disturbed. For checks may disturb a timing on other cores,
+    too: they share caches and memory, and two cores of a virtual machine are often one. Checks go first, since they are short
+    and most programs end there, and a timing that has to be alone begins when all that were begun have ended. It waits for at
+    most `PATIENCE` checks that begin after it could have begun.
+
+    Args:
+        workers: how many checks run at a time.
+        is_shared: whether checks run on the cores that are timed on.
+    """
+
+    def __init__(self, workers: int, is_shared: bool) -> None:
+        self.workers, self.is_shared = workers, is_shared
+        self.checks: deque[Job] = deque()
+        self.timings: deque[Job] = deque()
+        self.again: deque[Job] = deque()  # timings that were disturbed
+        self.checking: set[Job] = set()
+        self.timing: Job | None = None
+        self._is_alone = False  # whether that timing is alone
+        self._passed = 0  # checks that have begun while a timing waited to be alone
+
+    def next(self) -> tuple[str, Job] | None:
+        """Returns what begins now, and counts it as running; None: nothing. Ask until it is None."""
+        wants_quiet = bool(self.again or (self.is_shared and self.timings))
+        is_its_turn = wants_quiet and self._passed >= PATIENCE
+        is_timing_alone = self.timing is not None and self._is_alone
+        if self.checks and len(self.checking) < self.workers and not is_timing_alone and not is_its_turn:
+            job = self.checks.popleft()
+            self.checking.add(job)
+            self._passed += wants_quiet
+            return CHECK, job
+        is_quiet = not self.checking and (not self.checks or is_its_turn)
+        for queue, alone in ((self.timings, self.is_shared), (self.again, True)):
+            if self.timing is None and queue and (is_quiet or not alone):
+                self.timing, self._is_alone = queue.popleft(), alone
+                self._passed = 0 if alone else self._passed
+                return TIME, self.timing
+        return None
+
+    def ended(self, stage: str, job: Job) -> None:
+        """What runs of this job has ended, well or not."""
+        if stage == CHECK:
+            self.checking.remove(job)
+        else:
+            self.timing = None
 
 
 class Bench:
@@ -107,7 +157,7 @@ class Bench:
         self._lock = threading.Lock()  # guards all that follows
         self._ended: BenchError | None = None  # the reason why nothing is accepted any more
         workers = config.workers or len(checked)
-        self._schedule: Schedule[Job] = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
+        self._schedule = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
         self._under_way: dict[str, Job] = {}
         self._counts: Counter[str] = Counter()
         self._pid = os.getpid()

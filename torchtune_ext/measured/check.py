@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from torchtune_ext.measured import compiler as compilers
-from torchtune_ext.measured.arena import arena_size
-from torchtune_ext.measured.child import Child, ChildFailed
+from torchtune_ext.measured.child import Child, ChildFailed, arena_size
 from torchtune_ext.measured.compiler import OPTIMIZATIONS, Compiler, Finished
 from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.machine import usable_cores

@@ -13,9 +13,8 @@ from statistics import median
 
 import numpy as np
 
-from torchtune_ext.measured.arena import arena_size, lay_out
 from torchtune_ext.measured.check import Checker
-from torchtune_ext.measured.child import Call, Child, ChildFailed
+from torchtune_ext.measured.child import Call, Child, ChildFailed, arena_size, lay_out
 from torchtune_ext.measured.kernel import Arrays, Kernel, Parameter, Size
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.run.errors import Failure

@@ -1,12 +1,15 @@
 """What the benchmark service says of a program, and how it is set up."""
 
+import hashlib
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
+import torchtune_ext
 from torchtune_ext.measured.compiler import OPTIMIZATIONS
 from torchtune_ext.measured.sandbox import SANDBOXES
 from torchtune_ext.run.errors import Failure, Mistake
@@ -110,3 +113,12 @@ def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
     if kind is list:
         return isinstance(value, list | tuple) and all(_is_a(each, Integral) for each in value)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def version() -> str:
+    """Returns the version of torchtune_ext here, with a digest of all that measures: results of another are not compared."""
+    digest = hashlib.sha256()
+    folder = Path(torchtune_ext.__file__).parent / "measured"
+    for path in sorted(path for ending in ("*.py", "*.c") for path in folder.rglob(ending)):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return f"{torchtune_ext.__version__} ({digest.hexdigest()[:12]})"

@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchtune_ext.measured.arena import lay_out
-from torchtune_ext.measured.child import Child, ChildFailed
+from torchtune_ext.measured.child import Child, ChildFailed, lay_out
 from torchtune_ext.measured.kernel import UNIT_ROUNDOFF, Arrays, Kernel, Parameter, Size, inputs_of, outputs_of
 
 KINDS = ("normal", "biased", "wide", "denormal")

@@ -12,9 +12,8 @@ from killed import killed_while_it_has
 from locked_in import SIZE, Attempt, build, loaded
 
 from torchtune_ext.measured import cgroups
-from torchtune_ext.measured.arena import arena_size, lay_out
 from torchtune_ext.measured.cgroups import CONTROLLERS, Cgroups, Place, find, find_in
-from torchtune_ext.measured.child import Child, ChildFailed
+from torchtune_ext.measured.child import Child, ChildFailed, arena_size, lay_out
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError
 

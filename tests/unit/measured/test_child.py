@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from locked_in import SIZE, Attempt, build, loaded
 from tables import every_row
 
-from torchtune_ext.measured.arena import ALIGNMENT, PAGE, POISON, arena_size, lay_out
-from torchtune_ext.measured.child import Child, ChildFailed
+from torchtune_ext.measured.child import ALIGNMENT, PAGE, POISON, Child, ChildFailed, arena_size, lay_out
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Parameter
 from torchtune_ext.measured.kernels import KERNELS

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torchtune_ext.measured import dispatch as dispatch_module
-from torchtune_ext.measured.dispatch import Dispatch, Machine, Text
+from torchtune_ext.measured import ray_bench
+from torchtune_ext.measured.ray_bench import Dispatch, Machine, Text
 
 
 class Tried(Dispatch):
@@ -145,7 +145,7 @@ def test_a_canceled_text_takes_no_room():
 
 
 def test_machines_of_old_groups_are_forgotten(monkeypatch):
-    monkeypatch.setattr(dispatch_module, "KEPT_GROUPS", 2)
+    monkeypatch.setattr(ray_bench, "KEPT_GROUPS", 2)
     dispatch = Tried(("a", "x", 9), ("b", "x", 9))
     for number in range(3):
         dispatch.add(number, number)

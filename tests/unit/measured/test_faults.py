@@ -23,9 +23,9 @@ from torchtune_ext.measured.bench import Bench, BenchError
 from torchtune_ext.measured.cache import Cache
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.kernels import Dgemm, Reduction
-from torchtune_ext.measured.numpy_child import NumpyChild
 from torchtune_ext.measured.results import Result
 from torchtune_ext.measured.sandbox import Sandbox, SandboxError
+from torchtune_ext.measured.timing import NumpyChild
 
 pytestmark = [pytest.mark.rest, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
 GCC = shutil.which("gcc")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_ext.measured import schedule
-from torchtune_ext.measured.schedule import CHECK, TIME, Schedule
+from torchtune_ext.measured import bench
+from torchtune_ext.measured.bench import CHECK, TIME, Schedule
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["submit", "check ends", "timing ends"]), st.integers(0, 9)), max_size=120)
 
@@ -17,7 +17,7 @@ class Played:
     seventh program is disturbed once."""
 
     def __init__(self, workers: int, is_shared: bool) -> None:
-        self.schedule: Schedule[int] = Schedule(workers, is_shared)
+        self.schedule = Schedule(workers, is_shared)
         self.running: list[tuple[str, int]] = []
         self.begun: list[tuple[str, int]] = []
         self.failed: Counter[tuple[str, int]] = Counter()
@@ -104,7 +104,7 @@ def test_checks_go_first_but_not_for_ever(workers):
     played.end(CHECK, 0)
     played.begin()
     played.end(CHECK, 0)  # now it waits for its timing
-    for _ in range(3 * schedule.PATIENCE):
+    for _ in range(3 * bench.PATIENCE):
         played.submit()  # there is always a check that waits
         played.submit()
         played.begin()
@@ -113,7 +113,7 @@ def test_checks_go_first_but_not_for_ever(workers):
         played.end(CHECK, 0)
         played.begin()
     between = len(played.begun) - 1 - 3
-    assert played.begun[-1] == (TIME, 0) and schedule.PATIENCE <= between <= schedule.PATIENCE + workers
+    assert played.begun[-1] == (TIME, 0) and bench.PATIENCE <= between <= bench.PATIENCE + workers
     played.end(TIME, 0)
     played.begin()
     assert played.running and {stage for stage, _ in played.running} == {CHECK}
@@ -122,7 +122,7 @@ def test_checks_go_first_but_not_for_ever(workers):
 def test_a_disturbed_timing_waits_until_it_is_alone_but_not_for_ever():
     found = Schedule(1, is_shared=False)
     found.again.append("disturbed")
-    for number in range(schedule.PATIENCE):
+    for number in range(bench.PATIENCE):
         found.checks.append(number)
         found.checks.append(-1)
         assert found.next() == (CHECK, number) and found.next() is None

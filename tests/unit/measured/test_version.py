@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import torchtune_ext
-from torchtune_ext.measured.version import version
+from torchtune_ext.measured.results import version
 
 
 def test_another_source_is_another_version(tmp_path, monkeypatch):
