@@ -13,13 +13,14 @@ some distances for other speeds of that one program.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
 from torchtune_ext.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group, Sample
-from torchtune_ext.measured.matmul.rewards import KINDS, Measured, reward
+from torchtune_ext.measured.matmul.rewards import KINDS, reward
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -52,7 +53,8 @@ def rewards(kind: str, fastest: float) -> dict[str, float]:
     """Returns the reward of each outcome. `fastest` is the speed of the program OTHER, in GFLOPS."""
 
     def success(gflops: float) -> float:
-        return reward("ok", Measured(gflops, gflops / NAIVE, gflops / PEAK), kind)
+        speed = SimpleNamespace(gflops=gflops, ratio=gflops / NAIVE, peak_share=gflops / PEAK)
+        return reward("ok", speed, kind)
 
     found = {outcome: reward(outcome, kind=kind) for outcome in SHARES if outcome != SLOW}
     return found | {SLOW: success(NAIVE), OTHER: success(fastest)}

@@ -30,7 +30,7 @@ from torchtune_ext.measured.child import START_S
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel, prototype
 from torchtune_ext.measured.machine import choose_cores, fingerprint, usable_cores
-from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result, version
+from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result, pickled, version
 from torchtune_ext.measured.sandbox import PROBE_S, Limits, Sandbox
 from torchtune_ext.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS
 from torchtune_ext.run.errors import Mistake
@@ -193,14 +193,7 @@ class Bench:
         if os.getpid() != self._pid:
             # The threads that would answer are not in this process, and its copy of the lock may be held for ever.
             raise BenchError(f"this Bench was made by process {self._pid}, before a fork: make one in each process")
-        try:
-            pickled = cloudpickle.dumps(kernel)
-        except Exception as error:
-            # Pickling runs code of the kernel, which may raise any error.
-            raise Mistake(
-                f"kernel {type(kernel).__name__} cannot be sent to another process: {type(error).__name__}: {error}. "
-                "Keep open files, locks and functions out of its attributes"
-            ) from error
+        sent = pickled(kernel)
         future: Future[Result] = Future()
         allowed = None if permitted is None else tuple(sorted(permitted))
         key = self._key(kernel, text, allowed)
@@ -216,7 +209,7 @@ class Bench:
                 if job.has_begun:
                     future.set_running_or_notify_cancel()
             elif known is None:
-                job = self._under_way[key] = Job(key, kernel.name, kernel_key(kernel), pickled, text, allowed, [future])
+                job = self._under_way[key] = Job(key, kernel.name, kernel_key(kernel), sent, text, allowed, [future])
                 self._schedule.checks.append(job)
         if known is not None:
             future.set_result(known)

@@ -8,7 +8,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torchtune_ext.measured.kernel import Kernel  # noqa: E402
 from torchtune_ext.measured.kernels import KERNELS  # noqa: E402
 from torchtune_ext.measured.machine import choose_cores, fingerprint  # noqa: E402
 from torchtune_ext.measured.probe import Wild  # noqa: E402
-from torchtune_ext.measured.results import Timing  # noqa: E402
+from torchtune_ext.measured.results import Result  # noqa: E402
 from torchtune_ext.measured.sandbox import SANDBOXES, SandboxError  # noqa: E402
 from torchtune_ext.measured.timing import Timer  # noqa: E402
 
@@ -40,33 +40,21 @@ SHORT_S = 0.3e-3  # a call of nothing takes up to 0.06 ms
 NUMPY = "(numpy)"  # the row of its reference: OpenBLAS for products
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What became of one program in one repeat."""
-
-    name: str
-    kernel: str
-    outcome: str
-    note: str = ""
-    timing: Timing | None = None
-
-    def cells(self) -> list[str]:
-        cells = [self.name, self.kernel, self.outcome]
-        if (t := self.timing) is None:
-            return [*cells, *[""] * 6, _shortened(self.note)]
-        cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
-        # One block gives no interval.
-        cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}" if t.ratio_spread else "?"]
-        return [*cells, self._remark(t)]
-
-    def _remark(self, timing: Timing) -> str:
-        if timing.is_noisy:
-            return "noisy: somebody else was at work, and the naive program felt it, too"
-        if timing.disturbed:
-            return f"disturbed: somebody else was at work beside {timing.disturbed:.0%} of it"
-        if timing.seconds < SHORT_S and self.name != NUMPY:
-            return "short: much of it is the call itself; a larger --size has less of that"
-        return "" if timing.is_narrow else "wide: its intervals are not within 2% after the budget"
+def cells(name: str, result: Result) -> list[str]:
+    """Returns the row of a program, below HEAD."""
+    cells = [name, result.kernel, result.outcome]
+    if (t := result.timing) is None:
+        return [*cells, *[""] * 6, _shortened(result.note)]
+    cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
+    # One block gives no interval.
+    cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}" if t.ratio_spread else "?"]
+    if t.is_noisy:
+        return [*cells, "noisy: somebody else was at work, and the naive program felt it, too"]
+    if t.disturbed:
+        return [*cells, f"disturbed: somebody else was at work beside {t.disturbed:.0%} of it"]
+    if t.seconds < SHORT_S and name != NUMPY:
+        return [*cells, "short: much of it is the call itself; a larger --size has less of that"]
+    return [*cells, "" if t.is_narrow else "wide: its intervals are not within 2% after the budget"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,16 +116,12 @@ def _measure(args: argparse.Namespace) -> int:
         return _attack(compiler, cores)
     if not args.files:
         raise Mistake("no program: name at least one file, such as examples/dgemm_blocked.c")
-    programs = [
-        (Path(_where(file)).name, source, _kernel(file, source, args))
-        for file in args.files
-        for source in [_read(file)]
-    ]
+    programs = [_program(file, args) for file in args.files]
     print(
         f"{fingerprint()}; {compiler.version}; {args.optimization}, timed on core {', '.join(map(str, cores))}",
         flush=True,
     )
-    rows: list[Row] = []
+    rows: list[tuple[str, Result]] = []
     with ExitStack() as stack:
         settings = {"optimization": args.optimization, "threads": args.threads, "cores": cores, "sandbox": args.sandbox}
         checkers = {
@@ -146,24 +130,22 @@ def _measure(args: argparse.Namespace) -> int:
         }
         for kernel, checker in checkers.items():
             timer = stack.enter_context(Timer(checker, args.budget))
-            rows.append(_measured(NAIVE, checker.kernel.naive, checker, timer))
-            rows.append(Row(NUMPY, kernel, "ok", timing=timer.time_numpy()))
+            rows.append((NAIVE, _measured(checker.kernel.naive, checker, timer)))
+            rows.append((NUMPY, Result(kernel, "ok", "time", timing=timer.time_numpy())))
             for name, source, its in programs:
                 if its.name == kernel:
-                    rows += [_measured(name, source, checker, timer) for _ in range(args.repeat)]
+                    rows += [(name, _measured(source, checker, timer)) for _ in range(args.repeat)]
             print(f"{kernel}: roofline {timer.peak_gflops:.4g} GFLOPS, {timer.peak_gbytes_s:.3g} GB/s", flush=True)
-    print(columns([HEAD, *(row.cells() for row in rows)]), flush=True)
-    return 0 if all(row.outcome == "ok" for row in rows) else 1
+    print(columns([HEAD, *(cells(name, result) for name, result in rows)]), flush=True)
+    return 0 if all(result.outcome == "ok" for _, result in rows) else 1
 
 
-def _measured(name: str, source: str, checker: Checker, timer: Timer) -> Row:
-    with checker.checked(source, extracted=True) as (verdict, library):
-        if library is None:
-            return Row(name, checker.kernel.name, verdict.outcome, verdict.note)
+def _measured(source: str, checker: Checker, timer: Timer) -> Result:
+    with checker.checked(source, extracted=True) as (result, library):
         try:
-            return Row(name, checker.kernel.name, "ok", timing=timer.time(library))
+            return result if library is None else replace(result, timing=timer.time(library))
         except ChildFailed as failed:
-            return Row(name, checker.kernel.name, failed.outcome, str(failed))
+            return Result(checker.kernel.name, failed.outcome, "time", str(failed))
 
 
 def _attack(compiler: Compiler, cores: Sequence[int]) -> int:
@@ -207,12 +189,9 @@ def _level(word: str) -> str:
     return f"-O{word.removeprefix('-').removeprefix('O')}"
 
 
-def _where(file: str) -> str:
-    return "standard input" if file == "-" else file
-
-
-def _read(file: str) -> str:
-    where = _where(file)
+def _program(file: str, args: argparse.Namespace) -> tuple[str, str, Kernel]:
+    """Returns the name of a program, its source, and its kernel: the named one, or the one whose function it defines."""
+    where = "standard input" if file == "-" else file
     try:
         with open(0 if file == "-" else file, "rb", closefd=file != "-") as opened:
             data = opened.read(MAX_BYTES + 1)
@@ -222,20 +201,16 @@ def _read(file: str) -> str:
         raise Mistake(f"{where} is empty")
     if len(data) > MAX_BYTES or b"\0" in data:
         raise Mistake(f"{where} is no program in C: it is {'too long' if len(data) > MAX_BYTES else 'no text'}")
-    return data.decode(errors="replace")
-
-
-def _kernel(file: str, source: str, args: argparse.Namespace) -> Kernel:
-    """Returns the kernel of a program: the named one, or the one whose function it defines."""
-    name = args.problem
-    if name is None:
-        names = [each for each in KERNELS if re.search(rf"\bvoid\s+{each}\s*\(", source)]
-        if len(names) != 1:
-            raise Mistake(
-                f"{_where(file)} defines {' and '.join(names) or 'none'} of {', '.join(KERNELS)}; say which with --problem"
-            )
-        name = names[0]
-    return KERNELS[name]() if args.size is None else KERNELS[name](args.size)
+    source = data.decode(errors="replace")
+    names = (
+        [args.problem] if args.problem else [each for each in KERNELS if re.search(rf"\bvoid\s+{each}\s*\(", source)]
+    )
+    if len(names) != 1:
+        raise Mistake(
+            f"{where} defines {' and '.join(names) or 'none'} of {', '.join(KERNELS)}; say which with --problem"
+        )
+    kernel = KERNELS[names[0]]
+    return Path(where).name, source, kernel() if args.size is None else kernel(args.size)
 
 
 def _shortened(note: str) -> str:

@@ -21,12 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-import cloudpickle
-
 from torchtune_ext.measured.check import Deadlines
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.ray_connect import member_command
-from torchtune_ext.measured.results import BenchConfig, BenchError, Result, version
+from torchtune_ext.measured.results import BenchConfig, BenchError, Result, pickled, version
 from torchtune_ext.measured.sandbox import Limits
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import CoreLost, within
@@ -182,11 +180,7 @@ class RayBench:
             BenchError: this object is closed, or has failed.
             ValueError: the kernel cannot be pickled.
         """
-        try:
-            payload = cloudpickle.dumps((kernel, text, permitted))
-        except Exception as error:
-            # Pickling runs the user's code, which may raise any error.
-            raise Mistake(f"kernel {type(kernel).__name__} cannot be pickled: {error}") from error
+        payload = pickled(kernel, text, permitted)
         with self._lock:
             if self._ended is not None:
                 raise self._ended

@@ -280,13 +280,9 @@ def layers_here(compiler: str) -> list[Layer]:
     Raises:
         SandboxError: the sandbox cannot be compiled.
     """
-    owned = Owned(clean_up(), PREFIX)
-    try:
-        owned.path.chmod(0o711)
-        return probe(compile_sandbox(compiler, owned.path))
-    finally:
-        shutil.rmtree(owned.path, ignore_errors=True)
-        owned.close()
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        os.chmod(folder, 0o711)
+        return probe(compile_sandbox(compiler, Path(folder)))
 
 
 def clean_up() -> Path:

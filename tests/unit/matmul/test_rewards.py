@@ -1,6 +1,7 @@
 """The order of outcomes is kept, and what normalization by group leaves of it."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_ext.measured.check import OUTCOMES
-from torchtune_ext.measured.matmul.rewards import FAILURES, KINDS, PUBLISHED, SLOWEST, Measured, failure, reward
+from torchtune_ext.measured.matmul.rewards import FAILURES, KINDS, PUBLISHED, SLOWEST, failure, reward
 
 # GFLOPS of one core up to those of the paper's node, on a machine whose peak is 1000.
 SPEEDS = st.floats(1e-3, 999.0)
 
 
-def at(gflops: float, naive: float = 2.0, peak: float = 1000.0) -> Measured:
-    return Measured(gflops, gflops / naive, gflops / peak)
+def at(gflops: float, naive: float = 2.0, peak: float = 1000.0) -> SimpleNamespace:
+    """What a reward asks of a timing."""
+    return SimpleNamespace(gflops=gflops, ratio=gflops / naive, peak_share=gflops / peak)
 
 
 def advantages(rewards: list[float]) -> np.ndarray:
@@ -112,4 +114,4 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="needs its speed"):
         reward("ok")
     with pytest.raises(ValueError, match="above 0"):
-        reward("ok", Measured(float("nan"), 1.0, 0.1))
+        reward("ok", at(float("nan")))

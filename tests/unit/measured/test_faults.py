@@ -23,7 +23,7 @@ from torchtune_ext.measured.bench import Bench, BenchError
 from torchtune_ext.measured.cache import Cache
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.kernels import Dgemm, Reduction
-from torchtune_ext.measured.results import Result
+from torchtune_ext.measured.results import Result, Timing
 from torchtune_ext.measured.sandbox import Sandbox, SandboxError
 from torchtune_ext.measured.timing import NumpyChild
 
@@ -246,19 +246,21 @@ def test_nobody_reads_on(tmp_path):
 
 
 def test_a_row_shows_the_error_and_no_interval_of_one_block():
+    def last(name: str = "a.c", outcome: str = "compile_error", **more) -> list[str]:
+        return cli.cells(name, Result("dgemm", outcome, "compile", **more))[-2:]
+
     note = "candidate.c: In function 'dgemm':\ncandidate.c:2:1: error: expected ';'"
-    assert cli.Row("a.c", "dgemm", "compile_error", note).cells()[-1] == "candidate.c:2:1: error: expected ';'"
+    assert last(note=note)[1] == "candidate.c:2:1: error: expected ';'"
     linker = "collect2: error: ld returned 1 exit status"
     for telling in ("/usr/bin/ld: required symbol `dgemm' not defined", "a.c:(.text+0xd): undefined reference to `f'"):
-        assert cli.Row("a.c", "dgemm", "compile_error", f"{telling}\n{linker}").cells()[-1] == telling
-    assert cli.Row("a.c", "dgemm", "wrong_result", "C[0] is 1\nmore").cells()[-1] == "C[0] is 1"
+        assert last(note=f"{telling}\n{linker}")[1] == telling
+    assert last(outcome="wrong_result", note="C[0] is 1\nmore")[1] == "C[0] is 1"
     numbers = dict.fromkeys(("seconds", "low", "high", "gflops", "ratio", "peak_share"), 0.001)
     counts = {"calls": 3, "repeated": 0, "disturbed": 0.0, "is_narrow": True, "is_noisy": False}
-    one = cli.Timing(**numbers, ratio_spread=0.0, **counts)
-    assert cli.Row("a.c", "dgemm", "ok", timing=one).cells()[-2:] == ["?", ""]
-    short = cli.Timing(**{**numbers, "seconds": 1e-4}, ratio_spread=0.01, **counts)
-    assert "larger --size" in cli.Row("a.c", "dgemm", "ok", timing=short).cells()[-1]
-    assert cli.Row(cli.NUMPY, "dgemm", "ok", timing=short).cells()[-1] == ""
+    assert last(outcome="ok", timing=Timing(**numbers, ratio_spread=0.0, **counts)) == ["?", ""]
+    short = Timing(**{**numbers, "seconds": 1e-4}, ratio_spread=0.01, **counts)
+    assert "larger --size" in last(outcome="ok", timing=short)[1]
+    assert last(cli.NUMPY, outcome="ok", timing=short)[1] == ""
 
 
 def test_the_exploits_are_found_in_a_clone_and_nowhere_else(monkeypatch, capsys, tmp_path):

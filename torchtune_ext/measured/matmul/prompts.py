@@ -28,20 +28,24 @@ def messages(kernel: Kernel, stage: str, elite: Entry | None = None, question: s
     Args:
         kernel: what is asked for; `kernel.timed` is the size.
         stage: a name of `stages.STAGES`.
-        elite: a program to improve, and its speed.
+        elite: a program for this kernel to improve, and its speed.
         question: what the function computes, in place of the kernel's own words: `pareval_question`.
 
     Raises:
-        ValueError: there is no such stage, or the elite is for another kernel.
+        ValueError: there is no such stage.
     """
+    computes = f"It computes {kernel.question}." if question is None else f"This is what it computes:\n\n{question}"
     parts = [
-        f"Write a function in C, as fast as you can make it. {_computation(kernel, question)}",
+        f"Write a function in C, as fast as you can make it. {computes}",
         f"```c\n{prototype(kernel)};\n```",
         _rules(kernel),
         _techniques(stage),
     ]
     if elite is not None:
-        parts.append(_shown(kernel, elite))
+        parts.append(
+            f"This program is right and {elite.ratio:.2g} times as fast as the plain definition. Write a faster one.\n\n"
+            f"```c\n{elite.source.rstrip()}\n```"
+        )
     parts.append("Answer with the whole program in one block of C code, ```c ... ```.")
     return ({"role": "user", "content": "\n\n".join(parts)},)
 
@@ -83,12 +87,6 @@ def pareval_question(path: Path, kernel: str) -> str | None:
     return "\n".join(line.strip() for line in comment[1].strip().splitlines())
 
 
-def _computation(kernel: Kernel, question: str | None) -> str:
-    if question is not None:
-        return f"This is what it computes:\n\n{question}"
-    return f"It computes {kernel.question}."
-
-
 def _rules(kernel: Kernel) -> str:
     outputs = " and ".join(each.name for each in outputs_of(kernel))
     size = ", ".join(f"{name} = {kernel.timed[name]}" for name in kernel.size_names)
@@ -110,12 +108,3 @@ def _techniques(stage: str) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     return "; ".join(TECHNIQUES[name] for name in names)
-
-
-def _shown(kernel: Kernel, elite: Entry) -> str:
-    if elite.kernel != kernel.name:
-        raise Mistake(f"elite: a program for {elite.kernel} does not help with {kernel.name}")
-    return (
-        f"This program is right and {elite.ratio:.2g} times as fast as the plain definition. Write a faster one.\n\n"
-        f"```c\n{elite.source.rstrip()}\n```"
-    )

@@ -9,9 +9,9 @@ success is the logarithm of its speed-up over the naive program, or its share of
 """
 
 import math
-from dataclasses import dataclass
 
 from torchtune_ext.measured.check import OUTCOMES
+from torchtune_ext.measured.results import Timing
 from torchtune_ext.run.errors import Mistake
 
 PUBLISHED = {
@@ -34,22 +34,13 @@ SLOWEST = 2.0**-4
 KINDS = ("published", "log_speedup", "peak_share")
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What is known of the speed of a program that is right."""
-
-    gflops: float  # operations of a call / seconds, in 10^9
-    ratio: float  # how many times faster than the naive program beside it
-    peak_share: float  # of the measured peak of the cores, from 0 to a little above 1
-
-
-def reward(outcome: str, measured: Measured | None = None, kind: str = "log_speedup") -> float | None:
+def reward(outcome: str, timing: Timing | None = None, kind: str = "log_speedup") -> float | None:
     """Returns the reward of a program, or None if it is not to be graded.
 
     Args:
         outcome: what the checker says, one of `check.OUTCOMES`, or "noisy": right, but no figure of its speed can be believed.
             That is the machine's fault, so the sample is not graded and stays out of the baseline of its group.
-        measured: its speed; needed if the outcome is "ok".
+        timing: its speed; needed if the outcome is "ok".
         kind: "published": GFLOPS, or a penalty from -100 to -10. "log_speedup": from -1 (format) in even steps to -1/6
             (wrong result), 0 for 1/16 of the naive speed, 1 for the naive speed, and 1/4 more for each doubling.
             "peak_share": the same failures, and the share of the peak, from 0 to about 1.
@@ -65,13 +56,13 @@ def reward(outcome: str, measured: Measured | None = None, kind: str = "log_spee
         raise Mistake(f"outcome={outcome!r}: the checker knows {', '.join(OUTCOMES)}, and noisy")
     if outcome != "ok":
         return PUBLISHED[outcome] if kind == "published" else failure(outcome)
-    if measured is None or not all(value > 0 for value in (measured.gflops, measured.ratio, measured.peak_share)):
-        raise Mistake(f"measured={measured}: a program that is right needs its speed, in numbers above 0")
+    if timing is None or not all(value > 0 for value in (timing.gflops, timing.ratio, timing.peak_share)):
+        raise Mistake(f"timing={timing}: a program that is right needs its speed, in numbers above 0")
     if kind == "published":
-        return measured.gflops
+        return timing.gflops
     if kind == "peak_share":
-        return measured.peak_share
-    return max(0.0, 1.0 + math.log2(measured.ratio) / -math.log2(SLOWEST))
+        return timing.peak_share
+    return max(0.0, 1.0 + math.log2(timing.ratio) / -math.log2(SLOWEST))
 
 
 def failure(outcome: str) -> float:

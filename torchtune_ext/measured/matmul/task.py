@@ -22,7 +22,7 @@ from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.machine import fingerprint
 from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry
 from torchtune_ext.measured.matmul.prompts import Messages, messages, pareval_question, short_messages
-from torchtune_ext.measured.matmul.rewards import KINDS, Measured, reward
+from torchtune_ext.measured.matmul.rewards import KINDS, reward
 from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Move, Visit, permitted
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import NOISY, Result
@@ -152,9 +152,7 @@ class Matmul(MeasuredTask):
 
     def score(self, problem: Problem, result: Result) -> Score:
         """Returns what a program is worth, and what was measured of it."""
-        timing = result.timing
-        speed = None if timing is None else Measured(timing.gflops, timing.ratio, timing.peak_share)
-        return score_of(result, reward(result.outcome, speed, self._reward))
+        return score_of(result, reward(result.outcome, result.timing, self._reward))
 
     def measure_again(self, bench: Bench | RayBench) -> None:
         """Measures programs that another machine has measured, where the archive may hold some (`others="measure"`).
