@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from torchtune_ext.measured.techniques import uses
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -31,3 +33,8 @@ def preprocessed(source: str) -> str:
     """What the checker hands to its readers, without the sandbox: `gcc -E`. An unknown processor has AVX2, too."""
     command = ["gcc", "-E", "-std=gnu17", "-O3", "-mavx2", "-mfma", "-fopenmp", "-x", "c", "-"]
     return subprocess.run(command, input=source, capture_output=True, text=True, timeout=60).stdout
+
+
+def techniques(text: str, kernel) -> frozenset[str]:
+    """The techniques that the reader finds in a program."""
+    return frozenset(use.technique for use in uses(text, kernel))

@@ -16,8 +16,6 @@ log = logging.getLogger(__name__)
 MAX_RESULTS = 16_384  # kept in memory; the least recently used ones are dropped
 # What another attempt may end with in another way: it says something about the machine at that moment.
 PASSING = ("timeout", NOISY)
-# How gcc says that a part of it was killed: perhaps the machine's memory was full.
-_COMPILER_KILLED = "Killed signal terminated program"
 
 
 class Cache:
@@ -52,7 +50,7 @@ class Cache:
 
     def put(self, key: str, result: Result) -> None:
         """Keeps a result, if another attempt would end in the same way."""
-        if result.outcome in PASSING or result.note.startswith(KILLED) or _COMPILER_KILLED in result.note:
+        if result.outcome in PASSING or result.note.startswith(KILLED):
             return
         if result.timing is not None and result.timing.disturbed:
             return

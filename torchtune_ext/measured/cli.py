@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import columns
@@ -44,7 +43,7 @@ def cells(name: str, result: Result) -> list[str]:
     """Returns the row of a program, below HEAD."""
     cells = [name, result.kernel, result.outcome]
     if (t := result.timing) is None:
-        return [*cells, *[""] * 6, _shortened(result.note)]
+        return [*cells, *[""] * 6, shortened(result.note)]
     cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
     # One block gives no interval.
     cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}" if t.ratio_spread else "?"]
@@ -149,33 +148,14 @@ def _measured(source: str, checker: Checker, timer: Timer) -> Result:
 
 
 def _attack(compiler: Compiler, cores: Sequence[int]) -> int:
-    """Runs every exploit and compares its outcome with the expected one."""
-    lines, bad, programs = [], 0, _exploits()
-    for kernel in KERNELS.values():
-        these = [each for each in programs if each.kernel == kernel.name]
-        if not these:
-            continue
-        with Checker(kernel(), compiler, cores=cores) as checker:
-            for each in these:
-                verdict = checker.check_source(each.source)
-                as_expected = verdict.outcome in each.outcomes
-                bad += not as_expected
-                mark = "" if as_expected else f"EXPECTED {' or '.join(each.outcomes)}"
-                lines.append([each.name, each.attack, verdict.outcome, mark, _shortened(verdict.note)])
-    print(columns([("program", "attack", "outcome", "", "note"), *lines]))
-    print(f"{len(lines) - bad} of {len(lines)} programs ended as they should", flush=True)
-    return 1 if bad else 0
-
-
-def _exploits() -> list[Any]:
-    """Returns the programs that attack the benchmark. A checkout has them among its tests, a package has none."""
-    reader = Path(torchtune_ext.__file__).parents[1] / "tests" / "helpers" / "exploits.py"
-    if not reader.is_file():
+    """Runs the programs that attack the benchmark. A checkout has them among its tests, a package has none."""
+    runner = Path(torchtune_ext.__file__).parents[1] / "tests" / "helpers" / "exploits.py"
+    if not runner.is_file():
         raise Mistake(
             "--exploits: the programs that attack the benchmark are in tests/exploits of the repository, not in the package: "
             "clone it, and say `pip install -e .` there"
         )
-    return runpy.run_path(str(reader))["exploits"]()
+    return runpy.run_path(str(runner))["attack"](compiler, cores)
 
 
 def _numbers(text: str) -> list[int]:
@@ -213,7 +193,7 @@ def _program(file: str, args: argparse.Namespace) -> tuple[str, str, Kernel]:
     return Path(where).name, source, kernel() if args.size is None else kernel(args.size)
 
 
-def _shortened(note: str) -> str:
+def shortened(note: str) -> str:
     """Returns the line of a note that says most, as much as fits behind the table.
 
     A compiler names a function, or warns, before it comes to the error.

@@ -59,11 +59,6 @@ def uses(preprocessed: str, kernel: Kernel, openmp: bool = True) -> list[Use]:
     return [first[name] for name in TECHNIQUES if name in first]
 
 
-def techniques(preprocessed: str, kernel: Kernel, openmp: bool = True) -> frozenset[str]:
-    """Returns the techniques of a program. Raises as `uses` does."""
-    return frozenset(use.technique for use in uses(preprocessed, kernel, openmp))
-
-
 def violations(found: Iterable[Use], permitted: Collection[str]) -> list[str]:
     """Says in a line each what a program uses that it may not, by line of the source; [] if nothing."""
     return [

@@ -45,9 +45,7 @@ ENTRIES = st.lists(
 def test_any_order_gives_the_same_archive(entries, seed):
     expected = Archive(entries)
     shuffled = random.Random(seed).sample(entries, len(entries))
-    assert Archive(shuffled) == expected
-    assert Archive(shuffled).dumps() == expected.dumps()
-    assert Archive([*entries, *entries]) == expected
+    assert Archive(shuffled).dumps() == Archive([*entries, *entries]).dumps() == expected.dumps()
 
 
 @given(entries=ENTRIES)
@@ -81,7 +79,7 @@ def test_a_file_holds_what_was_saved(tmp_path_factory, entries):
     path = tmp_path_factory.mktemp("archive") / "archive.jsonl"
     archive = Archive(entries)
     archive.save(path)
-    assert Archive.load(path) == archive
+    assert Archive.load(path).dumps() == archive.dumps()
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
@@ -106,7 +104,7 @@ def test_the_surest_counts_though_an_older_one_reaches_higher():
     wide = entry(1.5, 0.3, found=2, source="wide")
     sure = entry(1.5, 0.0, found=3, source="sure")
     archives = [Archive(order) for order in permutations((slow, wide, sure))]
-    assert all(archive == archives[0] for archive in archives)
+    assert len({archive.dumps() for archive in archives}) == 1
     assert archives[0].cells()[wide.cell] == wide
 
 
@@ -127,15 +125,13 @@ def test_best():
             entry(9.0, 0.01, source="a sum", kernel="reduction"),
         ]
     )
-    assert [each.source for each in archive.best(10)] == ["a sum", "sure", "fast but not sure", "slow"]
-    assert [each.ratio for each in archive.best(1, kernel="dgemm")] == [2.5]
+    assert [each.source for each in archive.best(10, HERE)] == ["a sum", "sure", "fast but not sure", "slow"]
+    assert [each.ratio for each in archive.best(1, HERE, "dgemm")] == [2.5]
     archive.add(entry(50.0, 0.01, source="elsewhere", machine=THERE))
     assert archive.machines() == [HERE, THERE]
     assert [each.source for each in archive.best(1, HERE, "dgemm")] == ["sure"]
     assert [each.source for each in archive.of_others(HERE)] == ["elsewhere"]
-    with pytest.raises(ValueError, match="2 machines, whose speeds cannot be compared"):
-        archive.best(1)
-    assert Archive().best(3) == []
+    assert Archive().best(3, HERE) == []
 
 
 def test_neighbors():
@@ -220,6 +216,6 @@ def test_kill_9_at_any_moment_leaves_a_readable_file(tmp_path):
         finally:
             child.kill()
             child.wait()
-        newest = max(each.found for each in Archive.load(path).best(1000))
+        newest = max(each.found for each in Archive.load(path).cells().values())
         # What was said to be saved is there; one more may have been saved and not said.
         assert newest in (said[-1], said[-1] + 1)

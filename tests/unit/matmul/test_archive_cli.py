@@ -52,7 +52,7 @@ def test_writes_programs_as_they_were_and_they_compile(tmp_path, capsys):
     run = make_run(tmp_path / "run", made_up_entries(40))
     assert run_main(run, "--best", 5, "--out", tmp_path / "a" / "b") == 0
     index = (tmp_path / "a" / "b" / "index.md").read_text()
-    best = Archive.load(run / FILE).best(5)
+    best = Archive.load(run / FILE).best(5, MACHINE)
     names = [f"dgemm_256x256x256_0{number}.c" for number in range(1, 6)]
     assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == [*names, "index.md"]
     assert re.findall(r"\]\((.*?)\)", index) == names and MACHINE in index

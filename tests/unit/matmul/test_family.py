@@ -10,13 +10,13 @@ from tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
-from labelled_programs import preprocessed
+from labelled_programs import preprocessed, techniques
 
 from torchtune_ext.measured.check import OUTCOMES, Checker, extract
 from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.matmul.programs import FAULTS, WRITERS, Family, break_by, fits
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.measured.techniques import TECHNIQUES, techniques
+from torchtune_ext.measured.techniques import TECHNIQUES
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 

@@ -11,7 +11,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from calm_kernels import HONEST, CalmReduction, fenced
-from exploits import exploits
+from exploits import __file__ as exploits_file
 
 pytest.importorskip("tree_sitter_c")
 
@@ -263,8 +263,10 @@ def test_a_row_shows_the_error_and_no_interval_of_one_block():
     assert last(cli.NUMPY, outcome="ok", timing=short)[1] == ""
 
 
-def test_the_exploits_are_found_in_a_clone_and_nowhere_else(monkeypatch, capsys, tmp_path):
-    assert [each.name for each in cli._exploits()] == [each.name for each in exploits()]
+def test_the_exploits_are_run_in_a_clone_and_nowhere_else(monkeypatch, capsys, tmp_path):
+    run = {}
+    monkeypatch.setattr(cli.runpy, "run_path", lambda path: {"attack": lambda *these: run.update({path: these}) or 0})
+    assert commands.main(["bench", "--exploits"]) == 0 and list(run) == [exploits_file]
     monkeypatch.setattr(torchtune_ext, "__file__", str(tmp_path / "torchtune_ext" / "__init__.py"))
     assert commands.main(["bench", "--exploits"]) == 2
     assert "in tests/exploits of the repository, not in the package: clone it" in capsys.readouterr().err

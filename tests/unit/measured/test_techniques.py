@@ -10,14 +10,13 @@ from tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
-from labelled_programs import labelled_programs, preprocessed
+from labelled_programs import labelled_programs, preprocessed, techniques
 
 from torchtune_ext.measured.kernels import KERNELS, Dgemm
 from torchtune_ext.measured.matmul.stages import STAGES, permitted
 from torchtune_ext.measured.reader import Unreadable
 from torchtune_ext.measured.techniques import (
     TECHNIQUES,
-    techniques,
     uses,
     violations,
 )

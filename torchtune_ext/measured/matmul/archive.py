@@ -93,11 +93,6 @@ class Archive:
         for entry in entries:
             self.add(entry)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Archive) and self._cells == other._cells
-
-    __hash__ = None
-
     def __len__(self) -> int:
         """The number of cells that hold a program."""
         return len(self._cells)
@@ -116,28 +111,18 @@ class Archive:
         """Returns the fingerprints of the machines that anything was measured on."""
         return sorted({cell.machine for cell in self._cells})
 
-    def best(self, count: int, machine: str | None = None, kernel: str | None = None) -> list[Entry]:
+    def best(self, count: int, machine: str, kernel: str | None = None) -> list[Entry]:
         """Returns the fastest elites, each source once, by the lower ends of their intervals.
 
         A maximum over noisy measurements is too good: measure these speeds again before you report them.
 
         Args:
             count: how many at most.
-            machine: its fingerprint; None: the only one there is.
+            machine: its fingerprint. Speeds of several machines cannot be compared.
             kernel: of this one only; None: of all.
-
-        Raises:
-            ValueError: no machine is named, but there are several, whose speeds cannot be compared.
         """
-        if machine is None and len(self.machines()) > 1:
-            raise Mistake(
-                f"machine=None: the archive holds programs of {len(self.machines())} machines, whose speeds cannot be "
-                f"compared; name one of {', '.join(map(repr, self.machines()))}"
-            )
         chosen = [
-            entry
-            for cell, entry in self.cells().items()
-            if machine in (None, cell.machine) and kernel in (None, cell.kernel)
+            entry for cell, entry in self.cells().items() if machine == cell.machine and kernel in (None, cell.kernel)
         ]
         by_source: dict[tuple[str, tuple, str], Entry] = {}
         for entry in sorted(chosen, key=lambda entry: (-entry.low, entry.age)):

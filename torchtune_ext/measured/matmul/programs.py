@@ -243,10 +243,6 @@ class Programs:
         """Returns the program as a model would answer it; the share `broken` is wrong."""
         return problem.answer
 
-    def program(self, problem: Problem) -> Program:
-        """Returns what is known of the program of a problem: its outcome and its techniques."""
-        return self._at(int(problem.id.rpartition("/")[2]))[1]
-
     def _at(self, index: int) -> tuple[Kernel, Program, str]:
         rng = random.Random(f"programs/{self.seed}/{index}")
         name, stage = rng.choice(list(self.families)), rng.choice(self.stages)
