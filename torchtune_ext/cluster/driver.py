@@ -17,8 +17,7 @@ from typing import Any, TextIO
 
 from torchtune_ext.cluster import actor
 from torchtune_ext.cluster.placement import Layout, Machine, Request, holds, layout, there_is, why_never
-from torchtune_ext.measured.ray_connect import short
-from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.run.errors import Failure, Mistake, text_of
 from torchtune_ext.run.output import ENGINE_READY, labelled, say
 from torchtune_ext.run.stop import NAMES
 
@@ -236,7 +235,7 @@ class Driver:
             try:
                 answers.append(self.ray.get(question, timeout=max(0.1, give_up_at - time.monotonic())))
             except self.ray.exceptions.RayError as error:
-                raise Failure(f"{each.title} could not be started: {short(error)}") from error
+                raise Failure(f"{each.title} could not be started: {text_of(error)}") from error
         return answers
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -308,7 +307,7 @@ class Driver:
             # Ray may reach it again.
             return
         except self.ray.exceptions.RayError as error:
-            member.lost = short(error)
+            member.lost = text_of(error)
             return
         member.silent_s = 0.0
         *lines, begun = (member.begun + output).split(b"\n")

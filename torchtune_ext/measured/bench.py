@@ -23,7 +23,7 @@ from typing import Any, Self
 import cloudpickle
 
 from torchtune_ext.measured import compiler as compilers
-from torchtune_ext.measured.bench_processes import VARIABLES, Checked, Checking, Failed, Settings, TimeKeeping
+from torchtune_ext.measured.bench_processes import VARIABLES, Checking, Failed, Settings, TimeKeeping
 from torchtune_ext.measured.cache import Cache
 from torchtune_ext.measured.check import Deadlines, extract
 from torchtune_ext.measured.child import START_S
@@ -60,6 +60,7 @@ class Job:
     futures: list[Future]
     library: bytes = b""
     techniques: tuple[str, ...] = ()
+    seed: int = 0
     attempts: int = 0
     has_begun: bool = False
     is_timed_again: bool = False  # its timing was disturbed, and is made once more
@@ -339,9 +340,9 @@ class Bench:
         else:
             log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, failed.cause)
 
-    def _take(self, stage: str, job: Job, answer: Checked | Result) -> None:
+    def _take(self, stage: str, job: Job, answer: tuple[Result, bytes] | Result) -> None:
         """Takes the answer of a stage on a program."""
-        result = answer.result if isinstance(answer, Checked) else answer
+        result, library = answer if stage == CHECK else (answer, b"")
         is_right = stage == CHECK and result.outcome == "ok"
         is_disturbed = stage == TIME and result.outcome == NOISY and not job.is_timed_again
         job.seconds.update(result.seconds)
@@ -349,14 +350,18 @@ class Bench:
             self._schedule.ended(stage, job)
             self._counts.update({f"seconds_{name}": value for name, value in result.seconds.items()})
             if is_right:
-                job.library, job.techniques = answer.library, result.techniques
+                job.library, job.techniques, job.seed = library, result.techniques, result.seed
                 self._schedule.timings.append(job)
             elif is_disturbed:
                 job.is_timed_again = True
                 self._schedule.again.append(job)
             else:
                 result = replace(
-                    result, seconds=dict(job.seconds), fingerprint=self._fingerprint, techniques=job.techniques
+                    result,
+                    seconds=dict(job.seconds),
+                    fingerprint=self._fingerprint,
+                    techniques=job.techniques,
+                    seed=job.seed or result.seed,
                 )
                 self._cache.put(job.key, result)
                 self._counts["done"] += 1

@@ -57,14 +57,6 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """The end of a check."""
-
-    result: Result
-    library: bytes  # compressed; empty if the outcome is not "ok"
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """The machine failed, and nothing is known about the program."""
 
@@ -108,14 +100,17 @@ class Checking:
 
     def __call__(
         self, key: str, kernel: bytes, text: str, permitted: tuple[str, ...] | None = None
-    ) -> Checked | Failed:
-        """Checks the program in a text. `key` tells kernels apart, `kernel` is pickled, `permitted` is as in `Bench.submit`."""
+    ) -> tuple[Result, bytes] | Failed:
+        """Checks the program in a text, and returns its library, too: compressed, and empty if the outcome is not "ok".
+
+        `key` tells kernels apart, `kernel` is pickled, `permitted` is as in `Bench.submit`.
+        """
         cores = self.settings.check_cores
         try:
             os.sched_setaffinity(0, cores)
             checker = CHECKERS.made(key, lambda: self.settings.checker(pickle.loads(kernel), cores))
             with checker.checked(text, permitted=permitted) as (result, library):
-                return Checked(result, b"" if library is None else zlib.compress(library.read_bytes(), 1))
+                return result, b"" if library is None else zlib.compress(library.read_bytes(), 1)
         except (SandboxError, OSError) as error:
             CHECKERS.drop(key)
             return _failed(error)

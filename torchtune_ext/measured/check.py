@@ -19,11 +19,11 @@ import numpy as np
 
 from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.child import Child, ChildFailed, arena_size
-from torchtune_ext.measured.compiler import OPTIMIZATIONS, Compiler, Finished
+from torchtune_ext.measured.compiler import Compiler, Finished
 from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.machine import usable_cores
-from torchtune_ext.measured.results import Result
-from torchtune_ext.measured.sandbox import SANDBOXES, Limits, Sandbox, SandboxError, exit_cause
+from torchtune_ext.measured.results import BenchConfig, Result
+from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, exit_cause
 from torchtune_ext.measured.verify import described, verify
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.answers import spoken
@@ -102,11 +102,7 @@ class Checker:
         screened: bool = True,
     ) -> None:
         require_sound(kernel)
-        for name, value, choices in (("optimization", optimization, OPTIMIZATIONS), ("sandbox", sandbox, SANDBOXES)):
-            if value not in choices:
-                raise Mistake(f"{name}: {value!r} must be one of {', '.join(choices)}")
-        if not isinstance(threads, int) or threads < 1:
-            raise Mistake(f"threads: {threads!r} must be a whole number, at least 1")
+        BenchConfig(threads=threads, optimization=optimization, namespaces=namespaces, sandbox=sandbox)
         usable = usable_cores()
         self.cores = sorted(usable if cores is None else cores)
         if not self.cores or not set(self.cores) <= usable:

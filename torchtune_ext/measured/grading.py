@@ -62,7 +62,7 @@ def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
                 raise kind(f"{kernel.name} with {size} cannot be measured here: {error}") from error
 
 
-def score_of(result: Result, reward: float) -> Score:
+def measured_score(result: Result, reward: float) -> Score:
     """Returns the score of a program: its note says to people what the machine said, its parts are numbers.
 
     Args:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torchtune_ext.run.errors import Failure
+from torchtune_ext.run.errors import Failure, text_of
 
 KNOCK_S = 5.0  # seconds for the address to accept a connection
 CONNECT_S = 15.0  # seconds for Ray to answer behind it
@@ -27,12 +27,6 @@ def member_command(address: str, resource: str = "") -> str:
     """Returns the command that makes a machine a member of the cluster, with the resource of those that measure."""
     carries = f" --resources='{{\"{resource}\": 1}}'" if resource else ""
     return f"ray start --address={address} --num-cpus=0 --disable-usage-stats{carries}"
-
-
-def short(error: BaseException) -> str:
-    """Returns the beginning of an error in one line. Ray's go on for a page."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def connect(address: str, refuse: Callable[[str], Any]) -> Any:
@@ -70,7 +64,7 @@ def connect(address: str, refuse: Callable[[str], Any]) -> Any:
         ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.WARNING)
     except Exception as error:  # noqa: BLE001 (Ray has many)
         hint = "start a cluster with `ray start --head`, or name its address" if address == "auto" else member
-        raise Refused(f"cannot join the Ray cluster at {named}: {short(error)}; {hint}") from error
+        raise Refused(f"cannot join the Ray cluster at {named}: {text_of(error)}; {hint}") from error
     finally:
         watchdog.cancel()
     return ray

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from logging.handlers import QueueHandler
 from typing import Any
 
-from torchtune_ext.measured.ray_connect import Refused, connect, short
+from torchtune_ext.measured.ray_connect import Refused, connect
+from torchtune_ext.run.errors import text_of
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.sampling.child_process import Frames, pack, receive
 
@@ -156,7 +157,7 @@ class Driver:
         try:
             answer = ("value", await getattr(self, method)(*arguments))
         except Exception as error:  # noqa: BLE001 (Ray has many; the trainer is told)
-            answer = ("lost", short(error))
+            answer = ("lost", text_of(error))
         self._frames.say((number, *answer))
 
     async def machines(self) -> tuple[str, dict[str, str]]:

@@ -105,10 +105,10 @@ def told(task, *results, index=0, cursor=0):
             {"kernels": {"sort": 64}},
             "task.kernels: there is no kernel 'sort'; use dgemm, gemv, stencil, reduction, or the",
         ),
-        ({"kernels": {"no.such": 64}}, "task.kernels: 'no.such' cannot be imported: No module named 'no'"),
+        ({"kernels": {"no.such": 64}}, "task.kernels='no.such': no no.py, seen from"),
         (
             {"kernels": {"calm_kernels.None_": 64}},
-            "task.kernels: 'calm_kernels.None_' cannot be imported: .*no attribute",
+            "task.kernels='calm_kernels.None_': .*calm_kernels.py has no 'None_'",
         ),
         (
             {"kernels": {"math.pi": 64}},
@@ -334,7 +334,7 @@ def test_the_archive_keeps_what_was_timed_and_lies_in_the_folder(tmp_path, caplo
     values = task.observe(5, [told(task, *samples)], tmp_path)
     kept = task.archive.cells().values()
     assert [(one.source, one.ratio, one.found) for one in kept] == [(program(1), 1.0, 5), (program(0), 4.0, 5)]
-    assert Archive.load(tmp_path / FILE) == task.archive
+    assert Archive.load(tmp_path / FILE).dumps() == task.archive.dumps()
     assert values == {"archive/cells": 2.0, "archive/best_speedup": 4.0}
     # A folder that cannot be written to costs a warning, not the run.
     with caplog.at_level(logging.WARNING):

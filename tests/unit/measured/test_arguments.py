@@ -96,11 +96,11 @@ def test_limits_of_nothing(field, value):
 
 
 def test_words_that_mean_nothing(nothing_starts):
-    refused("optimization: '-O9' must be one of -O0, -O1, -O2, -O3", optimization="-O9")
-    refused("optimization: '' must be one of", optimization="")
-    refused("sandbox: 'off' must be one of floor, none", sandbox="off")
-    refused("threads: 0 must be a whole number, at least 1", threads=0)
-    refused("threads: nan must be", threads=math.nan)
+    refused("optimization='-O9': use -O0, -O1, -O2, -O3", optimization="-O9")
+    refused("optimization='': use", optimization="")
+    refused("sandbox='off': use floor, none", sandbox="off")
+    refused("threads=0 must be at least 1", threads=0)
+    refused("threads=nan must be a whole number", threads=math.nan)
 
 
 def test_cores_that_do_not_exist(nothing_starts):

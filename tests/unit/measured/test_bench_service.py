@@ -21,7 +21,7 @@ pytest.importorskip("tree_sitter_c")
 from torchtune_ext.measured import bench as benches
 from torchtune_ext.measured import bench_processes, probe, timing
 from torchtune_ext.measured.bench import Bench, BenchError, Result
-from torchtune_ext.measured.bench_processes import Checked, TimeKeeping
+from torchtune_ext.measured.bench_processes import TimeKeeping
 from torchtune_ext.measured.check import STAGES, Deadlines
 from torchtune_ext.measured.machine import alone_on
 from torchtune_ext.measured.sandbox import SandboxError
@@ -296,14 +296,14 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
     patched = (probe.WILD, probe.Probe.is_disturbed, bench_processes.wait_until_idle)
     limits, looked = (timing.WAITED, timing.stolen_ticks), []
     try:
-        checked = checking("key", sent, fenced(HONEST))
-        assert isinstance(checked, Checked)
-        keeping("key", sent, "reduction", checked.library)  # makes the timer
+        checked, library = checking("key", sent, fenced(HONEST))
+        assert checked.outcome == "ok"
+        keeping("key", sent, "reduction", library)  # makes the timer
         bench_processes.wait_until_idle = lambda *arguments: looked.append(time.monotonic())
         holder = threading.Thread(target=hold)
         holder.start()
         free.wait(200)
-        found = keeping("key", sent, "reduction", checked.library)
+        found = keeping("key", sent, "reduction", library)
         holder.join()
         assert found.outcome == "ok" and found.seconds["wait"] > 0.9
         # An engine may have begun while this waited for the cores.

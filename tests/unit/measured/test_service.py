@@ -10,7 +10,7 @@ pytest.importorskip("tree_sitter_c")
 from calm_kernels import HONEST, CalmReduction, fenced
 
 from torchtune_ext.measured import grading
-from torchtune_ext.measured.grading import open_bench, rehearse_bench, score_of
+from torchtune_ext.measured.grading import measured_score, open_bench, rehearse_bench
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.results import BenchConfig, Result
 from torchtune_ext.measured.sandbox import SandboxError
@@ -23,9 +23,12 @@ def test_without_an_address_it_is_this_machine():
     with open_bench(BenchConfig(workers=1, budget_s=0.2)) as bench:
         wrong = bench.submit(CalmReduction(), fenced(HONEST.replace("s += x[i]", "s -= x[i]"))).result(200)
         broken = bench.submit(CalmReduction(), fenced("void reduction(int n) {}"), group="a prompt").result(200)
-    found = score_of(wrong, -0.5)
+    found = measured_score(wrong, -0.5)
     assert found.reward == -0.5 and found.parts["outcome_wrong_result"] == 1 and "should be" in found.note
-    assert "conflicting types" in score_of(broken, -1).note and score_of(broken, -1).parts["outcome_compile_error"] == 1
+    assert (
+        "conflicting types" in measured_score(broken, -1).note
+        and measured_score(broken, -1).parts["outcome_compile_error"] == 1
+    )
 
 
 class Broken(CalmReduction):
@@ -71,7 +74,7 @@ def test_with_an_address_it_is_a_cluster(monkeypatch):
 
 
 def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
-    found = score_of(Result("dgemm", "ok", "time", "", SPEED), 1.5)
+    found = measured_score(Result("dgemm", "ok", "time", "", SPEED), 1.5)
     assert found.reward == 1.5 and found.note == ""
     assert {name: value for name, value in found.parts.items() if value} == {
         "outcome_ok": 1.0,
@@ -81,7 +84,7 @@ def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
         "speedup_spread": 0.25,
     }
     assert all(isinstance(value, float) for value in found.parts.values())
-    late = score_of(
+    late = measured_score(
         Result("dgemm", "timeout", "verify", "its calls took too long", None, fingerprint="a machine"), -0.5
     )
     assert late.parts["outcome_timeout"] == 1 and "gflops" not in late.parts and late.note == "its calls took too long"

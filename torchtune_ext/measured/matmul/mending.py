@@ -21,7 +21,7 @@ from torchtune_ext.measured.machine import usable_cores
 from torchtune_ext.measured.matmul.prompts import messages, short_messages
 from torchtune_ext.measured.matmul.task import ALL, PROMPTS, kernels_of, problem_of
 from torchtune_ext.measured.results import BenchConfig
-from torchtune_ext.measured.sandbox import SANDBOXES, Limits, SandboxError
+from torchtune_ext.measured.sandbox import Limits, SandboxError
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Message, Problem, Turn
 
@@ -50,9 +50,8 @@ class CompileAndFix:
         compiler: str | None = None,
         sandbox: str = "floor",
     ) -> None:
-        for name, value, choices in (("prompt", prompt, PROMPTS), ("sandbox", sandbox, SANDBOXES)):
-            if value not in choices:
-                raise Mistake(f"{name}={value!r}: choose one of {', '.join(choices)}")
+        if prompt not in PROMPTS:
+            raise Mistake(f"prompt={prompt!r}: choose one of {', '.join(PROMPTS)}")
         self._kernels = {problem_of(each): each for each in kernels_of({"dgemm": 64} if kernels is None else kernels)}
         self.max_turns, self._prompt = max_turns, prompt
         cores = tuple(sorted(usable_cores()))
@@ -86,7 +85,7 @@ class Workshop:
         checked = self._checking(problem_of(self._kernel), cloudpickle.dumps(self._kernel), message["content"])
         if isinstance(checked, Failed):
             raise SandboxError(checked.cause)
-        verdict = checked.result
+        verdict, _ = checked
         parts = {"accuracy": float(verdict.outcome == "ok"), "compiled": float(verdict.stage == "verify")}
         if verdict.outcome == "ok":
             return Turn(reward=1.0, done=True, parts=parts)

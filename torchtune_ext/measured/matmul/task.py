@@ -9,14 +9,13 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import extract
-from torchtune_ext.measured.grading import MeasuredTask, score_of
+from torchtune_ext.measured.grading import MeasuredTask, measured_score
 from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.machine import fingerprint
@@ -29,6 +28,7 @@ from torchtune_ext.measured.results import NOISY, Result
 from torchtune_ext.measured.techniques import TECHNIQUES, uses
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained
+from torchtune_ext.tasks.functions import named
 from torchtune_ext.tasks.task import Graded, Problem, Score
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Matmul(MeasuredTask):
 
     def score(self, problem: Problem, result: Result) -> Score:
         """Returns what a program is worth, and what was measured of it."""
-        return score_of(result, reward(result.outcome, result.timing, self._reward))
+        return measured_score(result, reward(result.outcome, result.timing, self._reward))
 
     def measure_again(self, bench: Bench | RayBench) -> None:
         """Measures programs that another machine has measured, where the archive may hold some (`others="measure"`).
@@ -169,7 +169,7 @@ class Matmul(MeasuredTask):
         for entry, future in waiting:
             result = future.result()
             if result.timing is not None:
-                self._keep(self._of(entry), entry.source, score_of(result, 0.0), entry.found)
+                self._keep(self._of(entry), entry.source, measured_score(result, 0.0), entry.found)
 
     # What was observed -----------------------------------------------------------------------------------------------
 
@@ -298,7 +298,11 @@ def kernels_of(mapping: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
         raise Mistake(f"task.kernels={mapping!r}: map each kernel to its sizes, as {{dgemm: [256, 512]}}")
     kernels = []
     for name, sizes in mapping.items():
-        kind = KERNELS.get(str(name)) or _imported(str(name))
+        if name not in KERNELS and "." not in str(name):
+            raise Mistake(
+                f"task.kernels: there is no kernel {name!r}; use {', '.join(KERNELS)}, or the dotted path of a class"
+            )
+        kind = KERNELS.get(name) or named(name, "task.kernels", "class", "my_kernel.Outer")
         several = list(sizes) if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
         if not several:
             raise Mistake(f"task.kernels.{name}=[]: give a size, or several ([256, 512])")
@@ -337,18 +341,6 @@ def _read(name: str, path: str, read: Callable[..., Any], *more: str) -> Any:
     except ValueError as error:
         # It begins with the path.
         raise Mistake(f"task.{name}={error}") from error
-
-
-def _imported(path: str) -> type:
-    module, _, name = path.rpartition(".")
-    if not module:
-        raise Mistake(
-            f"task.kernels: there is no kernel {path!r}; use {', '.join(KERNELS)}, or the dotted path of a class"
-        )
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise Mistake(f"task.kernels: {path!r} cannot be imported: {error}") from error
 
 
 def _is_readable(kernel: Kernel) -> bool:
