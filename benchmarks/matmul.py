@@ -73,8 +73,8 @@ def programs_of(run: Path) -> Programs:
     steps = [paths[min(paths)], paths[max(paths)]]
     first, last = ([_right(s) for g in read_rollouts(path) for s in g.samples if s.score is not None] for path in steps)
     archive = Archive.load(run / FILE)
-    (machine,) = archive.machines()
-    return Programs(first, last, [entry.source for entry in archive.best(BEST, machine)], len(archive))
+    best = [entry.source for machine in archive.machines() for entry in archive.best(BEST, machine)]
+    return Programs(first, last, best, len(archive))
 
 
 def _right(sample: Sample) -> str | None:
