@@ -7,12 +7,12 @@ import torch
 
 from torchtune_ext.sampling import worker
 
-honest, last = worker.tensors, {}
+honest, last = worker.views, {}
 
 
-def tensors(path, manifest):
+def views(memory, manifest):
     fault = Path(os.environ["GATE_FAULT"]).read_text()
-    for name, tensor in honest(path, manifest):
+    for name, tensor in honest(memory, manifest):
         old, last[name] = last.get(name), tensor.clone()
         one = ".1.self_attn.v_proj" in name and name.endswith(("lora_B.weight", "v_proj.weight"))
         if one and fault == "one tensor random":
@@ -27,7 +27,7 @@ def tensors(path, manifest):
             yield name, tensor
 
 
-worker.tensors = tensors
+worker.views = views
 
 
 class Loader(worker.WeightLoader):

@@ -19,6 +19,7 @@ from torchtune_ext.sampling.vllm_core import RemoteCore
 from torchtune_ext.training.agreement import Disagreement
 
 FAULT = Path("fault")
+FAULT.write_text("none")
 load = RemoteCore.load
 
 
@@ -58,18 +59,18 @@ from pathlib import Path
 
 from torchtune_ext.sampling import worker
 
-honest, last = worker.tensors, {}
+honest, last = worker.views, {}
 
 
-def tensors(path, manifest):
+def views(memory, manifest):
     fault = Path("fault").read_text()
-    for name, tensor in honest(path, manifest):
+    for name, tensor in honest(memory, manifest):
         old, last[name] = last.get(name), tensor.clone()
         one = "layers.1.self_attn.v_proj" in name and name.endswith(("lora_B.weight", "v_proj.weight"))
         yield name, old if fault == "all tensors old" or one and fault == "one tensor old" else tensor
 
 
-worker.tensors = tensors
+worker.views = views
 
 
 class Loader(worker.WeightLoader):

@@ -33,7 +33,7 @@ from vllm.platforms import current_platform
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.broadcast import GlooGroup, GlooInit, chunks
-from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum, memory_of, pin, tensors, unpin, views
+from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksum, memory_of, pin, unpin, views
 
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
 SCALE = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
@@ -451,7 +451,8 @@ class WeightLoader:
         """
         self._require_lora()
         check_memory(**address)
-        self._use_adapter({name: tensor.clone() for name, tensor in tensors(address["path"], manifest)}, config)
+        memory = memory_of(address["path"])
+        self._use_adapter({name: tensor.clone() for name, tensor in views(memory, manifest)}, config)
 
     def receive_adapter(self, manifest: dict[str, list], config: dict[str, Any]) -> None:
         """As `load_adapter`, out of the broadcast of the sender's group, which this call is a part of.
