@@ -53,8 +53,8 @@ def test_flex_attention_equals_the_dense_mask(dtype, T):
         assert (a.double() - b.double()).norm() / a.double().norm() < 4 * bound
 
 
-def test_many_lengths_share_few_kernels():
-    """25 lengths in five kernels, forward and backward. The 3 GiB of T x T scores that an uncompiled one holds would be seen."""
+def test_no_length_is_left_uncompiled():
+    """25 lengths, padded to five, forward and backward. The 3 GiB of T x T scores that an uncompiled one holds would be seen."""
     T, H = 32 * TILE, 48
     torch.cuda.reset_peak_memory_stats()
     for length in range(8 * TILE, T + 1, TILE):
