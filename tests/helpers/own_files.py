@@ -24,7 +24,8 @@ def working_in(folder: Path) -> Iterator[Path]:
     finally:
         os.chdir(before)
         sys.path[:] = path
-        for name, module in list(sys.modules.items()):
+        # A list made of its items could be interrupted by another thread's import, or by the collector's.
+        for name, module in sys.modules.copy().items():
             if str(getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
                 del sys.modules[name]
 

@@ -32,11 +32,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(work, monkeypatch):
-    """Runs a coroutine to its end in virtual time, in which `time.monotonic` goes, too. Returns its result."""
-    loop = VirtualLoop()
-    monkeypatch.setattr(time, "monotonic", loop.time)
-    try:
-        return loop.run_until_complete(work)
-    finally:
-        monkeypatch.undo()
-        loop.close()
+    """Runs a coroutine in virtual time, in which `time.monotonic` goes, too. Returns its result; what it left behind is cancelled."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        monkeypatch.setattr(time, "monotonic", runner.get_loop().time)
+        try:
+            return runner.run(work)
+        finally:
+            monkeypatch.undo()
