@@ -69,7 +69,7 @@ _TILES = (
     ("Negative log-likelihood", "loss/nll"),
     ("Tokens of a completion", "length/mean"),
     ("Entropy, nats", "loss/entropy"),
-    ("Mismatch, nats", "mismatch/mean_abs"),
+    ("Canary, nats", "canary/mean_abs", "mismatch/mean_abs"),
     ("Sampled tokens/s", "speed/sampled_tokens_s"),
     ("Step time", "time/step"),
     ("Token reduction ρ", "pack/rho"),

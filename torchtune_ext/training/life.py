@@ -131,7 +131,12 @@ def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
         if best is not None and best[0] != newest:
             text += f". The best on held-out problems: {best[0]} ({best[1]:.3f})"
         return f"{text}. Curves and samples: {report}"
-    kind = "a model in Hugging Face's format" if (newest / "config.json").exists() else "an adapter in PEFT's format"
+    if (newest / "config.json").exists():
+        kind = "a model in Hugging Face's format"
+    elif (newest / "merged").exists():
+        kind = "an adapter in PEFT's format; its folder merged/ is a whole model"
+    else:
+        kind = "an adapter in PEFT's format (adapters.save_merged=True saves a whole model, too)"
     lines = [("done", f"{max(step, step_of(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
     if best is not None:
         lines.append(("best", f"{best[0]}, the best on held-out problems: {best[1]:.3f}"))

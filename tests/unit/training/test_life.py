@@ -259,4 +259,6 @@ def test_what_a_run_leaves(tmp_path):
         "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True",
     ]
     (kept.of(40) / "config.json").unlink()
-    assert "step_000040, an adapter in PEFT's format" in life.standing(40, 40, kept)
+    assert "step_000040, an adapter in PEFT's format (adapters.save_merged=True" in life.standing(40, 40, kept)
+    (kept.of(40) / "merged").mkdir()
+    assert "step_000040, an adapter in PEFT's format; its folder merged/ is" in life.standing(40, 40, kept)
