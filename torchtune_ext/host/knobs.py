@@ -135,6 +135,8 @@ def _of_word(recipe: str, word: str) -> list[Section]:
     knobs = {knob.name: knob for knob in knobs_of(recipe)}
     if word in knobs:
         return _of_knob(recipe, knobs[word])
+    if "." in word and word.partition(".")[0] not in knobs:
+        return _of_component(word)
     keys = [key for knob in knobs.values() for key in _keys(knob)]
     if not (matches := _named(word, keys)):
         # Components come second: they have to be imported to be read.
@@ -142,8 +144,6 @@ def _of_word(recipe: str, word: str) -> list[Section]:
         matches = _named(word, keys)
     if matches:
         return [Section(f"{recipe}, {word}:", matches)]
-    if "." in word and word.partition(".")[0] not in knobs:
-        return _of_component(word)
     recipes = [each.name for each in recipe_files(folder("recipes"), folder("configs"))]
     near = nearest(word, [*recipes, *knobs, *(key.name for key in keys)])
     hint = f"did you mean {near}?" if near else f"`torchtune-ext knobs {recipe}` lists the knobs"
@@ -321,13 +321,10 @@ def arguments_of(component: Callable[..., Any]) -> list[Knob]:
 def _followed(name: str, texts: dict[str, str]) -> str:
     """Returns the text of an argument; that of another class of ours, where its own is "see `CLASS`"."""
     text = texts.get(name, "")
-    see = _SEE.match(text)
-    named = (
-        vars(module).get(see[1])
-        for name, module in list(sys.modules.items())
-        if see and name.startswith("torchtune_ext")
-    )
-    other = next(filter(None, named), None)
+    if not (see := _SEE.match(text)):
+        return text
+    ours = (module for path, module in sys.modules.copy().items() if path.startswith("torchtune_ext"))
+    other = next(filter(None, (vars(module).get(see[1]) for module in ours)), None)
     return argument_texts(_doc(other)).get(name, text) if other is not None else text
 
 

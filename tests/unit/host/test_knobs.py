@@ -65,9 +65,9 @@ def test_the_arguments_of_every_component_of_the_configs_are_listed():
         for knob in knobs.knobs_of(recipe.name):
             if not knobs.is_component(knob):
                 continue
-            found = knobs.components(knob, recipe.name)
-            assert found, f"no config says what {knob.name} of {recipe.name} may be"
-            for path in found:
+            paths = knobs.components(knob, recipe.name)
+            assert paths, f"no config says what {knob.name} of {recipe.name} may be"
+            for path in set(paths) - seen:
                 module, _, name = path.rpartition(".")
                 taken = inspect.signature(getattr(importlib.import_module(module), name)).parameters
                 described = [key for part in knobs.listing([path]) for key in part.knobs]
