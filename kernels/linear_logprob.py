@@ -11,6 +11,10 @@ of 16k labels would need 10 GB in float32.) The gradients of hidden states and w
 computed in float32 (in float64 for float64 input).
 """
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -107,9 +111,10 @@ def _rounded_gradient(z_CV: Tensor, scale: float, dtype: torch.dtype, *factors: 
     return _gradient(z_CV, scale, *factors).mul_(scale).to(dtype)
 
 
-# On a GPU each is one pass over the logits of a chunk, where a kernel for each operation would make seven.
-_fused_statistics = torch.compile(_statistics, dynamic=True)
-_fused_gradient = torch.compile(_rounded_gradient, dynamic=True)
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes one pass over the logits of a chunk, on a GPU, where a kernel for each operation would make seven."""
+    return torch.compile(function, dynamic=True)  # imports of a second and more, which a CPU does without
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -119,7 +124,7 @@ class _LinearLogProb(torch.autograd.Function):
         accumulate = torch.float64 if hidden_LD.dtype == torch.float64 else torch.float32
         logprobs_L = torch.empty(labels_L.shape, dtype=accumulate, device=hidden_LD.device)
         entropy_L, lse_L = torch.empty_like(logprobs_L), torch.empty_like(logprobs_L)
-        statistics = _fused_statistics if hidden_LD.is_cuda else _statistics
+        statistics = _fused(_statistics) if hidden_LD.is_cuda else _statistics
         chunks = _chunks(labels_L.numel(), weight_VD.shape[0])
         # It takes half of what `statistics` makes of it in float32.
         keep = len(chunks) == 1 and hidden_LD.dtype.itemsize == 2 and any(ctx.needs_input_grad)
@@ -144,7 +149,7 @@ class _LinearLogProb(torch.autograd.Function):
         # With adapters the output projection is frozen and needs no gradient. That gradient would be as large as the
         # projection, and a third of the work.
         d_weight_VD = None
-        gradient = _fused_gradient if hidden_LD.is_cuda else _rounded_gradient
+        gradient = _fused(_rounded_gradient) if hidden_LD.is_cuda else _rounded_gradient
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
             # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
             z_CV = hidden_LD[c] @ weight_VD.T if kept_CV is None else kept_CV

@@ -98,7 +98,10 @@ class SegmentMask:
 
 def packed_mask(row: Row) -> BlockMask | SegmentMask:
     """Returns the mask object of a row for the device that its tensors are on."""
-    return block_mask(padded(row.ends_T)) if row.tokens_T.is_cuda else segment_mask(row.ends_T)
+    if not row.tokens_T.is_cuda:
+        return segment_mask(row.ends_T)
+    _compile()
+    return block_mask(padded(row.ends_T))
 
 
 def padded(ends_T: Tensor) -> Tensor:
@@ -173,10 +176,17 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Te
     return torch.cat(results, dim=1).index_select(1, mask.back_T)[None].to(dtype)
 
 
-# It is compiled for each padded length, with gradient and without, for 5 to 8 s each. Beyond the limit, PyTorch would no longer
-# compile it, and a GPU has no room for the T x T scores that it then holds.
-torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * LENGTHS)
-_flex_attention = torch.compile(flex_attention, dynamic=False)
+_flex_attention = flex_attention
+
+
+def _compile() -> None:
+    """Compiles FlexAttention, once. What it imports takes more than a second, so that a CPU does without."""
+    global _flex_attention
+    if _flex_attention is flex_attention:
+        # Each padded length is compiled, with gradient and without, for 5 to 8 s. Beyond the limit, PyTorch would no longer
+        # compile it, and a GPU has no room for the T x T scores that it then holds.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * LENGTHS)
+        _flex_attention = torch.compile(flex_attention, dynamic=False)
 
 
 def packed_attention(
