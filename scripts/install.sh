@@ -45,7 +45,7 @@ if [ -e "$VENV/bin" ]; then
     [ "$mine" = "$("$PYTHON" -c "$version" 2>/dev/null)" ] ||
         echo "install: $VENV has Python $mine and keeps it; for $PYTHON $again"
 else
-    command -v "$PYTHON" >/dev/null || stop "there is no $PYTHON; name an interpreter: make install PYTHON=python3.11"
+    "$PYTHON" -c "" || stop "no $PYTHON that works; name an interpreter, or its path: make install PYTHON=python3.11"
     "$PYTHON" -c "$old" || stop "$PYTHON is older than Python 3.11; name another one: make install PYTHON=python3.11"
     "$PYTHON" -m venv "$VENV" || stop "$PYTHON made no environment (Debian: apt install python3-venv); for $VENV, $again"
 fi
