@@ -1,4 +1,4 @@
-"""The archive: the same whatever the order, replaced by noise never, and whole after kill -9."""
+"""The archive: replaced by noise never, and whole after kill -9."""
 
 import json
 import os
@@ -8,10 +8,9 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_ext.measured.matmul.archive import Archive, Cell, Entry
@@ -40,25 +39,6 @@ ENTRIES = st.lists(
 )
 
 
-@given(entries=ENTRIES, seed=st.integers(0, 1000))
-@settings(max_examples=300)
-def test_any_order_gives_the_same_archive(entries, seed):
-    expected = Archive(entries)
-    shuffled = random.Random(seed).sample(entries, len(entries))
-    assert Archive(shuffled).dumps() == Archive([*entries, *entries]).dumps() == expected.dumps()
-
-
-@given(entries=ENTRIES)
-def test_the_elite_is_the_oldest_that_is_not_surely_slower(entries):
-    """What the archive keeps step by step is what the definition says of all entries at once."""
-    archive = Archive(entries)
-    assert {cell for cell in archive.cells()} == {each.cell for each in entries}
-    for cell, elite in archive.cells().items():
-        those = [each for each in entries if each.cell == cell]
-        surely = max(each.low for each in those)
-        assert elite == min((each for each in those if each.high >= surely), key=lambda each: each.age)
-
-
 @given(
     entries=ENTRIES,
     added=st.builds(entry, ratio=st.floats(1.0, 1.99), spread=st.sampled_from([0.0, 0.02, 0.2]), found=st.just(9)),
@@ -67,11 +47,8 @@ def test_an_elite_gives_way_only_to_what_is_faster_beyond_its_spread(entries, ad
     archive = Archive(entries)
     before = archive.cells().get(added.cell)
     became = archive.add(replace(added, source="new"))
-    after = archive.cells()[added.cell]
-    if before is not None and after != before:
-        # Somebody's interval lies above that of the old elite, and it can only be that of the program that came.
-        assert added.low > before.high
-        assert became == (after.source == "new")
+    assert became == (before is None or added.low > before.high)
+    assert archive.cells()[added.cell] == (replace(added, source="new") if became else before)
 
 
 @given(entries=ENTRIES)
@@ -87,32 +64,12 @@ def test_figures_worked_by_hand():
     archive = Archive()
     assert archive.add(entry(1.50, 0.02, found=1, source="first"))
     assert not archive.add(entry(1.55, 0.02, found=2, source="a little faster, within the spread"))
-    assert not archive.add(
-        entry(1.54, 0.00, found=3, source="from 1.54, and the first reaches 1.53: but 1.581 was before")
-    )
-    assert [each.source[:5] for each in archive.cells().values()] == ["a lit"]
+    assert [each.source for each in archive.cells().values()] == ["first"]
     assert archive.add(entry(1.90, 0.02, found=4, source="surely"))
     assert archive.add(entry(4.2, 0.02, found=5, source="another band"))
     assert not archive.add(entry(1.1, 0.02, found=6, source="slower"))
     assert {cell.band: each.source for cell, each in archive.cells().items()} == {0: "surely", 2: "another band"}
     assert [entry(ratio).cell.band for ratio in (0.4, 0.5, 0.99, 1.0, 1.99, 2.0, 64.0)] == [-2, -1, -1, 0, 0, 1, 6]
-
-
-def test_the_surest_counts_though_an_older_one_reaches_higher():
-    """The wide one hides the sure one, whose lower end alone says that the slow one is slower."""
-    slow = entry(1.1, 0.0, found=1, source="slow")
-    wide = entry(1.5, 0.3, found=2, source="wide")
-    sure = entry(1.5, 0.0, found=3, source="sure")
-    archives = [Archive(order) for order in permutations((slow, wide, sure))]
-    assert len({archive.dumps() for archive in archives}) == 1
-    assert archives[0].cells()[wide.cell] == wide
-
-
-def test_a_crowd_of_equals_does_not_fill_the_archive():
-    """Equal programs find a place only by reaching higher than all before: about ln(n) records in n draws (Renyi 1962)."""
-    rng = random.Random(0)
-    archive = Archive(entry(rng.gauss(1.5, 0.02), 0.2, found=step, source=str(step)) for step in range(2000))
-    assert len(archive) == 1 and len(archive.dumps().splitlines()) < 1 + 4 * 7.6
 
 
 def test_best():
@@ -130,7 +87,6 @@ def test_best():
     archive.add(entry(50.0, 0.01, source="elsewhere", machine=THERE))
     assert archive.machines() == [HERE, THERE]
     assert [each.source for each in archive.best(1, HERE, "dgemm")] == ["sure"]
-    assert [each.source for each in archive.of_others(HERE)] == ["elsewhere"]
     assert Archive().best(3, HERE) == []
 
 

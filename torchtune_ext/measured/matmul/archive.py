@@ -3,9 +3,8 @@
 Quality-diversity search keeps many kinds of good solutions, since the way to the best one may lead over another kind. The
 paper (arXiv 2602.12049) names the idea and describes no archive; cells and rules are a design from it.
 
-A measured speed is an interval. The elite of a cell is the oldest program that is not surely slower than another one: it is
-replaced only by a program whose interval lies above its own, so noise replaces nothing. What an archive holds is a
-function of the set of entries, and not of the order in which they came.
+A measured speed is an interval. The elite of a cell is replaced only by a program whose interval lies above its own, so
+noise replaces nothing.
 """
 
 import json
@@ -13,7 +12,6 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from torchtune_ext.run.errors import Mistake
@@ -77,39 +75,34 @@ class Entry:
     def high(self) -> float:
         return self.ratio * (1 + self.spread)
 
-    @property
-    def age(self) -> tuple:
-        """Orders entries: the oldest first. Those of one step are ordered by what they hold."""
-        held = (self.source, self.ratio, self.spread, self.gflops)
-        return self.found, sha256(self.source.encode("utf-8", "replace")).hexdigest(), held
-
 
 class Archive:
     """The elites of all cells."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        # Of each cell, those that are elite, or can become it when others turn out to be slower than a new one.
-        self._cells: dict[Cell, list[Entry]] = {}
+        self._elites: dict[Cell, Entry] = {}
         for entry in entries:
             self.add(entry)
 
     def __len__(self) -> int:
         """The number of cells that hold a program."""
-        return len(self._cells)
+        return len(self._elites)
 
     def add(self, entry: Entry) -> bool:
-        """Adds a program. Returns whether it is now the elite of its cell."""
-        cell = entry.cell
-        self._cells[cell] = _kept([*self._cells.get(cell, ()), entry])
-        return self._cells[cell][0] == entry
+        """Adds a program, if its cell is empty or the elite there surely slower. Returns whether it is now the elite."""
+        elite = self._elites.get(entry.cell)
+        if elite is not None and entry.low <= elite.high:
+            return False
+        self._elites[entry.cell] = entry
+        return True
 
     def cells(self) -> dict[Cell, Entry]:
         """Returns the elite of each cell, in the order of the cells."""
-        return {cell: self._cells[cell][0] for cell in sorted(self._cells)}
+        return dict(sorted(self._elites.items()))
 
     def machines(self) -> list[str]:
         """Returns the fingerprints of the machines that anything was measured on."""
-        return sorted({cell.machine for cell in self._cells})
+        return sorted({cell.machine for cell in self._elites})
 
     def best(self, count: int, machine: str, kernel: str | None = None) -> list[Entry]:
         """Returns the fastest elites, each source once, by the lower ends of their intervals.
@@ -125,7 +118,7 @@ class Archive:
             entry for cell, entry in self.cells().items() if machine == cell.machine and kernel in (None, cell.kernel)
         ]
         by_source: dict[tuple[str, tuple, str], Entry] = {}
-        for entry in sorted(chosen, key=lambda entry: (-entry.low, entry.age)):
+        for entry in sorted(chosen, key=lambda entry: (-entry.low, entry.found)):
             by_source.setdefault((entry.kernel, entry.size, entry.source), entry)
         return list(by_source.values())[:count]
 
@@ -152,17 +145,12 @@ class Archive:
                 neighbors.append(entry)
         return rng.choice(neighbors) if neighbors else None
 
-    def of_others(self, machine: str) -> list[Entry]:
-        """Returns the elites that were measured elsewhere, to be measured again here or left out."""
-        return [entry for cell, entry in self.cells().items() if cell.machine != machine]
-
     # One file --------------------------------------------------------------------------------------------------------
 
     def dumps(self) -> str:
         """Makes the text of the file: a header, then an entry a line. The same archive gives the same text."""
-        entries = [entry for cell in sorted(self._cells) for entry in self._cells[cell]]
-        header = json.dumps({"format": FORMAT, "entries": len(entries)})
-        return "\n".join([header, *(json.dumps(asdict(entry)) for entry in entries), ""])
+        header = json.dumps({"format": FORMAT, "entries": len(self)})
+        return "\n".join([header, *(json.dumps(asdict(entry)) for entry in self.cells().values()), ""])
 
     @classmethod
     def loads(cls, text: str, name: str = "the archive") -> "Archive":
@@ -212,23 +200,6 @@ def techniques_in_words(techniques: Iterable[str]) -> str:
 def size_in_words(size: Iterable[tuple[str, int]]) -> str:
     """Makes "m=256 n=256" of (("m", 256), ("n", 256))."""
     return " ".join(f"{name}={number}" for name, number in size)
-
-
-def _kept(entries: list[Entry]) -> list[Entry]:
-    """Returns, from the oldest, the entries of a cell that matter now or can matter later.
-
-    One that is surely slower than another one can never be the elite. Neither can one that is younger than another one whose
-    interval reaches as high: that one outlives it. What is left does not depend on the order in which entries came, but the
-    largest lower end must: its entry is kept in any case.
-    """
-    ordered = sorted(set(entries), key=lambda entry: entry.age)
-    surest = min(ordered, key=lambda entry: -entry.low)  # the oldest of those with the largest lower end
-    kept, reach = [], -math.inf
-    for entry in ordered:
-        if entry.high >= surest.low and entry.high > reach:
-            kept.append(entry)
-            reach = entry.high
-    return kept if surest in kept else sorted([*kept, surest], key=lambda entry: entry.age)
 
 
 def _entry(record: Mapping) -> Entry:

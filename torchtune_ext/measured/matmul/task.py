@@ -25,7 +25,7 @@ from torchtune_ext.measured.matmul.rewards import KINDS, reward
 from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Move, Visit, permitted
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import NOISY, Result
-from torchtune_ext.measured.techniques import TECHNIQUES, uses
+from torchtune_ext.measured.techniques import uses
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained
 from torchtune_ext.tasks.functions import named
@@ -144,11 +144,10 @@ class Matmul(MeasuredTask):
 
     def permitted(self, problem: Problem) -> Collection[str] | None:
         """Returns the techniques of the problem's stage; None for a kernel of which they cannot be told."""
-        return permitted(problem.answer["stage"]) if self.kernel(problem).name in self._readable else None
+        return self._permitted(self.kernel(problem).name, problem.answer["stage"])
 
-    def _all(self, kernel: str) -> Collection[str] | None:
-        """All techniques; None for a kernel of which they cannot be told."""
-        return TECHNIQUES if kernel in self._readable else None
+    def _permitted(self, kernel: str, stage: str) -> Collection[str] | None:
+        return permitted(stage) if kernel in self._readable else None
 
     def score(self, problem: Problem, result: Result) -> Score:
         """Returns what a program is worth, and what was measured of it."""
@@ -161,10 +160,17 @@ class Matmul(MeasuredTask):
             BenchError: the service has failed.
         """
         here = fingerprint()
-        foreign = sorted(self.archive.of_others(here), key=lambda entry: -entry.low)[:MAX_MEASURED_AGAIN]
+        foreign = sorted(
+            (each for each in self.archive.cells().values() if each.machine != here), key=lambda each: -each.low
+        )
         waiting = [
-            (entry, bench.submit(self._of(entry), f"```c\n{entry.source}\n```", permitted=self._all(entry.kernel)))
-            for entry in foreign
+            (
+                entry,
+                bench.submit(
+                    self._of(entry), f"```c\n{entry.source}\n```", permitted=self._permitted(entry.kernel, ALL)
+                ),
+            )
+            for entry in foreign[:MAX_MEASURED_AGAIN]
         ]
         for entry, future in waiting:
             result = future.result()
