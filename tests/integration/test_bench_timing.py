@@ -62,7 +62,7 @@ def test_a_program_that_does_more_is_slower(timer):
     for found in (naive, slow):
         assert found.low <= found.seconds <= found.high and found.calls >= 3
         assert found.gflops == pytest.approx(2 * 96**3 / found.seconds / 1e9)
-        assert found.peak_share == pytest.approx(found.gflops / timer.peak_gflops)
+        assert found.peak_share == pytest.approx(found.gflops / timer.probe.peak_gflops)
 
 
 # From its 6th call on it computes in single precision.
@@ -126,17 +126,17 @@ def test_who_works_while_others_are_timed_is_refused(timer):
 
 
 def test_a_peak_that_somebody_slowed_down_is_measured_again(timer):
-    peak = timer.peak_gflops
-    timer._probe.peak_gflops = 1e-6
+    peak = timer.probe.peak_gflops
+    timer.probe.peak_gflops = 1e-6
     # Whoever was in the way of the first measurement has gone.
-    assert measured(timer, timer.kernel.naive).peak_share < 1 and timer.peak_gflops > peak / 10
+    assert measured(timer, timer.kernel.naive).peak_share < 1 and timer.probe.peak_gflops > peak / 10
 
 
 @pytest.mark.parametrize("name", ["peak_gflops", "peak_gbytes_s"])
 def test_a_speed_above_the_roofline_is_not_believed(timer, name, monkeypatch):
     if name == "peak_gflops":
-        timer._probe.peak_gflops = 1e-6
-        monkeypatch.setattr(timer._probe, "_peak_gflops", lambda: 1e-6)
+        timer.probe.peak_gflops = 1e-6
+        monkeypatch.setattr(timer.probe, "_peak_gflops", lambda: 1e-6)
     else:
         monkeypatch.setattr(probe.Probe, name, 1e-6)
     with pytest.raises(ChildFailed, match="ms at least: not believed"):
@@ -144,10 +144,10 @@ def test_a_speed_above_the_roofline_is_not_believed(timer, name, monkeypatch):
 
 
 def test_the_roofline_is_that_of_operations_or_of_bytes(timer):
-    probe = timer._probe
+    probe = timer.probe
     # The call that reads takes 1.1 ms, and one that does nothing takes 0.1 ms of them.
     probe.peak_gflops, probe._best_memory_s, probe._empty_s = 10.0, 1.1e-3, 1e-4
-    assert timer.peak_gbytes_s == pytest.approx(8e-9 * 2**20 / 1e-3)
+    assert timer.probe.peak_gbytes_s == pytest.approx(8e-9 * 2**20 / 1e-3)
     assert probe.roofline_s(Dgemm(1000)) == pytest.approx(2e9 / 10e9)
     # As long as the fixed kernel reads as much.
     assert probe.roofline_s(Reduction(2**20)) == pytest.approx(1e-3, rel=1e-5)
@@ -209,7 +209,7 @@ def cpu_limit(child):
 
 
 def test_programs_of_ours_may_work_for_days_and_others_as_long_as_they_are_timed(timer, monkeypatch):
-    for child in (timer._reference, timer._probe.child):
+    for child in (timer._reference, timer.probe.child):
         assert cpu_limit(child) >= 365 * 24 * 3600
     with timer.checker.checked(timer.kernel.naive, extracted=True) as (_, library):
         start = timer.checker.child

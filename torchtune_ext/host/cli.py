@@ -59,7 +59,8 @@ def usage() -> str:
 def run_own(word: str, rest: Sequence[str]) -> int:
     """Runs one of our subcommands with the arguments `rest`, and returns the exit status."""
     name, text = OWN_WORDS[word]
-    module = import_module(name)
+    with shown():
+        module = import_module(name)
     parser = argparse.ArgumentParser(prog=f"torchtune-ext {word}", description=text, allow_abbrev=word not in PASSED_ON)
     module.add_arguments(parser)
     if word in PASSED_ON:

@@ -9,7 +9,6 @@ that was disturbed is made once more, when no check runs beside it.
 """
 
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -18,14 +17,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import cloudpickle
 
-from torchtune_ext.measured import compiler as compilers
-from torchtune_ext.measured.bench_processes import VARIABLES, Checking, Failed, Settings, TimeKeeping
+from torchtune_ext.measured.bench_processes import VARIABLES, Failed, check_program, time_program
 from torchtune_ext.measured.cache import Cache
-from torchtune_ext.measured.check import Deadlines, extract
+from torchtune_ext.measured.check import Checker, Deadlines, extract
 from torchtune_ext.measured.child import START_S
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel, prototype
@@ -33,7 +32,6 @@ from torchtune_ext.measured.machine import choose_cores, fingerprint, usable_cor
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result, pickled, version
 from torchtune_ext.measured.sandbox import PROBE_S, Limits, Sandbox
 from torchtune_ext.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS
-from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.processes import Processes
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
@@ -142,18 +140,19 @@ class Bench:
 
     def __init__(self, deadlines: Deadlines | None = None, limits: Limits | None = None, **settings: Any) -> None:
         config = BenchConfig(**settings)
-        if any(importlib.util.find_spec(name) is None for name in ("tree_sitter", "tree_sitter_c")):
-            raise Mistake("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'")
         usable = usable_cores()
-        timed = choose_cores(config.cores, config.threads)
-        checked = sorted(usable - set(timed)) or sorted(usable)
+        timed = tuple(choose_cores(config.cores, config.threads))
+        checked = tuple(sorted(usable - set(timed)) or sorted(usable))
         toolchain = Compiler.find(config.compiler)
         # A machine that cannot lock programs in fails here, and not at each program.
         Sandbox(toolchain.path, config.namespaces, floor=config.sandbox == "floor").close()
-        self._settings = Settings(
-            config, toolchain, deadlines or Deadlines(), limits or Limits(), tuple(checked), tuple(timed)
-        )
-        self._fingerprint, self._version = fingerprint(), version()
+        self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
+        self._deadlines, limits = deadlines or Deadlines(), limits or Limits()
+        self._budget_s, self._fingerprint = config.budget_s, fingerprint()
+        # What a result depends on, besides the kernel and the program.
+        settings = asdict(replace(config, workers=None, cores=None, compiler=None, cache=None))
+        limited = [asdict(self._deadlines), asdict(limits)]
+        self._conditions = [version(), toolchain.version, self._fingerprint, timed, settings, limited]
         self._cache = Cache(config.cache)
         self._lock = threading.Lock()  # guards all that follows
         self._ended: BenchError | None = None  # the reason why nothing is accepted any more
@@ -164,9 +163,24 @@ class Bench:
         self._pid = os.getpid()
         self._pools: dict[str, Processes] = {}
         try:
-            for name, kind, count in (("checking", Checking, workers), ("timing", TimeKeeping, 1)):
-                target = cloudpickle.dumps(kind(self._settings))
-                self._pools[name] = Processes(target, count, name, "setting", variables=VARIABLES)
+            make = partial(
+                Checker,
+                compiler=toolchain,
+                optimization=config.optimization,
+                threads=config.threads,
+                namespaces=config.namespaces,
+                sandbox=config.sandbox,
+                deadlines=deadlines,
+                limits=limits,
+            )
+            targets = (
+                partial(check_program, make, checked),
+                partial(time_program, make, checked, timed, config.budget_s),
+            )
+            for stage, name, target, count in zip(
+                (CHECK, TIME), ("checking", "timing"), targets, (workers, 1), strict=True
+            ):
+                self._pools[stage] = Processes(cloudpickle.dumps(target), count, name, "setting", variables=VARIABLES)
         except BaseException:
             self.close()
             raise
@@ -218,11 +232,6 @@ class Bench:
             self._advance()
         return future
 
-    @property
-    def timed_cores(self) -> tuple[int, ...]:
-        """The cores that are timed on. A trainer keeps off them with `machine.kept_off`."""
-        return self._settings.timed_cores
-
     def stats(self) -> dict[str, float]:
         """Returns counters for metrics, all of them numbers that may be added over machines.
 
@@ -261,19 +270,8 @@ class Bench:
 
     def _key(self, kernel: Kernel, text: str, permitted: Sequence[str] | None) -> str:
         """What a result depends on."""
-        settings, config = self._settings, self._settings.config
-        words = [
-            self._version,
-            extract(text),
-            permitted,
-            compilers.flags_of(kernel, config.optimization, config.threads),
-            settings.compiler.version,
-            [kernel_key(kernel), prototype(kernel), kernel.naive, list(kernel.forbidden)],
-            [self._fingerprint, settings.timed_cores, config.threads, config.budget_s],
-            [config.sandbox, config.namespaces],
-            [asdict(settings.deadlines), asdict(settings.limits)],
-        ]
-        return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+        words = [kernel_key(kernel), prototype(kernel), kernel.naive, list(kernel.forbidden), extract(text), permitted]
+        return hashlib.sha256(json.dumps([*self._conditions, *words]).encode()).hexdigest()
 
     def _advance(self) -> None:
         """Begins all that may begin now."""
@@ -296,22 +294,22 @@ class Bench:
                 self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
 
     def _hand_over(self, stage: str, job: Job) -> None:
-        d = self._settings.deadlines
+        d = self._deadlines
         check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
         # A kernel's checker probes the machine and checks the kernel's own program first.
-        pool, timeout_s, what = "checking", 4 * PROBE_S + 2 * check_s, (job.text, job.permitted)
+        timeout_s, what = 4 * PROBE_S + 2 * check_s, (job.text, job.permitted)
         if stage == TIME:
             # Others may time on the cores, or an engine compute there, before the timer is made and again behind it. When the
             # budget ends, a last block may begin, with calls of the reference as well.
             calls = MOST_LATE_CALLS + LEAST_CALLS
-            timeout_s += 5 * LOCK_S + START_S + d.load_s + self._settings.config.budget_s + calls * d.verify_s + OWN_S
-            pool, what = "timing", (job.kernel_name, job.library)
+            timeout_s += 5 * LOCK_S + START_S + d.load_s + self._budget_s + calls * d.verify_s + OWN_S
+            what = job.kernel_name, job.library
 
         def otherwise(kind: str, cause: str) -> Failed:
             # An error that a kernel or our own code raises would come again. Processes do not end, or hang, by themselves.
             return Failed(f"the {stage} process died: {cause}" if kind == "died" else cause, is_final=kind == "raised")
 
-        answer = self._pools[pool].submit((job.kernel_key, job.kernel, *what), timeout_s, otherwise)
+        answer = self._pools[stage].submit((job.kernel_key, job.kernel, *what), timeout_s, otherwise)
         answer.add_done_callback(lambda future: self._ends(stage, job, future))
 
     def _ends(self, stage: str, job: Job, future: Future) -> None:

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-from collections import OrderedDict
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torchtune_ext.run.errors import Mistake
 
 log = logging.getLogger(__name__)
 
-MAX_RESULTS = 16_384  # kept in memory; the least recently used ones are dropped
+MAX_RESULTS = 16_384  # kept in memory; the oldest ones are dropped
 # What another attempt may end with in another way: it says something about the machine at that moment.
 PASSING = ("timeout", NOISY)
 
@@ -29,13 +28,12 @@ class Cache:
     """
 
     def __init__(self, file: str | Path | None = None) -> None:
-        self._results: OrderedDict[str, Result] = OrderedDict()
+        self._results: dict[str, Result] = {}
         self._out = -1
         if file is not None:
             try:
                 self._out = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-                if Path(file).is_file():  # anything else may have no end, as /dev/full
-                    self._read(Path(file))
+                self._read(Path(file))
             except OSError as error:
                 raise Mistake(
                     f"bench.cache={str(file)!r}: {error.strerror}; name a file in a folder that exists and can be written to"
@@ -43,10 +41,7 @@ class Cache:
 
     def get(self, key: str) -> Result | None:
         """Returns the result, marked as cached."""
-        result = self._results.get(key)
-        if result is not None:
-            self._results.move_to_end(key)
-        return result
+        return self._results.get(key)
 
     def put(self, key: str, result: Result) -> None:
         """Keeps a result, if another attempt would end in the same way."""
@@ -73,9 +68,8 @@ class Cache:
 
     def _keep(self, key: str, result: Result) -> None:
         self._results[key] = result
-        self._results.move_to_end(key)
         if len(self._results) > MAX_RESULTS:
-            self._results.popitem(last=False)
+            del self._results[next(iter(self._results))]
 
     def _read(self, file: Path) -> None:
         damaged, is_whole = 0, True

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from numbers import Real
@@ -22,8 +22,11 @@ from torchtune_ext.measured.child import Child, ChildFailed, arena_size
 from torchtune_ext.measured.compiler import Compiler, Finished
 from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.machine import usable_cores
+from torchtune_ext.measured.reader import Unreadable
 from torchtune_ext.measured.results import BenchConfig, Result
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, exit_cause
+from torchtune_ext.measured.screen import screen
+from torchtune_ext.measured.techniques import uses, violations
 from torchtune_ext.measured.verify import described, verify
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.answers import spoken
@@ -83,7 +86,7 @@ class Checker:
         screened: whether the source is screened; the layers behind must hold without it.
 
     Raises:
-        ValueError: there is no compiler or no tree-sitter, a core does not exist, the kernel lacks something, or its own
+        ValueError: there is no compiler, a core does not exist, the kernel lacks something, or its own
             program does not pass.
         SandboxError: this machine cannot lock programs in, kills the kernel's own program, or is too busy to run it in time.
     """
@@ -111,7 +114,7 @@ class Checker:
         self.deadlines, self.limits = deadlines or Deadlines(), limits or Limits()
         self.compiler = compiler or Compiler.find()
         self.flags = compilers.flags_of(kernel, optimization, threads)
-        self._screen_source = _reader() if screened else None
+        self.screened = screened
         self.sandbox = Sandbox(self.compiler.path, namespaces, floor=sandbox == "floor")
         try:
             own = self.check_source(kernel.naive)
@@ -180,12 +183,12 @@ class Checker:
                 stage = "screen"
                 with _timed(seconds, stage):
                     compilers.write_source(self.kernel, source, folder)
-                    if self._screen_source is not None:
+                    if self.screened:
                         preprocessed = self._screen(source, folder)
                 stage = "compile"
                 with _timed(seconds, stage):
                     self._compile(folder)
-                if permitted is not None and self._screen_source is not None:
+                if permitted is not None and self.screened:
                     # What does not compile is not read: nobody could say what it does.
                     stage = "screen"
                     with _timed(seconds, stage):
@@ -244,7 +247,7 @@ class Checker:
         done = compilers.preprocess(self.sandbox, self.compiler, self.flags, folder, deadline_s)
         _require_end(done)
         try:
-            reason = self._screen_source(done.output, source, self.kernel, max(0.1, deadline_s - done.seconds))
+            reason = screen(done.output, source, self.kernel, max(0.1, deadline_s - done.seconds))
         except TimeoutError as error:
             raise _Refused("timeout", f"the screen: {error}") from None
         if reason:
@@ -256,9 +259,6 @@ class Checker:
 
     def _techniques(self, preprocessed: str, permitted: Collection[str]) -> tuple[str, ...]:
         """Returns the techniques of a program that uses none but these."""
-        from torchtune_ext.measured.reader import Unreadable
-        from torchtune_ext.measured.techniques import uses, violations
-
         try:
             techniques = uses(preprocessed, self.kernel, openmp=self.threads > 1)
         except Unreadable as error:
@@ -288,14 +288,6 @@ class Checker:
 def _plain(text: str) -> str:
     """Shortens a note and takes out what a terminal would obey: much of it are the candidate's words."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:MAX_NOTE])
-
-
-def _reader() -> Callable[..., str]:
-    try:
-        from torchtune_ext.measured.screen import screen
-    except ImportError as error:
-        raise Mistake("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
-    return screen
 
 
 def _require_end(done: Finished) -> None:

@@ -134,7 +134,8 @@ def _measure(args: argparse.Namespace) -> int:
             for name, source, its in programs:
                 if its.name == kernel:
                     rows += [(name, _measured(source, checker, timer)) for _ in range(args.repeat)]
-            print(f"{kernel}: roofline {timer.peak_gflops:.4g} GFLOPS, {timer.peak_gbytes_s:.3g} GB/s", flush=True)
+            probe = timer.probe
+            print(f"{kernel}: roofline {probe.peak_gflops:.4g} GFLOPS, {probe.peak_gbytes_s:.3g} GB/s", flush=True)
     print(columns([HEAD, *(cells(name, result) for name, result in rows)]), flush=True)
     return 0 if all(result.outcome == "ok" for _, result in rows) else 1
 

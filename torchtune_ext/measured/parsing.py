@@ -8,9 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import tree_sitter
-import tree_sitter_c
+from torchtune_ext.run.errors import Mistake
 
+try:
+    import tree_sitter_c
+    from tree_sitter import Language, Node, Parser, Query, QueryCursor, Tree, TreeCursor
+except ImportError as error:
+    raise Mistake("programs are read with tree-sitter: pip install 'torchtune-ext[bench]'") from error
+
+C = Language(tree_sitter_c.language())
 MAX_TEXT = 400_000  # characters of a candidate after preprocessing; the parser needs up to 400 bytes for each
 _DIGRAPHS = {"<:": "[", ":>": "]", "<%": "{", "%>": "}", "%:": "#"}
 _MARK = re.compile(r'# (\d+) "((?:[^"\\]|\\.)*)"((?: \d)*)')
@@ -68,28 +74,27 @@ def own_text(preprocessed: str) -> Text:
     return Text(lines, numbers, includes, pragmas)
 
 
-def parse(content: bytes, is_late: Callable[[], bool]) -> tree_sitter.Tree:
+def parse(content: bytes, is_late: Callable[[], bool]) -> Tree:
     """Parses C.
 
     Raises:
         ValueError: `is_late` said so.
     """
-    parser = tree_sitter.Parser(_language())
-    return parser.parse(lambda offset, _: content[offset : offset + _PIECE], progress_callback=lambda *_: is_late())
+    return Parser(C).parse(lambda offset, _: content[offset : offset + _PIECE], progress_callback=lambda *_: is_late())
 
 
-@lru_cache(maxsize=1)
-def _language() -> tree_sitter.Language:
-    return tree_sitter.Language(tree_sitter_c.language())
+def matches(pattern: str, node: Node) -> Iterator[dict[str, list[Node]]]:
+    """Yields what the names of a query (@name) stand for at each place below a node where it matches."""
+    for _, nodes in QueryCursor(_query(pattern)).matches(node):
+        yield nodes
 
 
 @lru_cache
-def query(pattern: str) -> tree_sitter.Query:
-    """Returns a query for nodes of C."""
-    return tree_sitter.Query(_language(), pattern)
+def _query(pattern: str) -> Query:
+    return Query(C, pattern)
 
 
-def walk(cursor: tree_sitter.TreeCursor) -> Iterator[tuple[tree_sitter.Node, bool]]:
+def walk(cursor: TreeCursor) -> Iterator[tuple[Node, bool]]:
     """Yields each node twice: before its children with False, and after them with True."""
     while True:
         yield cursor.node, False
@@ -102,7 +107,7 @@ def walk(cursor: tree_sitter.TreeCursor) -> Iterator[tuple[tree_sitter.Node, boo
             yield cursor.node, True
 
 
-def declared(node: tree_sitter.Node) -> dict[str, bool]:
+def declared(node: Node) -> dict[str, bool]:
     """Returns the names that a declaration declares, and whether each is a function (not a pointer to one)."""
     found = {}
     for outermost in node.children_by_field_name("declarator"):
@@ -114,7 +119,7 @@ def declared(node: tree_sitter.Node) -> dict[str, bool]:
     return found
 
 
-def declarators(node: tree_sitter.Node | None) -> Iterator[tree_sitter.Node]:
+def declarators(node: Node | None) -> Iterator[Node]:
     """Yields a declarator and those inside it, down to the name: (*p)[4], (*p), *p, p."""
     while node is not None:
         yield node
@@ -122,6 +127,6 @@ def declarators(node: tree_sitter.Node | None) -> Iterator[tree_sitter.Node]:
         node = node.child_by_field_name("declarator") or next(named, None)
 
 
-def text_of(node: tree_sitter.Node | None) -> str:
+def text_of(node: Node | None) -> str:
     """Returns the text of a node, "" for none."""
     return "" if node is None else node.text.decode("utf-8", "replace")

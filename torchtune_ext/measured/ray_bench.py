@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -40,7 +40,6 @@ LOST_S = 600.0  # seconds without any machine after which the service has failed
 CLOSE_S = 20.0  # seconds for everything to end in good order
 MAX_TRIES = 5  # how often a text may be lost with its machine, or fail there
 MAX_PRINTED = 2000  # characters of what Ray's process has printed, if it ends badly
-KEPT_GROUPS = 10_000  # groups whose machine is remembered, since their texts may come minutes apart
 NOW = ("queued_checks", "queued_timings", "checking", "timing")  # counters of this moment; the others only grow
 
 
@@ -76,7 +75,8 @@ class Dispatch:
     def __init__(self) -> None:
         self.machines: dict[str, Machine] = {}  # by name
         self.texts: list[Text] = []  # all that are not done, in the order in which they came
-        self._homes: OrderedDict[Hashable, Machine] = OrderedDict()  # the machine of each group, also when it is lost
+        # The machine of each group, also when it is lost: a group is a problem of the task, so they are few.
+        self._homes: dict[Hashable, Machine] = {}
 
     def next(self) -> Text | None:
         """Gives out a text, whose `machine` is then the one that gets it; None: nothing can be given out now."""
@@ -87,9 +87,6 @@ class Dispatch:
                 text.machine = min(possible, key=lambda each: loads[each])
                 if text.group is not None and not text.failed_at:
                     self._homes[text.group] = text.machine
-                    self._homes.move_to_end(text.group)
-                    if len(self._homes) > KEPT_GROUPS:
-                        self._homes.popitem(last=False)
                 return text
         return None
 

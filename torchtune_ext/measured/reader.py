@@ -9,20 +9,17 @@ number is added to a sum or stored, that is a `Site`.
 """
 
 import math
-import operator
 import re
 import time
 from collections import ChainMap, defaultdict
 from functools import reduce
 
-import tree_sitter
-
 from torchtune_ext.measured.kernel import Kernel, Parameter, inputs_of
-from torchtune_ext.measured.parsing import MAX_TEXT, declarators, own_text, parse, query, text_of
+from torchtune_ext.measured.parsing import MAX_TEXT, Node, declarators, matches, own_text, parse, text_of
 from torchtune_ext.measured.values import MAX_ITEMS, NOTHING, Item, Loop, Place, Site, Use, Value, folded, join
 
 PARSE_S = 10.0  # seconds that the parser may take
-MAX_STEPS = 100_000  # expressions, statements and sites of one program; those that the tests read take at most 400
+MAX_STEPS = 20_000  # expressions, statements and sites of one program; those that the tests read take at most 400
 # Expressions and statements inside each other. Each is some 4 calls of Python's 1,000, and tree-sitter crashes at those.
 MAX_DEPTH = 120
 # A copy of more numbers than this is a panel, of fewer numbers one in registers: half of what AVX-512 has, in columns.
@@ -54,7 +51,6 @@ _ASSIGNMENTS = """
     left: [(identifier) @name (parenthesized_expression (identifier) @name)] right: (_) @added)
 (update_expression argument: [(identifier) @name (parenthesized_expression (identifier) @name)])
 """
-_SIGNS = {"-": operator.neg, "+": operator.pos, "~": operator.inv, "!": operator.not_}
 _WRAPPERS = ("parenthesized_expression", "cast_expression")
 _ENDS = ("return_statement", "break_statement", "continue_statement", "goto_statement")
 
@@ -83,7 +79,7 @@ class Reader:
         self.recursions: list[Use] = []
         self.stored: set[int] = set()  # loops that choose where an output is stored
         self._openmp = openmp
-        self._functions: dict[str, tuple[tree_sitter.Node, tree_sitter.Node]] = {}  # definitions with their parameters
+        self._functions: dict[str, tuple[Node, Node]] = {}  # definitions with their parameters
         self._vectors: set[str] = set()  # the program's own names of types of vectors
         self._scope: ChainMap[str, Place] = ChainMap()
         self._active: tuple[int, ...] = ()  # the loops around, from the outermost
@@ -98,7 +94,7 @@ class Reader:
             arguments = [Value() for _ in kernel.size_names]
             self._called(kernel.name, arguments + [_array(each) for each in kernel.parameters], root)
 
-    def _parsed(self, preprocessed: str) -> tree_sitter.Node:
+    def _parsed(self, preprocessed: str) -> Node:
         text = own_text(preprocessed)
         if sum(map(len, text.lines)) > MAX_TEXT:
             raise Unreadable(f"its macros expand to more than {MAX_TEXT} characters")
@@ -119,13 +115,13 @@ class Reader:
                 self.uses.append(Use("unrolling", pragma.line, f"#pragma {words}"))
         return root
 
-    def _line(self, node: tree_sitter.Node) -> int:
+    def _line(self, node: Node) -> int:
         return self._numbers[min(node.start_point.row, len(self._numbers) - 1)]
 
-    def _use(self, technique: str, node: tree_sitter.Node, words: str) -> None:
+    def _use(self, technique: str, node: Node, words: str) -> None:
         self.uses.append(Use(technique, self._line(node), words))
 
-    def _read(self, node: tree_sitter.Node | None) -> Value:
+    def _read(self, node: Node | None) -> Value:
         """Reads a statement or an expression, notes what it does, and returns its value."""
         if node is None:
             return Value()
@@ -143,7 +139,7 @@ class Reader:
         self._depth -= 1
         return found
 
-    def _obey(self, node: tree_sitter.Node) -> None:
+    def _obey(self, node: Node) -> None:
         """Reads the pragmas before a node, which is the first one of its row that can run."""
         for words, line in self._pragmas.pop(node.start_point.row, ()):
             for technique, pattern in _PRAGMAS.items():
@@ -152,8 +148,8 @@ class Reader:
 
     # Functions -------------------------------------------------------------------------------------------------------
 
-    def _globals(self, root: tree_sitter.Node) -> None:
-        for node in tree_sitter.QueryCursor(query("(function_definition) @found")).captures(root).get("found", ()):
+    def _globals(self, root: Node) -> None:
+        for (node,) in (nodes["function"] for nodes in matches("(function_definition) @function", root)):
             chain = [*declarators(node.child_by_field_name("declarator"))]
             parameters = chain[-2].child_by_field_name("parameters") if len(chain) > 1 else None
             if parameters is not None:
@@ -164,10 +160,7 @@ class Reader:
             if node.type.endswith(("declaration", "type_definition", "specifier")):
                 self._read(node)
 
-    def _function_definition(self, node: tree_sitter.Node) -> None:
-        """It is read where it is called."""
-
-    def _called(self, name: str, arguments: list[Value], node: tree_sitter.Node) -> Value:
+    def _called(self, name: str, arguments: list[Value], node: Node) -> Value:
         """Reads a function of the program itself."""
         if name in self._calls:
             self.recursions.append(Use("blocking", self._line(node), f"{name}() calls itself for a part of its work"))
@@ -191,7 +184,7 @@ class Reader:
         self._scope, self._returned = scope, returned
         return found
 
-    def _call_expression(self, node: tree_sitter.Node) -> Value:
+    def _call_expression(self, node: Node) -> Value:
         function, arguments = node.child_by_field_name("function"), node.child_by_field_name("arguments")
         values = [self._read(each) for each in arguments.named_children if each.type != "comment"]
         own = [place.name for place in self._read(function).places if place.kind == "function"]
@@ -223,7 +216,7 @@ class Reader:
 
     # Statements ------------------------------------------------------------------------------------------------------
 
-    def _compound_statement(self, node: tree_sitter.Node) -> Value:
+    def _compound_statement(self, node: Node) -> Value:
         self._scope = self._scope.new_child()
         found, is_dead = Value(), False
         for child in node.named_children:
@@ -235,13 +228,13 @@ class Reader:
         # The last expression is the value of ({ ...; value; }).
         return found
 
-    def _type_definition(self, node: tree_sitter.Node) -> None:
+    def _type_definition(self, node: Node) -> None:
         self._read(node.child_by_field_name("type"))
         if self._is_vector(text_of(node)):
             for each in node.children_by_field_name("declarator"):
                 self._vectors.add(text_of([*declarators(each)][-1]))
 
-    def _holds_vectors(self, declaration: tree_sitter.Node) -> bool:
+    def _holds_vectors(self, declaration: Node) -> bool:
         first = declaration.child_by_field_name("declarator")
         end = declaration.end_byte if first is None else first.start_byte
         return any(self._is_vector(text_of(each)) for each in declaration.children if each.end_byte <= end)
@@ -249,7 +242,7 @@ class Reader:
     def _is_vector(self, words: str) -> bool:
         return bool(_VECTORS.search(words)) or not self._vectors.isdisjoint(re.findall(r"\w+", words))
 
-    def _enumerator_list(self, node: tree_sitter.Node) -> None:
+    def _enumerator_list(self, node: Node) -> None:
         following = 0
         for each in node.named_children:
             number = self._read(each.child_by_field_name("value")).constant
@@ -258,7 +251,7 @@ class Reader:
             self._scope[name] = Place(name, content=Value(constant=following))
             following += 1
 
-    def _declaration(self, node: tree_sitter.Node) -> None:
+    def _declaration(self, node: Node) -> None:
         self._read(node.child_by_field_name("type"))
         is_vector = self._holds_vectors(node)
         for each in node.children_by_field_name("declarator"):
@@ -272,7 +265,7 @@ class Reader:
                     place.numbers = initial.named_child_count
                 self._store(Value(frozenset((place,))), value._replace(reads=value.reads - {place}), initial)
 
-    def _declared(self, declarator: tree_sitter.Node | None, is_vector: bool) -> Place:
+    def _declared(self, declarator: Node | None, is_vector: bool) -> Place:
         """Enters a variable in the scope."""
         chain = [*declarators(declarator)]
         name = text_of(chain[-1]) if chain else ""
@@ -289,10 +282,10 @@ class Reader:
         self._scope[name] = place
         return place
 
-    def _return_statement(self, node: tree_sitter.Node) -> None:
+    def _return_statement(self, node: Node) -> None:
         self._returned += [self._read(each) for each in node.named_children]
 
-    def _if_statement(self, node: tree_sitter.Node) -> None:
+    def _if_statement(self, node: Node) -> None:
         condition = self._read(node.child_by_field_name("condition")).constant
         sides = [node.child_by_field_name("consequence"), node.child_by_field_name("alternative")]
         if condition is not None:
@@ -300,12 +293,12 @@ class Reader:
         else:
             self._ways(*sides)
 
-    def _switch_statement(self, node: tree_sitter.Node) -> None:
+    def _switch_statement(self, node: Node) -> None:
         self._read(node.child_by_field_name("condition"))
         body = node.child_by_field_name("body")
         self._ways(*(() if body is None else body.named_children))
 
-    def _ways(self, *sides: tree_sitter.Node | None) -> None:
+    def _ways(self, *sides: Node | None) -> None:
         before = self._branch
         for side in sides:
             if side is not None:
@@ -313,7 +306,7 @@ class Reader:
                 self._read(side)
         self._branch = before
 
-    def _for_statement(self, node: tree_sitter.Node) -> None:
+    def _for_statement(self, node: Node) -> None:
         self._scope = self._scope.new_child()
         self._read(node.child_by_field_name("initializer"))
         condition, update = node.child_by_field_name("condition"), node.child_by_field_name("update")
@@ -331,20 +324,20 @@ class Reader:
 
     _while_statement = _do_statement = _for_statement
 
-    def _assignments(self, loop: tree_sitter.Node) -> dict[str, list[tree_sitter.Node | None]]:
+    def _assignments(self, loop: Node) -> dict[str, list[Node | None]]:
         """What the steps of a loop assign: for each variable the right sides, None for ++."""
         if loop.id not in self._assigned:
             initial = loop.child_by_field_name("initializer")
             start = loop.start_byte if initial is None else initial.end_byte
             found = defaultdict(list)
-            for _, nodes in tree_sitter.QueryCursor(query(_ASSIGNMENTS)).matches(loop):
+            for nodes in matches(_ASSIGNMENTS, loop):
                 self._steps += 1
                 if nodes["name"][0].start_byte >= start:
                     found[text_of(nodes["name"][0])] += nodes.get("added", [None])
             self._assigned[loop.id] = found
         return self._assigned[loop.id]
 
-    def _vary(self, assigned: dict[str, list[tree_sitter.Node | None]], loop: frozenset[int]) -> None:
+    def _vary(self, assigned: dict[str, list[Node | None]], loop: frozenset[int]) -> None:
         """Notes that variables change with a loop."""
         for name, added in assigned.items():
             place = self._scope.get(name)
@@ -354,7 +347,7 @@ class Reader:
                 strided = content.strided | loop if by_rows and content.places else content.strided
                 place.content = content._replace(loops=content.loops | loop, strided=strided, constant=None)
 
-    def _trip(self, condition: tree_sitter.Node | None, update: tree_sitter.Node | None) -> int | None:
+    def _trip(self, condition: Node | None, update: Node | None) -> int | None:
         """How often `for (r = 0; r < 4; r++)` runs, None if that is not written in constants."""
         sign, added = _part(condition, "operator"), _part(update, "operator")
         if sign not in ("<", "<=", "!=") or added not in ("++", "+="):
@@ -368,7 +361,7 @@ class Reader:
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
-    def _address(self, node: tree_sitter.Node | None) -> Value:
+    def _address(self, node: Node | None) -> Value:
         """Returns where the left side of an assignment is."""
         while node is not None and (node.type in _WRAPPERS or _part(node, "operator") == "."):
             node = node.child_by_field_name("argument") or node.child_by_field_name("value") or node.named_child(0)
@@ -389,13 +382,13 @@ class Reader:
         # That is x->y, where x is the address; or what has an address as its value, such as a call.
         return self._read(argument if node.type == "field_expression" else node)
 
-    def _pointed(self, node: tree_sitter.Node | None) -> Value:
+    def _pointed(self, node: Node | None) -> Value:
         """What a pointer, an array or a vector points to."""
         found = self._read(node)
         # A vector has elements, though it is no array.
         return found if found.places else _row(self._address(node))
 
-    def _identifier(self, node: tree_sitter.Node) -> Value:
+    def _identifier(self, node: Node) -> Value:
         address, subscripts = self._address(node), 0
         while node.type in ("subscript_expression", "parenthesized_expression") and node.named_children:
             subscripts += node.type == "subscript_expression"
@@ -409,11 +402,11 @@ class Reader:
 
     _subscript_expression = _identifier
 
-    def _pointer_expression(self, node: tree_sitter.Node) -> Value:
+    def _pointer_expression(self, node: Node) -> Value:
         is_address = _part(node, "operator") == "&"
         return self._address(node.child_by_field_name("argument")) if is_address else self._loaded(self._address(node))
 
-    def _field_expression(self, node: tree_sitter.Node) -> Value:
+    def _field_expression(self, node: Node) -> Value:
         return self._loaded(self._address(node))
 
     def _loaded(self, address: Value) -> Value:
@@ -430,18 +423,13 @@ class Reader:
             parts.append(content._replace(loops=loops, strided=strided, items=items, reads=frozenset((place,))))
         return join(*parts) if parts else address
 
-    def _assignment_expression(self, node: tree_sitter.Node) -> Value:
+    def _assignment_expression(self, node: Node) -> Value:
         found = self._read(node.child_by_field_name("right"))
         is_sum = _part(node, "operator") != "="
         self._store(self._address(node.child_by_field_name("left")), found, node, is_sum)
         return found._replace(items=())
 
-    def _update_expression(self, node: tree_sitter.Node) -> Value:
-        argument = node.child_by_field_name("argument")
-        self._store(self._address(argument), Value(), node, adds=True)
-        return self._read(argument)
-
-    def _store(self, address: Value, value: Value, node: tree_sitter.Node, adds: bool = False) -> None:
+    def _store(self, address: Value, value: Value, node: Node, adds: bool = False) -> None:
         """Notes that a value is written, or with `adds` added to what is there."""
         for place in address.places:
             if place.kind in ("input", "function"):
@@ -459,7 +447,7 @@ class Reader:
             if is_local:
                 self._keep(place, address, value._replace(items=()) if is_work else value, is_sum, node)
 
-    def _keep(self, place: Place, address: Value, value: Value, is_sum: bool, node: tree_sitter.Node) -> None:
+    def _keep(self, place: Place, address: Value, value: Value, is_sum: bool, node: Node) -> None:
         """Notes what a variable of the program holds from now on."""
         if is_sum:
             place.content = join(place.content, value)._replace(constant=None, items=(), is_computed=True)
@@ -477,13 +465,13 @@ class Reader:
 
     # Numbers ---------------------------------------------------------------------------------------------------------
 
-    def _number_literal(self, node: tree_sitter.Node) -> Value:
+    def _number_literal(self, node: Node) -> Value:
         try:
             return Value(constant=int(text_of(node).rstrip("uUlL"), 0))
         except ValueError:
             return Value()
 
-    def _cast_expression(self, node: tree_sitter.Node) -> Value:
+    def _cast_expression(self, node: Node) -> Value:
         words = text_of(node.child_by_field_name("type"))
         if self._is_vector(words):
             self._use("vectorization", node, f"the type {words} is one of vectors")
@@ -491,12 +479,12 @@ class Reader:
 
     _compound_literal_expression = _cast_expression
 
-    def _unary_expression(self, node: tree_sitter.Node) -> Value:
-        found, sign = self._read(node.child_by_field_name("argument")), _part(node, "operator")
-        constant = None if found.constant is None or sign not in _SIGNS else int(_SIGNS[sign](found.constant))
-        return found._replace(constant=constant)
+    def _unary_expression(self, node: Node) -> Value:
+        value, sign = self._read(node.child_by_field_name("argument")), _part(node, "operator")
+        # -x is 0 - x, and !x is 0 == x.
+        return value._replace(constant=folded("==" if sign == "!" else sign, 0, value.constant))
 
-    def _binary_expression(self, node: tree_sitter.Node) -> Value:
+    def _binary_expression(self, node: Node) -> Value:
         # A sum of a thousand terms is a thousand expressions inside each other, always on the left.
         chain = []
         while node is not None and node.type == "binary_expression":
@@ -520,7 +508,7 @@ class Reader:
             return found._replace(items=(Item(chosen, left.strided | right.strided),))
         return found
 
-    def _conditional_expression(self, node: tree_sitter.Node) -> Value:
+    def _conditional_expression(self, node: Node) -> Value:
         condition = self._read(node.child_by_field_name("condition")).constant
         sides = [node.child_by_field_name("consequence"), node.child_by_field_name("alternative")]
         if condition is not None:
@@ -544,11 +532,11 @@ def _row(address: Value) -> Value:
     return address._replace(strided=address.loops)
 
 
-def _part(node: tree_sitter.Node | None, name: str) -> str:
+def _part(node: Node | None, name: str) -> str:
     return "" if node is None else text_of(node.child_by_field_name(name))
 
 
-def _counter(update: tree_sitter.Node | None, condition: tree_sitter.Node | None, assigned: dict) -> str:
+def _counter(update: Node | None, condition: Node | None, assigned: dict) -> str:
     """The name of the variable that a loop counts with, as well as can be told."""
     names = re.findall(r"[A-Za-z_]\w*", f"{text_of(update)} {text_of(condition)}")
     return next((name for name in names if name in assigned), names[0] if names else "no variable")

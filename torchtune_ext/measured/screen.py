@@ -17,10 +17,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import PurePath
 
-import tree_sitter
-
 from torchtune_ext.measured.kernel import Kernel
-from torchtune_ext.measured.parsing import MAX_TEXT, Text, declarators, declared, own_text, parse, walk
+from torchtune_ext.measured.parsing import MAX_TEXT, Node, Text, declarators, declared, own_text, parse, walk
 
 HEADERS = frozenset(
     "stdlib string math stdint stddef stdbool stdio limits float assert complex tgmath stdalign omp "
@@ -174,7 +172,7 @@ class _Reader:
         if time.monotonic() >= self.end:
             raise TimeoutError("reading the program took too long")
 
-    def _enter(self, node: tree_sitter.Node) -> str:
+    def _enter(self, node: Node) -> str:
         kind = node.type
         fault = ""
         if kind in ("function_definition", "declaration") and not self.scopes:
@@ -192,7 +190,7 @@ class _Reader:
         self.local.update(names - self.scopes[-1])
         self.scopes[-1] |= names
 
-    def _defines(self, node: tree_sitter.Node) -> str:
+    def _defines(self, node: Node) -> str:
         """Says that the file defines a function (or a variable) of the C library, if it does."""
         if node.type == "declaration" and self._is_extern(node):
             return ""
@@ -203,7 +201,7 @@ class _Reader:
                 return f"defines {name}, which is a name of the system"
         return ""
 
-    def _leaf(self, node: tree_sitter.Node) -> str:
+    def _leaf(self, node: Node) -> str:
         word = self._word(node)
         if word in _ASSEMBLY:
             return "holds assembly, which no program may"
@@ -230,13 +228,13 @@ class _Reader:
             return f"{verb}, which the problem does not allow"
         return ""
 
-    def _word(self, node: tree_sitter.Node) -> str:
+    def _word(self, node: Node) -> str:
         return self.bytes[node.start_byte : node.end_byte].decode("utf-8", "replace")
 
-    def _is_extern(self, node: tree_sitter.Node) -> bool:
+    def _is_extern(self, node: Node) -> bool:
         return any(each.type == "storage_class_specifier" and self._word(each) == "extern" for each in node.children)
 
-    def _parameters(self, function: tree_sitter.Node) -> set[str]:
+    def _parameters(self, function: Node) -> set[str]:
         """Returns the names of the parameters of a function that is defined here."""
         names = set()
         for each in declarators(function.child_by_field_name("declarator")):

@@ -125,7 +125,7 @@ class Timer:
         with ExitStack() as stack:
             stack.enter_context(kept_off(checker.cores))
             with alone_on(checker.cores, LOCK_S):
-                self._probe = stack.enter_context(closing(Probe(checker)))
+                self.probe = stack.enter_context(closing(Probe(checker)))
                 library = checker.compile_own(self.kernel)
                 self._reference = stack.enter_context(checker.child(self.kernel, library, OWN_CPU_S))
                 for _ in range(4):
@@ -142,16 +142,6 @@ class Timer:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    @property
-    def peak_gflops(self) -> float:
-        """What all timed cores can do together: multiplications and additions of vectors in registers."""
-        return self._probe.peak_gflops
-
-    @property
-    def peak_gbytes_s(self) -> float:
-        """What they can read together from the cache that cores share, in 10^9 bytes/s."""
-        return self._probe.peak_gbytes_s
 
     def time(self, library: Path, begin: Callable[[], None] = lambda: None) -> Timing:
         """Times a program that `Checker.checked` has found right.
@@ -172,7 +162,7 @@ class Timer:
                 with self.checker.child(self.kernel, library, cpu_s) as child:
                     return self._time(child)
             except ChildFailed as failed:
-                if self._reference.has_ended() or self._probe.child.has_ended():
+                if self._reference.has_ended() or self.probe.child.has_ended():
                     # What also ended a process of ours was not aimed at the program's.
                     raise SandboxError(f"processes of ours ended while a program was timed: {failed}") from failed
                 raise
@@ -187,7 +177,7 @@ class Timer:
         give_up_at = time.monotonic() + self.budget_s
         self._calls(child, FIRST_CALLS)  # they map memory and start threads
         blocks: list[_Block] = []
-        look = self._probe.look()
+        look = self.probe.look()
         while True:
             block, look = self._block(child, look)
             blocks.append(block)
@@ -206,7 +196,7 @@ class Timer:
             beside = self._calls(self._reference)
         except ChildFailed as failed:
             raise SandboxError(f"the naive program of {self.kernel.name} has failed: {failed}") from failed
-        after = self._probe.look()
+        after = self.probe.look()
         # Otherwise a program could slow down what it is compared with, or make every block look disturbed.
         if (restless_s := child.restless_s()) > RESTLESS_S:
             raise ChildFailed(
@@ -216,7 +206,7 @@ class Timer:
         self._quiet.add(reference_s)
         waited = [sum(call.waited_s for call in calls) / sum(call.seconds for call in calls) for calls in (own, beside)]
         is_disturbed = (
-            max(waited) > WAITED or self._probe.is_disturbed(before, after) or stolen_ticks(self.checker.cores) > stolen
+            max(waited) > WAITED or self.probe.is_disturbed(before, after) or stolen_ticks(self.checker.cores) > stolen
         )
         is_reference_disturbed = waited[1] > WAITED or self._quiet.is_above(reference_s, REFERENCE_DISTURBED)
         return _Block([call.seconds for call in own], reference_s, is_disturbed, is_reference_disturbed), after
@@ -226,15 +216,15 @@ class Timer:
         # The interval of one block is that of its calls.
         seconds, (low, high) = median(own), interval_of_median(own if len(own) > 1 else kept[0].calls)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
-        if seconds * BELIEVED < self._probe.roofline_s(self.kernel):
+        if seconds * BELIEVED < self.probe.roofline_s(self.kernel):
             # Somebody may have shared the cores when their peak was measured.
-            self._probe.measure_peak()
-        roofline_s = self._probe.roofline_s(self.kernel)
+            self.probe.measure_peak()
+        roofline_s = self.probe.roofline_s(self.kernel)
         if seconds * BELIEVED < roofline_s:
             raise ChildFailed(
                 "runtime_error",
-                f"{1e3 * seconds:.3g} ms, and at {self.peak_gflops:.4g} GFLOPS and {self.peak_gbytes_s:.3g} GB/s these cores "
-                f"need {1e3 * roofline_s:.3g} ms at least: not believed",
+                f"{1e3 * seconds:.3g} ms, and at {self.probe.peak_gflops:.4g} GFLOPS and {self.probe.peak_gbytes_s:.3g} GB/s "
+                f"these cores need {1e3 * roofline_s:.3g} ms at least: not believed",
             )
         return Timing(
             seconds,

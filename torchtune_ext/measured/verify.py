@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchtune_ext.measured.child import Child, ChildFailed, lay_out
-from torchtune_ext.measured.kernel import UNIT_ROUNDOFF, Arrays, Kernel, Parameter, Size, inputs_of, outputs_of
+from torchtune_ext.measured.kernel import UNIT_ROUNDOFF, Arrays, Kernel, Size, inputs_of, outputs_of
 
 KINDS = ("normal", "biased", "wide", "denormal")
 EXACT_WORK = 1 << 20  # numbers and operations up to which the reference is computed in long double
@@ -49,7 +49,7 @@ class Comparison:
     expected: float
 
 
-def draw(parameter: Parameter, shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
+def draw(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
     """Draws the content of one array."""
     if kind == "biased":
         least = rng.integers(1, 48)
@@ -68,7 +68,7 @@ def draw_inputs(kernel: Kernel, size: Size, kind: str, rng: np.random.Generator)
     parameters = inputs_of(kernel)
     chosen = parameters[rng.integers(len(parameters))].name
     kinds = {p.name: "biased" if kind == "denormal" and p.name != chosen else kind for p in parameters}
-    return {p.name: draw(p, shapes[p.name], kinds[p.name], rng) for p in parameters}
+    return {p.name: draw(shapes[p.name], kinds[p.name], rng) for p in parameters}
 
 
 def change_one(inputs: Arrays, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -108,31 +108,24 @@ def sizes(kernel: Kernel, rng: np.random.Generator) -> Iterator[dict[str, int]]:
     yield dict(kernel.timed)
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What the outputs of a call should be, and how far from it they may be."""
-
-    references: Arrays
-    allowed: Arrays
-
-
-def expect(kernel: Kernel, size: Size, inputs: Arrays) -> Expected:
-    """Computes the outputs, and what the operation's bound and the error of this computation itself allow."""
+def expect(kernel: Kernel, size: Size, inputs: Arrays) -> tuple[Arrays, Arrays]:
+    """Computes what the outputs should be, and how far from it they may be: by the bound of the operation, and by the error of
+    this computation itself."""
     exact = work(kernel, size) <= EXACT_WORK
     kind = np.longdouble if exact else np.float64
     precise = {name: np.asarray(value, kind) for name, value in inputs.items()}
     slack = (1 if exact else 2) * (1 + 2 * _LONG_ROUNDOFF / UNIT_ROUNDOFF)
     references, bounds = kernel.reference(size, precise), kernel.bound(size, precise)
     with np.errstate(all="ignore"):
-        return Expected(references, {name: np.multiply(bound, slack, out=bound) for name, bound in bounds.items()})
+        return references, {name: np.multiply(bound, slack, out=bound) for name, bound in bounds.items()}
 
 
-def compare(kernel: Kernel, expected: Expected, outputs: Arrays) -> Comparison:
-    """Compares results with what they should be, number by number."""
+def compare(kernel: Kernel, expected: tuple[Arrays, Arrays], outputs: Arrays) -> Comparison:
+    """Compares results with what `expect` returned, number by number."""
+    references, bounds = expected
     ok, worst = True, Comparison(True, 0.0, "", 0.0, 0.0)
     for parameter in outputs_of(kernel):
-        output, reference = outputs[parameter.name], expected.references[parameter.name]
-        allowed = expected.allowed[parameter.name]
+        output, reference, allowed = (arrays[parameter.name] for arrays in (outputs, references, bounds))
         with np.errstate(all="ignore"):
             error = output - reference
             np.abs(error, out=error)

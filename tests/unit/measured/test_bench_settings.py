@@ -1,11 +1,13 @@
 """Settings of the benchmark service that cannot be are told before anything is started."""
 
 import os
+import sys
+from importlib import import_module
 
 import pytest
 from tables import every_row
 
-from torchtune_ext.measured import bench as benches
+from torchtune_ext.host.cli import main
 from torchtune_ext.measured.bench import Bench, BenchConfig
 from torchtune_ext.measured.grading import MeasuredTask
 
@@ -49,7 +51,7 @@ def test_settings_of_a_task():
         MeasuredTask(3)
 
 
-def test_settings_that_this_machine_cannot_have(tmp_path, monkeypatch):
+def test_settings_that_this_machine_cannot_have(tmp_path):
     with pytest.raises(ValueError, match="bench.resource is empty"):
         BenchConfig(resource="")
     core = max(os.sched_getaffinity(0))
@@ -64,6 +66,14 @@ def test_settings_that_this_machine_cannot_have(tmp_path, monkeypatch):
         Bench(compiler="nocc")
     with pytest.raises(ValueError, match="bench.cache=.*nowhere"):
         Bench(cache=tmp_path / "nowhere" / "file")
-    monkeypatch.setattr(benches.importlib.util, "find_spec", lambda name: None)
+
+
+def test_without_tree_sitter_it_says_what_to_install(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("torchtune_ext.measured")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tree_sitter", None)
+    with pytest.raises(SystemExit):
+        main(["bench", "a.c"])
+    assert "pip install 'torchtune-ext[bench]'" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"pip install 'torchtune-ext\[bench\]'"):
-        Bench()
+        import_module("torchtune_ext.measured.matmul").Matmul()

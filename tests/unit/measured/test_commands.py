@@ -2,31 +2,44 @@
 
 import time
 
+import pytest
+
 from torchtune_ext.measured import compiler
+from torchtune_ext.measured.compiler import MAX_OUTPUT_BYTES, Compiler, Finished
+from torchtune_ext.measured.sandbox import Sandbox, SandboxError
 
 
-def test_a_command_that_hangs_or_floods_is_killed(tmp_path):
-    def run(words: str, deadline_s: float, most: int):
-        return compiler.run(["/bin/sh", "-c", words], {"PATH": "/usr/bin:/bin"}, str(tmp_path), deadline_s, most)
+@pytest.fixture(scope="module")
+def sandbox():
+    try:
+        with Sandbox(Compiler.find().path, namespaces=False) as made:
+            yield made
+    except (ValueError, SandboxError) as error:
+        pytest.skip(str(error))
 
+
+def run(sandbox: Sandbox, words: str, deadline_s: float) -> Finished:
+    return compiler.run(sandbox, ["/bin/sh", "-c", words], sandbox.new_folder(), deadline_s)
+
+
+def test_a_command_that_hangs_or_floods_is_killed(sandbox):
     start = time.monotonic()
-    hung = run("sleep 60 & sleep 60", 0.3, 100)
+    hung = run(sandbox, "sleep 60 & sleep 60", 0.3)
     assert hung.status is None and hung.timed_out and "0.3 s" in hung.cause
-    flooded = run("while :; do echo yes; done", 30.0, 1000)
-    assert flooded.status is None and not flooded.timed_out and "1000 bytes" in flooded.cause
-    silent = run("exec >&- 2>&-; sleep 60", 0.3, 100)
+    flooded = run(sandbox, "yes", 30.0)
+    assert flooded.status is None and not flooded.timed_out and f"{MAX_OUTPUT_BYTES} bytes" in flooded.cause
+    assert len(flooded.output) == MAX_OUTPUT_BYTES
+    silent = run(sandbox, "exec >&- 2>&-; sleep 60", 0.3)
     assert silent.status is None and silent.timed_out
     assert time.monotonic() - start < 20
-    good = run("echo out; echo err >&2; exit 3", 10.0, 100)
+    good = run(sandbox, "echo out; echo err >&2; exit 3", 10.0)
     assert (good.status, good.output, good.errors, good.cause) == (3, "out\n", "err\n", "")
 
 
-def test_what_a_command_leaves_behind_is_killed(tmp_path):
-    """A process in the background ends with the command, whose output it holds open."""
+def test_what_a_command_leaves_behind_is_killed(sandbox):
+    """A process in the background ends with the command."""
     start = time.monotonic()
-    done = compiler.run(
-        ["/bin/sh", "-c", "sleep 60 >&- 2>&- & echo $!"], {"PATH": "/usr/bin:/bin"}, str(tmp_path), 10.0, 100
-    )
+    done = run(sandbox, "sleep 60 & echo $!", 10.0)
     assert done.status == 0 and time.monotonic() - start < 9
     end = time.monotonic() + 10
     while (pid := int(done.output)) and alive(pid):

@@ -6,7 +6,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torchtune_ext.measured import ray_bench
 from torchtune_ext.measured.ray_bench import Dispatch, Machine, Text
 
 
@@ -142,18 +141,6 @@ def test_a_canceled_text_takes_no_room():
     dispatch.done(1)
     dispatch.done(0)
     assert dispatch.given_out() == {2: "a"}
-
-
-def test_machines_of_old_groups_are_forgotten(monkeypatch):
-    monkeypatch.setattr(ray_bench, "KEPT_GROUPS", 2)
-    dispatch = Tried(("a", "x", 9), ("b", "x", 9))
-    for number in range(3):
-        dispatch.add(number, number)
-    assert dispatch.given_out() == {0: "a", 1: "b", 2: "a"}
-    dispatch.add(3, 1)
-    dispatch.add(4, 0)
-    assert dispatch.given_out() == {3: "b", 4: "a"}
-    assert len(dispatch._homes) == 2
 
 
 class Anything(RuleBasedStateMachine):

@@ -211,7 +211,7 @@ def marked(source: str) -> str:
 @every_row("pair", ["()", "{}", "[]", "* ", "- ", ("int f(int a, ", ")"), ("{ int x; ", "x; }"), ("x?", ":1")])
 def test_depth_is_no_danger(pair):
     before, after = pair
-    text = f"int a = {before * 10_000}1{after * 10_000}; int b = fork();"
+    text = f"int a = {before * 3_000}1{after * 3_000}; int b = fork();"
     assert "calls fork()" in screen(marked(text), text, DGEMM, deadline_s=60)
 
 

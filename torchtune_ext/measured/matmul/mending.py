@@ -10,18 +10,16 @@ timed: the reward is for a program that is right, however many turns it took.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import cloudpickle
-
-from torchtune_ext.measured.bench_processes import Checking, Failed, Settings
-from torchtune_ext.measured.check import Deadlines
+from torchtune_ext.measured.bench_processes import CHECKERS
+from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel
-from torchtune_ext.measured.machine import usable_cores
 from torchtune_ext.measured.matmul.prompts import messages, short_messages
 from torchtune_ext.measured.matmul.task import ALL, PROMPTS, kernels_of, problem_of
 from torchtune_ext.measured.results import BenchConfig
-from torchtune_ext.measured.sandbox import Limits, SandboxError
+from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Message, Problem, Turn
 
@@ -54,10 +52,7 @@ class CompileAndFix:
             raise Mistake(f"prompt={prompt!r}: choose one of {', '.join(PROMPTS)}")
         self._kernels = {problem_of(each): each for each in kernels_of({"dgemm": 64} if kernels is None else kernels)}
         self.max_turns, self._prompt = max_turns, prompt
-        cores = tuple(sorted(usable_cores()))
-        toolchain = Compiler.find(compiler)
-        config = BenchConfig(sandbox=sandbox)
-        self._checking = Checking(Settings(config, toolchain, Deadlines(), Limits(), check_cores=cores, timed_cores=()))
+        self._checker = {"compiler": Compiler.find(compiler), "sandbox": BenchConfig(sandbox=sandbox).sandbox}
 
     def __len__(self) -> int:
         return len(self._kernels)
@@ -67,7 +62,7 @@ class CompileAndFix:
         return Problem(name, (short_messages if self._prompt == "short" else messages)(kernel, ALL), name)
 
     def environment(self, problem: Problem, seed: int) -> "Workshop":
-        return Workshop(self._kernels[problem.answer], self._checking)
+        return Workshop(self._kernels[problem.answer], self._checker)
 
     def solution(self, problem: Problem) -> list[Message]:
         """Returns a conversation in which the first program, the kernel's own, is right."""
@@ -77,17 +72,20 @@ class CompileAndFix:
 class Workshop:
     """The environment. The reward is 1 for a program that is right, else 0."""
 
-    def __init__(self, kernel: Kernel, checking: Checking) -> None:
-        self._kernel, self._checking = kernel, checking
+    def __init__(self, kernel: Kernel, checker: Mapping[str, Any]) -> None:
+        self._kernel, self._checker = kernel, checker  # and the settings of its checker
 
     def step(self, message: Message) -> Turn:
-        """Raises SandboxError: the machine failed, and nothing is known about the program."""
-        checked = self._checking(problem_of(self._kernel), cloudpickle.dumps(self._kernel), message["content"])
-        if isinstance(checked, Failed):
-            raise SandboxError(checked.cause)
-        verdict, _ = checked
+        """Raises SandboxError, OSError: the machine failed, and nothing is known about the program."""
+        key = problem_of(self._kernel)
+        try:
+            verdict = CHECKERS.made(key, lambda: Checker(self._kernel, **self._checker)).check(message["content"])
+        except (SandboxError, OSError):
+            # The next turn makes another one.
+            CHECKERS.drop(key)
+            raise
         parts = {"accuracy": float(verdict.outcome == "ok"), "compiled": float(verdict.stage == "verify")}
         if verdict.outcome == "ok":
             return Turn(reward=1.0, done=True, parts=parts)
-        said = f"{verdict.outcome}: {verdict.note[:MAX_CHARS].strip()}\n\nWrite the whole program again."
-        return Turn([{"role": "user", "content": said}], parts=parts, note=verdict.note)
+        answer = f"{verdict.outcome}: {verdict.note[:MAX_CHARS].strip()}\n\nWrite the whole program again."
+        return Turn([{"role": "user", "content": answer}], parts=parts, note=verdict.note)

@@ -22,10 +22,9 @@ PUBLISHED = {
     "runtime_error": -20.0,
     "wrong_result": -10.0,
 }
-"""The published penalties (arXiv 2602.12049, as reviews quote them)."""
+"""The published penalties (arXiv 2602.12049, as reviews quote them), from the worst to what is nearest to a right program."""
 
-FAILURES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result")
-"""From the worst to what is nearest to a program that is right."""
+FAILURES = tuple(PUBLISHED)
 
 # What is slower than the naive program still is right, and must stay above every failure: the worst success has 0. Programs
 # down to a 16th of the naive speed are told apart; slower ones are of no use to anybody. So a doubling is worth 1/4, one step
