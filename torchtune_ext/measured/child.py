@@ -224,11 +224,6 @@ class Child:
             self.close()
             raise
 
-    @property
-    def pid(self) -> int:
-        """The process that runs the candidate (inside of namespaces it is not the one that was started)."""
-        return self._pid
-
     def has_ended(self) -> bool:
         """Tells whether the process has ended, or was given up."""
         return self._closed or self._process.poll() is not None
@@ -236,7 +231,7 @@ class Child:
     def cpu_ns(self) -> int:
         """Returns the CPU nanoseconds that all threads of the child have used so far. It is exact while they sleep."""
         try:
-            return time.clock_gettime_ns(~self._pid << 3 | 2)
+            return time.clock_gettime_ns(~self.pid << 3 | 2)
         except OSError:
             self._fail()
 
@@ -330,9 +325,9 @@ class Child:
                 self._fail()  # it has ended, but has not been waited for
             if state != b"S" or threads == 1:
                 return state == b"S"
-            for thread in os.listdir(f"/proc/{self._pid}/task"):
+            for thread in os.listdir(f"/proc/{self.pid}/task"):
                 try:
-                    file = os.open(f"/proc/{self._pid}/task/{thread}/stat", os.O_RDONLY | os.O_CLOEXEC)
+                    file = os.open(f"/proc/{self.pid}/task/{thread}/stat", os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
                     continue  # it has ended
                 try:
@@ -401,11 +396,12 @@ class Child:
             self.close()
             raise ChildFailed("runtime_error", "it answered what nobody had asked: it meddles with the measurement")
         if kind == _READY:
-            # The kernel says who the sender is, in the numbers of this process's namespace.
-            self._pid = struct.unpack("iii", extra[0][2])[0]
+            # The process that runs the candidate: inside of namespaces it is not the one that was started. The kernel says who
+            # the sender is, in the numbers of our namespace.
+            self.pid = struct.unpack("iii", extra[0][2])[0]
             try:
-                self._pidfd = os.pidfd_open(self._pid)
-                folder = f"/proc/{self._pid}/task/{self._pid}"
+                self._pidfd = os.pidfd_open(self.pid)
+                folder = f"/proc/{self.pid}/task/{self.pid}"
                 self._stat = os.open(f"{folder}/stat", os.O_RDONLY | os.O_CLOEXEC)
                 if os.path.exists(f"{folder}/schedstat"):
                     self._schedule = os.open(f"{folder}/schedstat", os.O_RDONLY | os.O_CLOEXEC)

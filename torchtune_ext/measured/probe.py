@@ -102,8 +102,7 @@ class Probe:
             self.child.place(lay_out(self.kernel, REGISTERS, arena_bytes, False, self.rng))
             self._require_calm()
             self._empty_s = min(self._call(EMPTY).seconds for _ in range(20))
-            self.peak_gflops = 0.0
-            self.measure_peak()
+            self.peak_gflops = self._peak_gflops()
         except BaseException:
             self.close()
             raise

@@ -82,7 +82,11 @@ class Sandbox:
 
     def __init__(self, compiler: str, namespaces: bool | None = None, floor: bool = True) -> None:
         self._cgroups = Cgroups(())
-        self._owned = Owned(clean_up(), PREFIX)
+        parent = Path(tempfile.gettempdir())
+        with left_behind(parent, PREFIX) as folders:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._owned = Owned(parent, PREFIX)
         self.folder = self._owned.path
         try:
             self.folder.chmod(0o711)  # root's children are other users, who may pass but not look around
@@ -283,15 +287,6 @@ def layers_here(compiler: str) -> list[Layer]:
     with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
         os.chmod(folder, 0o711)
         return probe(compile_sandbox(compiler, Path(folder)))
-
-
-def clean_up() -> Path:
-    """Removes the folders that killed processes of this user have left, and returns the folder in which they were."""
-    parent = Path(tempfile.gettempdir())
-    with left_behind(parent, PREFIX) as folders:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-    return parent
 
 
 @cache

@@ -7,13 +7,11 @@ from tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
-from torchtune_ext.measured.check import Checker
-from torchtune_ext.measured.kernels import KERNELS, Dgemm
+from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.matmul import Programs
 from torchtune_ext.measured.matmul.programs import WRITERS, Family
 from torchtune_ext.measured.matmul.prompts import short_messages
 from torchtune_ext.measured.matmul.stages import STAGES, permitted
-from torchtune_ext.measured.sandbox import SandboxError
 
 ONE_THREAD = [stage for stage in STAGES if stage != "threads"]
 BAD = [
@@ -112,18 +110,3 @@ def test_it_gives_no_reward():
     task = Programs()
     with pytest.raises(NotImplementedError, match="Train with torchtune_ext.measured.matmul.Matmul"):
         task.grade(task[0], task.solution(task[0]))
-
-
-def test_some_solutions_end_as_they_say():
-    task = Programs({"dgemm": 64}, broken=0.5, stages=ONE_THREAD)
-    try:
-        checker = Checker(KERNELS["dgemm"](64))
-    except (ValueError, SandboxError) as error:
-        pytest.skip(str(error))
-    with checker:
-        seen = set()
-        for problem in (task[index] for index in range(8)):
-            program = program_of(task, problem)
-            assert checker.check(task.solution(problem)).outcome == program.outcome, program.source
-            seen.add(program.outcome)
-    assert "ok" in seen and len(seen) > 1

@@ -122,14 +122,6 @@ def test_a_program_that_turns_out_wrong_while_it_is_timed(service):
     assert "in a timed call" in found.note and since(service, before, "retried") == [0]
 
 
-def test_results_come_as_soon_as_they_are_there(service):
-    slow = service.submit(CalmReduction(), variant(HANGS))
-    quick = [service.submit(CalmReduction(), fenced(SUM.format(f"*total = {i};"))) for i in range(4)]
-    wait(quick, timeout=200)
-    assert [outcome(each).outcome for each in quick] == ["wrong_result"] * 4
-    assert outcome(slow).outcome == "timeout"
-
-
 def test_kernels_do_not_mix_and_may_be_ones_own(service):
     class Doubled(CalmReduction):
         """Defined here, so that no process can import it."""

@@ -1,7 +1,6 @@
 """Groups of processes: where they can be made, what they limit, and that nobody gets out of them."""
 
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -288,15 +287,3 @@ def test_a_bomb_in_a_child_is_counted(sandbox):
     sandbox.without = ["--without", "seccomp"]
     found = outcome(sandbox, "forks", 5, Limits(processes=16))
     assert 0 < found <= 16
-
-
-def test_signals_of_a_group_that_is_closed_reach_nobody_else(groups):
-    """The numbers are read from the group, so a process beside it lives on."""
-    beside = subprocess.Popen(["sleep", "100"])
-    group = groups.new(64 << 20, 16)
-    with member(group, "sleep 100 & sleep 100"):
-        wait_until(lambda: len(Path(group.files[0]).read_text().split()) >= 2)
-        group.close()
-    assert beside.poll() is None
-    beside.send_signal(signal.SIGKILL)
-    beside.wait()

@@ -1,7 +1,5 @@
 """Which text goes to which machine: to the one with the least work, groups to one machine, and nothing is lost."""
 
-from collections import Counter
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -52,17 +50,6 @@ class Tried(Dispatch):
         return next(number for number, each in self.numbered.items() if each is text)
 
 
-def test_the_machine_with_the_least_work_is_next():
-    dispatch = Tried(("a", "x", 9), ("b", "x", 9))
-    for number in range(4):
-        dispatch.add(number)
-    assert Counter(dispatch.given_out().values()) == {"a": 2, "b": 2}
-    dispatch.done(0)
-    dispatch.done(2)
-    dispatch.add(4)
-    assert dispatch.given_out() == {4: "a"}
-
-
 def test_a_machine_has_no_more_than_its_room_and_one_that_joins_finds_work():
     dispatch = Tried(("a", "x", 2))
     for number in range(6):
@@ -72,17 +59,6 @@ def test_a_machine_has_no_more_than_its_room_and_one_that_joins_finds_work():
     assert dispatch.given_out() == {2: "b", 3: "b", 4: "b"}
     dispatch.done(0)
     assert dispatch.given_out() == {5: "a"}
-
-
-def test_what_a_lost_machine_had_comes_first_in_the_order_in_which_it_came():
-    dispatch = Tried(("a", "x", 3))
-    for number in range(5):
-        dispatch.add(number)
-    dispatch.given_out()
-    assert dispatch.leave("a") == [0, 1, 2]
-    assert dispatch.given_out() == {}
-    dispatch.join("b", "x", 4)
-    assert list(dispatch.given_out()) == [0, 1, 2, 3]
 
 
 def test_a_machine_with_a_fault_gets_nothing_more():
@@ -108,20 +84,6 @@ def test_a_group_is_measured_on_one_machine_also_if_its_texts_come_late():
     assert dispatch.given_out() == {5: "a"}
 
 
-def test_a_group_without_its_machine_goes_to_one_of_the_same_kind():
-    dispatch = Tried(("a", "x", 3))
-    for number in range(3):
-        dispatch.add(number, "g")
-    dispatch.given_out()
-    dispatch.done(0)
-    dispatch.join("b", "y", 9)
-    dispatch.join("c", "x", 1)
-    dispatch.leave("a")
-    assert dispatch.given_out() == {1: "c"}, "b has more room, but its speeds are other ones"
-    dispatch.leave("c")
-    assert dispatch.given_out() == {1: "b", 2: "b"}, "there is no other of its kind"
-
-
 def test_a_text_that_failed_goes_to_another_machine_if_there_is_one():
     dispatch = Tried(("a", "x", 1), ("b", "x", 1))
     dispatch.add(0)
@@ -131,16 +93,6 @@ def test_a_text_that_failed_goes_to_another_machine_if_there_is_one():
     dispatch.leave("a")
     dispatch.again(0)
     assert dispatch.given_out() == {0: "b"}
-
-
-def test_a_canceled_text_takes_no_room():
-    dispatch = Tried(("a", "x", 1))
-    for number in range(3):
-        dispatch.add(number, "g" if number else None)
-    assert dispatch.given_out() == {0: "a"}
-    dispatch.done(1)
-    dispatch.done(0)
-    assert dispatch.given_out() == {2: "a"}
 
 
 class Anything(RuleBasedStateMachine):

@@ -22,7 +22,7 @@ CRASH = "void reduction(int n, const double *x, double *total) { *(volatile int 
 HANG = "void reduction(int n, const double *x, double *total) { for (volatile int i = 0;; i++); }"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def usable():
     try:
         Checker(Reduction(1000), namespaces=False).close()
@@ -72,7 +72,7 @@ def test_namespaces_can_still_be_asked_for():
     assert in_a_fork(with_namespaces) == ["ok"]
 
 
-def told_by_the_doctor() -> str:
+def lines_of_the_doctor() -> str:
     forget_landlock()
     compiler, layers, error = doctor.sandbox_facts()
     facts = type("Facts", (), {"compiler": compiler, "layers": layers, "sandbox_error": error})
@@ -80,7 +80,7 @@ def told_by_the_doctor() -> str:
 
 
 def test_the_doctor_names_the_way_out():
-    text = in_a_fork(told_by_the_doctor)
+    text = in_a_fork(lines_of_the_doctor)
     assert "missing, so that no program is measured" in text and "say sandbox: none" in text
 
 
@@ -119,8 +119,8 @@ def test_the_warning_comes_once(caplog):
     with caplog.at_level(logging.WARNING):
         for kernel in (Reduction(1000), Dgemm(16)):
             Checker(kernel, sandbox="none", screened=False).close()
-    told = [record.getMessage() for record in caplog.records if "sandbox: none" in record.getMessage()]
-    assert len(told) == 1 and "people whom you trust" in told[0]
+    warnings = [record.getMessage() for record in caplog.records if "sandbox: none" in record.getMessage()]
+    assert len(warnings) == 1 and "people whom you trust" in warnings[0]
 
 
 def test_nothing_is_left(none):

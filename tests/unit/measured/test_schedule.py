@@ -26,9 +26,9 @@ class Played:
         self.submitted = 0
 
     def begin(self) -> None:
-        while (found := self.schedule.next()) is not None:
-            self.running.append(found)
-            self.begun.append(found)
+        while (begun := self.schedule.next()) is not None:
+            self.running.append(begun)
+            self.begun.append(begun)
             self.require_rules()
 
     def require_rules(self) -> None:
@@ -120,29 +120,19 @@ def test_checks_go_first_but_not_for_ever(workers):
 
 
 def test_a_disturbed_timing_waits_until_it_is_alone_but_not_for_ever():
-    found = Schedule(1, is_shared=False)
-    found.again.append("disturbed")
+    schedule = Schedule(1, is_shared=False)
+    schedule.again.append("disturbed")
     for number in range(bench.PATIENCE):
-        found.checks.append(number)
-        found.checks.append(-1)
-        assert found.next() == (CHECK, number) and found.next() is None
-        found.ended(CHECK, number)
-        found.checks.clear()
-    found.checks.append("later")
-    assert found.next() == (TIME, "disturbed") and found.next() is None
-    found.ended(TIME, "disturbed")
-    assert found.next() == (CHECK, "later")
+        schedule.checks.append(number)
+        schedule.checks.append(-1)
+        assert schedule.next() == (CHECK, number) and schedule.next() is None
+        schedule.ended(CHECK, number)
+        schedule.checks.clear()
+    schedule.checks.append("later")
+    assert schedule.next() == (TIME, "disturbed") and schedule.next() is None
+    schedule.ended(TIME, "disturbed")
+    assert schedule.next() == (CHECK, "later")
     # Others are timed beside checks meanwhile.
-    found.again.append("disturbed")
-    found.timings.append("other")
-    assert found.next() == (TIME, "other") and found.next() is None
-
-
-def test_without_checks_a_timing_begins_at_once():
-    found = Schedule(2, is_shared=True)
-    found.timings.append("a")
-    found.timings.append("b")
-    found.timings.appendleft("c")
-    assert found.next() == (TIME, "c") and found.next() is None
-    found.ended(TIME, "c")
-    assert found.next() == (TIME, "a")
+    schedule.again.append("disturbed")
+    schedule.timings.append("other")
+    assert schedule.next() == (TIME, "other") and schedule.next() is None

@@ -113,12 +113,6 @@ def test_a_few_calm_blocks_among_many_are_not_picked_out(are_calm, calls, distur
     assert (found.calls, found.disturbed, found.is_noisy) == (calls, pytest.approx(disturbed), is_noisy)
 
 
-def test_quiet_has_a_level_after_one_time():
-    quiet = Quiet()
-    quiet.add(4.0)
-    assert quiet.level == 4.0 and not quiet.is_above(4.0, 0.05)
-
-
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=70))
 def test_a_quiet_level_is_one_that_was_seen_and_never_in_the_slower_three_quarters_of_all(times):
     quiet = Quiet()
