@@ -133,7 +133,7 @@ class Bench:
         settings: those of `BenchConfig`; its `address` and `resource` are for `RayBench`.
 
     Raises:
-        ValueError: a setting is out of range, there is no compiler or no tree-sitter, or a core does not exist.
+        ValueError: a setting is out of range, there is no compiler, or a core does not exist.
         TypeError: there is no such setting.
         SandboxError: this machine cannot lock programs in.
     """

@@ -109,14 +109,14 @@ def walk(cursor: TreeCursor) -> Iterator[tuple[Node, bool]]:
 
 def declared(node: Node) -> dict[str, bool]:
     """Returns the names that a declaration declares, and whether each is a function (not a pointer to one)."""
-    found = {}
+    names = {}
     for outermost in node.children_by_field_name("declarator"):
         chain = list(declarators(outermost))
         if chain[-1].type == "identifier":
             # What stands nearest to the name decides: int *f(void) is a function, int (*f)(void) a pointer.
             kinds = [each.type for each in chain if each.type in _DERIVED]
-            found[text_of(chain[-1])] = kinds[-1:] == ["function_declarator"]
-    return found
+            names[text_of(chain[-1])] = kinds[-1:] == ["function_declarator"]
+    return names
 
 
 def declarators(node: Node | None) -> Iterator[Node]:

@@ -65,7 +65,6 @@ class Host:
             why = f"torchtune_ext {version()} is installed there, and {version_here} here: install the same"
             return "refused", why, 0
         sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
-        from torchtune_ext.measured.bench import Bench
         from torchtune_ext.measured.machine import fingerprint
         from torchtune_ext.run.errors import text_of
         from torchtune_ext.run.parent import die_with_parent
@@ -75,6 +74,8 @@ class Host:
         self._be_as_nice_as_ray()
         keywords = pickle.loads(settings)
         try:
+            from torchtune_ext.measured.bench import Bench
+
             self.bench = Bench(**keywords)
         except Exception as error:  # noqa: BLE001 (whatever it is, the trainer says which machine it comes from)
             return "refused", text_of(error), 0

@@ -60,7 +60,7 @@ class Unreadable(ValueError):
 
 
 class Reader:
-    """What is found in a program. A loop is known by its index in `loops`.
+    """What a program does. A loop is known by its index in `loops`.
 
     Args:
         preprocessed: the program after `gcc -E`, or as it was written, if it has no macros.
@@ -133,11 +133,11 @@ class Reader:
             self._obey(node)
         method = getattr(self, f"_{node.type}", None)
         if method is None:
-            found = join(*[self._read(child) for child in node.named_children])
+            value = join(*[self._read(child) for child in node.named_children])
         else:
-            found = method(node) or Value()
+            value = method(node) or Value()
         self._depth -= 1
-        return found
+        return value
 
     def _obey(self, node: Node) -> None:
         """Reads the pragmas before a node, which is the first one of its row that can run."""
@@ -179,10 +179,10 @@ class Reader:
             place = self._declared(each.child_by_field_name("declarator"), self._holds_vectors(each))
             place.is_array, place.numbers, place.content = False, 1, argument
         self._read(function.child_by_field_name("body"))
-        found = join(Value(), *self._returned)
+        value = join(Value(), *self._returned)
         self._calls.pop()
         self._scope, self._returned = scope, returned
-        return found
+        return value
 
     def _call_expression(self, node: Node) -> Value:
         function, arguments = node.child_by_field_name("function"), node.child_by_field_name("arguments")
@@ -205,28 +205,28 @@ class Reader:
     def _computed(self, values: list[Value]) -> Value:
         """The value of a function of the system: fma(a, b, c) and its like hold a product."""
         numbers = [value for value in values if value.origins]
-        found = join(Value(), *values)
+        value = join(Value(), *values)
         # With one number, such as _mm256_loadu_pd(p), it is a copy.
-        found = found._replace(is_computed=found.is_computed or len(numbers) > 1)
+        value = value._replace(is_computed=value.is_computed or len(numbers) > 1)
         factors = [value for value in numbers if not value.origins >= self.inputs]
         if factors:
             product = reduce(lambda left, right: self._combined("*", left, right), factors)
-            found = found._replace(items=(product.items + found.items)[:MAX_ITEMS])
-        return found
+            value = value._replace(items=(product.items + value.items)[:MAX_ITEMS])
+        return value
 
     # Statements ------------------------------------------------------------------------------------------------------
 
     def _compound_statement(self, node: Node) -> Value:
         self._scope = self._scope.new_child()
-        found, is_dead = Value(), False
+        value, is_dead = Value(), False
         for child in node.named_children:
             is_dead = is_dead and child.type not in ("labeled_statement", "case_statement")
             if not is_dead:
-                found = self._read(child)
+                value = self._read(child)
                 is_dead = child.type in _ENDS
         self._scope = self._scope.parents
         # The last expression is the value of ({ ...; value; }).
-        return found
+        return value
 
     def _type_definition(self, node: Node) -> None:
         self._read(node.child_by_field_name("type"))
@@ -329,12 +329,12 @@ class Reader:
         if loop.id not in self._assigned:
             initial = loop.child_by_field_name("initializer")
             start = loop.start_byte if initial is None else initial.end_byte
-            found = defaultdict(list)
+            assigned = defaultdict(list)
             for nodes in matches(_ASSIGNMENTS, loop):
                 self._steps += 1
                 if nodes["name"][0].start_byte >= start:
-                    found[text_of(nodes["name"][0])] += nodes.get("added", [None])
-            self._assigned[loop.id] = found
+                    assigned[text_of(nodes["name"][0])] += nodes.get("added", [None])
+            self._assigned[loop.id] = assigned
         return self._assigned[loop.id]
 
     def _vary(self, assigned: dict[str, list[Node | None]], loop: frozenset[int]) -> None:
@@ -384,9 +384,9 @@ class Reader:
 
     def _pointed(self, node: Node | None) -> Value:
         """What a pointer, an array or a vector points to."""
-        found = self._read(node)
+        value = self._read(node)
         # A vector has elements, though it is no array.
-        return found if found.places else _row(self._address(node))
+        return value if value.places else _row(self._address(node))
 
     def _identifier(self, node: Node) -> Value:
         address, subscripts = self._address(node), 0
@@ -406,9 +406,6 @@ class Reader:
         is_address = _part(node, "operator") == "&"
         return self._address(node.child_by_field_name("argument")) if is_address else self._loaded(self._address(node))
 
-    def _field_expression(self, node: Node) -> Value:
-        return self._loaded(self._address(node))
-
     def _loaded(self, address: Value) -> Value:
         """Returns what stands at an address, or the value itself if it is none."""
         parts = []
@@ -424,10 +421,10 @@ class Reader:
         return join(*parts) if parts else address
 
     def _assignment_expression(self, node: Node) -> Value:
-        found = self._read(node.child_by_field_name("right"))
+        value = self._read(node.child_by_field_name("right"))
         is_sum = _part(node, "operator") != "="
-        self._store(self._address(node.child_by_field_name("left")), found, node, is_sum)
-        return found._replace(items=())
+        self._store(self._address(node.child_by_field_name("left")), value, node, is_sum)
+        return value._replace(items=())
 
     def _store(self, address: Value, value: Value, node: Node, adds: bool = False) -> None:
         """Notes that a value is written, or with `adds` added to what is there."""
@@ -491,31 +488,31 @@ class Reader:
             self._steps += 1
             chain.append(node)
             node = node.child_by_field_name("left")
-        found = self._read(node)
+        value = self._read(node)
         for each in reversed(chain):
-            found = self._combined(_part(each, "operator"), found, self._read(each.child_by_field_name("right")))
-        return found
+            value = self._combined(_part(each, "operator"), value, self._read(each.child_by_field_name("right")))
+        return value
 
     def _combined(self, sign: str, left: Value, right: Value) -> Value:
-        found = join(left, right)._replace(is_computed=True, constant=folded(sign, left.constant, right.constant))
+        value = join(left, right)._replace(is_computed=True, constant=folded(sign, left.constant, right.constant))
         if sign != "*":
-            return found
+            return value
         if left.constant is None and right.constant is None:
-            found = found._replace(strided=found.loops)
+            value = value._replace(strided=value.loops)
         # The work in a product is that of its sides, or itself, if only both together have numbers of all inputs.
-        if found.origins >= self.inputs and not any(side.origins >= self.inputs for side in (left, right)):
+        if value.origins >= self.inputs and not any(side.origins >= self.inputs for side in (left, right)):
             chosen = frozenset((name, loop) for side in (left, right) for name in side.origins for loop in side.loops)
-            return found._replace(items=(Item(chosen, left.strided | right.strided),))
-        return found
+            return value._replace(items=(Item(chosen, left.strided | right.strided),))
+        return value
 
     def _conditional_expression(self, node: Node) -> Value:
         condition = self._read(node.child_by_field_name("condition")).constant
         sides = [node.child_by_field_name("consequence"), node.child_by_field_name("alternative")]
         if condition is not None:
             return self._read(sides[0 if condition else 1])
-        found = [self._read(side) for side in sides]
+        values = [self._read(side) for side in sides]
         # Only one of them is computed: (i < 4 ? a : b) * c is one product.
-        return join(*found)._replace(items=max((value.items for value in found), key=len))
+        return join(*values)._replace(items=max((value.items for value in values), key=len))
 
 
 def _array(parameter: Parameter) -> Value:

@@ -48,22 +48,22 @@ def uses(preprocessed: str, kernel: Kernel, openmp: bool = True) -> list[Use]:
     """
     program = Reader(preprocessed, kernel, openmp)
     dimensions, items = _definition(kernel)
-    found = list(program.uses)
+    used = list(program.uses)
     if program.sites:
-        found += program.recursions
+        used += program.recursions
     for sites in _groups(program.sites):
         if len(sites) >= 2 * items:
-            found.append(Use("unrolling", _line(sites), f"{len(sites) // items} steps in one body"))
-        found += _of_nest(dimensions, program, sites)
-    first = {use.technique: use for use in reversed(sorted(found, key=lambda use: use.line))}
+            used.append(Use("unrolling", _line(sites), f"{len(sites) // items} steps in one body"))
+        used += _of_nest(dimensions, program, sites)
+    first = {use.technique: use for use in reversed(sorted(used, key=lambda use: use.line))}
     return [first[name] for name in TECHNIQUES if name in first]
 
 
-def violations(found: Iterable[Use], permitted: Collection[str]) -> list[str]:
+def violations(used: Iterable[Use], permitted: Collection[str]) -> list[str]:
     """Says in a line each what a program uses that it may not, by line of the source; [] if nothing."""
     return [
         f"line {use.line}: not permitted here: {TECHNIQUES[use.technique]} ({use.words})"
-        for use in sorted(found, key=lambda use: use.line)
+        for use in sorted(used, key=lambda use: use.line)
         if use.technique not in permitted
     ]
 

@@ -11,7 +11,7 @@ from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.matmul import Programs
 from torchtune_ext.measured.matmul.programs import WRITERS, Family
 from torchtune_ext.measured.matmul.prompts import short_messages
-from torchtune_ext.measured.matmul.stages import STAGES, permitted
+from torchtune_ext.measured.matmul.stages import STAGES
 
 ONE_THREAD = [stage for stage in STAGES if stage != "threads"]
 BAD = [
@@ -70,7 +70,7 @@ def test_a_stage_permits_the_programs_that_it_asks_for(stages):
     for problem in (task[index] for index in range(400)):
         program, stage = program_of(task, problem), stage_of(problem)
         assert task.solution(problem) == program.text
-        assert program.techniques <= permitted(stage) and (program.kernel, stage) in {
+        assert program.techniques <= STAGES[stage] and (program.kernel, stage) in {
             (problem.messages[0]["content"].split()[0], each) for each in stages
         }
         assert "threads" in stages or "#pragma omp" not in problem.answer
@@ -83,10 +83,10 @@ def test_a_stage_permits_the_programs_that_it_asks_for(stages):
 def test_the_share_of_programs_that_no_earlier_stage_permits(new):
     task = Programs(stages=["blocking", "all"], new=new)
     asked = [problem for problem in (task[index] for index in range(600)) if stage_of(problem) == "all"]
-    share = sum(not program_of(task, each).techniques <= permitted("blocking") for each in asked) / len(asked)
+    share = sum(not program_of(task, each).techniques <= STAGES["blocking"] for each in asked) / len(asked)
     # The others are any of the family without OpenMP, and some of these are new as well.
     drawn = [program for program in map(Family(seed=1).__getitem__, range(2000)) if "#pragma omp" not in program.source]
-    natural = sum(not program.techniques <= permitted("blocking") for program in drawn) / len(drawn)
+    natural = sum(not program.techniques <= STAGES["blocking"] for program in drawn) / len(drawn)
     # Five deviations of a share among 240 or more: 5 * sqrt(1/4 / 240) = 0.16.
     assert len(asked) >= 240 and abs(share - (new + (1 - new) * natural)) < 0.16
 

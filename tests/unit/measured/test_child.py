@@ -303,9 +303,3 @@ def test_arrays_lie_apart_and_inside(name, data, at_end, seed):
         # The nearest page that cannot be touched is less than a line away: at the start, or behind the end.
         assert end - (place.start + place.nbytes) < ALIGNMENT if at_end else place.start == place.first_page
     assert end + PAGE <= arena_bytes
-
-
-def test_a_size_that_does_not_fit_is_refused():
-    kernel = KERNELS["gemv"]()
-    with pytest.raises(ValueError, match="do not fit"):
-        lay_out(kernel, {"m": 100_000, "n": 1000}, arena_size(kernel, kernel.timed), True, np.random.default_rng(0))

@@ -14,7 +14,7 @@ pytest.importorskip("tree_sitter_c")
 from labelled_programs import labelled_programs, preprocessed, techniques
 
 from torchtune_ext.measured.kernels import KERNELS, Dgemm
-from torchtune_ext.measured.matmul.stages import STAGES, permitted
+from torchtune_ext.measured.matmul.stages import STAGES
 from torchtune_ext.measured.reader import Unreadable
 from torchtune_ext.measured.techniques import (
     TECHNIQUES,
@@ -48,7 +48,7 @@ def test_labelled_program(program):
     used = uses(text, kernel)
     assert {use.technique for use in used} == program.techniques
     for stage in STAGES:
-        assert len(violations(used, permitted(stage))) == len(program.techniques - permitted(stage))
+        assert len(violations(used, STAGES[stage])) == len(program.techniques - STAGES[stage])
 
 
 @needs_gcc
@@ -87,9 +87,9 @@ def test_the_naive_program_uses_nothing(kernel):
 
 
 def test_a_stage_permits_what_the_one_before_permits():
-    for before, after in pairwise(STAGES):
-        assert permitted(before) < permitted(after)
-    assert permitted("none") == set() and permitted("all") == set(TECHNIQUES)
+    for before, after in pairwise(STAGES.values()):
+        assert before < after
+    assert STAGES["none"] == set() and STAGES["all"] == set(TECHNIQUES)
 
 
 @needs_gcc
@@ -107,14 +107,14 @@ def test_a_violation_names_the_line_of_the_source():
 }}
 """
     text = preprocessed(source)
-    lines = violations(uses(text, Dgemm()), permitted("none"))
+    lines = violations(uses(text, Dgemm()), STAGES["none"])
     assert lines == [
         "line 6: not permitted here: threads: #pragma omp parallel (#pragma omp parallel for)",
         "line 7: not permitted here: loops in another order than that of the definition (the loops are nested i, l, j)",
     ]
-    assert violations(uses(text, Dgemm()), permitted("loop_order")) == lines[:1]
-    assert violations(uses(text, Dgemm()), permitted("threads")) == []
-    assert violations(uses(text, Dgemm(), openmp=False), permitted("none")) == lines[1:]
+    assert violations(uses(text, Dgemm()), STAGES["loop_order"]) == lines[:1]
+    assert violations(uses(text, Dgemm()), STAGES["threads"]) == []
+    assert violations(uses(text, Dgemm(), openmp=False), STAGES["none"]) == lines[1:]
 
 
 def calls_on_calls(depth: int) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.matmul.prompts import short_messages
-from torchtune_ext.measured.matmul.stages import STAGES, permitted
+from torchtune_ext.measured.matmul.stages import STAGES
 from torchtune_ext.measured.matmul.task import kernels_of
 from torchtune_ext.measured.matmul.writers import DGEMM, GEMV, REDUCTION, STENCIL, ZERO, Writer
 from torchtune_ext.run.errors import Mistake
@@ -262,4 +262,4 @@ class Programs:
     def _permitting(self, program: Program) -> list[str]:
         if "threads" not in self.stages and "#pragma omp" in program.source:
             return []
-        return [stage for stage in self.stages if program.techniques <= permitted(stage)]
+        return [stage for stage in self.stages if program.techniques <= STAGES[stage]]

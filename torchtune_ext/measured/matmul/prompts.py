@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchtune_ext.measured.kernel import Kernel, outputs_of, prototype
 from torchtune_ext.measured.matmul.archive import Entry
-from torchtune_ext.measured.matmul.stages import permitted
+from torchtune_ext.measured.matmul.stages import STAGES
 from torchtune_ext.measured.techniques import TECHNIQUES
 from torchtune_ext.run.errors import Mistake
 
@@ -30,9 +30,6 @@ def messages(kernel: Kernel, stage: str, elite: Entry | None = None, question: s
         stage: a name of `stages.STAGES`.
         elite: a program for this kernel to improve, and its speed.
         question: what the function computes, in place of the kernel's own words: `pareval_question`.
-
-    Raises:
-        ValueError: there is no such stage.
     """
     computes = f"It computes {kernel.question}." if question is None else f"This is what it computes:\n\n{question}"
     parts = [
@@ -51,12 +48,7 @@ def messages(kernel: Kernel, stage: str, elite: Entry | None = None, question: s
 
 
 def short_messages(kernel: Kernel, stage: str) -> Messages:
-    """Returns the same question in few tokens, for a model that was warmed up on its form: "dgemm 256 256 256 blocking".
-
-    Raises:
-        ValueError: there is no such stage.
-    """
-    permitted(stage)
+    """Returns the same question in few tokens, for a model that was warmed up on its form: "dgemm 256 256 256 blocking"."""
     size = " ".join(str(kernel.timed[name]) for name in kernel.size_names)
     return ({"role": "user", "content": f"{kernel.name} {size} {stage}"},)
 
@@ -98,7 +90,7 @@ def _rules(kernel: Kernel) -> str:
 
 
 def _techniques(stage: str) -> str:
-    allowed = permitted(stage)
+    allowed = STAGES[stage]
     if not allowed:
         return "Permitted is the plain definition alone: none of these techniques: " + _listed(TECHNIQUES) + "."
     others = [name for name in TECHNIQUES if name not in allowed]

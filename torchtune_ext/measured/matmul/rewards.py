@@ -10,9 +10,7 @@ success is the logarithm of its speed-up over the naive program, or its share of
 
 import math
 
-from torchtune_ext.measured.check import OUTCOMES
 from torchtune_ext.measured.results import Timing
-from torchtune_ext.run.errors import Mistake
 
 PUBLISHED = {
     "format": -100.0,
@@ -43,20 +41,11 @@ def reward(outcome: str, timing: Timing | None = None, kind: str = "log_speedup"
         kind: "published": GFLOPS, or a penalty from -100 to -10. "log_speedup": from -1 (format) in even steps to -1/6
             (wrong result), 0 for 1/16 of the naive speed, 1 for the naive speed, and 1/4 more for each doubling.
             "peak_share": the same failures, and the share of the peak, from 0 to about 1.
-
-    Raises:
-        ValueError: the outcome or the kind is unknown, or a success has no speed.
     """
-    if kind not in KINDS:
-        raise Mistake(f"kind={kind!r}: choose one of {', '.join(KINDS)}")
     if outcome == "noisy":
         return None
-    if outcome not in OUTCOMES:
-        raise Mistake(f"outcome={outcome!r}: the checker knows {', '.join(OUTCOMES)}, and noisy")
     if outcome != "ok":
         return PUBLISHED[outcome] if kind == "published" else failure(outcome)
-    if timing is None or not all(value > 0 for value in (timing.gflops, timing.ratio, timing.peak_share)):
-        raise Mistake(f"timing={timing}: a program that is right needs its speed, in numbers above 0")
     if kind == "published":
         return timing.gflops
     if kind == "peak_share":

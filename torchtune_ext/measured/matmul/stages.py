@@ -54,17 +54,6 @@ COLLAPSED = 0.1
 MAX_DOUBLINGS = 3
 
 
-def permitted(stage: str) -> frozenset[str]:
-    """Returns what a stage permits.
-
-    Raises:
-        ValueError: there is no such stage.
-    """
-    if stage not in STAGES:
-        raise Mistake(f"stage={stage!r}: choose one of {', '.join(STAGES)}")
-    return STAGES[stage]
-
-
 @dataclass(frozen=True, slots=True)
 class Visit:
     """One group of samples of a problem."""
@@ -118,18 +107,15 @@ class Curriculum:
         state = self._problems.setdefault(problem, _State([0] * len(self.stages)))
         state.visits += 1
         state.window = [*state.window, visit][-WINDOW:]
-        before = state.stage
         if state.stage > 0 and (reason := _collapsed(state)):
             state.falls[state.stage] += 1
-            self._enter(state, state.stage - 1)
+            after = state.stage - 1
         elif state.stage + 1 < len(self.stages) and (reason := _settled(state)):
-            self._enter(state, state.stage + 1)
+            after = state.stage + 1
         else:
             return None
-        return Move(problem, self.stages[before], self.stages[state.stage], reason)
-
-    def _enter(self, state: _State, stage: int) -> None:
-        state.stage, state.visits, state.window = stage, 0, []
+        before, state.stage, state.visits, state.window = state.stage, after, 0, []
+        return Move(problem, self.stages[before], self.stages[after], reason)
 
     def state_dict(self) -> dict:
         """Returns all that it knows, JSON-able."""

@@ -22,7 +22,7 @@ from torchtune_ext.measured.machine import fingerprint
 from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry
 from torchtune_ext.measured.matmul.prompts import Messages, messages, pareval_question, short_messages
 from torchtune_ext.measured.matmul.rewards import KINDS, reward
-from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Move, Visit, permitted
+from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Move, Visit
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import NOISY, Result
 from torchtune_ext.measured.techniques import uses
@@ -147,7 +147,7 @@ class Matmul(MeasuredTask):
         return self._permitted(self.kernel(problem).name, problem.answer["stage"])
 
     def _permitted(self, kernel: str, stage: str) -> Collection[str] | None:
-        return permitted(stage) if kernel in self._readable else None
+        return STAGES[stage] if kernel in self._readable else None
 
     def score(self, problem: Problem, result: Result) -> Score:
         """Returns what a program is worth, and what was measured of it."""
@@ -255,12 +255,12 @@ class Matmul(MeasuredTask):
             cell
             for cell in self.archive.cells()
             if (cell.machine, cell.kernel, cell.size) == (self.machine, kernel.name, size)
-            and permitted(stage) >= set(cell.techniques)
+            and STAGES[stage] >= set(cell.techniques)
         ]
         if not cells:
             return None
         cell = rng.choice(cells)
-        return self.archive.neighbor_elite(cell, rng, permitted(stage)) or self.archive.cells()[cell]
+        return self.archive.neighbor_elite(cell, rng, STAGES[stage]) or self.archive.cells()[cell]
 
     def _of(self, entry: Entry) -> Kernel:
         """Returns the kernel of an entry."""
