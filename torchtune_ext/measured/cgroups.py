@@ -201,8 +201,8 @@ def _remove(folder: Path) -> None:
         return  # it is gone
     for each in inside:
         _remove(each)
+    _kill(folder)
     end = time.monotonic() + END_S
-    is_killed = False
     while True:
         try:
             folder.rmdir()
@@ -213,11 +213,7 @@ def _remove(folder: Path) -> None:
             # A process that is dead is a member until somebody has waited for it.
             if time.monotonic() > end:
                 return
-        if not is_killed:
-            _kill(folder)
-        else:
-            time.sleep(_RETRY_S)
-        is_killed = True
+        time.sleep(_RETRY_S)
 
 
 def _read(file: Path) -> str:

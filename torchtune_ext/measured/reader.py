@@ -19,7 +19,7 @@ from torchtune_ext.measured.parsing import MAX_TEXT, Node, declarators, matches,
 from torchtune_ext.measured.values import MAX_ITEMS, NOTHING, Item, Loop, Place, Site, Use, Value, folded, join
 
 PARSE_S = 10.0  # seconds that the parser may take
-MAX_STEPS = 20_000  # expressions, statements and sites of one program; those that the tests read take at most 400
+MAX_STEPS = 100_000  # expressions, statements and sites of one program; those that the tests read take at most 400
 # Expressions and statements inside each other. Each is some 4 calls of Python's 1,000, and tree-sitter crashes at those.
 MAX_DEPTH = 120
 # A copy of more numbers than this is a panel, of fewer numbers one in registers: half of what AVX-512 has, in columns.

@@ -274,7 +274,7 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
     """Whoever times on the cores lets go after a second; the clock of the program starts then."""
     usable = os.sched_getaffinity(0)
     with bench() as one:
-        timed = one.timed_cores
+        timed, cores = one.timed_cores, tuple(usable)
     make = partial(Checker, namespaces=False, deadlines=SHORT)
     sent = pickle.dumps(CalmReduction())
     released = []
@@ -289,14 +289,14 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
     patched = (probe.WILD, probe.Probe.is_disturbed, bench_processes.wait_until_idle)
     limits, looked = (timing.WAITED, timing.stolen_ticks), []
     try:
-        checked, library = check_program(make, timed, "key", sent, fenced(HONEST))
+        checked, library = check_program(make, cores, "key", sent, fenced(HONEST))
         assert checked.outcome == "ok"
-        time_program(make, (), timed, 0.2, "key", sent, "reduction", library)  # makes the timer
+        time_program(make, cores, timed, 0.2, "key", sent, "reduction", library)  # makes the timer
         bench_processes.wait_until_idle = lambda *arguments: looked.append(time.monotonic())
         holder = threading.Thread(target=hold)
         holder.start()
         free.wait(200)
-        found = time_program(make, (), timed, 0.2, "key", sent, "reduction", library)
+        found = time_program(make, cores, timed, 0.2, "key", sent, "reduction", library)
         holder.join()
         assert found.outcome == "ok" and found.seconds["wait"] > 0.9
         # An engine may have begun while this waited for the cores.
