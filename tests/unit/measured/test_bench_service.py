@@ -275,7 +275,7 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
     usable = os.sched_getaffinity(0)
     with bench() as one:
         timed, cores = one.timed_cores, tuple(usable)
-    make = partial(Checker, namespaces=False, deadlines=SHORT)
+    make = partial(Checker, namespaces=False)
     sent = pickle.dumps(CalmReduction())
     released = []
     free = threading.Event()
