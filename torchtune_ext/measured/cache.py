@@ -33,7 +33,8 @@ class Cache:
         if file is not None:
             try:
                 self._out = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-                self._read(Path(file))
+                if Path(file).is_file():  # anything else may have no end, as /dev/full
+                    self._read(Path(file))
             except OSError as error:
                 raise Mistake(
                     f"bench.cache={str(file)!r}: {error.strerror}; name a file in a folder that exists and can be written to"

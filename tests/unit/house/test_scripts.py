@@ -180,9 +180,11 @@ def test_install_tells_interpreters_apart(tmp_path, run):
         assert status == 1 and not any(" install " in line for line in called)
         return printed
 
-    program(tmp_path / "old", "#!/bin/sh\nexit 1\n")
+    program(tmp_path / "old", '#!/bin/sh\ncase "$*" in *version_info*) exit 1 ;; esac\n')
     assert "old is older than Python 3.11; name another one: make install PYTHON=python3.11" in said(tmp_path / "old")
-    assert "there is no python3.99; name an interpreter: make install PYTHON=" in said("python3.99")
+    program(tmp_path / "shim", "#!/bin/sh\nexit 127\n")  # as pyenv's, of a version that is not chosen
+    for python in ("python3.99", tmp_path / "shim"):
+        assert f"no {python} that works; name an interpreter, or its path: make install PYTHON=" in said(python)
     program(tmp_path / "broken" / "bin" / "python", "#!/bin/sh\nexit 1\n")
     assert "broken has no Python 3.11 or later that works: delete it" in said(sys.executable, tmp_path / "broken")
     program(
