@@ -40,11 +40,10 @@ from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.timeline import Profile, Timeline
+from torchtune_ext.training.checkpoints import Checkpoints, RunState, checkpoint_to_go_on_from, standing
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.learner import Learner, make_schedule, over_updates
-from torchtune_ext.training.life import close_all, run_recipe, standing
-from torchtune_ext.training.resume import RunState, checkpoint_to_go_on_from
-from torchtune_ext.training.state import Checkpoints
+from torchtune_ext.training.life import close_all, run_recipe
 
 TUNE_NAMES = ("grpo_full", "grpo_lora", "grpo_async")
 

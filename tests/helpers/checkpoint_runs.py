@@ -12,9 +12,9 @@ from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.training.checkpoints import CheckpointConfig, Checkpoints
 from torchtune_ext.training.export import export_model
 from torchtune_ext.training.manifest import Identity
-from torchtune_ext.training.state import CheckpointConfig, Checkpoints
 
 SHAPE = Shape(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
               max_position_embeddings=64, vocab_size=400)  # fmt: skip

@@ -261,7 +261,7 @@ from torchtune_ext.training.distributed import RanksConfig, close_ranks, init_ra
 from torchtune_ext.training.manifest import Identity
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.learner import ScheduleConfig, make_schedule
-from torchtune_ext.training.state import Checkpoints
+from torchtune_ext.training.checkpoints import Checkpoints
 
 folder, lora = sys.argv[1], json.loads(sys.argv[2])
 source, saved = HFModel(folder), Path("c")

@@ -21,7 +21,7 @@ pytest.importorskip("tree_sitter_c")
 from torchtune_ext.measured.matmul.archive import FILE, Archive
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
-from torchtune_ext.training.resume import RunState
+from torchtune_ext.training.checkpoints import RunState
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.files import make_empty, partial_of, put_in_place
 from torchtune_ext.run.output import say
-from torchtune_ext.training.export import save_file
-from torchtune_ext.training.state import make_empty, partial_of, put_in_place, written_aside
+from torchtune_ext.training.export import save_file, written_aside
 
 MAGIC = b"GGUF"
 READABLE = ("llama", "qwen2", "qwen3")  # architectures that transformers reads of such a file, and from_config builds

@@ -7,10 +7,10 @@ from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.source import RolloutConfig
 from torchtune_ext.teacher import TeacherConfig
 from torchtune_ext.telemetry.metrics import LoggingConfig
+from torchtune_ext.training.checkpoints import CheckpointConfig
 from torchtune_ext.training.distributed import RanksConfig
 from torchtune_ext.training.learner import ScheduleConfig
 from torchtune_ext.training.precision import PrecisionConfig
-from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import AdapterConfig
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Writes files so that each one is whole or absent, however the process ends."""
+"""Writes files and folders so that each one is whole or absent, however the process ends."""
 
 import logging
 import os
@@ -65,6 +65,74 @@ def remove(path: Path) -> None:
             path.unlink()
     except OSError as error:
         log.warning("%s is not needed any more but cannot be deleted: %s; the next start tries again", path, error)
+
+
+def partial_of(folder: Path) -> Path:
+    """Returns the path where a folder is written before it is renamed to its place."""
+    return folder.with_name(PARTIAL + folder.name)
+
+
+def make_empty(folder: Path) -> None:
+    """Makes an empty folder, in place of an earlier one if there is one."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def put_in_place(folder: Path) -> None:
+    """Renames the finished `partial_of(folder)` to `folder`. An earlier folder is removed after that."""
+    partial, old = partial_of(folder), None
+    for path in [*partial.rglob("*"), partial]:
+        sync(path)
+    if folder.exists():
+        old = folder.with_name(REPLACED + folder.name)
+        if old.exists():
+            remove(old)
+        folder.rename(old)
+    try:
+        partial.rename(folder)
+    except BaseException:
+        if old is not None:
+            old.rename(folder)
+        raise
+    sync(folder.parent)
+    if old is not None:
+        remove(old)
+
+
+def discard(folder: Path) -> None:
+    """Renames a folder and then deletes it, so that its name never shows half of it. A failure is only a warning."""
+    aside = _free(folder.with_name(PRUNED + folder.name))
+    try:
+        folder.rename(aside)
+        # Without this, a power cut could undo the renaming but keep the deletions.
+        sync(folder.parent)
+    except OSError as error:
+        log.warning("%s is not needed any more but cannot be removed: %s", folder, error)
+    else:
+        remove(aside)
+
+
+def rename_to_free(folder: Path, name: str) -> Path:
+    """Renames a folder to `name`, or to `name-2`, `name-3`, ... if that exists already. Returns the new path."""
+    return folder.rename(_free(folder.with_name(name)))
+
+
+def sync(path: Path) -> None:
+    """Returns when the file or the entries of the folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free(path: Path) -> Path:
+    name, number = path.name, 1
+    while path.exists() or path.is_symlink():
+        number += 1
+        path = path.with_name(f"{name}-{number}")
+    return path
 
 
 @contextmanager

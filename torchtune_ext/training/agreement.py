@@ -26,7 +26,7 @@ from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.training.buckets import AGE_0, bucket_means, buckets
-from torchtune_ext.training.outcome import gathered, rank
+from torchtune_ext.training.distributed import gathered, rank
 
 log = logging.getLogger(__name__)
 

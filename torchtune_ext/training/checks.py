@@ -25,7 +25,7 @@ from torchtune_ext.sampling.engine_args import CPU_BLOCK, engine_configs
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import ConversationTask, GradesItself, Problem, Task
-from torchtune_ext.training.outcome import rank
+from torchtune_ext.training.distributed import rank
 
 LOOKED_AT, LOOK_S = 64, 1.0  # prompts that are measured at most, and seconds that this takes at most
 # Two tokenizers that give this the same ids are taken to be the same.

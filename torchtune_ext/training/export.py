@@ -3,26 +3,56 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors import torch as safetensors_torch
 from torch import Tensor, nn
 
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
+from torchtune_ext.run.errors import Failure, FileMistake
+from torchtune_ext.run.files import make_empty, partial_of, put_in_place
+from torchtune_ext.training.distributed import FAILURES, describe, rank, together, true_cause
 from torchtune_ext.training.manifest import NAME as MANIFEST
-from torchtune_ext.training.manifest import Checksums
-from torchtune_ext.training.outcome import together
-from torchtune_ext.training.state import make_empty, partial_of, put_in_place, written_aside
 
 SHARD_BYTES = 4 << 30  # largest size of one safetensors file
 # Files of the source with these endings are its weights. They are not copied. The second line names files that are not
 # copied if the source is a checkpoint.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 _OF_CHECKPOINTS = ("recipe.json", MANIFEST)
+
+
+@contextmanager
+def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
+    """Surrounds the code by which all ranks write `partial_of(folder)`. If it fails, the folder is removed.
+
+    Args:
+        folder: the final place of the folder.
+        advice: returns the end of the message about a disk, which says what the user can do.
+
+    Raises:
+        OSError: the disk failed, RuntimeError: something else did, a rank that is lost for instance. The message has the true
+            cause. KeyboardInterrupt and SystemExit are raised unchanged.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if rank() == 0:
+            shutil.rmtree(partial_of(folder), ignore_errors=True)
+        if not isinstance(error, FAILURES):
+            raise
+        cause = true_cause(error)
+        # DCP wraps a Ctrl-C as well, which must stop the run and not become an OSError.
+        if not isinstance(cause, Exception):
+            raise cause from None
+        text = f"{folder} was not saved: {describe(cause)}"
+        if isinstance(cause, OSError | SafetensorError):
+            raise FileMistake(f"{text}. {advice()}") from error
+        raise Failure(text) from error
 
 
 def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype, is_main: bool) -> Path:
@@ -41,9 +71,7 @@ def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dty
     return folder
 
 
-def export_model(
-    folder: Path | None, model: nn.Module, source: HFModel, dtype: torch.dtype, checksums: Checksums | None = None
-) -> None:
+def export_model(folder: Path | None, model: nn.Module, source: HFModel, dtype: torch.dtype) -> None:
     """Writes a model directory that any tool can read, with adapters merged into the weights. A collective.
 
     Args:
@@ -51,11 +79,10 @@ def export_model(
         model: the model, which may be sharded.
         source: the model directory whose config and tokenizer files are copied.
         dtype: the dtype of the written weights.
-        checksums: takes the checksums of the large files.
     """
     tensors = merged_hf_tensors(model, source, dtype)
     with _drained(tensors):
-        _write_model(folder, tensors, source, checksums)
+        _write_model(folder, tensors, source)
 
 
 def export_adapter(
@@ -64,7 +91,6 @@ def export_adapter(
     source: HFModel,
     adapter: AdapterSpec,
     merged: torch.dtype | None = None,
-    checksums: Checksums | None = None,
 ) -> None:
     """Writes an adapter in float32 that PEFT and vLLM can read. A collective.
 
@@ -74,7 +100,6 @@ def export_adapter(
         source: the model directory that the adapter belongs to.
         adapter: the kind and size of the adapter.
         merged: if given, the merged model is also written, in this dtype, into the subfolder `merged`.
-        checksums: takes the checksums of the large files.
     """
     small = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, source, torch.float32)}
     large = merged_hf_tensors(model, source, merged) if merged is not None else iter(())
@@ -86,7 +111,7 @@ def export_adapter(
         if merged is not None:
             if inside is not None:
                 inside.mkdir()
-            _write_model(inside, large, source, checksums)
+            _write_model(inside, large, source)
 
 
 @contextmanager
@@ -103,9 +128,7 @@ def _drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
         raise
 
 
-def _write_model(
-    folder: Path | None, tensors: Iterator[tuple[str, Tensor]], source: HFModel, checksums: Checksums | None
-) -> None:
+def _write_model(folder: Path | None, tensors: Iterator[tuple[str, Tensor]], source: HFModel) -> None:
     """Writes tensors one by one into safetensors files of at most SHARD_BYTES. Without a folder, only gathers them."""
     if folder is None:
         for _ in tensors:
@@ -121,8 +144,6 @@ def _write_model(
         if pending:
             path = folder / f"shard-{len(shards)}"
             save_file(pending, path)
-            if checksums is not None:
-                checksums.read_back(path)
             shards.append((path, list(pending)))
         pending.clear()
         size = 0
@@ -138,8 +159,6 @@ def _write_model(
     for i, (path, names) in enumerate(shards):
         final = folder / f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         os.replace(path, final)
-        if checksums is not None:
-            checksums.renamed(path, final)
         weight_map |= dict.fromkeys(names, final.name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

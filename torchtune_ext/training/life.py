@@ -10,18 +10,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchtune_ext.run.errors import FAILED, status_of
-from torchtune_ext.run.folder import step_of
-from torchtune_ext.run.output import labelled, say
+from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import NAMES, Stopped, StopSignals
+from torchtune_ext.training.checkpoints import NothingToDo
 from torchtune_ext.training.distributed import close_ranks
-from torchtune_ext.training.state import Checkpoints
 
 log = logging.getLogger(__name__)
 EXIT_S = 5.0  # seconds that the interpreter has to end after all parts are closed
-
-
-class NothingToDo(Exception):
-    """The run had done all its steps before this process began. It is no error."""
 
 
 class Recipe(Protocol):
@@ -111,38 +106,6 @@ def _end_after_main(status: int) -> None:
     threading.main_thread().join()
     time.sleep(EXIT_S)
     os._exit(status)
-
-
-def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
-    """Returns a text that says where a run is, which model it has, and how to go on with it.
-
-    Args:
-        step: the step that it is in, or that it has ended with.
-        total: of the steps.
-        checkpoints: None: the run has none yet.
-    """
-    newest = checkpoints.latest() if checkpoints is not None else None
-    where = f"It was at step {step} of {total}" if step else "It had not begun its first step"
-    if newest is None:
-        return f"{where}, and there is no checkpoint yet, so the next start begins anew"
-    best, report = checkpoints.best(), f"torchtune-ext report {checkpoints.folder.parent}"
-    if step_of(newest) < total:
-        text = f"{where}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"
-        if best is not None and best[0] != newest:
-            text += f". The best on held-out problems: {best[0]} ({best[1]:.3f})"
-        return f"{text}. Curves and samples: {report}"
-    if (newest / "config.json").exists():
-        kind = "a model in Hugging Face's format"
-    elif (newest / "merged").exists():
-        kind = "an adapter in PEFT's format; its folder merged/ is a whole model"
-    else:
-        kind = "an adapter in PEFT's format (adapters.save_merged=True saves a whole model, too)"
-    lines = [("done", f"{max(step, step_of(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
-    if best is not None:
-        lines.append(("best", f"{best[0]}, the best on held-out problems: {best[1]:.3f}"))
-    lines.append(("report", report))
-    lines.append(("longer", f"the same command with max_steps above {total} and resume_from_checkpoint=True"))
-    return labelled(lines)
 
 
 def close_all(*parts: Any) -> None:

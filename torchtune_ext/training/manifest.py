@@ -7,28 +7,24 @@ protect against an attacker: anyone who can write into the folder can also write
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_names
-from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import write_atomic
-from torchtune_ext.training.outcome import true_cause
 
 NAME = "manifest.json"
 FORMAT = 2
-BESIDE = 1 << 20  # bytes; a larger write is hashed in a second thread, for a smaller one that would cost more time
 Entry = tuple[int, str]  # size in bytes, SHA-256 in hex
+_PART = re.compile(r"state/__(\d+)_\d+\.distcp")  # what DCP calls the file of a rank
 # These keys of config.json say who wrote the file and how, and not what the model is.
 _WRITERS_NOTES = ("transformers_version", "torch_dtype", "dtype")
 _FIX = {
@@ -130,8 +126,7 @@ class Manifest:
         by_size = sorted(self.files, key=lambda name: (-self.files[name][0], name))
         for name in sorted(by_size[share::shares]):
             try:
-                with open(folder / name, "rb") as file:
-                    checksum = hashlib.file_digest(file, "sha256").hexdigest()
+                _, checksum = _entry(folder / name)
             except OSError as error:
                 return f"{name} cannot be read ({error})"
             if checksum != self.files[name][1]:
@@ -139,127 +134,19 @@ class Manifest:
         return None
 
 
-class Checksums:
-    """Takes the sizes and checksums of the files that this process writes into a folder, while it writes them."""
+def entries_of(folder: Path, rank: int) -> dict[str, Entry]:
+    """Returns size and checksum of the files of a checkpoint that a rank has written: its part of `state/`, on rank 0 all else.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.seconds = 0.0  # time that writing waited for checksums
-        self._files: dict[Path, Future[Entry]] = {}
-        self._reader = ThreadPoolExecutor(1)  # reads finished files back while the next ones are written
-        self._beside = ThreadPoolExecutor(1)  # hashes bytes while they are written
-
-    def __enter__(self) -> "Checksums":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._reader.shutdown(cancel_futures=True)
-        self._beside.shutdown()
-
-    def read_back(self, path: Path) -> None:
-        """Takes the checksum of a finished file in the background. The file may be renamed meanwhile."""
-        file = open(path, "rb")  # noqa: SIM115  (closed by the thread)
-        self._files[path] = self._reader.submit(_entry, file)
-
-    def renamed(self, old: Path, new: Path) -> None:
-        """Records that a file was renamed."""
-        self._files[new] = self._files.pop(old)
-
-    def finish(self) -> dict[str, Entry]:
-        """Waits for all checksums, and returns them by path below the folder."""
-        with self.waiting():
-            return {str(path.relative_to(self.folder)): entry.result() for path, entry in self._files.items()}
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Adds the time of the block to `seconds`."""
-        began = perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += perf_counter() - began
-
-    @contextmanager
-    def stream(self, raw: IO[bytes], path: Path) -> Iterator["_HashedStream"]:
-        """Yields a stream that writes to `raw` and takes the checksum of the bytes."""
-        stream = _HashedStream(raw, self, self._beside)
-        try:
-            yield stream
-        except Exception as error:
-            # When an error is sent to other ranks, the errors that caused it are lost. So the true cause is raised
-            # itself.
-            cause = true_cause(error)
-            if cause is error:
-                raise
-            raise cause from None
-        entry: Future[Entry] = Future()
-        entry.set_result((stream.size, stream.checksum.hexdigest()))
-        self._files[path] = entry
-
-
-def all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
-    """Returns the size and checksum of every file in a folder. Files that are not in `known` are read.
-
-    Raises:
-        OSError: a known file is missing or has another size.
+    Another rank's files are left out, because a network file system may show them late.
     """
     paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    for name, (size, _) in known.items():
-        if name not in paths or paths[name].stat().st_size != size:
-            raise FileMistake(
-                f"{name} was written by another rank and is not to be seen here as it was written: all ranks need one "
-                "shared output_dir"
-            )
-    return {name: known[name] if name in known else _entry(open(path, "rb")) for name, path in paths.items()}
+    mine = [name for name in paths if int(part[1] if (part := _PART.fullmatch(name)) else 0) == rank]
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(mine, threads.map(lambda name: _entry(paths[name]), mine), strict=True))
 
 
-def state_writer(folder: Path, checksums: Checksums) -> FileSystemWriter:
-    """Returns a writer for DCP (torch.distributed.checkpoint) that takes checksums while it writes."""
-    writer = FileSystemWriter(folder)
-    writer.fs = _HashingFileSystem(checksums)
-    return writer
-
-
-class _HashingFileSystem(FileSystem):
-    def __init__(self, checksums: Checksums):
-        self._checksums = checksums
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as raw, self._checksums.stream(raw, Path(path)) as stream:
-            yield stream
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        self._checksums.renamed(Path(path), Path(new_path))
-
-
-class _HashedStream:
-    """A file for writing, with the methods that DCP uses, which takes the checksum of its bytes."""
-
-    def __init__(self, raw: IO[bytes], checksums: Checksums, beside: ThreadPoolExecutor):
-        self._raw, self._checksums, self._beside = raw, checksums, beside
-        self.checksum, self.size = hashlib.sha256(), 0
-        self.tell, self.flush, self.fileno, self.close = raw.tell, raw.flush, raw.fileno, raw.close
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self.size += size
-        if size < BESIDE:
-            with self._checksums.waiting():
-                self.checksum.update(data)
-            return self._raw.write(data)
-        hashed = self._beside.submit(self.checksum.update, data)
-        try:
-            return self._raw.write(data)
-        finally:
-            # This waits also if the write failed, because the caller may free the memory of `data` after this call.
-            with self._checksums.waiting():
-                hashed.result()
-
-
-def _entry(file: IO[bytes]) -> Entry:
-    with file:
+def _entry(path: Path) -> Entry:
+    with open(path, "rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 

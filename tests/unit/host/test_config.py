@@ -15,7 +15,7 @@ from torchtune_ext.objective.loss import PolicyLoss, needs_of
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
 from torchtune_ext.replay import APART
 from torchtune_ext.settings.config import load_config, named_paths, record
-from torchtune_ext.training.resume import NO_NEWS
+from torchtune_ext.training.checkpoints import NO_NEWS
 from torchtune_ext.training.settings import check_needs
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -20,8 +20,8 @@ from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.settings.presets import preset_files
 from torchtune_ext.tasks.jsonl import Jsonl
+from torchtune_ext.training.checkpoints import CheckpointConfig
 from torchtune_ext.training.distributed import Ranks
-from torchtune_ext.training.state import CheckpointConfig
 from torchtune_ext.training.trained import AllWeights
 
 CONFIGS = config_files(folder("configs"))

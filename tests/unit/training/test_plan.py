@@ -20,6 +20,7 @@ from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.settings.config import load_config
+from torchtune_ext.training.checkpoints import CheckpointConfig
 from torchtune_ext.training.plan import (
     CONTEXT,
     GRAPHS,
@@ -32,7 +33,6 @@ from torchtune_ext.training.plan import (
     verdict,
 )
 from torchtune_ext.training.start import disk_need, size_of
-from torchtune_ext.training.state import CheckpointConfig
 
 OWN = EngineConfig(max_model_len=16384, gpu_memory_utilization=0.9, devices="4")
 

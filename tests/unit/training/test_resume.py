@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchtune_ext.run.folder import Run
-from torchtune_ext.training.life import NothingToDo
-from torchtune_ext.training.resume import RunState, checkpoint_to_go_on_from, resume_text
+from torchtune_ext.training.checkpoints import NothingToDo, RunState, checkpoint_to_go_on_from, resume_text, standing
 
 STATE = RunState(step=7, version=9, cursor=28, updates=14, throttle={"limit": 32}, source={"cursors": [[8, 9]]})
 
@@ -55,29 +54,34 @@ def test_a_run_that_goes_on_says_from_where_and_what_has_changed(monkeypatch):
 
 
 class Kept:
-    """Checkpoints of which one, of step 40, is the newest."""
+    """Checkpoints of steps 20, the best, and 40."""
 
-    def __init__(self, folder):
-        self.folder, self.path = folder, folder / "step_000040"
-        self.path.mkdir(parents=True)
-        (self.path / "recipe.json").write_text(json.dumps({"step": 40, "task": {"skipped": [7, 3]}}))
+    def __init__(self, folder, accuracy=0.742):
+        self.folder, self.accuracy = folder, accuracy
+        for step in (20, 40):
+            self.of(step).mkdir(parents=True)
+            (self.of(step) / "config.json").write_text("{}")
+        (self.of(40) / "recipe.json").write_text(json.dumps({"step": 40, "task": {"skipped": [7, 3]}}))
 
-    def choose(self):
-        return self.path
+    def of(self, step):
+        return self.folder / f"step_{step:06d}"
 
-    latest = choose
+    def latest(self):
+        return self.of(40)
+
+    choose = latest
 
     def best(self):
-        return None
+        return None if self.accuracy is None else (self.of(20), self.accuracy)
 
 
 def test_the_checkpoint_to_go_on_from(tmp_path, capsys):
     kept = Kept(tmp_path / "checkpoints")
     folder = SimpleNamespace(run=Run("1a2b3c4d", "x", 0.0, {}), earlier={})
     assert checkpoint_to_go_on_from(kept, folder, resumes=False, total=50) is None
-    assert checkpoint_to_go_on_from(kept, None, resumes=True, total=50) == kept.path
+    assert checkpoint_to_go_on_from(kept, None, resumes=True, total=50) == kept.of(40)
     assert capsys.readouterr().out == "", "other ranks are silent"
-    assert checkpoint_to_go_on_from(kept, folder, resumes=True, total=50) == kept.path
+    assert checkpoint_to_go_on_from(kept, folder, resumes=True, total=50) == kept.of(40)
     said = capsys.readouterr().out
     assert said.startswith("resume:    from step 40 of run 1a2b3c4d, begun ")
     assert said.endswith("skipped:   2 problems stay passed over, by index: 7, 3\n")
@@ -86,3 +90,32 @@ def test_the_checkpoint_to_go_on_from(tmp_path, capsys):
     said = str(caught.value).splitlines()
     assert said[0] == "step 40 >= max_steps=3: nothing to do" and capsys.readouterr().out == ""
     assert said[-1] == "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True"
+
+
+def test_where_a_run_stands(tmp_path):
+    kept = Kept(tmp_path / "checkpoints")
+    assert standing(0, 60, None) == (
+        "It had not begun its first step, and there is no checkpoint yet, so the next start begins anew"
+    )
+    assert standing(47, 60, kept) == (
+        f"It was at step 47 of 60. The newest checkpoint is {kept.of(40)}; go on from there with "
+        f"resume_from_checkpoint=True. The best on held-out problems: {kept.of(20)} (0.742). Curves and samples: "
+        f"torchtune-ext report {tmp_path}"
+    )
+    kept.accuracy = None
+    assert "accurate" not in standing(47, 60, kept)
+
+
+def test_what_a_run_leaves(tmp_path):
+    kept = Kept(tmp_path / "checkpoints")
+    assert standing(40, 40, kept).splitlines() == [
+        "done:      40 of 40 steps",
+        f"model:     {kept.of(40)}, a model in Hugging Face's format",
+        f"best:      {kept.of(20)}, the best on held-out problems: 0.742",
+        f"report:    torchtune-ext report {tmp_path}",
+        "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True",
+    ]
+    (kept.of(40) / "config.json").unlink()
+    assert "step_000040, an adapter in PEFT's format (adapters.save_merged=True" in standing(40, 40, kept)
+    (kept.of(40) / "merged").mkdir()
+    assert "step_000040, an adapter in PEFT's format; its folder merged/ is" in standing(40, 40, kept)

@@ -16,18 +16,18 @@ new folder has taken the place of.
 import json
 import logging
 import os
-import shutil
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -36,12 +36,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from torchtune_ext.run.errors import Failure, FileMistake, Mistake
-from torchtune_ext.run.files import PARTIAL, PRUNED, REPLACED, remove
-from torchtune_ext.run.folder import checkpoint_folders, step_of
-from torchtune_ext.run.output import say
-from torchtune_ext.training.manifest import Checksums, DamagedCheckpoint, Identity, Manifest, all_files, state_writer
-from torchtune_ext.training.outcome import (
+from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.files import discard, make_empty, partial_of, put_in_place, rename_to_free
+from torchtune_ext.run.folder import Run, RunFolder, changes, checkpoint_folders, step_of
+from torchtune_ext.run.output import labelled, say
+from torchtune_ext.training.distributed import (
     FAILURES,
     describe,
     distributed,
@@ -51,10 +50,16 @@ from torchtune_ext.training.outcome import (
     together,
     true_cause,
 )
+from torchtune_ext.training.export import written_aside
+from torchtune_ext.training.manifest import DamagedCheckpoint, Identity, Manifest, entries_of
 
 log = logging.getLogger(__name__)
 # Frozen weights are not saved, because they can be read from model_dir.
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
+FORMAT = 1  # of recipe.json
+NAMED = 20  # indices of problems that one line names
+# Settings of a resumed run that say where it is and that it goes on. They are no news.
+NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run")
 
 
 @dataclass(frozen=True)
@@ -110,9 +115,7 @@ class Checkpoints:
 
     def best(self) -> tuple[Path, float] | None:
         """Returns the checkpoint with the highest accuracy on held-out problems, and that accuracy, or None."""
-        pairs = ((path, manifest) for path in self.all() if (manifest := _glance(path)) is not None)
-        evaluated = [(path, manifest.accuracy) for path, manifest in pairs if manifest.accuracy is not None]
-        return max(evaluated, key=lambda pair: pair[1], default=None)
+        return _best((path, manifest) for path in self.all() if (manifest := _glance(path)) is not None)
 
     def choose(self) -> Path | None:
         """Returns the checkpoint to go on from, or None where there is no checkpoint at all. A collective.
@@ -186,14 +189,12 @@ class Checkpoints:
             optimizer: its optimizer.
             export: writes what other tools read (`export_model`, `export_adapter`). It is called with a folder on rank
                 0, and with None on the other ranks, where it only takes part in gathering the weights. It must finish
-                gathering on every rank also when it fails. The argument `checksums=` may take the checksums of finished
-                files.
+                gathering on every rank also when it fails.
             recipe: JSON-able state of the recipe.
             accuracy: accuracy of these weights on held-out problems. The checkpoint with the highest accuracy is kept.
 
         Returns:
-            Seconds in which some rank waited for checksums. What the hashing threads take from the processor meanwhile is not
-            in them.
+            Seconds that the checksums of the files took, on the slowest rank.
 
         Raises:
             OSError: nothing was saved, because of a full disk for example. This is raised on all ranks, and earlier
@@ -203,19 +204,24 @@ class Checkpoints:
         partial = partial_of(final)
         if self._main:
             self._prune()  # a lower `keep_last` makes room on a disk that was full
-        with written_aside(final, self._advice_on_saving), Checksums(partial) as checksums:
+        advice = "Free space there, then resume with resume_from_checkpoint=True; the last whole checkpoint: {}"
+        with written_aside(final, lambda: advice.format(self.latest())):
             together(lambda: make_empty(partial) if self._main else None)
-            together(lambda: export(partial if self._main else None, checksums=checksums))
+            together(lambda: export(partial if self._main else None))
             state = together(lambda: _state(model, optimizer, self._config.save_optimizer))
-            together(lambda: _save_state(partial / "state", state, checksums))
-            mine = together(checksums.finish)
-            known = {name: entry for entries in gathered(mine) for name, entry in entries.items()}
-            content = {"step": step, "accuracy": accuracy, **recipe}
-            together(lambda: self._complete(final, content, known, checksums) if self._main else None)
-            waited = max(gathered(checksums.seconds))
+            together(lambda: _save_state(partial / "state", state))
+            content = json.dumps({"step": step, "accuracy": accuracy, **recipe})
+            together(lambda: (partial / "recipe.json").write_text(content) if self._main else None)
+            began = time.perf_counter()
+            mine = together(lambda: entries_of(partial, rank()))
+            seconds = max(gathered(time.perf_counter() - began))
+            files = {name: entry for entries in gathered(mine) for name, entry in entries.items()}
+            together(
+                lambda: self._complete(final, Manifest(step, accuracy, self._identity, files)) if self._main else None
+            )
         if self._main:
             self._prune()
-        return waited
+        return seconds
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Restores weights, optimizer and random states in place, and returns the state of the recipe. A collective.
@@ -273,28 +279,24 @@ class Checkpoints:
             raise DamagedCheckpoint(f"{path} is damaged: {wrong}")
         return manifest
 
-    def _complete(self, final: Path, recipe: dict[str, Any], known: dict, checksums: Checksums) -> None:
-        """Writes the other files on rank 0, when all tensors are written, and renames the checkpoint to its place."""
-        partial = partial_of(final)
-        (partial / "recipe.json").write_text(json.dumps(recipe))
-        with checksums.waiting():
-            files = all_files(partial, known)
-        Manifest(recipe["step"], recipe["accuracy"], self._identity, files).write(partial)
-        if final.exists() and not self._is_mine(_glance(final)):
-            log.warning(
-                "%s is damaged or of another run: it is now %s",
-                final,
-                rename_to_free(final, f"old_{final.name}"),
+    def _complete(self, final: Path, manifest: Manifest) -> None:
+        """Writes the manifest on rank 0, when all other files are written, and renames the checkpoint to its place."""
+        if (wrong := manifest.wrong_with_files(partial_of(final))) is not None:
+            raise FileMistake(
+                f"{wrong}, as rank 0 sees what another rank has written: all ranks need one shared output_dir"
             )
+        manifest.write(partial_of(final))
+        if final.exists() and not self._is_mine(_glance(final)):
+            aside = rename_to_free(final, f"old_{final.name}")
+            log.warning("%s is damaged or of another run: it is now %s", final, aside)
         put_in_place(final)
 
     def _prune(self) -> None:
         """Deletes old checkpoints of this run. Damaged ones and those of other runs are neither counted nor touched."""
         mine = [(path, manifest) for path in self.all() if self._is_mine(manifest := _glance(path))]
         keep = {path for path, _ in mine[-self._config.keep_last :]}
-        evaluated = [(path, manifest.accuracy) for path, manifest in mine if manifest.accuracy is not None]
-        if evaluated:
-            keep.add(max(evaluated, key=lambda pair: pair[1])[0])
+        if (best := _best(mine)) is not None:
+            keep.add(best[0])
         for path, _ in mine:
             if path not in keep:
                 discard(path)
@@ -302,8 +304,10 @@ class Checkpoints:
     def _is_mine(self, manifest: Manifest | None) -> bool:
         return manifest is not None and manifest.identity.run == self._identity.run
 
-    def _advice_on_saving(self) -> str:
-        return f"Free space there, then resume with resume_from_checkpoint=True; the last whole checkpoint: {self.latest()}"
+
+def _best(checkpoints: Iterable[tuple[Path, Manifest]]) -> tuple[Path, float] | None:
+    evaluated = [(path, manifest.accuracy) for path, manifest in checkpoints if manifest.accuracy is not None]
+    return max(evaluated, key=lambda pair: pair[1], default=None)
 
 
 def _glance(path: Path) -> Manifest | None:
@@ -323,9 +327,23 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, with_optimizer: b
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def _save_state(folder: Path, state: dict[str, Any], checksums: Checksums) -> None:
+class _Files(FileSystem):
+    """Raises the error of the disk itself: DCP sends errors to the other ranks, and what stands behind them is lost."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            try:
+                yield stream
+            except Exception as error:
+                raise true_cause(error) from None
+
+
+def _save_state(folder: Path, state: dict[str, Any]) -> None:
+    writer = FileSystemWriter(folder)
+    writer.fs = _Files()
     with _one_process_is_fine():
-        dcp.save(state | _rng(), storage_writer=state_writer(folder, checksums), no_dist=not distributed())
+        dcp.save(state | _rng(), storage_writer=writer, no_dist=not distributed())
 
 
 def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], bool]:
@@ -374,104 +392,133 @@ def _rng() -> dict[str, dict[str, Tensor]]:
     return {f"rng_{rank()}": rng}
 
 
-# -- folders that are whole or absent, however the process ends ------------------------------------------------------------
-def partial_of(folder: Path) -> Path:
-    """Returns the path where a folder is written before it is renamed to its place."""
-    return folder.with_name(PARTIAL + folder.name)
+class NothingToDo(Exception):
+    """The run had done all its steps before this process began. It is no error."""
 
 
-@contextmanager
-def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
-    """Surrounds the code by which all ranks write `partial_of(folder)`. If it fails, the folder is removed.
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """How far a run has come."""
+
+    step: int  # the last step that has ended
+    version: int  # version of the policy
+    cursor: int  # places of the order of problems that were passed
+    updates: int  # updates that the schedule of the learning rate has counted
+    throttle: dict[str, Any]  # state of the engine's throttle
+    source: dict[str, Any]  # groups between submission and training
+    # What the task has learned from outcomes, and which of its problems are passed over.
+    task: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the state as a JSON object, with the number of its format."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], path: Path) -> Self:
+        """Makes a state from what `to_json` returned.
+
+        Args:
+            saved: the JSON object.
+            path: the checkpoint, for the message.
+
+        Raises:
+            ValueError: another version of torchtune-ext wrote it, in another format.
+        """
+        if saved["format"] != FORMAT:
+            raise Mistake(
+                f"{path} cannot be resumed: its recipe.json has format {saved['format']}, this version reads {FORMAT}; it was "
+                "written by another version of torchtune-ext. Go on with that one, or begin a new run in another output_dir "
+                "(model_dir may be a checkpoint that is a whole model)"
+            )
+        return cls(**{each.name: saved[each.name] for each in fields(cls)})
+
+
+def checkpoint_to_go_on_from(
+    checkpoints: Checkpoints, folder: RunFolder | None, resumes: bool, total: int
+) -> Path | None:
+    """Chooses the checkpoint from which a run goes on, and says on rank 0 which one that is. A collective.
 
     Args:
-        folder: the final place of the folder.
-        advice: returns the end of the message about a disk, which says what the user can do.
+        checkpoints: those of the run.
+        folder: of the run, on rank 0.
+        resumes: whether the run shall go on (`resume_from_checkpoint`).
+        total: the steps that the run shall have.
+
+    Returns:
+        The checkpoint, or None: the run begins at its first step. Where it was to go on, `RunFolder.resumes` has said so.
 
     Raises:
-        OSError: the disk failed, RuntimeError: something else did, a rank that is lost for instance. The message has the true
-            cause. KeyboardInterrupt and SystemExit are raised unchanged.
+        NothingToDo: the run has all its steps.
+        What `Checkpoints.choose` raises.
     """
-    try:
-        yield
-    except BaseException as error:
-        if rank() == 0:
-            shutil.rmtree(partial_of(folder), ignore_errors=True)
-        if not isinstance(error, FAILURES):
-            raise
-        cause = true_cause(error)
-        # DCP wraps a Ctrl-C as well, which must stop the run and not become an OSError.
-        if not isinstance(cause, Exception):
-            raise cause from None
-        text = f"{folder} was not saved: {describe(cause)}"
-        if isinstance(cause, OSError | SafetensorError):
-            raise FileMistake(f"{text}. {advice()}") from error
-        raise Failure(text) from error
-
-
-def make_empty(folder: Path) -> None:
-    """Makes an empty folder, in place of an earlier one if there is one."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
-def put_in_place(folder: Path) -> None:
-    """Renames the finished `partial_of(folder)` to `folder`. An earlier folder is removed after that."""
-    partial, old = partial_of(folder), None
-    sync_tree(partial)
-    if folder.exists():
-        old = folder.with_name(REPLACED + folder.name)
-        if old.exists():
-            remove(old)
-        folder.rename(old)
-    try:
-        partial.rename(folder)
-    except BaseException:
-        if old is not None:
-            old.rename(folder)
-        raise
-    sync(folder.parent)
-    if old is not None:
-        remove(old)
-
-
-def discard(folder: Path) -> None:
-    """Renames a folder and then deletes it, so that its name never shows half of it. A failure is only a warning."""
-    aside = _free(folder.with_name(PRUNED + folder.name))
-    try:
-        folder.rename(aside)
-        # Without this, a power cut could undo the renaming but keep the deletions.
-        sync(folder.parent)
-    except OSError as error:
-        log.warning("%s is not needed any more but cannot be removed: %s", folder, error)
-    else:
-        remove(aside)
-
-
-def rename_to_free(folder: Path, name: str) -> Path:
-    """Renames a folder to `name`, or to `name-2`, `name-3`, ... if that exists already. Returns the new path."""
-    return folder.rename(_free(folder.with_name(name)))
-
-
-def sync_tree(folder: Path) -> None:
-    """Returns when the folder and everything below it are on the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)
-
-
-def sync(path: Path) -> None:
-    """Returns when the file or the entries of the folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _free(path: Path) -> Path:
-    name, number = path.name, 1
-    while path.exists() or path.is_symlink():
-        number += 1
-        path = path.with_name(f"{name}-{number}")
+    path = checkpoints.choose() if resumes else None
+    if path is None:
+        return None
+    step = step_of(path)
+    if step >= total:
+        raise NothingToDo(f"step {step} >= max_steps={total}: nothing to do\n{standing(step, step, checkpoints)}")
+    if folder is not None:
+        task = json.loads((path / "recipe.json").read_text())["task"]
+        say(resume_text(path, step, folder.run, folder.earlier, task.get("skipped", [])))
     return path
+
+
+def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any], skipped: Sequence[int] = ()) -> str:
+    """Returns what a run says when it goes on: from where, and which of its settings were others until then.
+
+    Args:
+        path, step: of the checkpoint.
+        run: with the settings of now.
+        earlier: its settings until now; empty where they are not known.
+        skipped: indices of problems that the run passes over.
+    """
+    begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
+    lines = [("resume", f"from step {step} of run {run.id}, begun {begun}: {path}")]
+    # As run.json would hold the settings of now.
+    now = json.loads(json.dumps(run.config, default=str))
+    changed = [change for change in changes(earlier, now) if change.key not in NO_NEWS]
+    if not earlier:
+        lines.append(("changed", "not known: run.json does not say what was set until now"))
+    elif changed:
+        lines.append(("changed", ", ".join(map(str, changed))))
+        decay = (now.get("schedule") or {}).get("decay", "constant")
+        if decay != "constant" and any(change.key == "max_steps" for change in changed):
+            lines.append(
+                ("rate", f"schedule.decay={decay} now ends with the new max_steps, so the learning rate jumps here")
+            )
+    if skipped:
+        named = ", ".join(map(str, skipped[:NAMED])) + (", ..." if len(skipped) > NAMED else "")
+        lines.append(("skipped", f"{len(skipped)} problems stay passed over, by index: {named}"))
+    return labelled(lines)
+
+
+def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
+    """Returns a text that says where a run is, which model it has, and how to go on with it.
+
+    Args:
+        step: the step that it is in, or that it has ended with.
+        total: of the steps.
+        checkpoints: None: the run has none yet.
+    """
+    newest = checkpoints.latest() if checkpoints is not None else None
+    where = f"It was at step {step} of {total}" if step else "It had not begun its first step"
+    if newest is None:
+        return f"{where}, and there is no checkpoint yet, so the next start begins anew"
+    best, report = checkpoints.best(), f"torchtune-ext report {checkpoints.folder.parent}"
+    if step_of(newest) < total:
+        text = f"{where}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"
+        if best is not None and best[0] != newest:
+            text += f". The best on held-out problems: {best[0]} ({best[1]:.3f})"
+        return f"{text}. Curves and samples: {report}"
+    if (newest / "config.json").exists():
+        kind = "a model in Hugging Face's format"
+    elif (newest / "merged").exists():
+        kind = "an adapter in PEFT's format; its folder merged/ is a whole model"
+    else:
+        kind = "an adapter in PEFT's format (adapters.save_merged=True saves a whole model, too)"
+    lines = [("done", f"{max(step, step_of(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
+    if best is not None:
+        lines.append(("best", f"{best[0]}, the best on held-out problems: {best[1]:.3f}"))
+    lines.append(("report", report))
+    lines.append(("longer", f"the same command with max_steps above {total} and resume_from_checkpoint=True"))
+    return labelled(lines)

@@ -24,12 +24,14 @@ from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.run import files
 from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.files import sweep
-from torchtune_ext.training import export, state
+from torchtune_ext.training import checkpoints as checkpointing
+from torchtune_ext.training import export
+from torchtune_ext.training.checkpoints import CheckpointConfig
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.learner import ScheduleConfig, make_schedule, move_schedule
-from torchtune_ext.training.state import CheckpointConfig
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,7 @@ def test_large_models_are_sharded(tmp_path, source, trained, monkeypatch):
     monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
     checkpoints = checkpoints_in(tmp_path / "c")
     trained.save(checkpoints, 1)
-    path = checkpoints.choose()  # checksums that were taken under the shards' first names are found under the last
+    path = checkpoints.choose()
     files = sorted(path.glob("*.safetensors"))
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert len(files) > 2 and set(index["weight_map"].values()) == {f.name for f in files}
@@ -135,7 +137,7 @@ def test_a_lower_number_makes_room_before_a_checkpoint_is_written(tmp_path, trai
     for step in (1, 2, 3):
         trained.save(checkpoints, step)
 
-    def full(folder, checksums):
+    def full(folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
@@ -185,7 +187,7 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path, trained, monkeypatch, cap
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(state.shutil, "rmtree", refuse)
+        patch.setattr(shutil, "rmtree", refuse)
         trained.save(checkpoints, 2)
     assert "Device or resource busy" in caplog.text
     assert names(tmp_path / "c") == [".pruned_step_000001", "step_000002"]
@@ -219,12 +221,11 @@ def raise_interrupt(*args, **kwargs):
 PHASES = [  # a first function inside each part of a save, DCP's own included
     (export, "_copy_files"),
     (export, "save_file"),
-    (state, "get_state_dict"),
+    (checkpointing, "get_state_dict"),
     (dcp_files, "_write_item"),
     (dcp_files.pickle, "dump"),
-    (state, "all_files"),
-    (state, "sync_tree"),
-    (state, "sync"),
+    (checkpointing, "entries_of"),
+    (files, "sync"),
 ]
 
 
@@ -251,7 +252,7 @@ def test_a_rank_that_is_lost_is_no_full_disk(tmp_path, trained, monkeypatch):
     def reset(*_, **__):
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(state, "get_state_dict", reset)
+    monkeypatch.setattr(checkpointing, "get_state_dict", reset)
     with pytest.raises(Failure, match="step_000001 was not saved: RuntimeError: Connection reset by peer$"):
         trained.save(checkpoints_in(tmp_path / "c"), 1)
 
@@ -335,7 +336,7 @@ def test_a_model_is_replaced_only_by_a_whole_one(tmp_path, source, trained, monk
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     trained.train(1, seed=3)
     for raises, expected in ((raise_disk_full, OSError), (raise_interrupt, KeyboardInterrupt)):
-        for where, name in ((export, "save_file"), (state, "sync_tree")):
+        for where, name in ((export, "save_file"), (files, "sync")):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, raises)
                 with pytest.raises(
