@@ -14,7 +14,7 @@ Rank 0 owns the engine, the graders and the files; every rank trains on its shar
 """
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -407,12 +407,12 @@ class GRPORecipe:
                 self.policy.model,
                 self.learner.optimizer,
                 self.parts.trained.export(self.policy.model, self.parts.hf_model, self.parts.precision.dtype),
-                state.to_json(),
+                asdict(state),
                 self.last_eval,
             )
 
     def load_checkpoint(self, path: Path) -> None:
-        state = RunState.from_json(self.checkpoints.load(path, self.policy.model, self.learner.optimizer), path)
+        state = RunState.of(self.checkpoints.load(path, self.policy.model, self.learner.optimizer))
         self.step, self.version = state.step, state.version
         # A finite task goes on behind the problems asked, and the learning rate behind the updates made.
         self.problems.cursor, self.learner.updates = state.cursor, state.updates

@@ -126,7 +126,7 @@ def states(run):
 
 
 def state_of(path):
-    return RunState.from_json(json.loads((path / "recipe.json").read_text()), path)
+    return RunState.of(json.loads((path / "recipe.json").read_text()))
 
 
 def questions(run):

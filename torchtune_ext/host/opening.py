@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from torchtune_ext.advantages import AdvantageConfig
-from torchtune_ext.buffer import Ledger
 from torchtune_ext.host.parts import Parts
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
@@ -39,11 +38,10 @@ def say_opening(parts: Parts) -> None:
         ("problems", problems_text(cfg, parts.task, parts.eval_task, parts.trained_too)),
         ("files", f"{output}; a checkpoint {often}{printed}"),
     ]
-    ledger = Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
     if parts.replay:
         lines.append(("replay", str(parts.replay)))
     else:
-        ahead = f"; samples ahead: staleness {ledger.staleness}, depth {ledger.depth}" if ledger.staleness else ""
+        ahead = f"; samples ahead: staleness {cfg.staleness}, depth {parts.ledger.depth}" if cfg.staleness else ""
         engine = parts.precision.engine
         count, log = len(engine_configs(engine)), f"{output}/{log_name(engine)}"
         begun = f"starting, its log: {log}" if count == 1 else f"starting {count} of them, their logs: {log}"

@@ -30,7 +30,16 @@ from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.tasks.task import Task
 from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
-from torchtune_ext.training.checks import check_engine, check_parts, check_tokenizer, trained_too
+from torchtune_ext.training.checks import (
+    check_engine,
+    check_loss,
+    check_optimizer,
+    check_prompts,
+    check_task,
+    check_tokenizer,
+    require_rows,
+    trained_too,
+)
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.manifest import Identity, identify
@@ -69,6 +78,7 @@ class Parts:
     eval_task: Task | None
     loss: Any
     sampling: SamplingConfig  # with the ends of a turn as stops
+    ledger: Ledger  # which groups may be sampled ahead
     problems: ProblemStream
     held_out: Usable
     trained_too: list[str]  # ids of held-out problems that are also trained on
@@ -159,7 +169,7 @@ class Parts:
         """Returns where the groups of a step come from. Ranks without an engine get none."""
         cfg = self.cfg
         return self.replay or GroupSource(
-            Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
+            self.ledger,
             GroupStream(engine, self.tokenizer, graders[0], times=timeline) if engine else None,
             self.problems,
             samples=cfg.samples_per_prompt,
@@ -177,7 +187,15 @@ class Parts:
             temperature=learner.temperature,
         )
         noise = partial(rounding, self.trained, self.precision, learner.policy.model, scored)
-        agreement = self.precision.gate(learner, noise, self.cfg.max_mismatch, replay=self.replay is not None)
+        agreement = Agreement(
+            learner.logprobs,
+            learner.temperature,
+            self.cfg.max_mismatch,
+            rounding=noise,
+            precision=self.precision.coarsest_text,
+            replay=self.replay is not None,
+            identity=self.replay is None and not self.precision.mixed,
+        )
         return agreement, self.replay or Publisher(
             engine, learner, self.trained, self.precision, self.hf_model, agreement, scored, self.canary, self.sampling
         )
@@ -198,24 +216,24 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
     loss, sampling = instantiate(cfg.loss), cfg.sampling.stopping_at(tokenizer.stop_token_ids)
     check_settings(cfg, loss)
     cfg.logging.require_login()
-    check_parts(
-        partial(instantiate, cfg.optimizer),
-        loss,
-        {"task": task, "evaluation.task": eval_task},
-        tokenizer,
-        hf_model,
-        meta_model,
-        sampling,
-        precision.engine,
-        cfg.row_tokens,
-    )
+    check_task(task, "task")
+    if eval_task is not None:
+        check_task(eval_task, "evaluation.task", ends=True)
+    adapters = adapter_names(meta_model)
+    trained_dims = {param.ndim for name, param in meta_model.named_parameters() if not adapters or name in adapters}
+    check_optimizer(partial(instantiate, cfg.optimizer), trained_dims)
+    check_loss(loss)
+    check_engine(hf_model, precision.engine, meta_model)
+    require_rows(cfg.row_tokens, precision.engine)
+    check_tokenizer(tokenizer, hf_model, meta_model.tok_embeddings.num_embeddings, sampling.stop_token_ids)
+    check_prompts({"task": task, "evaluation.task": eval_task}, tokenizer, sampling, precision.engine)
     both = [] if cfg.replay else trained_too(task, eval_task)
     # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
     fault = prompt_fault(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
     problems = ProblemStream(task, cfg.seed, fault=fault, bad=cfg.rollouts.bad_problems)
     # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
     canary = canary_prompts(problems, tokenizer)
-    hf_model.require_fits(meta_model, new=adapter_names(meta_model))
+    hf_model.require_fits(meta_model, new=adapters)
     replay = None
     if cfg.replay:
         from torchtune_ext.replay import Replay
@@ -236,6 +254,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
         eval_task=eval_task,
         loss=loss,
         sampling=sampling,
+        ledger=Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
         problems=problems,
         held_out=held_out,
         trained_too=both,

@@ -125,10 +125,6 @@ def status_of(error: BaseException) -> int | None:
     return STATUS if of_torchtune or (module == "__main__" and type(error) is ValueError) else None
 
 
-def _is_ours(module: str) -> bool:
-    return module.split(".")[0] == "torchtune_ext"
-
-
 def place_of(error: BaseException) -> str | None:
     """Returns where in a file of the user an error began, as "my_task.py:12", or None if no such file is in its traceback.
 
@@ -138,15 +134,12 @@ def place_of(error: BaseException) -> str | None:
         return f"{_short(error.filename)}:{error.lineno}"
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
-        if _is_ours(str(frame.f_globals.get("__name__"))):
+        if str(frame.f_globals.get("__name__")).split(".")[0] == "torchtune_ext":
             return None
-        if os.path.isfile(file) and not _of_a_library(file):
+        library = file.startswith(STDLIB) or any(name in file for name in PACKAGES)
+        if os.path.isfile(file) and not library:
             return f"{_short(file)}:{line}"
     return None
-
-
-def _of_a_library(file: str) -> bool:
-    return file.startswith(STDLIB) or any(name in file for name in PACKAGES)
 
 
 def _short(file: str) -> str:

@@ -13,25 +13,13 @@ kills it when the thread that started it ends, however it ends. The process lead
 trainer's terminal does not reach it.
 """
 
-import ctypes
 import os
 import pickle
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
 
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 MAX_CAUSE_CHARS = 1000
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when the parent ends. If the parent has ended already, exits at once."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        os._exit(0)
 
 
 def last_line(error: BaseException) -> str:
@@ -44,7 +32,6 @@ def last_line(error: BaseException) -> str:
 
 def main(fd: int, parent_pid: int) -> None:
     """Receives the object and then arguments from the socket `fd`, and answers until the parent closes the socket."""
-    die_with_parent(parent_pid)
     # If memory runs out, this process is what the kernel ends, and not the trainer or an engine.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
@@ -52,8 +39,11 @@ def main(fd: int, parent_pid: int) -> None:
         # Otherwise a process that is killed takes with it what it has printed.
         sys.stdout.reconfigure(line_buffering=True)
     parent = Connection(fd)
+    sys.path[:], payload = parent.recv()
+    from torchtune_ext.run.parent import die_with_parent
+
+    die_with_parent(parent_pid)
     try:
-        sys.path[:], payload = parent.recv()
         target = pickle.loads(payload)
     except Exception as error:  # noqa: BLE001 (whatever it is, the parent raises it as an error of its own)
         parent.send(("failed", None, last_line(error)))
@@ -79,6 +69,6 @@ def main(fd: int, parent_pid: int) -> None:
 if __name__ == "__main__":
     try:
         main(int(sys.argv[1]), int(sys.argv[2]))
-    except ConnectionError:
-        # The parent ended while this process was about to answer.
+    except (EOFError, ConnectionError):
+        # The parent ended before it sent the object, or while this process was about to answer.
         pass

@@ -13,9 +13,8 @@ from hashlib import sha256
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
-from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.tasks.task import Problem, Score, length_of
 
-ENDLESS = 2**31 - 1  # the length of the task without a count
 SPLITS = ("train", "heldout", "all")
 HELD_OUT = 8  # one question in 8 is held out
 NEAR = 3  # the largest distance of a guess from the answer
@@ -79,8 +78,6 @@ class Arithmetic:
         grader: str | Grade | None = None,
         group_grader: str | GradeGroup | None = None,
     ) -> None:
-        if first < 0 or (count is not None and count < 1):
-            raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
         if split not in SPLITS:
             raise Mistake(f"split={split!r}: choose one of {', '.join(SPLITS)}")
         if "{question}" not in prompt:
@@ -88,7 +85,7 @@ class Arithmetic:
         if not 0.0 <= guessed <= 1.0:
             raise Mistake(f"guessed={guessed} is a share of the solutions: give a number from 0 to 1")
         self.seed, self.first, self.split, self.prompt, self.guessed = seed, first, split, prompt, guessed
-        self.length = ENDLESS if count is None else count
+        self.length = length_of(first, count)
         self.weights = _weights(level)
         use_graders(self, grader, group_grader)
 

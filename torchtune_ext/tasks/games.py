@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtune_ext.run.errors import Failure, Mistake
-from torchtune_ext.tasks.arithmetic import ENDLESS
 from torchtune_ext.tasks.examples import read_examples
-from torchtune_ext.tasks.task import Environment, Message, Problem
+from torchtune_ext.tasks.task import Environment, Message, Problem, length_of
 
 
 class Games:
@@ -40,11 +39,9 @@ class Games:
         max_turns: int,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        if first < 0 or (count is not None and count < 1):
-            raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
         self.name, self.first, self.seed, self.max_turns, self.tools = name, first, seed, max_turns, tuple(tools)
         self.rows = rows
-        self.length = ENDLESS if count is None else count
+        self.length = length_of(first, count)
         if rows is not None:
             every = [row for _, row in read_examples(rows, None)] if isinstance(rows, str) else list(rows)
             self.rows = every[first:][: self.length]

@@ -14,8 +14,8 @@ import random
 import re
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.arithmetic import ENDLESS, SPLITS, held_out
-from torchtune_ext.tasks.task import Message, Problem, Turn
+from torchtune_ext.tasks.arithmetic import SPLITS, held_out
+from torchtune_ext.tasks.task import Message, Problem, Turn, length_of
 
 
 class GuessNumber:
@@ -49,8 +49,6 @@ class GuessNumber:
         halving: float = 1.0,
         prompt: str = "{low}-{high}",
     ) -> None:
-        if first < 0 or (count is not None and count < 1):
-            raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
         if below < 1 or size < 2 or max_turns < 1:
             raise Mistake(f"below={below}, size={size}, max_turns={max_turns}: at least 1, 2 and 1")
         if split not in SPLITS:
@@ -61,7 +59,7 @@ class GuessNumber:
             raise Mistake(f"prompt={prompt!r} does not show the range: write {{low}} and {{high}} where they belong")
         self.seed, self.first, self.below, self.size, self.split = seed, first, below, size, split
         self.max_turns, self.halving, self.prompt = max_turns, halving, prompt
-        self.length = ENDLESS if count is None else count
+        self.length = length_of(first, count)
 
     def __len__(self) -> int:
         return self.length

@@ -9,7 +9,7 @@ from typing import Any
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.examples import Example, field_names, fill, hub_examples, read_examples, value_of
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
-from torchtune_ext.tasks.task import Problem, Score, score_of
+from torchtune_ext.tasks.task import Problem, Score, length_of, score_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,7 @@ class Questions:
         group_grader: str | GradeGroup | None,
         fields: Sequence[str] | None,
     ) -> None:
-        if first < 0 or (count is not None and count < 1):
-            raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
+        length = length_of(first, count)
         if "{question}" not in prompt:
             raise Mistake(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
         use_graders(self, grader, group_grader)
@@ -82,7 +81,7 @@ class Questions:
         # The ids of the problems begin with this name.
         self.name = prefix + (Path(where).stem if source.path else hub_name + source.split)
         examples = source.examples(fields)
-        chosen = list(islice(examples, first, None if count is None else first + count))
+        chosen = list(islice(examples, first, first + length))
         if not examples:
             kept = f" whose {source.keep[0]} contains {source.keep[1]!r}" if source.keep else ""
             raise Mistake(f"{where} holds no example{kept}")

@@ -22,9 +22,8 @@ from typing import Any
 
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.tasks.functions import Grade, use_graders
-from torchtune_ext.tasks.task import Graded, Problem, Score
+from torchtune_ext.tasks.task import Graded, Problem, Score, length_of
 
-ENDLESS = 2**31 - 1  # the length of the task without a count
 HELD_OUT = 8  # one question in 8 is held out
 SPLITS = ("train", "heldout")
 REWARDS = ("solved", "credit")
@@ -83,8 +82,6 @@ class ReasoningGym:
         reward: str = "solved",
         grader: str | Grade | None = None,
     ) -> None:
-        if first < 0 or (count is not None and count < 1):
-            raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
         for name, value, known in (("split", split, SPLITS), ("reward", reward, REWARDS)):
             if value not in known:
                 raise Mistake(f"{name}={value!r}: choose one of {', '.join(known)}")
@@ -93,7 +90,7 @@ class ReasoningGym:
         self.seed, self.first, self.split, self.prompt, self.system, self.reward = (
             seed, first, split, prompt, system, reward,
         )  # fmt: skip
-        self.length = ENDLESS if count is None else count
+        self.length = length_of(first, count)
         self.weights, self.options = _chosen(generators, graded=grader is not None)
         use_graders(self, grader, None)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torchtune_ext.run.errors import Mistake
 
 LARGEST = 1e30  # the largest reward, up or down: advantages are float32, and a sum of larger ones may not be one
+ENDLESS = 2**31 - 1  # the length of a task whose problems never end
 
 
 Message = dict[str, str]  # {"role", "content"}
@@ -38,6 +39,17 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward, for the log
     note: str = ""  # a remark for people, such as the output of a compiler; cut to 2,000 characters
     facts: Mapping[str, str] = field(default_factory=dict)  # words for the record, such as the machine that measured
+
+
+def length_of(first: int, count: int | None) -> int:
+    """Returns the length of a task of `count` problems, from number `first` on; None: they never end.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+    if first < 0 or (count is not None and count < 1):
+        raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
+    return ENDLESS if count is None else count
 
 
 def score_of(value: float | Score) -> Score:

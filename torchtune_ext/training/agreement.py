@@ -26,7 +26,7 @@ from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.training.buckets import AGE_0, bucket_means, buckets
-from torchtune_ext.training.distributed import gathered, rank
+from torchtune_ext.training.collectives import gathered, rank
 
 log = logging.getLogger(__name__)
 
@@ -90,17 +90,6 @@ class Mismatch:
 
 class Disagreement(Failure):
     """Trainer and sampler do not compute the same policy."""
-
-
-def mismatch(rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None = None) -> Mismatch:
-    """Compares the trainer's log-probs with those that the sampler reported. A collective.
-
-    Args:
-        rows: packed rows of this rank; they hold the sampler's log-probs.
-        logprobs: the trainer's log-probs of the labels of each row.
-        version: version of the trainer's policy, which gives the age of the tokens; None: every age is 0.
-    """
-    return _measured(*_differences(rows, logprobs, version))
 
 
 def _differences(rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None) -> tuple[Tensor, Tensor]:

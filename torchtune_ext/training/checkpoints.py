@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,7 +40,7 @@ from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.files import discard, make_empty, partial_of, put_in_place, rename_to_free
 from torchtune_ext.run.folder import Run, RunFolder, changes, checkpoint_folders, step_of
 from torchtune_ext.run.output import labelled, say
-from torchtune_ext.training.distributed import (
+from torchtune_ext.training.collectives import (
     FAILURES,
     describe,
     distributed,
@@ -56,7 +56,6 @@ from torchtune_ext.training.manifest import DamagedCheckpoint, Identity, Manifes
 log = logging.getLogger(__name__)
 # Frozen weights are not saved, because they can be read from model_dir.
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
-FORMAT = 1  # of recipe.json
 NAMED = 20  # indices of problems that one line names
 # Settings of a resumed run that say where it is and that it goes on. They are no news.
 NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run")
@@ -409,28 +408,10 @@ class RunState:
     # What the task has learned from outcomes, and which of its problems are passed over.
     task: dict[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the state as a JSON object, with the number of its format."""
-        return {"format": FORMAT, **asdict(self)}
-
     @classmethod
-    def from_json(cls, saved: dict[str, Any], path: Path) -> Self:
-        """Makes a state from what `to_json` returned.
-
-        Args:
-            saved: the JSON object.
-            path: the checkpoint, for the message.
-
-        Raises:
-            ValueError: another version of torchtune-ext wrote it, in another format.
-        """
-        if saved["format"] != FORMAT:
-            raise Mistake(
-                f"{path} cannot be resumed: its recipe.json has format {saved['format']}, this version reads {FORMAT}; it was "
-                "written by another version of torchtune-ext. Go on with that one, or begin a new run in another output_dir "
-                "(model_dir may be a checkpoint that is a whole model)"
-            )
-        return cls(**{each.name: saved[each.name] for each in fields(cls)})
+    def of(cls, recipe: Mapping[str, Any]) -> Self:
+        """Returns the state that is in the recipe.json of a checkpoint, beside what others have put there."""
+        return cls(**{each.name: recipe[each.name] for each in fields(cls)})
 
 
 def checkpoint_to_go_on_from(

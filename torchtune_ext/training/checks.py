@@ -18,53 +18,17 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.objective.loss import Needs, needs_of
 from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.errors import Mistake, blame
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.sampling.engine_args import CPU_BLOCK, engine_configs
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import ConversationTask, GradesItself, Problem, Task
-from torchtune_ext.training.distributed import rank
+from torchtune_ext.training.collectives import rank
 
 LOOKED_AT, LOOK_S = 64, 1.0  # prompts that are measured at most, and seconds that this takes at most
 # Two tokenizers that give this the same ids are taken to be the same.
 PROBE = "The 7 quick foxes: 12+34=46, isn't it?\n"
-
-
-def check_parts(
-    make_optimizer: Callable[..., Any],
-    loss: Any,
-    tasks: Mapping[str, Task | None],
-    tokenizer: ChatTokenizer,
-    source: HFModel,
-    model: nn.Module,
-    sampling: SamplingConfig,
-    engine: EngineConfig,
-    row_tokens: int,
-) -> None:
-    """Tries the parts of a run that trains by GRPO, each with the others that it has to fit.
-
-    Args:
-        make_optimizer: takes the parameters as `params`.
-        tasks: by the keys of their nodes, the one to train on first; the others are used as a whole.
-        source: the model directory; its weights are not looked at (`HFModel.require_fits`).
-        model: may lie on the meta device.
-
-    Raises:
-        ValueError: as the functions below say.
-    """
-    for i, (key, task) in enumerate(tasks.items()):
-        if task is not None:
-            check_task(task, key, ends=i > 0)
-    adapters = adapter_names(model)
-    trained = [param for name, param in model.named_parameters() if not adapters or name in adapters]
-    check_optimizer(make_optimizer, {param.ndim for param in trained})
-    check_loss(loss)
-    check_engine(source, engine, model)
-    require_rows(row_tokens, engine)
-    check_tokenizer(tokenizer, source, model.tok_embeddings.num_embeddings, sampling.stop_token_ids)
-    check_prompts(tasks, tokenizer, sampling, engine)
 
 
 def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> None:
@@ -152,7 +116,7 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
     """
     name = _name(task)
     for method, what, needed in (
-        ("__len__", "the number of its problems, or torchtune_ext.tasks.arithmetic.ENDLESS where they never end", True),
+        ("__len__", "the number of its problems, or torchtune_ext.tasks.task.ENDLESS where they never end", True),
         ("__getitem__", "the problem of an index", True),
         ("solution", "a text with reward 1.0 for a problem", solves),
     ):

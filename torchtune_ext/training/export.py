@@ -16,7 +16,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
 from torchtune_ext.run.errors import Failure, FileMistake
 from torchtune_ext.run.files import make_empty, partial_of, put_in_place
-from torchtune_ext.training.distributed import FAILURES, describe, rank, together, true_cause
+from torchtune_ext.training.collectives import FAILURES, describe, rank, together, true_cause
 from torchtune_ext.training.manifest import NAME as MANIFEST
 
 SHARD_BYTES = 4 << 30  # largest size of one safetensors file

@@ -305,12 +305,7 @@ class ScheduleConfig:
 
 
 def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total: int) -> LambdaLR:
-    """Makes a schedule over `total` updates: a linear warm-up, then the decay of `config`.
-
-    Raises:
-        ValueError: the warm-up is longer than the run.
-    """
-    config.require_fits(total)
+    """Makes a schedule over `total` updates: a linear warm-up, then the decay of `config`, which fits (`require_fits`)."""
     warmup = config.warmup
 
     def factor(update: int) -> float:

@@ -31,17 +31,13 @@ class Recipe(Protocol):
     def cleanup(self) -> None: ...  # must work however far `setup` came
 
 
-def _train(recipe: Recipe) -> None:
-    recipe.train()
-
-
-def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], None] = _train) -> None:
+def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], None] | None = None) -> None:
     """Makes a recipe from `cfg`, sets it up, does its work and cleans up.
 
     Args:
         make: the class of the recipe.
         cfg: its settings.
-        work: what to do after the set-up; by default `train`.
+        work: what to do with the recipe after the set-up; None: its `train`.
 
     However the run ends, its last words are what `recipe.stop.standing` says: where the run stands, what there is now, how
     to go on. They stand below an error that comes while it works.
@@ -58,7 +54,7 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
         try:
             recipe.setup()
             works = True
-            work(recipe)
+            recipe.train() if work is None else work(recipe)
             stop.status = 0
         except NothingToDo as notice:
             nothing, stop.status = str(notice), 0

@@ -12,7 +12,7 @@ import psutil
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import RUN_VARIABLE, SWEEP_VARIABLE, agents_run
-from torchtune_ext.training.distributed import from_main, gathered, rank
+from torchtune_ext.training.collectives import from_main, gathered, rank
 
 # A network file system may show a new file on other machines after a while. NFS keeps what it knows of a folder for 30 s and
 # more (acdirmin), but asks anew when the folder is opened, as it is here.

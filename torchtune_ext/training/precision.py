@@ -6,7 +6,7 @@ flow             trainer          engine
 "fp8_unified"    FP8 blocks       the same bytes     Jet-RL, arXiv 2601.14243: what samples is a part of what trains
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +16,6 @@ from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.kernels.fp8_quantize import BLOCK, dequantize, quantize_weight
-from torchtune_ext.packing import Row
 from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, fp8_hf_tensors, plan
@@ -26,8 +25,6 @@ from torchtune_ext.policy.lora import AdapterSpec, adapter_names
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.agreement import Agreement
-from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.settings import computes_in_bfloat16, release_memory
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -165,26 +162,6 @@ class Precision:
     def mixed(self) -> bool:
         """Whether the engine holds other values of the weights than the trainer computes with."""
         return self.dtype != self.engine_dtype or (self.sampler is not None and self.trainer is None)
-
-    def gate(
-        self, learner: Learner, rounding: Callable[[Sequence[Row]], float], limit: float | str, replay: bool
-    ) -> Agreement:
-        """Returns what compares trainer and sampler in a run of this precision.
-
-        Args:
-            rounding: how far the two sides may be apart on some rows without a fault (`trained.rounding`).
-            limit: `max_mismatch`.
-            replay: nothing is sampled.
-        """
-        return Agreement(
-            learner.logprobs,
-            learner.temperature,
-            limit,
-            rounding=rounding,
-            precision=self.coarsest_text,
-            replay=replay,
-            identity=not replay and not self.mixed,
-        )
 
     def as_sent(self, name: str, weight: Tensor) -> Tensor:
         """The values that the engine has of a weight, in float32. `name` is torchtune's."""

@@ -20,7 +20,7 @@ from torchtune_ext.sampling.weight_buffer import differences
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import Agreement, Applied, Disagreement, applied_share
-from torchtune_ext.training.distributed import gathered
+from torchtune_ext.training.collectives import gathered
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.settings import release_memory

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkpoint_runs import fork
 from tables import every_row
 
 from torchtune_ext.run.folder import RunFolder, read_record
@@ -199,31 +200,30 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
 
 # ---------------------------------------------------------------- killed while setting aside
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from torchtune_ext.run.folder import RunFolder
 
-folder, left, after = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "after"
-calls = 0
+def killed(folder, rename, when, errors):
+    """Begins a run in a process that is killed before or after its n-th renaming. Returns its status, as `os.waitpid` does."""
 
-def counted(function):
-    def call(*args, **kwargs):
-        global calls
-        calls += 1
-        if calls == left and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = function(*args, **kwargs)
-        if calls == left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    return call
+    def begin():
+        count = 0
 
-for owner in (os, Path):
-    for name in ("rename", "replace"):
-        setattr(owner, name, counted(getattr(owner, name)))
-RunFolder(folder).begin({"text": "two"}, resuming=False)
-"""
+        def counted(function):
+            def call(*args, **kwargs):
+                nonlocal count
+                count += 1
+                if count == rename and when == "before":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                result = function(*args, **kwargs)
+                if count == rename:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return result
+
+            return call
+
+        os.rename, os.replace = counted(os.rename), counted(os.replace)
+        RunFolder(folder).begin({"text": "two"}, resuming=False)
+
+    return os.waitpid(fork(begin, errors), 0)[1]
 
 
 @pytest.mark.parametrize("left", [LEFT, TRAINING], ids=["all", "training"])
@@ -234,9 +234,8 @@ def test_killed_at_every_rename(tmp_path, when, left):
         folder = tmp_path / str(k)
         first = leave_a_run(folder, left=left)
         kept = set(tree(folder)) - {"model/config.json", "wandb/run/x", "notes.txt"}
-        command = [sys.executable, "-c", KILLED, str(folder), str(k), when]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == (-signal.SIGKILL if k <= renames else 0), done.stderr  # so every rename was tried
+        status, errors = killed(folder, k, when, tmp_path / "errors"), tmp_path / "errors"
+        assert status == (signal.SIGKILL if k <= renames else 0), errors.read_text()  # so every rename was tried
         with RunFolder(folder) as owned:
             run = owned.begin({"text": "three"}, resuming=False)
         record = json.loads((folder / "old-1" / "run.json").read_text())
@@ -251,7 +250,7 @@ def test_killed_at_every_rename(tmp_path, when, left):
 def test_half_a_run_is_never_resumed(tmp_path):
     """The user asked for a fresh run before, so what that start did not finish is finished, not taken for this run's."""
     leave_a_run(tmp_path)
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "2", "after"], timeout=60)
+    killed(tmp_path, 2, "after", tmp_path / "errors")
     assert (tmp_path / "checkpoints").exists() and not (tmp_path / "run.json").exists()
     with RunFolder(tmp_path) as folder:
         assert folder.id is None and not (tmp_path / "checkpoints").exists()

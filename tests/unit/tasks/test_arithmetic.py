@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tables import every_row
 
 from torchtune_ext.settings.components import instantiate
-from torchtune_ext.tasks.arithmetic import ENDLESS, LEVELS, NEAR, Arithmetic, held_out, last_integer, steps
-from torchtune_ext.tasks.task import Problem
+from torchtune_ext.tasks.arithmetic import LEVELS, NEAR, Arithmetic, held_out, last_integer, steps
+from torchtune_ext.tasks.task import ENDLESS, Problem
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 TASK = Arithmetic()

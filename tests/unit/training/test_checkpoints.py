@@ -412,6 +412,6 @@ def test_schedule():
     assert rates[:3] == [1.0, 2.0, 2.0]
     assert rates[6] == pytest.approx(1.0) and optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
     with pytest.raises(ValueError, match="schedule.decay='step'"):
-        make_schedule(optimizer, ScheduleConfig("step", 0), 10)
+        ScheduleConfig("step", 0)
     with pytest.raises(ValueError, match="schedule.warmup=11"):
-        make_schedule(optimizer, ScheduleConfig("linear", 11), 10)
+        ScheduleConfig("linear", 11).require_fits(10)

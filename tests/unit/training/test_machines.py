@@ -17,15 +17,8 @@ from torchtune import training
 
 from torchtune_ext.policy.builder import _mesh
 from torchtune_ext.training import machines
-from torchtune_ext.training.distributed import (
-    Ranks,
-    RanksConfig,
-    close_ranks,
-    gathered,
-    init_ranks,
-    local_device,
-    reduce,
-)
+from torchtune_ext.training.collectives import gathered
+from torchtune_ext.training.distributed import Ranks, RanksConfig, close_ranks, init_ranks, local_device, reduce
 from torchtune_ext.training.watch import collectives_begun
 
 HOST = socket.gethostname()

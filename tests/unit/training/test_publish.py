@@ -22,7 +22,7 @@ from torchtune_ext.policy.streamed import streamed_logprobs  # noqa: E402
 from torchtune_ext.sampling.engine import Completion, EngineConfig, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.records import CanaryAnswer, PublishReport  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
-from torchtune_ext.training.agreement import Disagreement  # noqa: E402
+from torchtune_ext.training.agreement import Agreement, Disagreement  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
 from torchtune_ext.training.publish import Publisher  # noqa: E402
 from torchtune_ext.training.trained import AllWeights, rounding  # noqa: E402
@@ -88,7 +88,7 @@ def played(source):
             streamed_logprobs, make_model=partial(from_config, str(source.path)), device=device, temperature=1.0
         )
         noise = partial(rounding, AllWeights(), precision, policy.model, scored)
-        gate = precision.gate(learner, noise, limit, replay=False)
+        gate = Agreement(learner.logprobs, 1.0, limit, noise, precision.coarsest_text, identity=not precision.mixed)
         publisher = Publisher(engine, learner, AllWeights(), precision, source, gate, scored, PROMPTS, SAMPLING)
         return engine, policy.model, publisher
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
-from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.tasks.task import Problem, Score, length_of
 from torchtune_ext.tasks.temporal_clue.files import read_puzzles, write_jsonl
 from torchtune_ext.tasks.temporal_clue.puzzle import EDITION, Puzzle, make_puzzle
 from torchtune_ext.tasks.temporal_clue.size import Size, parse_size
 
-ENDLESS = 2**31 - 1  # the length of a generated task without a count
 ANSWER_LETTERS = {"published": r"A-Za-z \.:-", "exact": r"A-Za-z0-9 \.:-"}
 
 
@@ -50,8 +49,7 @@ class TemporalClue:
             raise Mistake(
                 f"grader={grader!r}: choose 'exact' or 'published', or name a function, grader: my_reward.f for my_reward.py"
             )
-        if first < 0 or (count is not None and count < 1):
-            raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
+        length = length_of(first, count)
         is_rule = isinstance(grader, str) and grader in ANSWER_LETTERS
         self.rule = grader if is_rule else "exact"
         use_graders(self, None if is_rule else grader, group_grader)
@@ -70,7 +68,7 @@ class TemporalClue:
             which = sha256(f"{EDITION} {seed} {self.size}".encode()).hexdigest()[:16]
             self.kept_in = Path(cache_dir) / f"clue-{seed}-{which}"
         self.prefix = f"clue-{seed}" if path is None else "clue-file"
-        self.length = (ENDLESS if count is None else count) if self.puzzles is None else len(self.puzzles)
+        self.length = length if self.puzzles is None else len(self.puzzles)
         if self.puzzles is not None and (not self.puzzles or len(self.puzzles) < (count or 0)):
             raise Mistake(f"path={path!r}: {len(self.puzzles)} puzzles from first={first} on, not count={count}")
 
