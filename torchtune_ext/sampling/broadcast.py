@@ -41,7 +41,7 @@ SHORTEST_S = 0.001  # gloo takes a timeout of 0 for none
 CHUNK_BYTES = 64 << 20  # of one broadcast by gloo; a larger tensor is a chunk of its own
 
 
-def facing(host: str, port: int) -> str:
+def own_address(host: str, port: int) -> str:
     """Returns the address of this machine from which packets to another one leave. Nothing is sent. Raises OSError."""
     (family, kind, protocol, _, target), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:
@@ -87,7 +87,7 @@ class GlooGroup:
             address, port, world_size, listener is not None, limit, wait_for_workers=False, **ours
         )
         options = dist.ProcessGroupGloo._Options()
-        here = address if listener is not None else facing(address, port)
+        here = address if listener is not None else own_address(address, port)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
         options._timeout = limit
         self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
@@ -128,13 +128,13 @@ def chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, 
         yield begin, end, dict(zip(MANIFEST, map(list, zip(*rows, strict=True)), strict=True))
 
 
-def address_facing(places: Sequence[tuple[str, int]]) -> str:
+def address_for(places: Sequence[tuple[str, int]]) -> str:
     """Returns the address of this machine that all servers are told: one that leads to it from elsewhere, if any of them is
     elsewhere. Args: places: host and port of each server. Raises Failure where one cannot be reached."""
     addresses = []
     for host, port in places:
         try:
-            addresses.append(facing(host, port))
+            addresses.append(own_address(host, port))
         except OSError as error:
             raise Failure(f"no way to {host}: {error}") from None
     return min(addresses, key=lambda address: ip_address(address).is_loopback)
@@ -229,7 +229,7 @@ def serve(end: socket.socket) -> None:
             try:
                 if method == "listen":
                     backend, places, *rest = arguments
-                    sender = SENDERS[backend](address_facing(places), *rest)
+                    sender = SENDERS[backend](address_for(places), *rest)
                     answer = ("value", sender.init)
                 else:
                     answer = ("value", getattr(sender, method)(*arguments))

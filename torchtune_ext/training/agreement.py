@@ -68,24 +68,20 @@ class Mismatch:
     mean_abs: float  # mean |d|
     p99_abs: float  # 99th percentile of |d|
     max_abs: float  # largest |d|
-    mean: float  # mean d; a value far from 0 means that one side renormalizes
-    k1: float  # mean of -d, an estimate of KL(sampler || trainer) that may be negative
+    mean: float  # mean d; far from 0 one side renormalizes. -mean is k1, an estimate of KL(sampler || trainer)
     k3: float  # mean of exp(d) - 1 - d, an estimate of KL(sampler || trainer) that is never negative
     ess: float  # effective sample size of the weights w = exp(d) as a share of the tokens: (sum w)^2 / (n sum w^2)
     by_bucket: dict[str, float]  # mean |d| by place in the completion and by age, as in `bucket_means`
     tokens: int  # number of tokens compared
     error: float  # standard error of the mean |d|, as of independent tokens
 
-    @property
-    def first_abs(self) -> float:
-        """Returns the mean |d| over the first tokens of the completions."""
-        return self.by_bucket.get("at_0", 0.0)
-
     def metrics(self, prefix: str) -> dict[str, float]:
         """Returns the measures by their names in the log, which begin with `prefix`."""
-        names = ("mean_abs", "p99_abs", "max_abs", "k1", "k3", "ess")
-        buckets = {f"{prefix}/mean_abs_{bucket}": value for bucket, value in self.by_bucket.items()}
-        return {f"{prefix}/{name}": getattr(self, name) for name in names} | buckets
+        values = {"k1": -self.mean} | {
+            name: getattr(self, name) for name in ("mean_abs", "p99_abs", "max_abs", "k3", "ess")
+        }
+        values |= {f"mean_abs_{bucket}": value for bucket, value in self.by_bucket.items()}
+        return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
 class Disagreement(Failure):
@@ -104,7 +100,7 @@ def _differences(rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version
 
 def _measured(d: Tensor, where: Tensor) -> Mismatch:
     if not d.numel():
-        return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, {}, 0, 0.0)
+        return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, {}, 0, 0.0)
     size = d.abs()
     # Subtracting the maximum avoids an overflow. `ess` does not change when all weights are scaled.
     weights = (d - d.max()).exp()
@@ -113,7 +109,6 @@ def _measured(d: Tensor, where: Tensor) -> Mismatch:
         p99_abs=size.kthvalue(max(1, round(0.99 * d.numel()))).values.item(),
         max_abs=size.max().item(),
         mean=d.mean().item(),
-        k1=-d.mean().item(),
         k3=kl_k3(torch.zeros_like(d), d).mean().item(),
         ess=(weights.sum().square() / (d.numel() * weights.square().sum())).item(),
         by_bucket=bucket_means(size, where),
@@ -364,7 +359,7 @@ def diagnose(
             "top-p / top-k: the sampler's log-probs are higher than the trainer's on nearly every token, as after "
             f"renormalizing over a part of the vocabulary. {SAMPLER_ADVICE}"
         )
-    if current.first_abs > 5 * current.mean_abs:
+    if current.by_bucket.get("at_0", 0.0) > 5 * current.mean_abs:
         return (
             "prompt or chat template: the first tokens of the completions disagree far more than the rest, so the "
             "engine saw other prompt ids than the trainer (template, added BOS, re-tokenized text)"

@@ -201,23 +201,25 @@ class Checkpoints:
         """
         final = self.folder / f"step_{step:06d}"
         partial = partial_of(final)
+        content = json.dumps({"step": step, "accuracy": accuracy, **recipe})
+
+        def begin() -> None:
+            make_empty(partial)
+            (partial / "recipe.json").write_text(content)
+
         if self._main:
             self._prune()  # a lower `keep_last` makes room on a disk that was full
         advice = "Free space there, then resume with resume_from_checkpoint=True; the last whole checkpoint: {}"
         with written_aside(final, lambda: advice.format(self.latest())):
-            together(lambda: make_empty(partial) if self._main else None)
+            from_main(begin)
             together(lambda: export(partial if self._main else None))
             state = together(lambda: _state(model, optimizer, self._config.save_optimizer))
             together(lambda: _save_state(partial / "state", state))
-            content = json.dumps({"step": step, "accuracy": accuracy, **recipe})
-            together(lambda: (partial / "recipe.json").write_text(content) if self._main else None)
             began = time.perf_counter()
             mine = together(lambda: entries_of(partial, rank()))
             seconds = max(gathered(time.perf_counter() - began))
             files = {name: entry for entries in gathered(mine) for name, entry in entries.items()}
-            together(
-                lambda: self._complete(final, Manifest(step, accuracy, self._identity, files)) if self._main else None
-            )
+            from_main(lambda: self._complete(final, Manifest(step, accuracy, self._identity, files)))
         if self._main:
             self._prune()
         return seconds

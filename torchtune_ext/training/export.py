@@ -16,7 +16,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
 from torchtune_ext.run.errors import Failure, FileMistake
 from torchtune_ext.run.files import make_empty, partial_of, put_in_place
-from torchtune_ext.training.collectives import FAILURES, describe, rank, together, true_cause
+from torchtune_ext.training.collectives import FAILURES, describe, from_main, rank, together, true_cause
 from torchtune_ext.training.manifest import NAME as MANIFEST
 
 SHARD_BYTES = 4 << 30  # largest size of one safetensors file
@@ -65,9 +65,9 @@ def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dty
     """
     with written_aside(folder, lambda: "Free space there, or choose another output_dir"):
         partial = partial_of(folder)
-        together(lambda: make_empty(partial) if is_main else None)
+        from_main(lambda: make_empty(partial))
         together(lambda: export_model(partial if is_main else None, model, source, dtype))
-        together(lambda: put_in_place(folder) if is_main else None)
+        from_main(lambda: put_in_place(folder))
     return folder
 
 

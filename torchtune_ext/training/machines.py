@@ -12,6 +12,7 @@ import psutil
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import RUN_VARIABLE, SWEEP_VARIABLE, agents_run
+from torchtune_ext.sampling.broadcast import own_address
 from torchtune_ext.training.collectives import from_main, gathered, rank
 
 # A network file system may show a new file on other machines after a while. NFS keeps what it knows of a folder for 30 s and
@@ -44,17 +45,11 @@ def choose_interface() -> None:
 def interface_to(host: str) -> str | None:
     """Returns the network interface by which this machine reaches another one, or None if that is the loopback or unknown."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            # For a datagram socket this only looks at the routes.
-            probe.connect(address)
-            own = probe.getsockname()[0]
+        own = own_address(host, 9)
     except OSError:
         return None
-    for name, addresses in psutil.net_if_addrs().items():
-        if own in {each.address for each in addresses}:
-            return None if name == "lo" else name
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, each in interfaces if name != "lo" and own in {at.address for at in each}), None)
 
 
 def hosts_of_ranks() -> tuple[str, ...]:

@@ -103,16 +103,11 @@ class Manifest:
         Files that others have put into the folder (a file manager's `.DS_Store`, notes) are not looked at: nothing reads them.
         """
         for name in sorted(self.files):
-            path = folder / name
-            if path.is_dir() or not os.path.lexists(path):
+            path, size = folder / name, self.files[name][0]
+            if not path.is_file():
                 return f"{name} is missing"
-            try:
-                size = path.stat().st_size
-            except OSError as error:
-                # The file may be a link that leads nowhere.
-                return f"{name} cannot be read ({error})"
-            if size != self.files[name][0]:
-                return f"{name} has {size:,} bytes instead of {self.files[name][0]:,}"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
         return None
 
     def wrong_with_bytes(self, folder: Path, share: int = 0, shares: int = 1) -> str | None:

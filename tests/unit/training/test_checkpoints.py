@@ -366,8 +366,6 @@ def test_another_optimizer_is_named(tmp_path, source, trained):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"every": 0}, "checkpoints.every=0"),
-        ({"keep_last": 0}, "checkpoints.keep_last=0"),
         ({"stop_grace_s": -1.0}, "checkpoints.stop_grace_s=-1.0"),
         ({"stop_grace_s": float("nan")}, "checkpoints.stop_grace_s=nan"),
     ],

@@ -230,11 +230,6 @@ def test_ranks_that_cannot_be_grouped_are_refused_before_they_join(within, ranks
     assert str(error.value).startswith(fix)
 
 
-def test_a_group_of_no_ranks_is_refused():
-    with pytest.raises(ValueError, match="ranks.shard_within=0 must be at least 1"):
-        RanksConfig(shard_within=0)
-
-
 def test_a_copy_is_cut_for_its_own_ranks():
     assert (
         Ranks(0, 16, torch.device("cpu"), shard_within=8).shards == 8 and Ranks(0, 16, torch.device("cpu")).shards == 16
