@@ -241,7 +241,7 @@ class WarmupRecipe:
 
     def save(self) -> Path:
         folder = Path(self.cfg.output_dir) / "model"
-        return save_model(folder, self.policy.model, self.source, self.dtype, self.ranks.is_main)
+        return save_model(folder, self.policy.model, self.source, self.dtype)
 
     def standing(self) -> str:
         if self.saved is not None:

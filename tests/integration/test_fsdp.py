@@ -315,7 +315,7 @@ class Run:
         return {"sent": {n: t.clone() for n, t in sent.items()}, "mine": mine}
 
     def save(self):
-        def export(place, checksums=None):
+        def export(place):
             for _ in merged_hf_tensors(self.policy.model, source, torch.float32):
                 pass
 

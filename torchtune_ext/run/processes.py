@@ -45,15 +45,14 @@ _REMOVALS = 20  # attempts to remove a folder into which something that was kill
 class Processes:
     """Calls a pickled object in `count` processes, each call within its own deadline.
 
-    The processes start at once, import what the object needs and no more, and end with this process or with `close`.
+    The processes start at once, import what the object needs and no more, and end with this process or with `close`. Each has a
+    folder for temporary files (its TMPDIR), which goes when the process ends, however it ends, and when the trainer is killed.
 
     Args:
         target: the object, pickled by cloudpickle, so that its class may be defined in the user's copied recipe (`__main__`).
         count: number of processes.
         name: what they do, for messages and for the name of the thread that serves them: "grading".
         subject: what they are started with, for messages: "task".
-        folder: where each process gets a folder for temporary files (its TMPDIR), which goes when the process ends, however
-            it ends. None: in one that goes with this object, and when the trainer is killed.
         variables: further variables of the environment of the processes.
         output: file that takes what the processes print, behind what is in it. None: they print where this one does.
 
@@ -67,12 +66,11 @@ class Processes:
         count: int,
         name: str,
         subject: str,
-        folder: Path | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
         output: Path | None = None,
     ) -> None:
         self._name, self._subject = name, subject
-        self._count, self._folder, self._output = count, folder, output
+        self._count, self._output = count, output
         self._hello, self._variables = pickle.dumps((list(sys.path), target)), dict(variables)
         self._lock = threading.Lock()  # guards `_queue` and `_ended`
         self._queue: deque[_Item] = deque()
@@ -157,9 +155,8 @@ class Processes:
             try:
                 # The kernel kills the processes when the trainer is killed, but not what they have started.
                 self._janitor = Janitor()
-                if self._folder is None:
-                    self._folder = Path(self._janitor.folder)
-                    self._folder.chmod(0o711)  # as the folders in it
+                self.folder = Path(self._janitor.folder)  # those of the processes are in it
+                self.folder.chmod(0o711)  # as they are
                 self._workers += [self._start() for _ in range(self._count)]
                 self._janitor.guard([worker.process.pid for worker in self._workers])
             except Exception as error:
@@ -191,7 +188,7 @@ class Processes:
                 self._janitor.close()
 
     def _start(self) -> "_Worker":
-        return _Worker(self._hello, self._folder, self._variables, self._output)
+        return _Worker(self._hello, self.folder, self._variables, self._output)
 
     def _assign(self) -> None:
         """Gives calls of the queue to processes that are free."""

@@ -55,7 +55,7 @@ def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
         raise Failure(text) from error
 
 
-def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype, is_main: bool) -> Path:
+def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Path:
     """Writes a model directory and returns its path. A collective.
 
     An earlier directory is replaced only when the new one is complete.
@@ -66,7 +66,7 @@ def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dty
     with written_aside(folder, lambda: "Free space there, or choose another output_dir"):
         partial = partial_of(folder)
         from_main(lambda: make_empty(partial))
-        together(lambda: export_model(partial if is_main else None, model, source, dtype))
+        together(lambda: export_model(partial if rank() == 0 else None, model, source, dtype))
         from_main(lambda: put_in_place(folder))
     return folder
 

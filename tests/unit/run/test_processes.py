@@ -65,11 +65,11 @@ class Unreadable:
 
 
 @pytest.fixture
-def processes(tmp_path):
-    made = Processes(cloudpickle.dumps(Target()), 1, "testing", "target", tmp_path)
+def processes():
+    made = Processes(cloudpickle.dumps(Target()), 1, "testing", "target")
     yield made
     made.close(RuntimeError("closed"))
-    assert os.listdir(tmp_path) == []
+    assert not made.folder.exists()
 
 
 def answer(processes, *arguments, timeout_s=20.0, **more):
@@ -105,13 +105,13 @@ def test_an_error_over_a_failure_reaches_who_waits(processes):
     assert answer(processes, "same", 5) == 5
 
 
-def test_folders_go_with_their_process_however_it_ends(processes, tmp_path):
+def test_folders_go_with_their_process_however_it_ends(processes):
     first = answer(processes, "folder")
-    assert first.exists() and first.parent.parent == tmp_path and first.parent.stat().st_mode & 0o777 == 0o711
+    assert first.exists() and first.parent.parent == processes.folder and first.parent.stat().st_mode & 0o777 == 0o711
     os.kill(processes.pids()[0], signal.SIGKILL)
     time.sleep(0.2)  # until it is gone: what it is given before that, it takes along
     second = answer(processes, "folder")
-    assert second.exists() and not first.parent.exists() and len(os.listdir(tmp_path)) == 1
+    assert second.exists() and not first.parent.exists() and len(os.listdir(processes.folder)) == 1
 
 
 def test_a_quiet_end_lets_processes_clean_up(tmp_path):
@@ -124,14 +124,13 @@ def test_a_quiet_end_lets_processes_clean_up(tmp_path):
         processes.submit(("same", 1), 1.0, print)
 
 
-def test_the_end_does_not_wait_for_a_call_that_hangs(tmp_path):
-    processes = Processes(cloudpickle.dumps(Target()), 1, "testing", "target", tmp_path)
+def test_the_end_does_not_wait_for_a_call_that_hangs(processes):
     child = answer(processes, "starts_a_child")
     hanging = processes.submit(("sleeps", 600), 600.0, print)
     time.sleep(0.1)
     begin = time.monotonic()
     processes.close(RuntimeError("closed"), grace_s=0.5)
-    assert 0.4 < time.monotonic() - begin < 10 and os.listdir(tmp_path) == []
+    assert 0.4 < time.monotonic() - begin < 10 and not processes.folder.exists()
     with pytest.raises(RuntimeError, match="closed"):
         hanging.result(1)
     time.sleep(0.1)

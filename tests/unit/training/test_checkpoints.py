@@ -108,7 +108,7 @@ def test_a_model_made_of_a_checkpoint_has_nothing_of_its_run(tmp_path, source, t
     checkpoints = checkpoints_in(tmp_path / "c")
     trained.save(checkpoints, 1)
     from_checkpoint = HFModel(checkpoints.latest())
-    folder = save_model(tmp_path / "again", trained.model, from_checkpoint, torch.float32, is_main=True)
+    folder = save_model(tmp_path / "again", trained.model, from_checkpoint, torch.float32)
     assert "config.json" in names(folder) and not {"manifest.json", "recipe.json", "state"} & set(names(folder))
 
 
@@ -322,7 +322,7 @@ def test_files_follow_the_umask(tmp_path, trained):
             trained.save(checkpoints, 1)
             (tmp_path / f"{umask}" / "adapter").mkdir()
             export.export_adapter(tmp_path / f"{umask}" / "adapter", trained.model, trained.source, adapter)
-            save_model(tmp_path / f"{umask}" / "model", trained.model, trained.source, torch.float32, is_main=True)
+            save_model(tmp_path / f"{umask}" / "model", trained.model, trained.source, torch.float32)
         finally:
             os.umask(before)
         paths = list((tmp_path / f"{umask}").rglob("*"))
@@ -332,7 +332,7 @@ def test_files_follow_the_umask(tmp_path, trained):
 
 
 def test_a_model_is_replaced_only_by_a_whole_one(tmp_path, source, trained, monkeypatch):
-    folder = save_model(tmp_path / "out" / "model", trained.model, source, torch.float32, is_main=True)
+    folder = save_model(tmp_path / "out" / "model", trained.model, source, torch.float32)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     trained.train(1, seed=3)
     for raises, expected in ((raise_disk_full, OSError), (raise_interrupt, KeyboardInterrupt)):
@@ -342,10 +342,10 @@ def test_a_model_is_replaced_only_by_a_whole_one(tmp_path, source, trained, monk
                 with pytest.raises(
                     expected, match=None if expected is KeyboardInterrupt else "not saved: .*No space left"
                 ):
-                    save_model(folder, trained.model, source, torch.float32, is_main=True)
+                    save_model(folder, trained.model, source, torch.float32)
             assert names(tmp_path / "out") == ["model"]
             assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    save_model(folder, trained.model, source, torch.float32, is_main=True)
+    save_model(folder, trained.model, source, torch.float32)
     assert names(tmp_path / "out") == ["model"]
     assert all(
         torch.equal(a, b) for a, b in zip(trained.model.parameters(), build(HFModel(folder)).parameters(), strict=True)
