@@ -148,8 +148,8 @@ class Parts:
             taken = [*training_gpus(), *self.precision.engine.device_names]
             # Where trainer and engine share a GPU, a teacher whose cache is bounded may be the third.
             shares = engine.devices is None and self.precision.engine.devices is None and engine.kv_cache_bytes
-            alone = engine.device_names and not any(same_gpu(a, b) for a in engine.device_names for b in taken)
-            if not shares and not alone:
+            apart = engine.device_names and not any(same_gpu(a, b) for a in engine.device_names for b in taken)
+            if not shares and not apart:
                 raise Mistake(
                     f"teacher.engine.devices={engine.devices!r}: a teacher needs a GPU that neither trains nor samples (taken: "
                     f"{', '.join(taken)}); name one, or let all share one by engine.devices=null with "

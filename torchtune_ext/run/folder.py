@@ -380,8 +380,8 @@ def agents_run() -> str | None:
         return None
     if not _ID.fullmatch(run):
         raise Mistake(
-            f"{RUN_VARIABLE}={run} names the folder of this run of a sweep, so it may have letters, digits, '-', '_' and '.' "
-            f"alone and begins with a letter or a digit; without {SWEEP_VARIABLE} it names no folder"
+            f"{RUN_VARIABLE}={run} names the folder of this run of a sweep, so it may have only letters, digits, '-', '_' and "
+            f"'.' and begins with a letter or a digit; without {SWEEP_VARIABLE} it names no folder"
         )
     return run
 

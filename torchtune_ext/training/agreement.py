@@ -255,7 +255,7 @@ class Agreement:
         if not judged and not (self._auto and current.tokens) and not self._warned:
             self._warned = True
             log.warning(
-                "%s: %s sampled tokens are of the present version %s, so the canary alone proves that trainer and engine "
+                "%s: %s sampled tokens are of the present version %s, so only the canary proves that trainer and engine "
                 "agree; this is not said again in later steps",
                 when,
                 current.tokens or "no",

@@ -134,7 +134,7 @@ def test_a_batch_without_a_token_of_the_present_version_is_said_once(caplog):
         found = gate.require([row], said, f"step {step}", version=step - 1)
         assert found.mean_abs == pytest.approx(0.3, abs=1e-6)
     (warning,) = caplog.messages
-    assert warning.startswith("step 5: no sampled tokens are of the present version 4, so the canary alone")
+    assert warning.startswith("step 5: no sampled tokens are of the present version 4, so only the canary")
 
 
 def test_where_there_is_no_canary_nothing_is_said_of_one(caplog):
@@ -160,7 +160,7 @@ def test_few_tokens_of_the_present_version_do_not_end_a_run(count, caplog):
     gate, row = Agreement(lambda rows, t: said, 1.0, 0.05), replace(row, versions_L=versions)
     if count < TOO_FEW:
         gate.require([row], said, "step 5", version=4)
-        assert f"{count} sampled tokens are of the present version 4, so the canary alone" in caplog.text
+        assert f"{count} sampled tokens are of the present version 4, so only the canary" in caplog.text
     else:
         with pytest.raises(Disagreement, match=f"on {count} sampled tokens"):
             gate.require([row], said, "step 5", version=4)
