@@ -197,7 +197,7 @@ def shown() -> Iterator[None]:
 
 
 def _say(error: Exception, status: int, who: str) -> None:
-    if traceback_wanted():
+    if os.environ.get(WITH_TRACEBACK) not in (None, "", "0"):
         traceback.print_exception(error)
     else:
         # The last message of an engine may have many lines, and all of them count.
@@ -207,11 +207,6 @@ def _say(error: Exception, status: int, who: str) -> None:
         label = styled("error:", RED, sys.stderr)
         print("\n".join([f"{label} {who}{text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     sys.stderr.flush()
-
-
-def traceback_wanted() -> bool:
-    """Tells whether the user has asked to see tracebacks of mistakes."""
-    return os.environ.get(WITH_TRACEBACK) not in (None, "", "0")
 
 
 def message(error: BaseException) -> str:

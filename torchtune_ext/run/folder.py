@@ -404,6 +404,7 @@ def origin() -> dict[str, Any]:
     versions: of Python and of PACKAGES, as far as they are installed
     """
     words = started_with()
+    known = {recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))}
     try:
         config = config_file(words)
     except ValueError:
@@ -413,7 +414,7 @@ def origin() -> dict[str, Any]:
         "command": shlex.join(words),
         "config": None if config is None else str(config),
         "overrides": [word for word in words if _OVERRIDE.match(word)],
-        "recipe": {"name": recipe_name(words), "file": recipe_file()},
+        "recipe": {"name": next((word for word in words if word in known), None), "file": recipe_file()},
         "folder": os.getcwd(),
         "commit": commit(Path.cwd()),
         "versions": versions(),
@@ -449,12 +450,6 @@ def config_file(words: list[str]) -> Path | None:
         if word == "--config" and words[i + 1 :]:
             return Path(config_path(words[i + 1]))
     return None
-
-
-def recipe_name(words: list[str]) -> str | None:
-    """Returns the first word that is a name by which `tune` knows one of our recipes."""
-    known = {recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))}
-    return next((word for word in words if word in known), None)
 
 
 def recipe_file() -> str | None:

@@ -118,14 +118,17 @@ class Judge:
         """
         verdict = Verdict()
         for rank, heard in self._ranks.items():
-            beat = beats.get(rank)
-            if rank == self.rank or (beat is not None and (heard.beat is None or beat.count != heard.beat.count)):
+            beat, before = beats.get(rank), heard.beat
+            if rank == self.rank or (beat is not None and (before is None or beat.count != before.count)):
                 if heard.reported and self._speaks():
                     verdict.notes.append((logging.WARNING, f"rank {rank} is back after {heard.silent:.0f} s"))
                 heard.silent = heard.reported = 0.0
             else:
                 heard.silent += seconds
-            self._count_wait(heard, beat, beats, seconds)
+            # It waits in a collective that another rank has not begun.
+            ahead = beat is not None and any(beat.collectives > other.collectives for other in beats.values())
+            stands = ahead and before is not None and before.collectives == beat.collectives
+            heard.waits = heard.waits + seconds if stands else 0.0
             heard.beat = beat
         verdict.speaker = self._speaks()
         self._judge_silence(verdict)
@@ -135,13 +138,8 @@ class Judge:
 
     def all_doing(self) -> str:
         """Returns a text with what every rank did last, for messages."""
-        return "; ".join(f"rank {rank}: {_doing(heard.beat)}" for rank, heard in self._ranks.items())
-
-    def _count_wait(self, heard: _Heard, beat: Beat | None, beats: Mapping[int, Beat], seconds: float) -> None:
-        """Counts the time that a rank waits in a collective that another rank has not begun."""
-        ahead = beat is not None and any(beat.collectives > other.collectives for other in beats.values())
-        stands = ahead and heard.beat is not None and heard.beat.collectives == beat.collectives
-        heard.waits = heard.waits + seconds if stands else 0.0
+        beats = {rank: heard.beat for rank, heard in self._ranks.items()}
+        return "; ".join(f"rank {rank}: {beat.doing() if beat else 'never heard of'}" for rank, beat in beats.items())
 
     def _speaks(self) -> bool:
         """Tells whether this is the lowest rank that is alive, so that only one rank speaks."""
@@ -179,7 +177,9 @@ class Judge:
             return
         most = max(heard.beat.collectives for heard in waiting.values())
         behind = {rank: h.beat for rank, h in self._ranks.items() if h.beat is not None and h.beat.collectives < most}
-        who = f"{_name(waiting)} in a collective for {longest:.0f} s ({next(iter(waiting.values())).beat.doing()})"
+        names = ", ".join(map(str, waiting))
+        name = f"rank {names} waits" if len(waiting) == 1 else f"ranks {names} wait"
+        who = f"{name} in a collective for {longest:.0f} s ({next(iter(waiting.values())).beat.doing()})"
         whom = "; ".join(f"rank {rank} ({beat.host}, pid {beat.pid}): {beat.doing()}" for rank, beat in behind.items())
         if longest >= limits.wait_s:
             verdict.speaker = self.rank == min(waiting)
@@ -196,15 +196,6 @@ class Judge:
             if self.rank == min(waiting):
                 text = f"{who}, alive but not there yet is {whom}; the run ends after {limits.wait_s:g} s of waiting"
                 verdict.notes.append((level, text))
-
-
-def _doing(beat: Beat | None) -> str:
-    return "never heard of" if beat is None else beat.doing()
-
-
-def _name(ranks: Mapping[int, object]) -> str:
-    names = ", ".join(map(str, ranks))
-    return f"rank {names} waits" if len(ranks) == 1 else f"ranks {names} wait"
 
 
 def _silence(rank: int, heard: _Heard) -> str:
@@ -378,11 +369,8 @@ def main_place() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame is not None:
         path = frame.f_code.co_filename
-        if f"{os.sep}torchtune_ext{os.sep}" in path or not _of_library(path):
+        library = path.startswith((_STANDARD_LIBRARY, "<")) or "-packages" + os.sep in path
+        if f"{os.sep}torchtune_ext{os.sep}" in path or not library:
             return f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
-
-
-def _of_library(path: str) -> bool:
-    return path.startswith((_STANDARD_LIBRARY, "<")) or "-packages" + os.sep in path
