@@ -29,7 +29,7 @@ FIRST, SECOND = f"rank 0 on {HOST} (torchrun 0)", f"ranks 1, 2 on {HOST} (torchr
 def across(tmp_path, monkeypatch):
     """Runs an action on three ranks, one on the first machine and two on the second, each machine in a folder of its own.
 
-    Returns what the action returned on each rank, or the text of the ValueError that it raised.
+    Returns what the action returned on each rank.
     """
     monkeypatch.setattr(machines, "SEEN_S", 0.5)
     for machine in (0, 1):
@@ -46,67 +46,64 @@ def across(tmp_path, monkeypatch):
                 RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK=str(machine)
             )
             os.environ.pop("TORCHELASTIC_RUN_ID", None)
-            try:
-                found = action()
-                close_ranks()
-            except ValueError as error:
-                found = f"error: {error}"
-            (tmp_path / f"said{rank}").write_text(json.dumps(found))
+            (tmp_path / f"returned{rank}").write_text(json.dumps(action()))
+            close_ranks()
 
         children = [fork(lambda r=r, m=m: child(r, m), tmp_path / f"failed{r}") for r, m in enumerate((0, 1, 1))]
         ended = [os.waitpid(pid, 0)[1] for pid in children]
         failed = [path.read_text() for path in tmp_path.glob("failed*")]
         assert not any(ended), "\n".join(failed)
-        return [json.loads((tmp_path / f"said{rank}").read_text()) for rank in range(3)]
+        return [json.loads((tmp_path / f"returned{rank}").read_text()) for rank in range(3)]
 
     return run
-
-
-def joins(output_dir, model_dir=None):
-    def action():
-        return init_ranks("cpu", output_dir=output_dir, model_dir=model_dir).hosts
-
-    return action
 
 
 def test_a_folder_that_all_machines_share_is_left_as_it_was(across, tmp_path):
     (tmp_path / "shared").mkdir()
     hosts = [f"{HOST} (torchrun 0)", f"{HOST} (torchrun 1)", f"{HOST} (torchrun 1)"]
-    assert across(joins(str(tmp_path / "shared" / "runs" / "a"))) == [hosts] * 3
+    output_dir = str(tmp_path / "shared" / "runs" / "a")
+    assert across(lambda: init_ranks("cpu", output_dir=output_dir).hosts) == [hosts] * 3
     assert not list((tmp_path / "shared").iterdir()), "no mark, and no folder of a run that has not begun"
 
 
-def test_a_folder_that_the_second_machine_does_not_see_is_said_on_every_rank(across, tmp_path):
-    said = across(joins("runs/a"))  # relative, and each machine is in a folder of its own
-    assert len(set(said)) == 1
-    there = (tmp_path / "m0").resolve()
-    assert said[0].startswith(f"error: output_dir=runs/a: {SECOND} cannot see what {FIRST} writes there ({there})")
-    assert "docs/several_machines.md" in said[0]
-    assert not [path for machine in (0, 1) for path in (tmp_path / f"m{machine}").iterdir()]
-
-
-def test_a_folder_that_nobody_can_make_is_said_on_every_rank(across, tmp_path):
+def test_folders_and_weights_that_not_all_machines_have_are_named_on_every_rank(across, tmp_path):
     (tmp_path / "file").touch()
-    said = across(joins(str(tmp_path / "file" / "a")))
-    assert len(set(said)) == 1 and "cannot be made or written: Not a directory" in said[0]
-
-
-def test_weights_that_one_machine_lacks_or_has_in_another_state_are_refused(across, tmp_path):
-    make_source(tmp_path / "m0" / "model")
+    for machine, model, seed in (
+        ("m0", "model", 1), ("m0", "another", 1), ("m1", "another", 2), ("m0", "copy", 1), ("m1", "copy", 1),
+    ):  # fmt: skip
+        make_source(tmp_path / machine / model, seed)
     shared = str(tmp_path / "run")
-    said = across(joins(shared, "model"))
-    assert len(set(said)) == 1 and said[0].startswith(f"error: model_dir='model' is not there for {SECOND}: ")
-    make_source(tmp_path / "m1" / "model", seed=2)
-    said = across(joins(shared, "model"))
-    assert len(set(said)) == 1 and said[0].startswith(
-        f"error: model_dir='model' is another model for {SECOND} (26 tensors"
-    )
-    make_source(tmp_path / "m1" / "model")
-    assert len(across(joins(shared, "model"))[0]) == 3, "copies of one model are as good as a shared folder"
+    rows = {
+        "unseen": ("runs/a", None),  # relative, and each machine is in a folder of its own
+        "unmade": (str(tmp_path / "file" / "a"), None),
+        "absent": (shared, "model"),
+        "another": (shared, "another"),
+        "copy": (shared, "copy"),
+        "nowhere": (shared, "no/such/model"),  # which is left to the checks that know more
+    }
 
+    def action():
+        hosts, messages = init_ranks("cpu").hosts, {}
+        for name, (output_dir, model_dir) in rows.items():
+            try:
+                machines.require_shared(hosts, output_dir, model_dir)
+            except ValueError as error:
+                messages[name] = str(error)
+        return messages
 
-def test_what_is_nowhere_is_left_to_the_checks_that_know_more(across, tmp_path):
-    assert len(across(joins(str(tmp_path / "run"), "no/such/model"))[0]) == 3
+    messages, *others = across(action)
+    assert others == [messages] * 2 and messages.keys() == {"unseen", "unmade", "absent", "another"}
+    there = (tmp_path / "m0").resolve()
+    assert messages["unseen"].startswith(f"output_dir=runs/a: {SECOND} cannot see what {FIRST} writes there ({there})")
+    assert "docs/several_machines.md" in messages["unseen"]
+    assert "cannot be made or written: Not a directory" in messages["unmade"]
+    assert messages["absent"].startswith(f"model_dir='model' is not there for {SECOND}: ")
+    assert messages["another"].startswith(f"model_dir='another' is another model for {SECOND} (26 tensors")
+    assert {path.name for machine in (0, 1) for path in (tmp_path / f"m{machine}").iterdir()} == {
+        "model",
+        "another",
+        "copy",
+    }
 
 
 def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatch, tmp_path):
@@ -168,7 +165,7 @@ def test_a_group_without_its_backend_does_not_cost_the_beat(monkeypatch):
     assert collectives_begun() == 14
 
 
-def test_while_rank_0_does_something_alone_the_others_sleep(across, tmp_path):
+def test_while_only_rank_0_does_something_the_others_sleep(across, tmp_path):
     done = tmp_path / "done"
 
     def action():
@@ -182,22 +179,17 @@ def test_while_rank_0_does_something_alone_the_others_sleep(across, tmp_path):
             return 1.5
 
         busy = time.process_time()
-        found = ranks.from_main("wait for the engine", make)
-        return [found, done.exists(), time.process_time() - busy < 0.5, ranks.watch._phase]
+        value = ranks.from_main("wait for the engine", make)
+        slept = time.process_time() - busy < 0.5
 
-    assert across(action) == [[1.5, True, True, ""]] * 3
-
-
-def test_what_rank_0_says_no_to_is_said_on_every_rank(across):
-    def action():
-        ranks = init_ranks("cpu")
-
-        def make():
+        def refuse():
             raise ValueError("the server holds another model")
 
-        return ranks.from_main("wait for the engine", make)
+        with pytest.raises(ValueError, match="the server holds another model"):
+            ranks.from_main("wait for the engine", refuse)
+        return [value, done.exists(), slept, ranks.watch._phase]
 
-    assert across(action) == ["error: the server holds another model"] * 3
+    assert across(action) == [[1.5, True, True, ""]] * 3, "what rank 0 says no to is said on every rank, too"
 
 
 def test_the_ranks_of_a_run_wait_for_its_engine_together():
