@@ -51,22 +51,22 @@ class PlayedEngine:
     def canary(self, prompts, samples, sampling):
         self.asked.append((prompts, samples, sampling))
         generator = torch.Generator().manual_seed(sampling.seed)
-        return [
-            CanaryAnswer(
-                self.name, [[self._drawn(p, sampling, generator) for _ in range(samples)] for p in prompts], [self.sums]
-            )
-        ]
+        return [CanaryAnswer(self.name, [self._drawn(p, samples, sampling, generator) for p in prompts], [self.sums])]
 
     @torch.no_grad()
-    def _drawn(self, prompt, sampling, generator):
-        ids, logprobs = list(prompt), []
+    def _drawn(self, prompt, samples, sampling, generator):
+        """Completions of a prompt, all of them token by token together."""
+        ids, logprobs = torch.tensor([prompt] * samples), []
         for _ in range(sampling.max_tokens):
-            said = self.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-            ids.append(int(torch.multinomial(said.exp(), 1, generator=generator)))
-            logprobs.append(said[ids[-1]].item())
-        count, version = sampling.max_tokens, self.version if self.label is None else self.label
-        tokens = np.array(ids[len(prompt) :], np.int32)
-        return Completion(tokens, np.array(logprobs, np.float32), np.full(count, version, np.int32), "length", 0)
+            scores = self.model(ids).logits[:, -1].log_softmax(-1)
+            drawn = torch.multinomial(scores.exp(), 1, generator=generator)
+            ids = torch.cat([ids, drawn], dim=1)
+            logprobs.append(scores.gather(1, drawn))
+        versions = np.full(sampling.max_tokens, self.version if self.label is None else self.label, np.int32)
+        return [
+            Completion(tokens.numpy().astype(np.int32), each.numpy(), versions, "length", 0)
+            for tokens, each in zip(ids[:, len(prompt) :], torch.cat(logprobs, dim=1), strict=True)
+        ]
 
 
 @pytest.fixture(scope="module")
