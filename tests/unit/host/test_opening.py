@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from tables import every_row
 from torch import nn
 
+from torchtune_ext.buffer import Ledger
 from torchtune_ext.host.opening import count, device_text, objective_text, problems_text, say_opening, say_ready
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder
@@ -125,6 +126,7 @@ def opened(cfg, every=40, processes=1):
         task=instantiate(cfg.task),
         eval_task=task,
         trained_too=[],
+        ledger=Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth),
     )
 
 
