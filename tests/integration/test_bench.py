@@ -125,7 +125,7 @@ def test_a_killed_owner_leaves_no_process(tmp_path):
             timed = bench.submit(CalmReduction(), fenced(noisy))
             while not bench.stats()["timing"]:
                 time.sleep(0.01)
-            print(bench._pools["time"]._folder, flush=True)
+            print(bench._pools["time"].folder, flush=True)
             time.sleep(600)
             """
         )

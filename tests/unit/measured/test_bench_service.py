@@ -355,7 +355,7 @@ def test_close_leaves_nothing(tmp_path):
     while {child.pid for child in me.children(recursive=True)} - before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert {child.pid for child in me.children(recursive=True)} <= before
-    assert not any(pool._folder.exists() for pool in one._pools.values()) and me.num_fds() == files
+    assert not any(pool.folder.exists() for pool in one._pools.values()) and me.num_fds() == files
     one.stats()
 
 

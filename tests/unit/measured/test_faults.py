@@ -163,7 +163,7 @@ def test_a_bench_belongs_to_its_process_and_may_be_closed_by_a_callback():
                 status = 0 if "before a fork" in str(error) and bench.__class__ is Bench else 2
             os._exit(status)
         assert os.waitpid(pid, 0)[1] == 0
-        assert bench._pools["check"]._folder.exists()
+        assert bench._pools["check"].folder.exists()
         raised = []
 
         def close(future):
@@ -175,7 +175,7 @@ def test_a_bench_belongs_to_its_process_and_may_be_closed_by_a_callback():
         done = bench.submit(CalmReduction(), fenced("void reduction("))
         done.add_done_callback(close)
         assert done.result(timeout=100).outcome == "compile_error"
-        assert _until(lambda: not bench._pools["check"]._folder.exists()) and not raised
+        assert _until(lambda: not bench._pools["check"].folder.exists()) and not raised
 
 
 def _until(is_so, seconds: float = 20.0) -> bool:
