@@ -341,7 +341,7 @@ class _Files(FileSystem):
 
 
 def _save_state(folder: Path, state: dict[str, Any]) -> None:
-    writer = FileSystemWriter(folder)
+    writer = FileSystemWriter(folder)  # in one thread: an error of a further one would be lost (torch 2.13)
     writer.fs = _Files()
     with _one_process_is_fine():
         dcp.save(state | _rng(), storage_writer=writer, no_dist=not distributed())
