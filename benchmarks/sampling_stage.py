@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -99,7 +100,7 @@ def measure(way: str, model: str, passes: int) -> None:
 
 def turn(way: str, model: str, passes: int) -> list[dict]:
     command = [sys.executable, __file__, "--way", way, "--models", model, "--passes", str(passes)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return [json.loads(line.removeprefix("PASS")) for line in done.stdout.splitlines() if line.startswith("PASS")]
 
 
@@ -110,6 +111,10 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--way", choices=WAYS, help="measure this one here; a turn of ours calls it so")
     args = parser.parse_args()
+    if missing := [model for model in args.models if not Path(model).is_dir()]:
+        parser.error(
+            f"{missing[0]}: no such folder; `make pretrained` and `tune run warmup_sft --config warmup/tiny` make both"
+        )
     if args.way:
         return measure(args.way, args.models[0], args.passes)
     print(f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens x {SAMPLES} samples of {MAX_TOKENS}, float32, one thread\n")
