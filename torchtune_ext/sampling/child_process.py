@@ -2,12 +2,10 @@
 
 import asyncio
 import itertools
-import os
 import pickle
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,11 +15,10 @@ from typing import Any
 import psutil
 
 from torchtune_ext.run import janitor
-from torchtune_ext.run.parent import environment, how_it_ended
+from torchtune_ext.run.parent import how_it_ended
 from torchtune_ext.sampling.calls import CoreLost
+from torchtune_ext.sampling.early import Begun, child_environment, spawn
 
-# Variables that begin so tell the trainer its place among its ranks; a process of the sampler has none.
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 END_S = 5.0  # seconds that a killed process has to end
 _LENGTH = struct.Struct("<Q")
 
@@ -141,12 +138,13 @@ class ChildProcess:
         on_news: Callable[[str, Any], None] = lambda kind, value: None,
         first: list[Any] | None = None,
         environ: Mapping[str, str] | None = None,
+        begun: Begun | None = None,
     ):
         """Starts the process; nobody waits for it. Raises OSError.
 
-        Args: name: in messages; module: its program, whose arguments are a descriptor of its socket, and our process id, to
-        whose life it binds itself; log: its output is appended to it; on_news: takes kind and value of what it says unasked;
-        first: a frame before all messages; environ: on top of our own environment."""
+        Args: name: in messages; module: its program (`spawn`); log: its output is appended to it; on_news: takes kind and value
+        of what it says unasked; first: a frame before all messages; environ: of the process, None: ours; begun: a process that
+        runs already, whose first frame brings log and environment."""
         self.name = name
         self.ended: str | None = None  # how this life ended, as soon as anybody knows
         self.sign_of_life = time.monotonic()  # when its last message came
@@ -154,19 +152,8 @@ class ChildProcess:
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future] = {}  # who waits, by the number of the message
         self._loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
-        env |= {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry or ".") for entry in sys.path), **(environ or {})}
-        with theirs, open(log, "ab", buffering=0) as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=env,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        with open(log, "ab", buffering=0) as out:
+            self._process, ours = begun or spawn(module, out.fileno(), environ or child_environment({}))
         if first is not None:
             ours.sendall(pack(first))
         ours.setblocking(False)

@@ -6,7 +6,8 @@ would take the lock from training, which then took twice as long. So the client 
 
     python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
 
-The first frame holds (directory of the model, EngineConfig). After that come messages, as `child_process.ChildProcess` sends
+The first frame holds (directory of the model, EngineConfig, path of the log, environment); it may come when vLLM has long been
+imported (`early.py`). After that come messages, as `child_process.ChildProcess` sends
 them. Unasked it says (0, "step", Step), and (0, "dead", how the engine ended).
 
 The engine's process is a fork of this one, so vLLM is imported once for both, and it and its workers belong to our session.
@@ -20,11 +21,14 @@ import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.run.parent import die_with_parent, how_it_ended
@@ -243,6 +247,8 @@ def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str,
         os.close(end)  # else the trainer would not see that the client has died
     if cores := os.environ.get(CORES):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    if on_cpu():
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP may have read another number
     Path("/proc/self/comm").write_text("vllm-engine")  # what `top` shows
     logging.basicConfig(level=LOG_LEVEL, format=f"(engine) {LOG_FORMAT}", force=True)
     forget_preemptions_of_pauses()
@@ -288,12 +294,21 @@ def forget_preemptions_of_pauses() -> None:
     Scheduler.reset_prefix_cache = reset_prefix_cache
 
 
+def _settle(log: str, environ: dict[str, str]) -> None:
+    """Takes the place of a process that was started with this log and this environment."""
+    with open(log, "ab", buffering=0) as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    os.environ.update(environ)
+    sys.path += [entry for entry in environ["PYTHONPATH"].split(os.pathsep) if entry not in sys.path]
+    tempfile.tempdir = None  # Python has kept the folder that TMPDIR named before
+
+
 def main(descriptor: int, parent: int) -> None:
     """Lives as the client of one engine. Args: descriptor: of the socket; parent: process id of the trainer."""
     die_with_parent(parent)
     logging.basicConfig(level=LOG_LEVEL, format=f"(client) {LOG_FORMAT}")
     end = socket.socket(fileno=descriptor)
-    model_dir, config = receive(end)
     if on_cpu():
         # It would warn that there is no Triton, which nobody expects.
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
@@ -303,7 +318,10 @@ def main(descriptor: int, parent: int) -> None:
     import vllm.v1.engine.async_llm
     import vllm.v1.engine.core  # noqa: F401
 
-    print(f"engine {os.getpid()}: vLLM imported in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+    imported_s = time.monotonic() - started
+    model_dir, config, log, environ = receive(end)
+    _settle(log, environ)
+    print(f"engine {os.getpid()}: vLLM imported in {imported_s:.1f} s", file=sys.stderr, flush=True)
     asyncio.run(Client(end, model_dir, config).serve())
     # What is left of vLLM's threads and of the engine ends with this process.
     os._exit(0)

@@ -28,6 +28,7 @@ import torch
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Failure, Late, Mistake
 from torchtune_ext.run.janitor import Janitor
+from torchtune_ext.sampling import early
 from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, fetch_error, together
 from torchtune_ext.sampling.engine_args import log_name
 from torchtune_ext.sampling.lane import Lane
@@ -184,6 +185,7 @@ class Engine:
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
         self._thread.call(self._pool.prepare(), timeout=30.0)
+        early.drop()  # engines of another kind have not taken it
         try:
             # The others have the same settings: they find out by themselves.
             self._pool.lanes[0].core.configure()

@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.sampling import early
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.child_process import ChildProcess, descendants_cpu_seconds, log_tail
+from torchtune_ext.sampling.early import child_environment
 from torchtune_ext.sampling.engine_args import engine_environment, one_machine
 from torchtune_ext.sampling.records import Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
-CLIENT = "torchtune_ext.sampling.client_process"
 ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an update was begun and never finished
 
 
@@ -162,9 +163,9 @@ class RemoteCore(ChildProcess, VLLMCore):
         self._configured = False
         self.log_start = log_path.stat().st_size if log_path.exists() else 0
         environ = engine_environment(config) | {"VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir} | one_machine()
-        environ |= {"VLLM_RPC_BASE_PATH": temp_dir}
-        first = [model_dir, config]
-        ChildProcess.__init__(self, "the engine's client", CLIENT, log_path, self._hear, first, environ)
+        environ = child_environment(environ | {"VLLM_RPC_BASE_PATH": temp_dir})
+        first, begun = [model_dir, config, str(log_path), environ], early.take()
+        ChildProcess.__init__(self, "the engine's client", early.CLIENT, log_path, self._hear, first, environ, begun)
         self.cpu_seconds = partial(descendants_cpu_seconds, self.group)  # without the client
 
     def configure(self) -> None:

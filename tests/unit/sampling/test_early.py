@@ -1,0 +1,103 @@
+"""An engine's process that is begun before the recipe: for which commands, and that none is left behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+
+from waiting import wait_until  # noqa: E402
+
+from torchtune_ext.run.catalog import folder  # noqa: E402
+from torchtune_ext.sampling import early  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Processes that live and do nothing, in place of those that would import vLLM."""
+    processes = []
+
+    def spawn(module, out, environ):
+        process, ours = original("http.server", out, environ)
+        processes.append(process)
+        return process, ours
+
+    original = early.spawn
+    monkeypatch.setattr(early, "spawn", spawn)
+    monkeypatch.setattr(early, "_vllm_cpu", lambda: True)
+    yield processes
+    early.drop()
+
+
+@pytest.mark.parametrize("recipe", ["grpo_full", "grpo_lora", "grpo_async", "evaluate"])
+def test_a_recipe_with_an_engine(recipe, begun):
+    early.begin([recipe, "--config", "grpo/tiny", "max_steps=1"])
+    assert len(begun) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["warmup_sft", "--config", "warmup/tiny"],
+        ["lora_finetune_single_device", "--config", "qwen2/0.5B_lora_single_device"],
+        ["--nproc_per_node", "2", "grpo_full", "--config", "grpo/tiny"],
+        ["no_such.py", "--config", "grpo/tiny"],
+        ["grpo_full", "--help"],
+        ["grpo_full", "--config", "grpo/tiny", "dry_run=True"],
+        ["grpo_full", "--config", "grpo/tiny", "replay=runs/tiny/grpo"],
+        ["grpo_full", "--config", "grpo/tiny", "engine.address=http://127.0.0.1:8000"],
+        ["grpo_full", "--config", "grpo/tiny", "engine.backend=my_module.MyCore"],
+    ],
+)
+def test_commands_without_an_engine_of_our_own(words, begun):
+    early.begin(words)
+    assert not begun
+
+
+def test_a_copied_recipe_and_a_file_that_is_none(tmp_path, begun):
+    copy, other = tmp_path / "my_grpo.py", tmp_path / "other.py"
+    copy.write_text((folder("recipes") / "grpo.py").read_text())
+    other.write_text("print('no engine')\n")
+    early.begin([str(other)])
+    assert not begun
+    early.begin([str(copy)])
+    assert len(begun) == 1
+
+
+def test_only_one_takes_it_and_only_if_it_lives(begun):
+    early.begin(["grpo_full"])
+    process, end = early.take()
+    assert process is begun[0] and early.take() is None
+    process.kill()
+    end.close()
+
+    early.begin(["grpo_full"])
+    begun[1].kill()
+    begun[1].wait()
+    assert early.take() is None
+
+
+def test_one_that_nobody_takes_ends(begun):
+    early.begin(["grpo_full"])
+    early.drop()
+    assert begun[0].poll() is not None
+
+
+def test_it_ends_with_a_trainer_that_is_killed():
+    code = """
+        import os
+        from torchtune_ext.sampling import early
+        early._vllm_cpu = lambda: True
+        early.begin(["grpo_full"])
+        print(early._waiting[0].pid, flush=True)
+        os.kill(os.getpid(), 9)
+    """
+    code = "\n".join(line.strip() for line in code.splitlines())
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd())
+    wait_until(lambda: not psutil.pid_exists(int(done.stdout)))

@@ -1,0 +1,95 @@
+"""Begins the process of an engine's client before the recipe: it imports vLLM while the trainer imports torchtune.
+
+Each takes some five seconds, and neither needs the other. `begin` runs at the start of `tune run`, so this file imports only
+what Python brings. The first engine of the run takes the process (`take`), which learns only then what it is for; without
+one it is ended.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from torchtune_ext.run.parent import environment
+
+CLIENT = "torchtune_ext.sampling.client_process"
+ENGINE = "torchtune_ext.sampling.engine"  # a recipe that imports it samples
+# Words of `tune run` without which the engine is one of our own.
+OTHERWISE = ("-h", "--help", "dry_run", "replay", "engine.address", "engine.backend")
+# Variables that begin so tell the trainer its place among its ranks; a process of the sampler has none.
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+# What torch and vLLM read on a CPU while they are imported. The client itself computes nothing.
+CPU = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CONFIGURE_LOGGING": "0"}
+
+Begun = tuple[subprocess.Popen, socket.socket]
+
+_waiting: Begun | None = None  # for the engine that takes it
+
+
+def child_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a process of the sampler: ours without torchrun's variables, the modules that we find, and
+    `more`."""
+    env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
+    return env | {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry or ".") for entry in sys.path), **more}
+
+
+def spawn(module: str, out: int, environ: Mapping[str, str]) -> Begun:
+    """Starts a program that leads a session of its own. Its arguments are a descriptor of its socket, and our process id, to
+    whose life it binds itself. Args: out: descriptor that takes its output. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environ,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return process, ours
+
+
+def begin(words: Sequence[str]) -> None:
+    """Begins a client where a recipe will want one. On a GPU, where vLLM may look at its variables sooner, nothing is begun.
+    Args: words: of the command line, behind `tune run`. Raises OSError."""
+    global _waiting
+    if words and not any(word.startswith(OTHERWISE) for word in words) and _samples(words[0]) and _vllm_cpu():
+        _waiting = spawn(CLIENT, subprocess.DEVNULL, child_environment(CPU))
+
+
+def _samples(recipe: str) -> bool:
+    """Whether a recipe, by the name or the file that `tune run` takes, has an engine."""
+    from torchtune_ext.run.catalog import folder, recipe_files
+
+    named = {each.name: each.path for each in recipe_files(folder("recipes"), folder("configs"))}
+    path = named.get(recipe, Path(recipe))
+    return path.suffix == ".py" and path.is_file() and ENGINE in path.read_text(errors="replace")
+
+
+def _vllm_cpu() -> bool:
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
+
+
+def take() -> Begun | None:
+    """Hands out the process that was begun; None where there is none, or not any more: a new one says in its log why."""
+    global _waiting
+    begun, _waiting = _waiting, None
+    if begun is not None and begun[0].poll() is not None:
+        begun[1].close()
+        return None
+    return begun
+
+
+def drop() -> None:
+    """Ends the process that was begun, if no engine has taken it."""
+    if (begun := take()) is not None:
+        begun[0].kill()
+        begun[0].wait()
+        begun[1].close()
