@@ -84,8 +84,8 @@ class Pool:
             return
         if state is State.RETIRED and self.left and self._begun:
             why = lane.health.cause.removeprefix(f"{lane.name} ")
-            said = "%s is retired (%s); the run goes on with %d of %d"
-            log.warning(said, lane.name, why, len(self.left), len(self.lanes))
+            message = "%s is retired (%s); the run goes on with %d of %d"
+            log.warning(message, lane.name, why, len(self.left), len(self.lanes))
         elif state is State.DEAD and others and self._load(lane):
             left = "the other" if len(self.serving) == 1 else f"{len(self.serving)} others"
             log.warning("%s is lost; its requests go to %s meanwhile", lane.name, left)
@@ -246,8 +246,8 @@ class Pool:
                 completions = await asyncio.gather(*(self.draw(replace(group), lane) for group in groups))
                 return CanaryAnswer(lane.name, list(completions), await lane.checksums())
             except CoreLost as error:
-                said = "%s did not answer the canary (%s): it serves again once it has proven its weights"
-                log.warning(said, lane.name, error)
+                message = "%s did not answer the canary (%s): it serves again once it has proven its weights"
+                log.warning(message, lane.name, error)
                 return None
 
         answers: list[CanaryAnswer] = []

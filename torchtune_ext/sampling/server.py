@@ -136,12 +136,12 @@ class ServerCore(VLLMCore):
         self._poll = asyncio.create_task(self._poll_metrics())
         self.sign_of_life = time.monotonic()
 
-    def learn(self, told: dict[str, Any]) -> None:
-        """Takes what a server says of itself that is of the kind which the run needs. Args: told: vLLM's configuration, as its
+    def learn(self, info: dict[str, Any]) -> None:
+        """Takes what a server says of itself that is of the kind which the run needs. Args: info: vLLM's configuration, as its
         route `/server_info` returns it. Raises ValueError, which says what differs and how to start the server."""
-        model, cache, parallel = told["model_config"], told["cache_config"], told["parallel_config"]
+        model, cache, parallel = info["model_config"], info["cache_config"], info["parallel_config"]
         config, address, self._model = self.config, self.address, model["model"]
-        transfer = (told.get("weight_transfer_config") or {}).get("backend")
+        transfer = (info.get("weight_transfer_config") or {}).get("backend")
 
         def refuse(what: str) -> None:
             raise Mistake(f"engine.address: {address} {what}; start it like this: {self.how()}")
@@ -161,7 +161,7 @@ class ServerCore(VLLMCore):
             refuse(
                 "runs with data parallelism, whose ranks are not told of new weights: start a server for each instead"
             )
-        device = (told.get("device_config") or {}).get("device")
+        device = (info.get("device_config") or {}).get("device")
         there, here = device != "cpu", torch.cuda.is_available()
         if transfer == "nccl" and not (there and here):
             side = "this trainer has none" if there else f"{address} runs on {device}"
@@ -170,9 +170,9 @@ class ServerCore(VLLMCore):
                 f"engine.transfer: nccl moves weights between GPUs only, and {side}{both}; use engine.transfer=gloo, and start "
                 f"the server like this: {self.how()}"
             )
-        if told["scheduler_config"]["policy"] != "priority":
+        if info["scheduler_config"]["policy"] != "priority":
             refuse("serves requests as they come, so a canary would wait behind all samples")
-        if (config.lora_rank or 0) > (told.get("lora_config") or {}).get("max_lora_rank", 0):
+        if (config.lora_rank or 0) > (info.get("lora_config") or {}).get("max_lora_rank", 0):
             refuse(f"has no room for an adapter of rank {config.lora_rank}, which this run publishes")
         if bool(config.quantization) != (model.get("quantization") == "fp8"):
             precision = model.get("quantization") or model.get("dtype") or "full precision"
