@@ -1,15 +1,17 @@
 """Problems near the policy's level: what does asking them more often gain, in samples and in seconds?
 
-    python benchmarks/selection.py --out runs/selection [--seeds 0 1 2 3 4] [--steps 60]
+    python benchmarks/selection.py --out runs/selection [--problems clue] [--seeds 0 1 2 3 4] [--steps 60]
 
-A model of a tenth of a million parameters is warmed up on worked arithmetic of eight levels, from 7+5= to long expressions,
-and trained on all of them: with all levels as often (`none`), with those that bring a signal more often (`NearLevel`), and with
-all as often where groups without a signal are sampled anew (`refill`, as in DAPO). Held-out questions are of all levels in
-equal parts, and the same for all. Curves are read where an arm has drawn as many samples, or taken as many seconds of steps
-(without evaluation), as `none` in the end. Each seed has its own warm-up. Runs that have ended are read.
+A small model is warmed up on problems of several levels, and trained on all of them: with all levels as often (`none`), with
+those that bring a signal more often (`NearLevel`), and with all as often where groups without a signal are sampled anew
+(`refill`, as in DAPO). Held-out questions are of all levels in equal parts, and the same for all. The problems are worked
+arithmetic of eight levels, from 7+5= to long expressions, or the puzzles of the quickstart, whose four sizes are the levels,
+32 of them a step. Curves are read where an arm has drawn as many samples, or taken as many seconds of steps (without
+evaluation), as `none` in the end. Each seed has its own warm-up. Runs that have ended are read.
 """
 
 import argparse
+import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -19,23 +21,50 @@ from objectives_report import interval
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
-LEVELS = "[{level: 1},{level: 2},{level: 3},{level: 4},{level: 5},{level: 6},{level: 7},{level: 8}]"
+CONFIGS = {"arithmetic": "tiny_arithmetic", "clue": "tiny"}
+WARMUP = {"arithmetic": ["task.level=[1,2,3,4,5,6,7,8]"], "clue": []}
+LEVELS = {
+    "arithmetic": [{"level": level} for level in range(1, 9)],
+    "clue": [
+        {"size": {"suspects": suspects, "weapons": 2, "rooms": rooms, "clues": ["direct"]}}
+        for suspects in (2, 3)
+        for rooms in (2, 3)
+    ],
+}
+TASKS = {
+    "arithmetic": "torchtune_ext.tasks.arithmetic.Arithmetic",
+    "clue": "torchtune_ext.tasks.temporal_clue.TemporalClue",
+}
+# Words of a run: the held-out questions, and room for the longest answers; updates of as many groups as the config's.
+WORDS = {
+    "arithmetic": [
+        *(
+            "~task.level",
+            "evaluation.task.level=[1,2,3,4,5,6,7,8]",
+            "sampling.max_tokens=32",
+            "engine.max_model_len=96",
+        ),
+    ],
+    "clue": [
+        *("~task.size", "evaluation.task.size={suspects: [2,3], weapons: 2, rooms: [2,3], clues: [direct]}"),
+        *("prompts_per_step=32", "updates_per_step=1"),
+    ],
+}
 ARMS = {"none": ["task.floor=1.0"], "selection": [], "refill": ["task.floor=1.0", "refill_rounds=2"]}
 SAMPLES = 8  # of a problem
-EVERY = 5  # steps between two evaluations
+EVERY = {"arithmetic": 5, "clue": 20}  # steps between two evaluations
 
 
-def run(out: Path, arm: str, seed: int, steps: int) -> Path:
+def run(out: Path, problems: str, arm: str, seed: int, steps: int) -> Path:
     """The folder of a run, which is made unless it is there."""
     warm, folder = out / f"warmup_{seed}", out / f"{arm}_{seed}"
-    mixture = "level=[1,2,3,4,5,6,7,8]"
-    tune(warm, 1, "warmup_sft", "--config", "warmup/tiny_arithmetic", f"seed={seed}", f"task.{mixture}")
-    words = ["--config", "grpo/tiny_arithmetic", f"model_dir={warm}/model", f"seed={seed}", f"max_steps={steps}"]
-    words += ["task._component_=torchtune_ext.tasks.selection.NearLevel", "~task.seed", "~task.level"]
-    words += ["task.task=torchtune_ext.tasks.arithmetic.Arithmetic", "task.settings={seed: 2}", f"task.levels={LEVELS}"]
-    words += [f"evaluation.every={EVERY}", f"evaluation.task.{mixture}", "evaluation.task.count=512"]
-    words += ["sampling.max_tokens=32", "engine.max_model_len=96"]
-    tune(folder, 1, "grpo_full", *words, *ARMS[arm])
+    config, levels = CONFIGS[problems], json.dumps(LEVELS[problems]).replace('"', "")
+    tune(warm, 1, "warmup_sft", "--config", f"warmup/{config}", f"seed={seed}", *WARMUP[problems])
+    words = ["--config", f"grpo/{config}", f"model_dir={warm}/model", f"seed={seed}", f"max_steps={steps}"]
+    words += ["task._component_=torchtune_ext.tasks.selection.NearLevel", "~task.seed"]
+    words += [f"task.task={TASKS[problems]}", "task.settings={seed: 2}", f"task.levels={levels}"]
+    words += [f"evaluation.every={EVERY[problems]}", "evaluation.task.count=512"]
+    tune(folder, 1, "grpo_full", *words, *WORDS[problems], *ARMS[arm])
     return folder
 
 
@@ -79,10 +108,12 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--problems", choices=CONFIGS, default="arithmetic")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
-    folders = {arm: [run(args.out, arm, seed, args.steps) for seed in args.seeds] for arm in ARMS}
+    runs = {(seed, arm): run(args.out, args.problems, arm, seed, args.steps) for seed in args.seeds for arm in ARMS}
+    folders = {arm: [runs[seed, arm] for seed in args.seeds] for arm in ARMS}
     curves = {arm: [curve(folder) for folder in each] for arm, each in folders.items()}
     print(
         "| | held-out accuracy before | at equal samples | minus none | at equal seconds | minus none | groups with a signal |"
