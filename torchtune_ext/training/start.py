@@ -67,7 +67,7 @@ def require_gpus(engine: EngineConfig) -> None:
             if value != usual:
                 raise Mistake(
                     f"engine.{name}={value} asks for GPUs, but the installed torch is the CPU build; leave it out, or install "
-                    "the CUDA build (docs/install.md)"
+                    "the CUDA build (docs/first_real_run.md)"
                 )
         return
     # Physical numbers, which CUDA_VISIBLE_DEVICES of this process does not change.
