@@ -55,6 +55,9 @@ def begin(_torchtune) -> None:
 def guide(cli) -> None:
     """Wraps `tune run` (the module `torchtune._cli.run`): mistakes in the words of the command are said in one line, and --help
     lists the knobs of a recipe, where torchtune would say that --config is missing."""
+    import atexit
+    import gc
+
     from torchtune_ext.host.knobs import is_recipe, print_help
     from torchtune_ext.run.errors import shown
     from torchtune_ext.settings.command_line import prepare, quiet_end
@@ -70,6 +73,8 @@ def guide(cli) -> None:
             from torchtune_ext.settings.config import say_unset
 
             say_unset(args.recipe, args.recipe_args)
+        # At its end the interpreter would search half a million objects for cycles, which takes a second.
+        atexit.register(gc.freeze)
         with quiet_end():
             run(self, args)
 
