@@ -6,7 +6,6 @@ the sweep's parameters change. So a key, a value or a metric that does not exist
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -108,8 +107,6 @@ def check(sweep: Sweep, points: Sequence[Point], further: Sequence[str], out: Pa
     for word in settings:
         if (key := word.partition("=")[0]) in OURS:
             raise Mistake(f"{key}: take it out of the sweep: {OURS[key]}")
-    if shutil.which(words[0]) is None:
-        raise Mistake(f"command: there is no program {words[0]}; write [tune, run, ...], or put it on PATH")
     if re.search(r"[=#:{\[]", str(out)):
         raise Mistake(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
     module = recipe_module(recipe, "command: ")
@@ -176,23 +173,15 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, cfg: Any) -> list[str]
     known = {name for panel in PANELS for name in (*(name for name, _ in panel.series), *(panel.band or ()))}
     near = nearest(metric, [name for name in known if "*" not in name])
     hint = f"did you mean {near}?" if near else "docs/telemetry.md lists the metrics"
-    if not any(fnmatchcase(metric, name) for name in known):
-        if ours:
-            raise Mistake(f"metric: {metric} is no metric of {recipe}; {hint}")
-        notes.append(f"metric: {metric} is no metric of {recipe}; {hint} A recipe of your own may log it")
-    elif metric not in known:
+    if ours and not any(fnmatchcase(metric, name) for name in known):
+        raise Mistake(f"metric: {metric} is no metric of {recipe}; {hint}")
+    if metric not in known:
         # "reward/*" holds names of the user's, and slips.
-        notes.append(
-            f"metric: {metric} is logged only if a part of the task, the loss or the settings has that name; {hint}"
-        )
+        notes.append(f"metric: {metric} is logged only if the recipe, or a part of its task or loss, does so; {hint}")
     if group == "eval" and getattr(getattr(cfg, "evaluation", None), "task", None) is None:
         raise Mistake(
             f"metric: {metric} is never logged: {sweep.path.name} runs a config without held-out problems (evaluation.task)"
         )
     if group == "async" and not getattr(cfg, "staleness", 0) and all(each.name != "staleness" for each in sweep.drawn):
         raise Mistake(f"metric: {metric} is never logged with staleness=0")
-    if not sweep.metric.has_goal:
-        notes.append(
-            f"metric: {metric} is minimized, since the file names no goal; write goal: maximize if more is better"
-        )
     return notes

@@ -134,8 +134,7 @@ class Metric:
     """What a sweep compares runs by."""
 
     name: str
-    maximize: bool
-    has_goal: bool  # whether the file says the goal; W&B minimizes otherwise
+    maximize: bool  # W&B minimizes where a file says nothing
     target: float | None  # no further run starts once one has reached it
 
 
@@ -277,7 +276,7 @@ def _metric(given: Any) -> Metric:
     goal, target = given.get("goal", "minimize"), given.get("target")
     _require(goal in ("minimize", "maximize"), f"metric: goal: {goal}: write maximize or minimize")
     _require(target is None or _is_number(target), f"metric: target: {target!r} must be a number")
-    return Metric(given["name"], goal == "maximize", "goal" in given, target)
+    return Metric(given["name"], goal == "maximize", target)
 
 
 def _is_number(value: Any) -> bool:

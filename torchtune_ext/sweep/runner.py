@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -185,7 +185,6 @@ class Runner:
         self._variables = variables or {}
         self._processes: dict[str, subprocess.Popen] = {}  # of the runs that go on
         self.stopped_by: signal.Signals | None = None  # the first signal that came
-        self._histories: dict[str, tuple[int, list[float]]] = {}  # what runs have logged, with the size of the file
         if not folder.runs:
             for point in planned(self.sweep, folder.seed):
                 folder.add(point)
@@ -332,12 +331,9 @@ class Runner:
         return self.sweep.early.stops(run.id, logged, self.sweep.metric.maximize)
 
     def _logged(self, run: SweepRun) -> list[float]:
-        """Returns the values of the metric that a run has logged. A file is read again only when it has grown."""
-        path, metric = self.folder.path / run.folder / METRICS, self.sweep.metric.name
-        size = path.stat().st_size if path.exists() else 0
-        if run.id not in self._histories or self._histories[run.id][0] != size:
-            self._histories[run.id] = size, [record[metric] for record in history(path.parent, metric)]
-        return self._histories[run.id][1]
+        """Returns the values of the metric that a run has logged."""
+        metric = self.sweep.metric.name
+        return [record[metric] for record in history(self.folder.path / run.folder, metric)]
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Ends all runs: after the first signal each ends its step and saves, after a second one it ends at once."""
@@ -359,9 +355,15 @@ def history(folder: Path, metric: str) -> list[dict[str, Any]]:
     """Returns the records of a run that have a metric, in order."""
     # A file that is not there has not begun; where a line is being cut away, the next look finds the file whole.
     with suppress(FileNotFoundError, ValueError):
-        records = read_metrics(folder / METRICS)
+        records = _records(folder / METRICS, (folder / METRICS).stat().st_size)
         return [each for each in records if isinstance(each.get(metric), int | float) and math.isfinite(each[metric])]
     return []
+
+
+@lru_cache(1024)
+def _records(path: Path, size: int) -> list[dict[str, Any]]:
+    """Reads a file of metrics again only when it has another size."""
+    return read_metrics(path)
 
 
 def shown(value: object) -> str:
