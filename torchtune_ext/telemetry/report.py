@@ -24,8 +24,6 @@ from torchtune_ext.telemetry.page_file import write_page
 from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.runs import EVALUATION, METRICS, is_several, record_of
-from torchtune_ext.telemetry.timeline import FILE as TRACE
-from torchtune_ext.telemetry.timeline import read_trace, strip_of
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +176,6 @@ def _overview(
         "tiles": tiles(curves, panels),
         "panels": panels,
         "folded": [section for section in FOLDED if section not in warned],
-        "strip": _read(run_dir / TRACE, lambda path: strip_of(read_trace(path))),
         "notices": notices,
         "rollouts": excerpts.index,
     }

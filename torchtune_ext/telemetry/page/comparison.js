@@ -94,27 +94,7 @@ function runs({ rows, settings, target }) {
   root.append(sortable(columns, rows, "runs and what they came to"));
 }
 
-// The same problem side by side: the best and the worst sample of each run.
-function samples(problems, { rows, settings }) {
-  const root = section("samples", "Samples");
-  if (!problems.length) root.append(el("p", { class: "muted" }, "No two runs stored samples of the same problem at the same step."));
-  problems.forEach(({ step, id, messages, answer, runs }, i) => {
-    const largest = Math.max(...runs.flatMap(({ samples }) => samples.map((sample) => Math.abs(sample.advantage ?? 0))));
-    const text = (words) => el("pre", { class: "text" }, words);
-    const sample = (each, i) => el("article", { class: each.trained ? "sample" : "sample unused" },
-      el("div", { class: "verdict" }, ["best", "worst"][i]), bar(each, largest), textOf(each));
-    const ofRun = ({ run, mean, count, samples }) => {
-      const { setting, name } = rows.find((row) => row.run === run);
-      return el("div", { class: "of-run" }, el("div", { class: "run-head" }, named(setting, settings[setting].letter),
-        el("b", { class: "id" }, name), chip("mean reward", fixed(mean)), chip("samples", count)), ...samples.map(sample));
-    };
-    root.append(el("details", { class: "box", open: i === 0 }, el("summary", {}, `step ${step.toLocaleString("en")}: ${id}`),
-      ...promptOf(messages, (words) => [words]), el("div", { class: "role" }, "wanted answer"), text(answer),
-      el("div", { class: "side-by-side" }, ...runs.map(ofRun))));
-  });
-}
-
-async function start(overview) {
+function start(overview) {
   const { length } = overview.rows;
   document.getElementById("state").textContent = `${length} ${length === 1 ? "run" : "runs"}`;
   document.getElementById("notices").append(...overview.notices.map((text) => el("li", {}, text)));
@@ -123,7 +103,6 @@ async function start(overview) {
   sweeps(overview);
   curves(overview);
   runs(overview);
-  samples(await unpack("problems"), overview);
 }
 
 begin(start, "a click in the legend turns a setting on or off, a double click shows it alone.");
