@@ -4,7 +4,6 @@ The words of each run go the way that `tune run` sends them: torchtune's parser,
 the sweep's parameters change. So a key, a value or a metric that does not exist is named now, and not by the eighth run.
 """
 
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from torchtune_ext.training.checks import check_optimizer
 from torchtune_ext.training.settings import check_settings
 
 ELSE = "other programs run under `wandb agent`"
-_ENVVAR = re.compile(r"\$\{envvar\:([A-Z0-9_]*)\}")
+ARGUMENTS = "${args_no_hyphens}"  # W&B's word for key=value of each parameter, as the recipes take them
 # Settings that the sweep itself gives each of its runs.
 OURS = {
     "output_dir": "each run of a sweep has a folder of its own, OUT/RUN here (--out) and <output_dir>/<WANDB_RUN_ID> under "
@@ -40,33 +39,21 @@ OF_A_WARM_UP = ("loss", "optim", "pack", "time", "speed", "memory")
 
 
 def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
-    """Returns the command of one run. These macros of W&B are expanded as its agent does:
-
-    macro                                  stands for
-    ${args_no_hyphens}                     key=value for each parameter, as the recipes take them
-    ${env}, ${interpreter}, ${program}     /usr/bin/env, python, and `program` of the file
-    ${envvar:NAME}                         a variable of the environment, also inside a word; without one its name
+    """Returns the command of one run.
 
     Args:
         further: settings that the user gave for all runs; they stand behind the command.
 
     Raises:
-        ValueError: there is another macro, which no recipe can read.
+        ValueError: there is a macro of W&B's which no recipe can read.
     """
-    macros = {
-        "${args_no_hyphens}": [f"{name}={value}" for name, value in point.items()],
-        "${env}": ["/usr/bin/env"],
-        "${interpreter}": ["python"],
-        "${program}": [sweep.program],
-    }
     words = []
-    for chunk in sweep.command:
-        word = _ENVVAR.sub(lambda match: os.environ.get(match[1], match[1]), str(chunk))
-        if word.startswith("${") and word not in macros:
-            raise Mistake(f"command: recipes read no {word}; there are {', '.join(macros)}: {EXAMPLE}; {ELSE}")
-        words += macros.get(word, [word])
+    for word in map(str, sweep.command):
+        if word.startswith("${") and word != ARGUMENTS:
+            raise Mistake(f"command: recipes read no {word}; there is {ARGUMENTS}: {EXAMPLE}; {ELSE}")
+        words += [f"{name}={value}" for name, value in point.items()] if word == ARGUMENTS else [word]
     # The `tune` of this environment, whichever comes first on PATH.
-    ours = [sys.executable, "-m", "torchtune_ext"] if words[0] in ("tune", "torchtune-ext") else words[:1]
+    ours = [sys.executable, "-m", "torchtune_ext"] if words[:1] in (["tune"], ["torchtune-ext"]) else words[:1]
     return [*ours, *words[1:], *further]
 
 
