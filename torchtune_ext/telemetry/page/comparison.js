@@ -8,7 +8,6 @@ function section(id, label) {
   return document.getElementById(id);
 }
 
-const number = (label, title, value, cell) => ({ label, title, number: true, value, cell });
 const interval = (estimate) => between(estimate?.low, estimate?.high);
 const dotted = (key) => key.split(/(?<=[./_])/).flatMap((part, i) => (i ? [el("wbr"), part] : [part])); // it may break there
 
