@@ -83,7 +83,7 @@ class Pruner:
         for step, value in enumerate(values[told:], told + 1):
             trial.report(value, step)
             stops = stops or trial.should_prune()
-        self._told[run] = len(values)
+        self._told[run] = max(told, len(values))
         return stops
 
 
