@@ -32,7 +32,7 @@ from torchtune_ext.telemetry.results import (
 )
 from torchtune_ext.telemetry.runs import Run, Setting, find_runs, is_several, settings_of, short_keys
 
-SCRIPTS = ("charts", "shell", "overlay", "tables", "scatter", "comparison")  # of the page, in this order
+SCRIPTS = ("charts", "shell", "overlay", "tables", "comparison")  # of the page, in this order
 POINTS = 400  # of a curve; where there are more steps, each point is the mean of neighbors
 DRAWN = 40  # settings that have curves: the best ones
 LONGEST = 400  # characters of a value of a setting
@@ -95,7 +95,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
     overview = {
         "written": time.time(),
         "notices": [*left_out, *_notices(runs, settings)],
-        "target": target and asdict(target) | {"unit": next((panel.unit for panel in panels_for([target.metric])), "")},
+        "target": target and asdict(target),
         "verdict": verdict.headline,
         "best": verdict.best,
         "ranking": ranking,  # the best setting first

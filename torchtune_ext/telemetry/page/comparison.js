@@ -11,9 +11,14 @@ function section(id, label) {
 const interval = (estimate) => between(estimate?.low, estimate?.high);
 const dotted = (key) => key.split(/(?<=[./_])/).flatMap((part, i) => (i ? [el("wbr"), part] : [part])); // it may break there
 
-function verdict({ settings, verdict: headline, target, best, ranking, keys }) {
+function verdict({ settings, verdict: headline, target, best, ranking, keys, sweeps, rows: all }) {
   const root = section("verdict", "Which is better").firstElementChild;
   root.prepend(el("p", { class: "headline" }, headline));
+  sweeps.forEach(({ name, method }, place) => {
+    const states = all.filter(({ sweep }) => sweep === place).map(({ state }) => state.replace("_", " "));
+    const counts = [...new Set(states)].map((state) => `${states.filter((other) => other === state).length} ${state}`);
+    root.append(el("p", { class: "note" }, `Sweep ${name}: ${method}; runs: ${counts.join(", ")}. A click on a parameter sorts the intervals by it.`));
+  });
   const rows = ranking.map((place) => ({ ...settings[place], setting: place })), there = rows.filter(({ mean }) => mean);
   if (there.length < 2 && !keys.length) return;
   const ends = there.flatMap(({ mean: { value, low, high } }) => [value, low ?? value, high ?? value]);
@@ -36,20 +41,6 @@ function verdict({ settings, verdict: headline, target, best, ranking, keys }) {
   const letter = { label: "", kind: "key", value: (row) => row.setting, cell: (row) => [named(row.setting, row.letter)] };
   const columns = [letter, ...(few ? [...values, ...results] : [label, ...results, ...values])];
   root.append(sortable(columns, rows, "settings and what they came to"));
-}
-
-function sweeps(overview) {
-  overview.sweeps.forEach(({ name, method }, place) => {
-    const rows = overview.rows.filter((row) => row.sweep === place), grid = el("div", { class: "grid" });
-    const states = [...new Set(rows.map(({ state }) => state))];
-    const counts = states.map((state) => `${rows.filter((row) => row.state === state).length} ${state.replace("_", " ")}`);
-    const words = `${method}; runs: ${counts.join(", ")}. The best setting has a ring, a cross is a run that failed.`;
-    section("sweep", "Sweep").append(el("h2", {}, `Sweep ${name}`), el("p", { class: "muted said-of" }, words), grid);
-    const keys = [...new Set(rows.flatMap(({ parameters }) => Object.keys(parameters)))];
-    const swept = keys.filter((key) => new Set(rows.map(({ parameters }) => JSON.stringify(parameters[key]))).size > 1);
-    if (overview.target) grid.append(...swept.map((key) => scatter(key, rows.filter(({ parameters }) => key in parameters), overview)));
-    balance(grid, 400);
-  });
 }
 
 function curves(overview) {
@@ -99,7 +90,6 @@ function start(overview) {
   document.getElementById("notices").append(...overview.notices.map((text) => el("li", {}, text)));
   overview.ranking.forEach((place, rank) => { choice.ranks[place] = rank; });
   verdict(overview);
-  sweeps(overview);
   curves(overview);
   runs(overview);
 }
