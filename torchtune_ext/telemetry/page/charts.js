@@ -301,7 +301,6 @@ class Chart {
     const nearest = (px) => this.steps[this.nearest(this.stepAt(px))];
     root.addEventListener("pointermove", (event) => {
       cursor.move(nearest(at(event)));
-      this.hover?.(event);
       if (start == null || Math.abs(at(event) - start) < 6) return;
       box ??= this.root.appendChild(svg("rect", { class: "zoom", y: TOP, height: this.height - TOP - BOTTOM }));
       box.setAttribute("x", Math.min(start, at(event)));
@@ -317,7 +316,7 @@ class Chart {
       box = null;
       if (cursor.steps.filter((step) => step >= range[0] && step <= range[1]).length >= 2) { cursor.zoom = range; cursor.redraw(); }
     });
-    root.addEventListener("pointerleave", () => { if (start == null) cursor.move(null); this.leave?.(); });
+    root.addEventListener("pointerleave", () => { if (start == null) cursor.move(null); });
     root.addEventListener("dblclick", () => { cursor.zoom = null; cursor.redraw(); });
   }
 }
