@@ -98,7 +98,7 @@ class Agents:
         agent = self._class(None, None, sweep_id="sweep123")
         agent._sweep_command = [*sweep.command, *further]
         args = {key: {"value": value} for key, value in points[number].items()}
-        agent._command_run({"run_id": run_id, "program": sweep.program, "args": args})
+        agent._command_run({"run_id": run_id, "program": "tune", "args": args})
         assert os.environ["WANDB_RUN_ID"] == run_id
         return agent._run_processes[run_id]
 

@@ -4,9 +4,7 @@ The words of each run go the way that `tune run` sends them: torchtune's parser,
 the sweep's parameters change. So a key, a value or a metric that does not exist is named now, and not by the eighth run.
 """
 
-import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -28,7 +26,7 @@ from torchtune_ext.training.checks import check_optimizer
 from torchtune_ext.training.settings import check_settings
 
 ELSE = "other programs run under `wandb agent`"
-_ENVVAR = re.compile(r"\$\{envvar\:([A-Z0-9_]*)\}")
+ARGUMENTS = "${args_no_hyphens}"  # W&B's word for key=value of each parameter, as the recipes take them
 # Settings that the sweep itself gives each of its runs.
 OURS = {
     "output_dir": "each run of a sweep has a folder of its own, OUT/RUN here (--out) and <output_dir>/<WANDB_RUN_ID> under "
@@ -41,33 +39,21 @@ OF_A_WARM_UP = ("loss", "optim", "pack", "time", "speed", "memory")
 
 
 def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
-    """Returns the command of one run. These macros of W&B are expanded as its agent does:
-
-    macro                                  stands for
-    ${args_no_hyphens}                     key=value for each parameter, as the recipes take them
-    ${env}, ${interpreter}, ${program}     /usr/bin/env, python, and `program` of the file
-    ${envvar:NAME}                         a variable of the environment, also inside a word; without one its name
+    """Returns the command of one run.
 
     Args:
         further: settings that the user gave for all runs; they stand behind the command.
 
     Raises:
-        ValueError: there is another macro, which no recipe can read.
+        ValueError: there is a macro of W&B's which no recipe can read.
     """
-    macros = {
-        "${args_no_hyphens}": [f"{name}={value}" for name, value in point.items()],
-        "${env}": ["/usr/bin/env"],
-        "${interpreter}": ["python"],
-        "${program}": [sweep.program],
-    }
     words = []
-    for chunk in sweep.command:
-        word = _ENVVAR.sub(lambda match: os.environ.get(match[1], match[1]), str(chunk))
-        if word.startswith("${") and word not in macros:
-            raise Mistake(f"command: recipes read no {word}; there are {', '.join(macros)}: {EXAMPLE}; {ELSE}")
-        words += macros.get(word, [word])
+    for word in map(str, sweep.command):
+        if word.startswith("${") and word != ARGUMENTS:
+            raise Mistake(f"command: recipes read no {word}; there is {ARGUMENTS}: {EXAMPLE}; {ELSE}")
+        words += [f"{name}={value}" for name, value in point.items()] if word == ARGUMENTS else [word]
     # The `tune` of this environment, whichever comes first on PATH.
-    ours = [sys.executable, "-m", "torchtune_ext"] if words[0] in ("tune", "torchtune-ext") else words[:1]
+    ours = [sys.executable, "-m", "torchtune_ext"] if words[:1] in (["tune"], ["torchtune-ext"]) else words[:1]
     return [*ours, *words[1:], *further]
 
 
@@ -108,8 +94,6 @@ def check(sweep: Sweep, points: Sequence[Point], further: Sequence[str], out: Pa
     for word in settings:
         if (key := word.partition("=")[0]) in OURS:
             raise Mistake(f"{key}: take it out of the sweep: {OURS[key]}")
-    if shutil.which(words[0]) is None:
-        raise Mistake(f"command: there is no program {words[0]}; write [tune, run, ...], or put it on PATH")
     if re.search(r"[=#:{\[]", str(out)):
         raise Mistake(f"--out {out}: runs cannot be given such a folder in a word; choose a name without = # : {{ [")
     module = recipe_module(recipe, "command: ")
@@ -176,23 +160,15 @@ def require_logged(sweep: Sweep, recipe: str, ours: bool, cfg: Any) -> list[str]
     known = {name for panel in PANELS for name in (*(name for name, _ in panel.series), *(panel.band or ()))}
     near = nearest(metric, [name for name in known if "*" not in name])
     hint = f"did you mean {near}?" if near else "docs/telemetry.md lists the metrics"
-    if not any(fnmatchcase(metric, name) for name in known):
-        if ours:
-            raise Mistake(f"metric: {metric} is no metric of {recipe}; {hint}")
-        notes.append(f"metric: {metric} is no metric of {recipe}; {hint} A recipe of your own may log it")
-    elif metric not in known:
+    if ours and not any(fnmatchcase(metric, name) for name in known):
+        raise Mistake(f"metric: {metric} is no metric of {recipe}; {hint}")
+    if metric not in known:
         # "reward/*" holds names of the user's, and slips.
-        notes.append(
-            f"metric: {metric} is logged only if a part of the task, the loss or the settings has that name; {hint}"
-        )
+        notes.append(f"metric: {metric} is logged only if the recipe, or a part of its task or loss, does so; {hint}")
     if group == "eval" and getattr(getattr(cfg, "evaluation", None), "task", None) is None:
         raise Mistake(
             f"metric: {metric} is never logged: {sweep.path.name} runs a config without held-out problems (evaluation.task)"
         )
     if group == "async" and not getattr(cfg, "staleness", 0) and all(each.name != "staleness" for each in sweep.drawn):
         raise Mistake(f"metric: {metric} is never logged with staleness=0")
-    if not sweep.metric.has_goal:
-        notes.append(
-            f"metric: {metric} is minimized, since the file names no goal; write goal: maximize if more is better"
-        )
     return notes

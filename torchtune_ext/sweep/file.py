@@ -1,20 +1,13 @@
-"""A sweep as its file says it, in W&B's format: which command, which parameters, how many runs, which of them stop early.
-
-A parameter that is drawn has a value for every u in [0, 1], its quantile (`Parameter.at`). So a random search draws u, and a
-search that learns looks for a good u, whatever the distribution is. The values are those of W&B's own search.
-"""
+"""A sweep as its file says it, in W&B's format: which command, which parameters, how many runs, which of them stop early."""
 
 import argparse
 import math
 import re
-from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import accumulate, product, repeat
-from operator import mul, truediv
+from itertools import product
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import yaml
@@ -29,27 +22,27 @@ SERVER_KEYS = ("project", "entity", "apiVersion", "kind", "controller")
 # What only W&B's server does: jobs of its Launch, searches of one's own, several metrics, other values for failed runs.
 NOT_HERE = ("job", "image_uri", "scheduler", "metrics", "impute", "impute_while_running")
 
-# The keys of each distribution. A file may leave out those that have a default.
+# The keys of each distribution.
 DISTRIBUTIONS = {
     "constant": ("value",),
     "categorical": ("values",),
-    "categorical_w_probabilities": ("values", "probabilities"),
     "int_uniform": ("min", "max"),
     "uniform": ("min", "max"),
     "q_uniform": ("min", "max", "q"),
     "log_uniform_values": ("min", "max"),
-    "q_log_uniform_values": ("min", "max", "q"),
-    "inv_log_uniform_values": ("min", "max"),
-    "normal": ("mu", "sigma"),
-    "q_normal": ("mu", "sigma", "q"),
-    "log_normal": ("mu", "sigma"),
-    "q_log_normal": ("mu", "sigma", "q"),
+    "inv_log_uniform_values": ("min", "max"),  # where log(1/x) is uniform, log(x) is, too
 }
-DEFAULTS = {"mu": 0.0, "sigma": 1.0, "q": 1}
+# What only W&B's server draws from, and what stands in its place here.
+INSTEAD = {
+    "categorical_w_probabilities": "values without probabilities",
+    **dict.fromkeys(("beta", "q_beta", "normal", "q_normal"), "uniform, between the limits of what is worth a run"),
+    **dict.fromkeys(("log_normal", "q_log_normal", "q_log_uniform_values"), "log_uniform_values"),
+    **dict.fromkeys(
+        ("log_uniform", "q_log_uniform", "inv_log_uniform"), "log_uniform_values, whose limits are the values"
+    ),
+}
 MOST = 10_000  # points of a grid
-BANDS = 100  # W&B compares runs so many times from min_iter on, most of them beyond every run
 
-DEFAULT = ("${env}", "${interpreter}", "${program}", "${args}")  # the command of a file that names none
 EXAMPLE = "command: [tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
 _WITHOUT_DOT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
@@ -58,75 +51,18 @@ Point = dict[str, Any]  # the value of every parameter of one run, by its dotted
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a sweep."""
+    """One parameter of a sweep: some values, or any number between two limits."""
 
     name: str  # the dotted name of the setting: "optimizer.lr"
-    kind: str  # a key of DISTRIBUTIONS; a constant is categorical, with one value
-    given: Mapping[str, Any]  # what the file says, with the defaults of the distribution
+    values: Sequence[Any] = ()  # each once; () of a number
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False  # whether the logarithm of the number is uniform
 
     @property
     def fixed(self) -> bool:
         """Tells whether all runs have the same value."""
-        return self.kind == "categorical" and len(self.given["values"]) == 1
-
-    def at(self, u: float) -> Any:
-        """Returns the value at the quantile u, from 0 to 1."""
-        given = self.given
-        match self.kind.removeprefix("q_"):
-            case "categorical":
-                return given["values"][_place(u, len(given["values"]))]
-            case "categorical_w_probabilities":
-                place = bisect(list(accumulate(given["probabilities"])), u)
-                return given["values"][min(place, len(given["values"]) - 1)]
-            case "int_uniform":
-                return given["min"] + _place(u, given["max"] - given["min"] + 1)
-            case "uniform":
-                value = given["min"] + u * (given["max"] - given["min"])
-            case "normal" | "log_normal" as kind:
-                # The ends of the bell are endless.
-                z = NormalDist().inv_cdf(min(max(u, 1e-9), 1 - 1e-9))
-                value = given["mu"] + given["sigma"] * z
-                value = math.exp(value) if kind == "log_normal" else value
-            case _:
-                # Where log(1/x) is uniform, log(x) is, too: `inv_log_uniform_values` has the same values.
-                value = math.exp((1 - u) * math.log(given["min"]) + u * math.log(given["max"]))
-                value = min(max(value, given["min"]), given["max"])
-        if "q" not in given:
-            return value
-        multiple = round(value / given["q"]) * given["q"]
-        return multiple if isinstance(multiple, int) else _exact(multiple)
-
-    def all(self) -> Sequence[Any]:
-        """Returns the values that a grid has, the first MOST + 1 if there are more.
-
-        Raises:
-            ValueError: there are endlessly many.
-        """
-        given = self.given
-        match self.kind:
-            case "categorical":
-                # A value that is named twice is one point, as are 2 and 2.0.
-                return [value for i, value in enumerate(given["values"]) if value not in given["values"][:i]]
-            case "int_uniform":
-                return range(given["min"], given["max"] + 1)[: MOST + 1]
-            case "q_uniform":
-                # As W&B's, they end below max.
-                count = math.ceil(round((given["max"] - given["min"]) / given["q"], 9))
-                return [_exact(given["min"] + i * given["q"]) for i in range(min(count, MOST + 1))]
-        raise Mistake(
-            f"parameters: {self.name}: method: grid takes value, values, whole numbers from min to max, q_uniform, and no "
-            f"{self.kind}; list its values, or write method: random"
-        )
-
-
-def _place(u: float, count: int) -> int:
-    """Returns which of `count` equally likely values the quantile u is, from 0."""
-    return min(max(math.ceil(u * count) - 1, 0), count - 1)
-
-
-def _exact(value: float) -> float:
-    """Returns 0.3 in place of 0.30000000000000004, which does not read as a multiple of 0.1."""
-    return float(f"{value:.12g}")
+        return len(self.values) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,37 +70,16 @@ class Metric:
     """What a sweep compares runs by."""
 
     name: str
-    maximize: bool
-    has_goal: bool  # whether the file says the goal; W&B minimizes otherwise
+    maximize: bool  # W&B minimizes where a file says nothing
     target: float | None  # no further run starts once one has reached it
 
 
 @dataclass(frozen=True, slots=True)
-class Hyperband:
-    """Which runs a sweep stops early, by the rule of W&B (`early_terminate: {type: hyperband}`).
+class Halving:
+    """When runs are compared, and how many of them go on (`early_terminate: {type: hyperband}`)."""
 
-    A run is looked at when it has logged the metric as often as a band says. There, the values of all runs that came that far
-    are compared: a run stays only if it is among the best 1/eta of them.
-    """
-
-    bands: Sequence[int]  # how often a run has logged the metric when it is compared
-    eta: float  # of the runs that are compared, 1/eta stay
-    strict: bool  # the value at the band counts, and not the best one until now
-
-    def stops(self, run: str, histories: Mapping[str, Sequence[float]], maximize: bool) -> bool:
-        """Tells whether a run is stopped.
-
-        Args:
-            histories: what each run has logged of the metric, in order, also of runs that have ended. Values are finite.
-        """
-        sign = -1.0 if maximize else 1.0
-        losses = [sign * value for value in histories[run]]
-        band = max((band for band in self.bands if band <= len(losses)), default=0)
-        if not band:
-            return False
-        all_there = sorted(sign * values[band - 1] for values in histories.values() if len(values) >= band)
-        loss = losses[band - 1] if self.strict else min(losses)
-        return loss > all_there[int(1.0 / self.eta * len(all_there))]
+    first: int  # how often a run has logged the metric when it is compared first; then `eta` times as often, and so on
+    eta: int  # of those that are compared, 1/eta go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +90,11 @@ class Sweep:
     text: str  # the file as it is
     name: str
     command: Sequence[Any]
-    program: str
     method: str  # one of METHODS
     metric: Metric
     parameters: Sequence[Parameter]
     runs: int  # how many there will be
-    early: Hyperband | None
+    early: Halving | None
 
     @property
     def drawn(self) -> list[Parameter]:
@@ -241,11 +155,12 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
         "no sweep: it holds no keys; begin with a copy of one of ours (`torchtune-ext sweeps`)",
     )
     _check_keys("", given, [*KEYS, *SERVER_KEYS])
-    method, command = given.get("method"), given.get("command", list(DEFAULT))
+    # Where a file names no command, W&B's own ends with words that no recipe reads.
+    method, command = given.get("method"), given.get("command", ["${args}"])
     _require(method in METHODS, f"method: {method}: {_hint(method, METHODS)}")
     _require(
-        method != "bayes" or find_spec("optuna") is not None,
-        "method: bayes needs Optuna: pip install 'torchtune-ext[sweep]'; grid and random need nothing further",
+        (method == "grid" and "early_terminate" not in given) or find_spec("optuna") is not None,
+        "method: random, bayes and early_terminate need Optuna: pip install 'torchtune-ext[sweep]'; a grid needs nothing",
     )
     _require(isinstance(command, list) and len(command) > 0, f"command: must be a list of words: {EXAMPLE}")
     parameters = parameters_of(given.get("parameters"))
@@ -254,12 +169,11 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
         text=text,
         name=str(given.get("name", path.stem)),
         command=command,
-        program=str(given.get("program", "")),
         method=method,
         metric=_metric(given.get("metric")),
         parameters=parameters,
         runs=_runs(method, parameters, given.get("run_cap")),
-        early=hyperband_of(given["early_terminate"]) if "early_terminate" in given else None,
+        early=halving_of(given["early_terminate"]) if "early_terminate" in given else None,
     )
 
 
@@ -277,7 +191,7 @@ def _metric(given: Any) -> Metric:
     goal, target = given.get("goal", "minimize"), given.get("target")
     _require(goal in ("minimize", "maximize"), f"metric: goal: {goal}: write maximize or minimize")
     _require(target is None or _is_number(target), f"metric: target: {target!r} must be a number")
-    return Metric(given["name"], goal == "maximize", "goal" in given, target)
+    return Metric(given["name"], goal == "maximize", target)
 
 
 def _is_number(value: Any) -> bool:
@@ -289,7 +203,6 @@ def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
     _require(cap is None or (type(cap) is int and cap >= 1), f"run_cap: {cap} must be a whole number, 1 or more")
     if method == "grid":
         count = len(grid(parameters))
-        _require(count > 0, "parameters: the grid has no points: a q_uniform has its min, and what lies below its max")
         return min(count, cap or count)
     if all(each.fixed for each in parameters):
         raise Mistake(f"parameters: all of them are fixed, so method: {method} has nothing to choose")
@@ -299,30 +212,25 @@ def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
     return cap
 
 
-def hyperband_of(given: Any) -> Hyperband:
-    """Reads the node `early_terminate` of a sweep's file.
-
-    Raises:
-        ValueError: it is none that W&B takes.
-    """
+def halving_of(given: Any) -> Halving:
+    """Reads the node `early_terminate` of a sweep's file. Raises ValueError."""
     if not isinstance(given, dict) or given.get("type") != "hyperband":
         raise Mistake(f"early_terminate: {given}: write {{type: hyperband, min_iter: 3}}; W&B has no other type")
     _check_keys("early_terminate: ", given, ("type", "min_iter", "max_iter", "s", "eta", "strict"))
-    for key in ("min_iter", "max_iter", "s", "eta"):
-        _require(_is_number(given.get(key, 2)), f"early_terminate: {key}: {given.get(key)!r} must be a number")
+    for key, least in {"min_iter": 1, "max_iter": 1, "s": 1, "eta": 2}.items():
+        if key in given and (type(given[key]) is not int or given[key] < least):
+            raise Mistake(f"early_terminate: {key}: {given[key]!r} must be a whole number, {least} or more")
+    _require(given.get("strict", True) is True, "early_terminate: strict: false: only W&B's server does that")
     eta = given.get("eta", 3)
-    _require(eta > 1, f"early_terminate: eta: {eta} must be above 1: of the runs that are compared, 1/eta stay")
     if "max_iter" in given and "s" in given:
-        places = list(accumulate(repeat(eta, min(int(given["s"]), BANDS)), truediv, initial=given["max_iter"]))[1:]
-    elif "min_iter" in given:
-        places = list(accumulate(repeat(eta, BANDS - 1), mul, initial=given["min_iter"]))
+        first = given["max_iter"] // eta ** min(given["s"], 64)
     else:
-        raise Mistake("early_terminate: hyperband needs min_iter, or max_iter and s")
-    if not places or places[0] < 1:
-        raise Mistake(f"early_terminate: {given} leaves no band; s, and min_iter or max_iter / eta, must be 1 or more")
-    return Hyperband(
-        tuple(sorted(int(place) for place in places if 1 <= place < math.inf)), eta, given.get("strict", True)
+        _require("min_iter" in given, "early_terminate: hyperband needs min_iter, or max_iter and s")
+        first = given["min_iter"]
+    _require(
+        first >= 1, f"early_terminate: {given} compares runs before they begin: max_iter / eta**s must be 1 or more"
     )
+    return Halving(first, eta)
 
 
 def parameters_of(node: Any, above: str = "") -> list[Parameter]:
@@ -358,29 +266,34 @@ def parameters_of(node: Any, above: str = "") -> list[Parameter]:
 def _parameter(name: str, given: Mapping[str, Any]) -> Parameter:
     where, kind = f"parameters: {name}", given.get("distribution") or _meant(given)
     _require(kind is not None, f"{where}: has no values; write values: [...], value: ..., or min: and max:")
-    if kind in ("beta", "q_beta"):
-        raise Mistake(f"{where}: distribution: {kind}: only W&B's own server draws from it; write uniform, or normal")
-    if kind in ("log_uniform", "q_log_uniform", "inv_log_uniform"):
-        instead = f"write {kind}_values, whose limits are the values"
-        raise Mistake(f"{where}: distribution: {kind}: its limits are exponents, and W&B has retired it; {instead}")
+    if kind in INSTEAD:
+        raise Mistake(f"{where}: distribution: {kind}: only W&B's own server draws from it; write {INSTEAD[kind]}")
     _require(kind in DISTRIBUTIONS, f"{where}: distribution: {kind} is unknown; {_hint(kind, DISTRIBUTIONS)}")
     keys = DISTRIBUTIONS[kind]
     _check_keys(f"{where}: {kind}: ", given, (*keys, "distribution"))
-    whole = {key: given.get(key, DEFAULTS.get(key)) for key in keys if key in given or key in DEFAULTS}
     for key in keys:
-        _require(key in whole, f"{where}: {kind} needs {' and '.join(keys)}; {key} is missing")
-    if kind == "constant":
-        kind, whole = "categorical", {"values": [whole["value"]]}
-    if "values" in whole:
-        _check_values(where, whole)
+        _require(key in given or key == "q", f"{where}: {kind} needs {' and '.join(keys)}; {key} is missing")
+    if kind in ("constant", "categorical"):
+        values = [given["value"]] if kind == "constant" else given["values"]
+        _require(isinstance(values, list) and values, f"{where}: values: {values} must be a list, and not empty")
         # A run reads 1e-5 as a number, and YAML 1.1 as a text, because it has no dot.
-        whole["values"] = [
-            float(value) if isinstance(value, str) and _WITHOUT_DOT.fullmatch(value) else value
-            for value in whole["values"]
-        ]
-    else:
-        _check_numbers(where, kind, whole)
-    return Parameter(name, kind, whole)
+        values = [float(each) if isinstance(each, str) and _WITHOUT_DOT.fullmatch(each) else each for each in values]
+        return Parameter(name, [each for i, each in enumerate(values) if each not in values[:i]])
+    for key in keys:
+        if not _is_number(given.get(key, 1)):
+            raise Mistake(f"{where}: {key}: {given[key]!r} is no number for YAML; write 1.0e-3, not 1e-3")
+    low, high, q = given["min"], given["max"], given.get("q", 1)
+    _require(low < high, f"{where}: min: {low} must be below max: {high}")
+    _require("log" not in kind or low > 0, f"{where}: min: {low} of {kind} must be above 0: it has no logarithm")
+    if kind == "int_uniform":
+        _require(type(low) is type(high) is int, f"{where}: int_uniform takes whole numbers; write uniform for others")
+        return Parameter(name, range(low, high + 1))
+    if kind == "q_uniform":
+        _require(q > 0 and (high - low) / q <= MOST, f"{where}: q: {q} must be above 0, and not that small")
+        # As W&B's, they end below max. Twelve digits make 0.3 of 0.30000000000000004.
+        count = math.ceil(round((high - low) / q, 9))
+        return Parameter(name, [float(f"{low + i * q:.12g}") for i in range(count)])
+    return Parameter(name, low=low, high=high, log="log" in kind)
 
 
 def _meant(given: Mapping[str, Any]) -> str | None:
@@ -394,44 +307,22 @@ def _meant(given: Mapping[str, Any]) -> str | None:
     return "normal" if "mu" in given or "sigma" in given else None
 
 
-def _check_numbers(where: str, kind: str, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for numbers that are no numbers, or that do not go together."""
-    for key, value in given.items():
-        _require(_is_number(value), f"{where}: {key}: {value!r} is no number for YAML; write 1.0e-3, not 1e-3")
-    if "min" in given:
-        low, high = given["min"], given["max"]
-        if kind == "int_uniform" and not (type(low) is type(high) is int):
-            raise Mistake(f"{where}: min and max of int_uniform are whole numbers; write uniform for others")
-        _require(low < high, f"{where}: min: {low} must be below max: {high}")
-        _require("log" not in kind or low > 0, f"{where}: min: {low} of {kind} must be above 0: it has no logarithm")
-    _require(given.get("q", 1) > 0, f"{where}: q: {given.get('q')} must be above 0")
-    _require(given.get("sigma", 0) >= 0, f"{where}: sigma: {given.get('sigma')} must be 0 or more")
-
-
-def _check_values(where: str, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for values that are none, or chances that are not theirs."""
-    values, shares = given["values"], given.get("probabilities")
-    _require(isinstance(values, list) and len(values) > 0, f"{where}: values: {values} must be a list, and not empty")
-    if "probabilities" in given and not (
-        isinstance(shares, list)
-        and len(shares) == len(values)
-        and all(_is_number(share) and share >= 0 for share in shares)
-        and math.isclose(sum(shares), 1.0, abs_tol=1e-6)
-    ):
-        raise Mistake(f"{where}: probabilities: {shares} must be {len(values)} numbers that sum to 1")
-
-
 def grid(parameters: Sequence[Parameter]) -> list[Point]:
     """Returns every combination, in W&B's order: the last parameter changes first.
 
     Raises:
         ValueError: a parameter has endlessly many values, or there are more than MOST points.
     """
-    values = [each.all() for each in parameters]
-    if math.prod(map(len, values)) > MOST:
+    for each in parameters:
+        if not each.values:
+            raise Mistake(
+                f"parameters: {each.name}: method: grid takes value, values, whole numbers from min to max and q_uniform, and "
+                "not every number between two; list its values, or write method: random"
+            )
+    if math.prod(len(each.values) for each in parameters) > MOST:
         raise Mistake(f"parameters: the grid has more than {MOST:,} points; list fewer values, or draw: method: random")
     names = [each.name for each in parameters]
-    return [dict(zip(names, point, strict=True)) for point in product(*values)]
+    return [dict(zip(names, point, strict=True)) for point in product(*(each.values for each in parameters))]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

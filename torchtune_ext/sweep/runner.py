@@ -19,8 +19,8 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,7 +33,7 @@ from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent, environment
 from torchtune_ext.run.stop import NAMES
 from torchtune_ext.sweep.file import Point, Sweep
-from torchtune_ext.sweep.search import Quantiles, planned, point_at, suggest
+from torchtune_ext.sweep.search import Pruner, planned, suggest
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import PANELS
 from torchtune_ext.telemetry.runs import METRICS, SWEEP, SWEEP_FORMAT, read_sweep_record
@@ -61,7 +61,6 @@ class SweepRun:
     interval: Sequence[float] | None = None  # the 95% interval of the value, where the recipe logs one
     cause: str = ""  # why it failed, or has no value: one line
     seconds: float = 0.0  # how long it ran, all its starts together that were not killed
-    quantiles: dict[str, float] = field(default_factory=dict)  # of the drawn parameters, in a search that learns
 
 
 class SweepFolder:
@@ -100,10 +99,10 @@ class SweepFolder:
         write_atomic(self.path / FILE, self.sweep.text.encode())
         self.save()
 
-    def add(self, point: Point, quantiles: Mapping[str, float] | None = None) -> SweepRun:
+    def add(self, point: Point) -> SweepRun:
         """Adds a run of a point; it waits."""
         name = f"run_{len(self.runs) + 1:0{max(2, len(str(self.sweep.runs)))}d}"
-        self.runs.append(SweepRun(name, name, point, quantiles=dict(quantiles or {})))
+        self.runs.append(SweepRun(name, name, point))
         return self.runs[-1]
 
     def save(self) -> None:
@@ -185,11 +184,13 @@ class Runner:
         self._variables = variables or {}
         self._processes: dict[str, subprocess.Popen] = {}  # of the runs that go on
         self.stopped_by: signal.Signals | None = None  # the first signal that came
-        self._histories: dict[str, tuple[int, list[float]]] = {}  # what runs have logged, with the size of the file
         if not folder.runs:
             for point in planned(self.sweep, folder.seed):
                 folder.add(point)
         self._waiting = [run for run in folder.runs if run.state in TO_DO]
+        self._pruner = Pruner(self.sweep) if self.sweep.early else None
+        for run in folder.runs:
+            self._is_worse(run)
 
     @property
     def left(self) -> int:
@@ -222,6 +223,8 @@ class Runner:
                     _kill(process)
                 del self._processes[run.id]
             run.seconds = round(run.seconds + time.monotonic() - began, 1)
+            # What it logged last counts for the others.
+            self._is_worse(run)
             self._note(run, process.returncode, early)
 
     def _next(self) -> SweepRun | None:
@@ -235,17 +238,16 @@ class Runner:
             return self._waiting.pop(0)
         if len(runs) >= self.sweep.runs:
             return None
-        quantiles = suggest(self.sweep, self.folder.seed, len(runs), self._results())
-        return self.folder.add(point_at(self.sweep, quantiles), quantiles)
+        return self.folder.add(suggest(self.sweep, self.folder.seed, len(runs), self._results()))
 
-    def _results(self) -> list[tuple[Quantiles, float | None]]:
+    def _results(self) -> list[tuple[Point, float | None]]:
         """Returns where runs were and what they came to: None where that is not known. One that has failed counts as the worst,
         as W&B has it."""
         runs = self.folder.runs
         known = [run.value for run in runs if run.value is not None and run.state != "failed"]
         worst = (min if self.sweep.metric.maximize else max)(known, default=None)
         values = {"failed": worst, "running": None, "waiting": None}
-        return [(run.quantiles, values.get(run.state, run.value)) for run in runs]
+        return [(run.parameters, values.get(run.state, run.value)) for run in runs]
 
     def _start(self, run: SweepRun) -> subprocess.Popen:
         place = self.folder.path / run.folder
@@ -326,18 +328,12 @@ class Runner:
 
     def _is_worse(self, run: SweepRun) -> bool:
         """Tells whether a run ends early, by the rule of the file."""
-        if self.sweep.early is None:
-            return False
-        logged = {each.id: self._logged(each) for each in self.folder.runs}
-        return self.sweep.early.stops(run.id, logged, self.sweep.metric.maximize)
+        return self._pruner is not None and self._pruner.stops(run.id, self._logged(run))
 
     def _logged(self, run: SweepRun) -> list[float]:
-        """Returns the values of the metric that a run has logged. A file is read again only when it has grown."""
-        path, metric = self.folder.path / run.folder / METRICS, self.sweep.metric.name
-        size = path.stat().st_size if path.exists() else 0
-        if run.id not in self._histories or self._histories[run.id][0] != size:
-            self._histories[run.id] = size, [record[metric] for record in history(path.parent, metric)]
-        return self._histories[run.id][1]
+        """Returns the values of the metric that a run has logged."""
+        metric = self.sweep.metric.name
+        return [record[metric] for record in history(self.folder.path / run.folder, metric)]
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Ends all runs: after the first signal each ends its step and saves, after a second one it ends at once."""
@@ -359,9 +355,15 @@ def history(folder: Path, metric: str) -> list[dict[str, Any]]:
     """Returns the records of a run that have a metric, in order."""
     # A file that is not there has not begun; where a line is being cut away, the next look finds the file whole.
     with suppress(FileNotFoundError, ValueError):
-        records = read_metrics(folder / METRICS)
+        records = _records(folder / METRICS, (folder / METRICS).stat().st_size)
         return [each for each in records if isinstance(each.get(metric), int | float) and math.isfinite(each[metric])]
     return []
+
+
+@lru_cache(1024)
+def _records(path: Path, size: int) -> list[dict[str, Any]]:
+    """Reads a file of metrics again only when it has another size."""
+    return read_metrics(path)
 
 
 def shown(value: object) -> str:

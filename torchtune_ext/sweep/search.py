@@ -1,37 +1,23 @@
-"""Which points a sweep tries: all of a grid, random ones, or those that a search expects to be good (Optuna's TPE).
+"""Which points a sweep tries, and which of its runs stop early: all of a grid, or what Optuna's samplers and pruners say.
 
 A point follows from the seed, its number and, in a search that learns, from the results until then. Nothing else is kept, so a
 sweep that was killed goes on with the points that it would have tried.
 """
 
-import random
 from collections.abc import Sequence
-from itertools import accumulate
+from typing import Any
 
 from torchtune_ext.sweep.file import Parameter, Point, Sweep, grid
 
-Quantiles = dict[str, float]  # of each parameter that is drawn
-
 WARM_UP = 5  # random points, at most, at the beginning of a search that learns
 TRIED = 200  # points at most that are tried before the start; a point takes 0.05 s
-
-
-def point_at(sweep: Sweep, quantiles: Quantiles) -> Point:
-    """Returns the point at some quantiles. A parameter without a quantile has only one value."""
-    return {each.name: each.at(quantiles.get(each.name, 0.0)) for each in sweep.parameters}
-
-
-def draw(sweep: Sweep, seed: int, number: int) -> Point:
-    """Returns the random point of a number, from 0."""
-    dice = random.Random(f"{seed}/{number}")
-    return point_at(sweep, {each.name: dice.random() for each in sweep.drawn})
 
 
 def planned(sweep: Sweep, seed: int) -> list[Point]:
     """Returns the points that are known before the first result; none of a search that learns."""
     if sweep.method == "grid":
         return grid(sweep.parameters)[: sweep.runs]
-    return [draw(sweep, seed, number) for number in range(sweep.runs)] if sweep.method == "random" else []
+    return [suggest(sweep, seed, number) for number in range(sweep.runs)] if sweep.method == "random" else []
 
 
 def tries(sweep: Sweep, seed: int) -> list[Point]:
@@ -42,16 +28,13 @@ def tries(sweep: Sweep, seed: int) -> list[Point]:
     points = planned(sweep, seed)
     if sweep.method == "random" or 0 < len(points) <= TRIED:
         return points[:TRIED]
-    first = draw(sweep, seed, 0)
-    values = {
-        each.name: each.all() if points else each.given.get("values", [each.at(0.0), each.at(1.0)])
-        for each in sweep.drawn
-    }
+    first = points[0] if points else suggest(sweep, seed, 0)
+    values = {each.name: each.values[:TRIED] or (each.low, each.high) for each in sweep.drawn}
     return [first, *({**first, name: value} for name, some in values.items() for value in some)][:TRIED]
 
 
-def suggest(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Quantiles, float | None]]) -> Quantiles:
-    """Returns the quantiles of the point of a number, from 0, which Optuna's TPE suggests; the first points are random.
+def suggest(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point, float | None]] = ()) -> Point:
+    """Returns the point of a number, from 0, which Optuna draws or its TPE suggests; the first points of TPE are random.
 
     Args:
         results: of the metric at the points until then. None: the run goes on. It counts as a bad one, so that runs side by
@@ -59,30 +42,70 @@ def suggest(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Quanti
     """
     import optuna
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = optuna.samplers.TPESampler(
-        seed=(seed * 1_000_003 + number) % 2**32,
-        n_startup_trials=max(1, min(WARM_UP, sweep.runs // 2)),
-        multivariate=True,
-        constant_liar=True,
-    )
-    study = optuna.create_study(direction="maximize" if sweep.metric.maximize else "minimize", sampler=sampler)
+    own_seed = (seed * 1_000_003 + number) % 2**32
+    if sweep.method == "bayes":
+        first = max(1, min(WARM_UP, sweep.runs // 2))
+        # Of a few tens of runs, each parameter on its own finds more of the good points than all of them together.
+        sampler = optuna.samplers.TPESampler(
+            seed=own_seed, n_startup_trials=first, multivariate=False, constant_liar=True
+        )
+    else:
+        sampler = optuna.samplers.RandomSampler(seed=own_seed)
+    study = _study(sweep, sampler=sampler)
     space = {each.name: _axis(each) for each in sweep.drawn}
     states = optuna.trial.TrialState
-    for quantiles, value in results:
+    for point, value in results:
+        places = {
+            each.name: each.values.index(point[each.name]) if each.values else point[each.name] for each in sweep.drawn
+        }
         state = states.RUNNING if value is None else states.COMPLETE
-        study.add_trial(optuna.trial.create_trial(params=quantiles, distributions=space, value=value, state=state))
-    return study.ask(space).params
+        study.add_trial(optuna.trial.create_trial(params=places, distributions=space, value=value, state=state))
+    drawn = study.ask(space).params
+    return {
+        each.name: each.values[drawn.get(each.name, 0)] if each.values else drawn[each.name]
+        for each in sweep.parameters
+    }
 
 
-def _axis(parameter: Parameter):
-    """Returns where Optuna looks for the quantile of a parameter: anywhere, or, where values have no order, in the middle of
-    the share of each."""
+class Pruner:
+    """Says which runs stop early: those that are not among the best 1/eta when Optuna's successive halving compares them."""
+
+    def __init__(self, sweep: Sweep):
+        import optuna
+
+        halving = optuna.pruners.SuccessiveHalvingPruner(sweep.early.first, sweep.early.eta)
+        self._study = _study(sweep, pruner=halving)
+        self._trials: dict[str, optuna.Trial] = {}
+        self._told: dict[str, int] = {}  # how many values of each run
+
+    def stops(self, run: str, values: Sequence[float]) -> bool:
+        """Takes what a run has logged of the metric until now, in order, and tells whether it stops."""
+        if run not in self._trials:
+            self._trials[run] = self._study.ask()
+        trial, told, stops = self._trials[run], self._told.get(run, 0), False
+        for step, value in enumerate(values[told:], told + 1):
+            trial.report(value, step)
+            stops = stops or trial.should_prune()
+        self._told[run] = max(told, len(values))
+        return stops
+
+
+def _study(sweep: Sweep, **parts: Any) -> Any:
     import optuna
 
-    values = parameter.given.get("values", ())
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return optuna.distributions.FloatDistribution(0.0, 1.0)
-    shares = parameter.given.get("probabilities", [1 / len(values)] * len(values))
-    middles = [end - share / 2 for share, end in zip(shares, accumulate(shares), strict=True) if share]
-    return optuna.distributions.CategoricalDistribution(middles)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.create_study(direction="maximize" if sweep.metric.maximize else "minimize", **parts)
+
+
+def _axis(parameter: Parameter) -> Any:
+    """Returns where Optuna looks for a parameter: for the place of its value, which near ones tell of where values are numbers,
+    or for the number."""
+    import optuna
+
+    values = parameter.values
+    if not values:
+        return optuna.distributions.FloatDistribution(parameter.low, parameter.high, log=parameter.log)
+    ordered = isinstance(values, range) or all(type(value) in (int, float) for value in values)
+    if ordered:
+        return optuna.distributions.IntDistribution(0, len(values) - 1)
+    return optuna.distributions.CategoricalDistribution(range(len(values)))

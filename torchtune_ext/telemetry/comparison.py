@@ -6,28 +6,15 @@ print(comparison.summary())                       # which setting is better, and
 
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from torchtune_ext.groups import Group
-from torchtune_ext.telemetry.excerpts import (
-    answer_of,
-    by_reward,
-    cut_text,
-    groups_of,
-    messages_of,
-    pack,
-    rewards_of,
-    sample_facts,
-    short,
-    spaced,
-)
+from torchtune_ext.telemetry.excerpts import cut_text, pack, short
 from torchtune_ext.telemetry.findings import nonfinite, reading_of
 from torchtune_ext.telemetry.page_file import write_page
 from torchtune_ext.telemetry.panels import Panel, panels_for
@@ -43,15 +30,12 @@ from torchtune_ext.telemetry.results import (
     verdict_of,
     word_of,
 )
-from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.runs import Run, Setting, find_runs, is_several, settings_of, short_keys
 
-SCRIPTS = ("charts", "shell", "rollouts", "overlay", "tables", "scatter", "comparison")  # of the page, in this order
+SCRIPTS = ("charts", "shell", "overlay", "tables", "comparison")  # of the page, in this order
 POINTS = 400  # of a curve; where there are more steps, each point is the mean of neighbors
 DRAWN = 40  # settings that have curves: the best ones
 LONGEST = 400  # characters of a value of a setting
-STEPS, PROBLEMS, SAMPLED = 3, 6, 12  # whose samples are shown: steps, problems of a step, runs of a step
-CHARACTERS = 3000  # of a text; the middle of longer ones is left out
 # These curves stand first, in this order, with titles of their own; the panels of all others are folded.
 FIRST = {
     ACCURACY: "Held-out accuracy",
@@ -111,7 +95,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
     overview = {
         "written": time.time(),
         "notices": [*left_out, *_notices(runs, settings)],
-        "target": target and asdict(target) | {"unit": next((panel.unit for panel in panels_for([target.metric])), "")},
+        "target": target and asdict(target),
         "verdict": verdict.headline,
         "best": verdict.best,
         "ranking": ranking,  # the best setting first
@@ -134,9 +118,8 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
         "steps": steps,
         "charts": charts,
     }
-    problems = shared_problems(runs, [number for place in ranking for number in settings[place].runs])
     out = Path(out or "comparison.html")
-    num_bytes = write_page(out, name, "comparison", SCRIPTS, {"overview": pack(overview), "problems": pack(problems)})
+    num_bytes = write_page(out, name, "comparison", SCRIPTS, {"overview": pack(overview)})
     return Comparison(out, num_bytes, len(runs), len(settings), verdict.headline, left_out)
 
 
@@ -249,52 +232,3 @@ def _notices(runs: Sequence[Run], settings: Sequence[Setting]) -> list[str]:
     if unknown:
         notices.append(f"The settings of {', '.join(unknown)} are not known: no run.json, or a damaged one.")
     return notices
-
-
-# ---------------------------------------------------------------- samples of the same problem
-
-
-def shared_problems(runs: Sequence[Run], order: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns problems that two or more runs sampled at the same step, with the best and the worst sample of each run: first
-    those whose mean rewards lie farthest apart, at steps evenly spaced over those that most runs have stored.
-
-    Args:
-        runs: all runs of the page.
-        order: the runs, those that are wanted most first.
-    """
-    paths = {number: rollout_paths(runs[number].path) for number in order}
-    counts = Counter(step for found in paths.values() for step in found)
-    most = max(counts.values(), default=0)
-    problems = []
-    for step in spaced(sorted(step for step, count in counts.items() if count == most), STEPS) if most > 1 else []:
-        shared: dict[Any, dict[int, Group]] = defaultdict(dict)
-        for number in [number for number in order if step in paths[number]][:SAMPLED]:
-            for group in groups_of(paths[number][step]):
-                # Two tasks may give different questions the same id.
-                shared[group.problem.id, str(group.problem.messages)].setdefault(number, group)
-        chosen = sorted((groups for groups in shared.values() if len(groups) > 1), key=_apart, reverse=True)
-        problems += [_problem(step, groups) for groups in chosen[:PROBLEMS]]
-    return problems
-
-
-def _apart(groups: Mapping[int, Group]) -> tuple[int, float]:
-    means = [fmean(rewards) for group in groups.values() if (rewards := rewards_of(group))]
-    return len(groups), max(means, default=0.0) - min(means, default=0.0)
-
-
-def _problem(step: int, groups: Mapping[int, Group]) -> dict[str, Any]:
-    first = next(iter(groups.values()))
-    by_run = []
-    for number, group in groups.items():
-        rewards, samples = rewards_of(group), by_reward(group)
-        graded = [sample for sample in samples if sample.score is not None]
-        facts = [sample_facts(sample, CHARACTERS) for sample in spaced(graded or samples[:1], 2)]
-        mean = short(fmean(rewards)) if rewards else None
-        by_run.append({"run": number, "count": len(group.samples), "mean": mean, "samples": facts})
-    return {
-        "step": step,
-        "id": first.problem.id,
-        "messages": messages_of(first, CHARACTERS),
-        "answer": cut_text(answer_of(first), CHARACTERS),
-        "runs": by_run,
-    }

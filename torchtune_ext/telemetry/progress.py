@@ -72,18 +72,14 @@ class Bar:
     def __exit__(self, *_) -> None:
         self.close()
 
-    @property
-    def tokens_s(self) -> float:
-        """Returns the tokens per second since the phase began."""
-        return self.tokens / max(self._clock() - self._start, 1e-9)
-
     def read_out(self) -> str:
         """Says what is known so far, for instance "reward 0.412, length 83, 5,120 tok/s"."""
         parts = []
         if self.rewards:
             parts.append(f"reward {self.reward_sum / self.rewards:.3f}")
         if self.tokens:
-            parts += [f"length {self.tokens / self.count:.0f}", f"{self.tokens_s:,.0f} tok/s"]
+            speed = self.tokens / max(self._clock() - self._start, 1e-9)
+            parts += [f"length {self.tokens / self.count:.0f}", f"{speed:,.0f} tok/s"]
         return ", ".join(parts)
 
     def _show(self, count: int) -> None:

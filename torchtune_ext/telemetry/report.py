@@ -24,12 +24,10 @@ from torchtune_ext.telemetry.page_file import write_page
 from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.runs import EVALUATION, METRICS, is_several, record_of
-from torchtune_ext.telemetry.timeline import FILE as TRACE
-from torchtune_ext.telemetry.timeline import read_trace, strip_of
 
 log = logging.getLogger(__name__)
 
-SCRIPTS = ("charts", "shell", "archive", "rollouts", "main")  # of the page, in this order
+SCRIPTS = ("charts", "shell", "tables", "archive", "rollouts", "main")  # of the page, in this order
 ARCHIVE = "archive.jsonl"
 MAX_CHARACTERS = 16_000  # of a program
 MAX_TOGETHER = 4_000_000  # characters of all programs in a page
@@ -113,8 +111,8 @@ def build_report(
     data = {"overview": pack(overview)} | {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
     if excerpts.pieces:
         data["pieces"] = pack(excerpts.pieces)
-    if pictures := _read(run_dir / ARCHIVE, pictures_of):
-        data["archive"] = pack(pictures)
+    if archive := _read(run_dir / ARCHIVE, archive_of):
+        data["archive"] = pack(archive)
     num_bytes = write_page(out, overview["name"], "report", SCRIPTS, data)
     return Report(out, num_bytes, records[-1]["step"], len(excerpts.blobs), len(paths))
 
@@ -178,7 +176,6 @@ def _overview(
         "tiles": tiles(curves, panels),
         "panels": panels,
         "folded": [section for section in FOLDED if section not in warned],
-        "strip": _read(run_dir / TRACE, lambda path: strip_of(read_trace(path))),
         "notices": notices,
         "rollouts": excerpts.index,
     }
@@ -193,14 +190,13 @@ def _read(path: Path, read: Callable[[Path], Any]) -> Any:
         return None
 
 
-def pictures_of(path: Path) -> list[dict[str, Any]]:
-    """Returns what the page shows of an archive, JSON-able: a picture for each problem and machine. It has a row for each set
-    of techniques and a column for each band of speed that hold a program; a cell of it is a cell of the archive.
+def archive_of(path: Path) -> list[dict[str, Any]]:
+    """Returns what the page shows of an archive, JSON-able: for each problem and machine its programs, the fastest first.
 
     Returns:
-        `kernel`, `size`, `machine`: the problem, for people. `rows`: the sets of techniques, in words, those with few
-        techniques first. `bands`: the columns, floor(log2(times as fast as the naive program)), ascending. `cells`: `row` and
-        `column`, the speed `ratio`, the ends `low` and `high` of its interval, `gflops`, `found`, `source`.
+        `kernel`, `size`, `machine`: the problem, for people. `programs`: of each its `techniques` in words, its speed as a
+        `ratio` to the naive program, the ends `low` and `high` of the interval of that, `gflops`, the step that `found` it, and
+        its `source`.
 
     Raises:
         ImportError: a package is missing that programs are read with.
@@ -209,25 +205,14 @@ def pictures_of(path: Path) -> list[dict[str, Any]]:
     # Only the archive of a run needs these packages; a report of other runs does without.
     from torchtune_ext.measured.matmul.archive import Archive, size_in_words, techniques_in_words
 
-    elites = Archive.load(path).cells()
+    elites = Archive.load(path).cells().values()
     limit = min(MAX_CHARACTERS, MAX_TOGETHER // max(1, len(elites)))
     problems = defaultdict(list)
-    for cell, entry in elites.items():
-        problems[cell.kernel, cell.size, cell.machine].append((cell, entry))
-    pictures = []
-    for (kernel, size, machine), entries in sorted(problems.items()):
-        rows = sorted({cell.techniques for cell, _ in entries}, key=lambda techniques: (len(techniques), techniques))
-        bands = sorted({cell.band for cell, _ in entries})
-        cells = [
-            {name: getattr(entry, name) for name in ("ratio", "low", "high", "gflops", "found")}
-            | {
-                "row": rows.index(cell.techniques),
-                "column": bands.index(cell.band),
-                "source": cut_text(entry.source, limit),
-            }
-            for cell, entry in entries
-        ]
-        words = [techniques_in_words(techniques) for techniques in rows]
-        problem = {"kernel": kernel, "size": size_in_words(size), "machine": machine}
-        pictures.append({**problem, "rows": words, "bands": bands, "cells": cells})
-    return pictures
+    for entry in sorted(elites, key=lambda entry: -entry.low):
+        program = {name: getattr(entry, name) for name in ("ratio", "low", "high", "gflops", "found")}
+        program |= {"techniques": techniques_in_words(entry.techniques), "source": cut_text(entry.source, limit)}
+        problems[entry.kernel, size_in_words(entry.size), entry.machine].append(program)
+    return [
+        {"kernel": kernel, "size": size, "machine": machine, "programs": programs}
+        for (kernel, size, machine), programs in sorted(problems.items())
+    ]

@@ -22,15 +22,13 @@ import json
 import logging
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 
 from torchtune_ext.groups import GroupKey, GroupTimes
@@ -45,7 +43,6 @@ MERGED_S = 0.01  # Two waits for groups with less between them are drawn as one.
 _PLACE = {"pid": 1, "tid": 1}  # Chrome's format wants a process and a thread, whatever they mean.
 _LONGEST_ID = 80  # characters of a problem's id
 _TAIL = 1 << 16  # bytes at the end of the file, among which is a line break
-MAX_POINTS, MOST_PARTS = 20_000, 20  # of what the page draws: points, and parts of a step
 
 
 @dataclass(slots=True)
@@ -200,63 +197,6 @@ def _cut_torn_line(file: BinaryIO) -> None:
     file.seek(max(0, end - _TAIL))
     tail = file.read()
     file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
-
-
-def strip_of(events: Iterable[Mapping[str, Any]], max_points: int = MAX_POINTS) -> dict[str, Any] | None:
-    """Returns what the page draws of a timeline, JSON-able, or None where the events show no phase of the trainer. Each step is
-    cut into equal parts. Of a step that was made twice, as after a kill, the later one is drawn.
-
-    Args:
-        events: of `read_trace`, in the order of the file.
-
-    Returns:
-        `steps`: the middle of each part, where step 7 reaches from 6.5 to 7.5. `phases`: for each phase of the trainer the
-        share of each part that it took. `groups`: for each of `TRACKS` the mean number of groups there.
-
-    Raises:
-        KeyError, TypeError, ValueError: an event lacks what it should have.
-    """
-    phases, groups = defaultdict(list), {track: [] for track in TRACKS}
-    steps: dict[int, tuple[float, float]] = {}  # step -> its begin and its end
-    begun, begin = set(), 0.0  # the steps of one process; when the group of the next "e" came to its track
-    for event in events:
-        kind, at = event["ph"], event["ts"] / 1e6
-        if kind == "i":
-            begun = set()
-        elif kind == "X" and event["cat"] == "phase":
-            step, until = event["args"]["step"], at + event["dur"] / 1e6
-            phases[event["name"]].append((at, until))
-            first, last = steps[step] if step in begun else (at, until)
-            begun.add(step)
-            steps[step] = min(at, first), max(until, last)
-        elif kind == "b":
-            begin = at
-        elif kind == "e":
-            groups[event["cat"]].append((begin, at))
-    if not steps:
-        return None
-    parts = min(MOST_PARTS, max(1, max_points // len(steps)))
-    numbers_S = np.array(sorted(steps))
-    edges_SE = np.linspace(*np.array([steps[step] for step in numbers_S]).T, parts + 1, axis=1)
-    middles_SE = numbers_S[:, None] - 0.5 + (np.arange(parts) + 0.5) / parts
-    return {
-        "steps": middles_SE.ravel().round(4).tolist(),
-        "phases": {name: _mean_counts(spans, edges_SE).ravel().tolist() for name, spans in phases.items()},
-        "groups": {name: _mean_counts(spans, edges_SE).ravel().tolist() for name, spans in groups.items()},
-    }
-
-
-def _mean_counts(spans: Sequence[tuple[float, float]], edges_SE: np.ndarray) -> np.ndarray:
-    """Counts the spans that are open, as a mean over each part between two edges."""
-    times = np.array(spans).reshape(-1, 2).T.ravel()  # all begins, then all ends
-    if not len(times):
-        return np.zeros_like(edges_SE[:, 1:])
-    order = np.argsort(times, kind="stable")
-    times, counts = times[order], np.cumsum(np.repeat([1.0, -1.0], len(spans))[order])
-    # The integral of the count is linear between two of the times, and even outside them.
-    integral = np.concatenate([[0.0], np.cumsum(counts[:-1] * np.diff(times))])
-    widths_SE = np.maximum(np.diff(edges_SE), 1e-6)  # of a step without any length
-    return (np.diff(np.interp(edges_SE, times, integral)) / widths_SE).round(3)
 
 
 class Profile:

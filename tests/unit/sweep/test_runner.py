@@ -196,9 +196,9 @@ def test_a_failed_run_counts_for_a_search_as_the_worst(tmp_path):
     file = small_sweeps.write(tmp_path / "lr.yaml", text, "bayes")
     runner, folder = small_sweeps.runner(file, tmp_path / "out")
     for u, (state, logged) in enumerate([("finished", 0.7), ("failed", 0.4), ("stopped_early", 0.1), ("running", 0.5)]):
-        run = folder.add({"lr": u}, {"lr": u})
+        run = folder.add({"lr": u})
         run.state, run.value = state, logged
-    folder.add({"lr": 4}, {"lr": 4}).state = "finished"  # it logged nothing
+    folder.add({"lr": 4}).state = "finished"  # it logged nothing
     assert [value for _, value in runner._results()] == [0.7, 0.1, 0.1, None, None]
 
 

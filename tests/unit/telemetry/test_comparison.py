@@ -22,12 +22,8 @@ def run_main(*words):
     return command.main(parser.parse_args([str(word) for word in words]))
 
 
-def data_of(path):
-    return Scripts(path.read_text()).data()
-
-
 def overview_of(made):
-    return data_of(made.path)["overview"]
+    return Scripts(made.path.read_text()).data()["overview"]
 
 
 @pytest.fixture
@@ -38,12 +34,11 @@ def two(tmp_path):
     ]
 
 
-def test_the_page_holds_curves_results_and_samples(two, tmp_path):
+def test_the_page_holds_curves_and_results(two, tmp_path):
     made = build_comparison(two, tmp_path / "page.html")
     size = (tmp_path / "page.html").stat().st_size
     assert (made.path, made.runs, made.settings, made.num_bytes) == (tmp_path / "page.html", 2, 2, size)
-    data = data_of(made.path)
-    overview, problems = data["overview"], data["problems"]
+    overview = overview_of(made)
     assert [(each["letter"], each["label"]) for each in overview["settings"]] == [("A", "lr 1e-06"), ("B", "lr 3e-06")]
     assert overview["keys"] == [["optimizer.lr", "lr"]]
     assert [each["values"] for each in overview["settings"]] == [["1e-06"], ["3e-06"]]
@@ -54,12 +49,6 @@ def test_the_page_holds_curves_results_and_samples(two, tmp_path):
     ]
     assert rows[1]["result"]["value"] == pytest.approx(0.6872, abs=1e-4) and rows[1]["best"][1] == 60
     assert (rows[1]["tokens"], rows[1]["seconds"]) == (60_000, 120.0)
-    assert {problem["step"] for problem in problems} == {20, 40, 60} and len(problems) == 9
-    for problem in problems:
-        assert [each["run"] for each in problem["runs"]] == [1, 0], "the better one first"
-        for each in problem["runs"]:
-            best, worst = each["samples"]
-            assert best["reward"] > each["mean"] > worst["reward"]
 
 
 def test_nothing_in_a_run_breaks_the_page(tmp_path):
@@ -68,7 +57,7 @@ def test_nothing_in_a_run_breaks_the_page(tmp_path):
             for i in range(2)]  # fmt: skip
     page = build_comparison(runs, tmp_path / "page.html").path.read_text()
     scripts = Scripts(page)
-    assert [each for each, _ in scripts.scripts] == ["overview", "problems", None]
+    assert [each for each, _ in scripts.scripts] == ["overview", None]
     assert "img" not in scripts.tags and HOSTILE not in page and 'onerror="document' not in page
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
     code = scripts.scripts[-1][1]
@@ -206,13 +195,11 @@ def test_damaged_rollouts_settings_and_evaluations_cost_no_page(two, tmp_path):
 def test_a_page_stays_small(tmp_path, monkeypatch):
     for i in range(6):
         make_one(tmp_path / f"r{i}", settings(1e-6 * (i + 1)), steps=120)
-    for name, value in {"POINTS": 30, "DRAWN": 4, "STEPS": 1, "PROBLEMS": 2, "SAMPLED": 3}.items():
+    for name, value in {"POINTS": 30, "DRAWN": 4}.items():
         monkeypatch.setattr(comparison, name, value)
-    data = data_of(build_comparison([tmp_path]).path)
-    overview, problems = data["overview"], data["problems"]
+    overview = overview_of(build_comparison([tmp_path]))
     assert len(overview["steps"]) == 30 and {len(chart["lines"]) for chart in overview["charts"]} == {4}
     assert all(len(line["mean"]) == 30 for chart in overview["charts"] for line in chart["lines"])
-    assert len(problems) == 2 and all(len(problem["runs"]) == 3 for problem in problems)
     assert len(overview["rows"]) == 6
 
 
@@ -235,8 +222,7 @@ def test_evaluations_of_models_are_compared_too(tmp_path):
         make_evaluation(tmp_path / name, mean)
     made = build_comparison([tmp_path])
     assert "B (model_dir models/trained) has the highest held-out accuracy, 0.8 [0.75, 0.85]" in made.verdict
-    data = data_of(made.path)
-    assert data["overview"]["charts"] == [] and len(data["problems"]) == 3
+    assert overview_of(made)["charts"] == []
     (tmp_path / "base" / "evaluation.json").write_text("{")
     assert build_comparison([tmp_path]).left_out[0].startswith("base is left out: evaluation.json is damaged")
 

@@ -1,13 +1,11 @@
 """The timeline of a run: what every reader of Chrome's format needs, whole after a kill, and no danger to the run."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from concurrent.futures import Future
 
-import numpy as np
 import pytest
 from full_disk import full_disk
 from letter_tokens import LetterTokenizer, completion
@@ -21,7 +19,7 @@ from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import summary, timeline
 from torchtune_ext.telemetry.summary import Stopwatch
-from torchtune_ext.telemetry.timeline import Timeline, strip_of
+from torchtune_ext.telemetry.timeline import Timeline
 
 BEGAN = 1_700_000_000.0  # what the wall clock says when the monotonic one says 100
 
@@ -296,68 +294,6 @@ def test_damage_is_named(line, clock):
         events_of(line.path)
 
 
-def test_the_strip_shows_shares_of_each_part_of_a_step(line, clock):
-    """Ten parts of a second, worked by hand."""
-    watch = Stopwatch(timeline=line)
-    with watch("sample"):
-        line.begin(("group", 1), problem="p")
-        clock.now += 2.0
-        line.begin(("group", 2), problem="p")
-        clock.now += 2.5
-        line.move(("group", 1), "graders")
-        clock.now += 0.5
-        line.move(("group", 2), "graders")
-        line.end(("group", 1))
-        line.end(("group", 2))
-    with watch("train"), watch("backward"):
-        clock.now += 5.0
-    line.flush()
-    found = strip_of(events_of(line.path), max_points=10)
-    assert found["steps"] == pytest.approx([6.55 + 0.1 * part for part in range(10)])
-    assert found["groups"] == {
-        "engine": pytest.approx([1, 1, 2, 2, 1.5] + [0] * 5, abs=2e-3),
-        "graders": pytest.approx([0] * 4 + [0.5] + [0] * 5, abs=2e-3),
-        "buffer": [0] * 10,
-    }
-    assert found["phases"] == {
-        "sample": pytest.approx([1] * 5 + [0] * 5, abs=2e-3),
-        "train": pytest.approx([0] * 5 + [1] * 5, abs=2e-3),
-    }
-
-
-def test_the_strip_leaves_out_the_time_between_two_processes_and_what_was_made_again(tmp_path, clock):
-    now = {}
-    for first, seconds in ((1, 5.0), (2, 8.0)):
-        life = Timeline(tmp_path, lambda: now["step"])
-        watch = Stopwatch(timeline=life)
-        for step in (first, first + 1):
-            now["step"] = step
-            clock.now += 30.0  # it starts, or waits
-            with watch("train"):
-                clock.now += seconds
-            with watch("publish"):
-                clock.now += 5.0
-        life.flush()
-        clock.now += 1e5
-    found = strip_of(events_of(tmp_path / "trace.json"), max_points=30)
-    assert found["steps"][::10] == pytest.approx([0.55, 1.55, 2.55]) and len(found["steps"]) == 30
-    train = found["phases"]["train"]
-    assert sum(train[:10]) == pytest.approx(5.0, abs=0.02) and sum(train[10:]) == pytest.approx(2 * 80 / 13, abs=0.02)
-
-
-def test_the_strip_is_bounded_and_nothing_without_phases(line, clock):
-    line.begin(("group", 1), problem="p")
-    line.end(("group", 1))
-    line.flush()
-    assert strip_of(events_of(line.path)) is None
-    clock.now += 1e6
-    line.phase("train", 100.0, clock.now)
-    line.flush()
-    found = strip_of(events_of(line.path))
-    assert len(found["steps"]) == timeline.MOST_PARTS == len(found["phases"]["train"])
-    assert json.loads(json.dumps(found)) == found
-
-
 def test_a_step_of_64_groups_takes_as_much_of_the_disk_as_the_docs_say(line, clock):
     """52 KB, give or take the digits of numbers and the letters of problems."""
     for step in range(20):
@@ -373,20 +309,6 @@ def test_a_step_of_64_groups_takes_as_much_of_the_disk_as_the_docs_say(line, clo
             line.phase(f"phase{i}/detail", clock.now + i, clock.now + i + 0.9)
         line.flush()
     assert 47e3 < line.path.stat().st_size / 20 < 57e3
-
-
-def test_a_mean_count_is_the_integral_over_the_bin():
-    """Against a count on a fine grid of times."""
-    rng = np.random.default_rng(0)
-    begins = rng.uniform(0.0, 9.0, 50)
-    pairs = np.stack([begins, begins + rng.exponential(1.0, 50)], axis=1)
-    edges = np.linspace(0.0, 15.0, 31)
-    grid = (np.arange(300_000) + 0.5) * 15.0 / 300_000
-    count = (np.searchsorted(np.sort(pairs[:, 0]), grid) - np.searchsorted(np.sort(pairs[:, 1]), grid)).astype(float)
-    # Each of the 100 changes inside a bin of 10,000 points moves its mean by less than one point of the grid.
-    expected = count.reshape(30, -1).mean(axis=1)
-    found = timeline._mean_counts([tuple(p) for p in pairs], edges[None])
-    np.testing.assert_allclose(found, expected[None], atol=100 / 10_000)
 
 
 def test_phases_are_found_by_name(line, clock):

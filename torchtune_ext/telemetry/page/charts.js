@@ -81,9 +81,6 @@ function averaged({ since, until }) {
   return since === until ? `step ${until.toLocaleString("en")}` : `mean of steps ${since.toLocaleString("en")}–${until.toLocaleString("en")}`;
 }
 
-// The step that a place of the axis belongs to; adding 0 makes 0 of minus zero.
-const whole = (place) => Math.round(place) + 0;
-
 const cursor = {
   charts: [], steps: [], step: null, zoom: null, weight: 0, onPick: null,
   move(step) {
@@ -280,7 +277,7 @@ class Chart {
     if (!this.marks) return;
     const index = step == null ? null : this.nearest(step);
     const means = this.lines.filter(({ reading }) => reading.since !== reading.until), mixed = means.length && means.length < this.lines.length;
-    this.at.textContent = index == null ? this.when(means) : `step ${whole(this.steps[index]).toLocaleString("en")}`;
+    this.at.textContent = index == null ? this.when(means) : `step ${this.steps[index].toLocaleString("en")}`;
     this.marks.replaceChildren();
     const visible = index != null && this.steps[index] >= this.stepAt(LEFT) - 1e-9 && this.steps[index] <= this.stepAt(this.width - this.margin) + 1e-9;
     if (visible) {
@@ -304,7 +301,6 @@ class Chart {
     const nearest = (px) => this.steps[this.nearest(this.stepAt(px))];
     root.addEventListener("pointermove", (event) => {
       cursor.move(nearest(at(event)));
-      this.hover?.(event);
       if (start == null || Math.abs(at(event) - start) < 6) return;
       box ??= this.root.appendChild(svg("rect", { class: "zoom", y: TOP, height: this.height - TOP - BOTTOM }));
       box.setAttribute("x", Math.min(start, at(event)));
@@ -314,13 +310,13 @@ class Chart {
     root.addEventListener("pointerup", (event) => {
       const from = start, to = at(event);
       start = null;
-      if (!box) { if (from != null && cursor.onPick) cursor.onPick(whole(nearest(to))); return; }
+      if (!box) { if (from != null && cursor.onPick) cursor.onPick(nearest(to)); return; }
       const range = [from, to].map(this.stepAt).sort((a, b) => a - b);
       box.remove();
       box = null;
       if (cursor.steps.filter((step) => step >= range[0] && step <= range[1]).length >= 2) { cursor.zoom = range; cursor.redraw(); }
     });
-    root.addEventListener("pointerleave", () => { if (start == null) cursor.move(null); this.leave?.(); });
+    root.addEventListener("pointerleave", () => { if (start == null) cursor.move(null); });
     root.addEventListener("dblclick", () => { cursor.zoom = null; cursor.redraw(); });
   }
 }

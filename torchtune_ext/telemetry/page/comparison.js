@@ -8,13 +8,17 @@ function section(id, label) {
   return document.getElementById(id);
 }
 
-const number = (label, title, value, cell) => ({ label, title, number: true, value, cell });
 const interval = (estimate) => between(estimate?.low, estimate?.high);
 const dotted = (key) => key.split(/(?<=[./_])/).flatMap((part, i) => (i ? [el("wbr"), part] : [part])); // it may break there
 
-function verdict({ settings, verdict: headline, target, best, ranking, keys }) {
+function verdict({ settings, verdict: headline, target, best, ranking, keys, sweeps, rows: all }) {
   const root = section("verdict", "Which is better").firstElementChild;
   root.prepend(el("p", { class: "headline" }, headline));
+  sweeps.forEach(({ name, method }, place) => {
+    const states = all.filter(({ sweep }) => sweep === place).map(({ state }) => state.replace("_", " "));
+    const counts = [...new Set(states)].map((state) => `${states.filter((other) => other === state).length} ${state}`);
+    root.append(el("p", { class: "note" }, `Sweep ${name}: ${method}; runs: ${counts.join(", ")}. A click on a parameter sorts the intervals by it.`));
+  });
   const rows = ranking.map((place) => ({ ...settings[place], setting: place })), there = rows.filter(({ mean }) => mean);
   if (there.length < 2 && !keys.length) return;
   const ends = there.flatMap(({ mean: { value, low, high } }) => [value, low ?? value, high ?? value]);
@@ -37,20 +41,6 @@ function verdict({ settings, verdict: headline, target, best, ranking, keys }) {
   const letter = { label: "", kind: "key", value: (row) => row.setting, cell: (row) => [named(row.setting, row.letter)] };
   const columns = [letter, ...(few ? [...values, ...results] : [label, ...results, ...values])];
   root.append(sortable(columns, rows, "settings and what they came to"));
-}
-
-function sweeps(overview) {
-  overview.sweeps.forEach(({ name, method }, place) => {
-    const rows = overview.rows.filter((row) => row.sweep === place), grid = el("div", { class: "grid" });
-    const states = [...new Set(rows.map(({ state }) => state))];
-    const counts = states.map((state) => `${rows.filter((row) => row.state === state).length} ${state.replace("_", " ")}`);
-    const words = `${method}; runs: ${counts.join(", ")}. The best setting has a ring, a cross is a run that failed.`;
-    section("sweep", "Sweep").append(el("h2", {}, `Sweep ${name}`), el("p", { class: "muted said-of" }, words), grid);
-    const keys = [...new Set(rows.flatMap(({ parameters }) => Object.keys(parameters)))];
-    const swept = keys.filter((key) => new Set(rows.map(({ parameters }) => JSON.stringify(parameters[key]))).size > 1);
-    if (overview.target) grid.append(...swept.map((key) => scatter(key, rows.filter(({ parameters }) => key in parameters), overview)));
-    balance(grid, 400);
-  });
 }
 
 function curves(overview) {
@@ -94,36 +84,14 @@ function runs({ rows, settings, target }) {
   root.append(sortable(columns, rows, "runs and what they came to"));
 }
 
-// The same problem side by side: the best and the worst sample of each run.
-function samples(problems, { rows, settings }) {
-  const root = section("samples", "Samples");
-  if (!problems.length) root.append(el("p", { class: "muted" }, "No two runs stored samples of the same problem at the same step."));
-  problems.forEach(({ step, id, messages, answer, runs }, i) => {
-    const largest = Math.max(...runs.flatMap(({ samples }) => samples.map((sample) => Math.abs(sample.advantage ?? 0))));
-    const text = (words) => el("pre", { class: "text" }, words);
-    const sample = (each, i) => el("article", { class: each.trained ? "sample" : "sample unused" },
-      el("div", { class: "verdict" }, ["best", "worst"][i]), bar(each, largest), textOf(each));
-    const ofRun = ({ run, mean, count, samples }) => {
-      const { setting, name } = rows.find((row) => row.run === run);
-      return el("div", { class: "of-run" }, el("div", { class: "run-head" }, named(setting, settings[setting].letter),
-        el("b", { class: "id" }, name), chip("mean reward", fixed(mean)), chip("samples", count)), ...samples.map(sample));
-    };
-    root.append(el("details", { class: "box", open: i === 0 }, el("summary", {}, `step ${step.toLocaleString("en")}: ${id}`),
-      ...promptOf(messages, (words) => [words]), el("div", { class: "role" }, "wanted answer"), text(answer),
-      el("div", { class: "side-by-side" }, ...runs.map(ofRun))));
-  });
-}
-
-async function start(overview) {
+function start(overview) {
   const { length } = overview.rows;
   document.getElementById("state").textContent = `${length} ${length === 1 ? "run" : "runs"}`;
   document.getElementById("notices").append(...overview.notices.map((text) => el("li", {}, text)));
   overview.ranking.forEach((place, rank) => { choice.ranks[place] = rank; });
   verdict(overview);
-  sweeps(overview);
   curves(overview);
   runs(overview);
-  samples(await unpack("problems"), overview);
 }
 
 begin(start, "a click in the legend turns a setting on or off, a double click shows it alone.");

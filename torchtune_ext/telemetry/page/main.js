@@ -24,22 +24,6 @@ function tiles(overview) {
   balance(root, 164);
 }
 
-// What engine, graders and trainer did when. The axis is that of the other curves: step 7 reaches from 6.5 to 7.5.
-function whatRanWhen({ steps, phases, groups }, grid) {
-  const until = whole(steps.at(-1)), since = whole(steps[0]), known = ["sample", "pack", "train", "publish", "eval", "save", "log"];
-  const chart = (panel, series) => {
-    const lines = Object.entries(series).map(([label, raw], i) => ({ label, raw, sparse: true,
-      color: `var(--c${(known.indexOf(label) + 1 || i + 1)})`, reading: { since, until, last: raw.reduce((sum, value) => sum + value, 0) / raw.length } }));
-    const drawn = new Chart({ zero: true, scale: "linear", ...panel }, lines, steps);
-    drawn.node.classList.add("wide");
-    cursor.charts.push(drawn);
-    return drawn.node;
-  };
-  grid.prepend(
-    chart({ title: "What ran when", note: "The trainer's phases as shares of each part of a step; a gap where it is in none.", unit: "percent", style: "stack" }, phases),
-    chart({ title: "Groups on their way, in each part of a step", note: "Groups with the engine and with the graders, and those that wait in the buffer until a step takes them.", unit: "" }, groups));
-}
-
 function charts(overview) {
   const nav = document.getElementById("nav"), sections = new Map();
   const lead = overview.panels.find((panel) => panel.lead);
@@ -63,7 +47,6 @@ function charts(overview) {
     }
     draw(panel, sections.get(panel.section));
   }
-  if (overview.strip && sections.has("Speed")) whatRanWhen(overview.strip, sections.get("Speed"));
   if (document.getElementById("configuration")) nav.append(el("a", { href: "#configuration" }, "Configuration"));
   return sections;
 }

@@ -84,16 +84,6 @@ class Overlay extends Chart {
     this.root.classList.toggle("focused", this.shown.some((line) => line.setting === choice.focus));
     for (const node of this.root.querySelectorAll("[data-setting]")) node.classList.toggle("hot", +node.dataset.setting === choice.focus);
   }
-
-  // The line that is nearest to the pointer stands out in all charts.
-  hover(event) {
-    const y = event.clientY - this.root.getBoundingClientRect().top;
-    const index = this.nearest(cursor.step), away = ({ raw }) => (raw[index] == null ? Infinity : Math.abs(this.y(raw[index]) - y));
-    const [nearest] = [...this.shown].sort((a, b) => away(a) - away(b));
-    choice.point(nearest && away(nearest) < 40 ? nearest.setting : null);
-  }
-
-  leave() { choice.point(null); }
 }
 
 // A button for each setting that has curves: a click turns it on or off, a double click shows it alone.

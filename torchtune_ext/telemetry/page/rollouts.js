@@ -141,8 +141,6 @@ class Browser {
     this.detail();
   }
 
-  silent(group) { return !group.signal; }
-
   matches(group) {
     const query = this.query.toLowerCase();
     const has = (text) => text.toLowerCase().includes(query);
@@ -150,7 +148,7 @@ class Browser {
   }
 
   shown() {
-    const keep = { all: () => true, signal: (g) => !this.silent(g), silent: (g) => this.silent(g), failed: (g) => g.failed > 0 }[this.filter];
+    const keep = { all: () => true, signal: (g) => g.signal, silent: (g) => !g.signal, failed: (g) => g.failed > 0 }[this.filter];
     return this.groups.filter((group) => keep(group) && (!this.query || this.matches(group)));
   }
 
@@ -194,10 +192,10 @@ class Browser {
     for (const reward of group.rewards) {
       if (reward != null) strip.appendChild(svg("circle", { class: "strip-dot", cx: `${(100 * (reward - low)) / (high - low)}%`, cy: 8, r: 5 }));
     }
-    return el("button", { class: this.silent(group) ? "group silent" : "group", "aria-pressed": String(group.id === this.id), "data-id": group.id, onclick: () => this.pick(group.id) },
+    return el("button", { class: group.signal ? "group" : "group silent", "aria-pressed": String(group.id === this.id), "data-id": group.id, onclick: () => this.pick(group.id) },
       el("div", { class: "first" }, el("span", { class: "id", title: group.id }, group.id), el("span", { class: "mean" }, fixed(group.mean))), strip,
       el("div", { class: "second" }, el("span", {}, `± ${fixed(group.spread)}`), el("span", {}, `${group.count} samples`),
-        this.silent(group) ? el("span", { class: "chip" }, "no signal") : null, group.failed ? el("span", { class: "chip bad" }, `${group.failed} failed`) : null));
+        !group.signal ? el("span", { class: "chip" }, "no signal") : null, group.failed ? el("span", { class: "chip bad" }, `${group.failed} failed`) : null));
   }
 
   pick(id) {
@@ -220,7 +218,7 @@ class Browser {
     const children = [
       el("h3", {}, group.id),
       el("div", { class: "facts" }, chip("mean reward", fixed(group.mean)), chip("spread", fixed(group.spread)), chip("samples", group.count), chip("trained", group.trained),
-        chip("prompt", `${group.prompt_tokens} tokens`), this.silent(group) ? el("span", { class: "chip warn" }, group.trained ? "no signal: KL and entropy alone" : "no signal: not trained on") : null),
+        chip("prompt", `${group.prompt_tokens} tokens`), !group.signal ? el("span", { class: "chip warn" }, group.trained ? "no signal: KL and entropy alone" : "no signal: not trained on") : null),
       also.length ? el("div", { class: "also" }, "same problem at step", ...also.slice(0, 30).map(([place, step]) => el("button", { onclick: () => this.go(place, group.id) }, step))) : null,
       el("details", { class: "box", open: true }, el("summary", {}, "prompt"), prompt),
       group.read ? el("details", { class: "box" }, el("summary", {}, "prompt, as the model read it"), el("pre", { class: "text" }, group.read)) : null,

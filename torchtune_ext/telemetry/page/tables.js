@@ -29,6 +29,8 @@ function sortable(columns, rows, caption) {
   return el("div", { class: "table", tabindex: 0, role: "region", "aria-label": caption }, table);
 }
 
+const number = (label, title, value, cell) => ({ label, title, number: true, value, cell });
+
 // Numbers of one column have as many digits behind the point. `beside`: a number that stands beside it, whose size counts, too.
 function digits(value, beside = 0) {
   if (value == null) return "–";
