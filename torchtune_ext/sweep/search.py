@@ -76,17 +76,17 @@ class Pruner:
         halving = optuna.pruners.SuccessiveHalvingPruner(sweep.early.first, sweep.early.eta)
         self._study = _study(sweep, pruner=halving)
         self._trials: dict[str, optuna.Trial] = {}
-        self._told: dict[str, int] = {}  # how many values of each run
+        self._reported: dict[str, int] = {}  # how many values of each run
 
     def stops(self, run: str, values: Sequence[float]) -> bool:
         """Takes what a run has logged of the metric until now, in order, and tells whether it stops."""
         if run not in self._trials:
             self._trials[run] = self._study.ask()
-        trial, told, stops = self._trials[run], self._told.get(run, 0), False
-        for step, value in enumerate(values[told:], told + 1):
+        trial, reported, stops = self._trials[run], self._reported.get(run, 0), False
+        for step, value in enumerate(values[reported:], reported + 1):
             trial.report(value, step)
             stops = stops or trial.should_prune()
-        self._told[run] = max(told, len(values))
+        self._reported[run] = max(reported, len(values))
         return stops
 
 
