@@ -1,22 +1,25 @@
 """The coordinator: texts come in, and their results come out as soon as each is there.
 
-Checks run in parallel, in processes that can be killed. Timings run one after the other, in a process of their own
-(`Schedule` decides what is next). A program that was measured before, or is under way, is not measured again (cache.py).
+Each text is a task of an asyncio loop, which lives in a thread. Checks run in parallel, in processes that can be killed;
+timings run one after the other, in a process of their own. A program that was measured before, or is under way, is not measured
+again (cache.py).
 
 What a program does wrong is its result, and is never tried again. What the machine does wrong (a process that was killed, a
 sandbox that failed, a deadline of ours that passed) is tried again `RETRIES` times. Then the future raises BenchError. A timing
 that was disturbed is made once more, when no check runs beside it.
 """
 
+import asyncio
 import hashlib
 import json
 import logging
 import os
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -41,89 +44,176 @@ log = logging.getLogger(__name__)
 RETRIES = 2  # further attempts after the machine has failed
 OWN_S = 30.0  # seconds of our own work on a program at most: inputs, references, comparisons, starts of processes
 CLOSE_S = 3.0  # seconds that processes get to end by themselves
-PATIENCE = 64  # about ten seconds of two cores
+END_S = 40.0  # seconds for a service to end in good order
 CHECK, TIME = "check", "time"
+
+
+class Service:
+    """A thread with an asyncio loop, in which each text that is handed in is a task. Any thread may use it.
+
+    A subclass lives in `_serve`, which sets `_started`, and measures in `_measure`. It calls this constructor last.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards `_ended`: no text comes in behind the end
+        self._ended: BenchError | None = None  # why nothing is accepted any more
+        self._pid = os.getpid()
+        self._started: Future[None] = Future()
+        # The kernel kills a process when the thread that has started it ends, so this one lives as long as the object.
+        self._thread = threading.Thread(target=self._run, name="bench", daemon=True)
+        self._thread.start()
+        try:
+            self._started.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(
+        self,
+        kernel: Kernel,
+        text: str,
+        group: str | int | None = None,
+        permitted: Collection[str] | None = None,
+    ) -> "Future[Result]":
+        """Hands in a model's answer and returns at once. Its future can be canceled; a check that has begun goes on.
+
+        The future raises BenchError if the service fails, and says how.
+
+        Args:
+            group: texts whose speeds will be compared, such as the samples of one prompt. `RayBench` measures them on one
+                machine. If that is lost, the ones that are not done go to another together, to one with the same fingerprint if
+                there is any: `Result.fingerprint` says on what each was measured.
+            permitted: the techniques (`techniques.TECHNIQUES`) that the program may use: one with others is forbidden, and
+                the result names those of a program that is right. None: they are not looked for.
+
+        Raises:
+            BenchError: this object is closed, has failed, or belongs to the process that this one was forked from.
+            ValueError: the kernel cannot be pickled.
+        """
+        if os.getpid() != self._pid:
+            # The thread that would answer is not in this process, and its copy of the lock may be held for ever.
+            raise BenchError(f"this Bench was made by process {self._pid}, before a fork: make one in each process")
+        sent = pickled(kernel)
+        allowed = None if permitted is None else tuple(sorted(permitted))
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            return asyncio.run_coroutine_threadsafe(self._answer(kernel, sent, text, group, allowed), self._loop)
+
+    def close(self) -> None:
+        """Ends all processes and removes all folders. Futures that are not done raise BenchError.
+
+        A second call does nothing, nor does one in a process that was forked.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._end(BenchError(f"the {type(self).__name__} is closed"))
+        with suppress(RuntimeError):
+            # The loop is closed where the service had ended before.
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+        # A callback of a future may be what closes.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=END_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def _serve(self) -> None:
+        raise NotImplementedError
+
+    async def _measure(
+        self, kernel: Kernel, sent: bytes, text: str, group: str | int | None, permitted: tuple[str, ...] | None
+    ) -> Result:
+        """Measures one text; `sent` is the kernel, pickled."""
+        raise NotImplementedError
+
+    def _end(self, reason: BenchError) -> None:
+        """Records why nothing is accepted any more. Only the first reason counts."""
+        with self._lock:
+            self._ended = self._ended or reason
+
+    def _run(self) -> None:
+        """Runs in the thread."""
+        with suppress(asyncio.CancelledError):
+            # That is how `close` ends it.
+            asyncio.run(self._live())
+
+    async def _live(self) -> None:
+        self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
+        try:
+            await self._serve()
+        except BenchError as error:
+            self._end(error)
+        except Exception as error:
+            # Whatever the error is, everyone who waits for a result has to get it.
+            log.exception("bench: the thread failed")
+            self._end(BenchError(f"the thread that serves the bench has failed: {error!r}"))
+        finally:
+            # Those of texts then raise `_ended`.
+            tasks = asyncio.all_tasks() - {self._serving}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if not self._started.done():
+                self._started.set_exception(self._ended)
+
+    async def _answer(self, *what: Any) -> Result:
+        try:
+            return await self._measure(*what)
+        except (asyncio.CancelledError, BenchError):
+            if self._ended is not None:
+                raise self._ended from None
+            raise
+
+
+class Turns:
+    """Says when a check or a timing begins: checks run in parallel, timings one after the other, each kind in order.
+
+    A timing that is *alone* waits until the checks that came before it have ended, and those that come later wait for it: where
+    both need the same cores, and where it was disturbed. For checks may disturb a timing on other cores, too: they share caches
+    and memory, and two cores of a virtual machine are often one.
+    """
+
+    def __init__(self, workers: int) -> None:
+        """Args: workers: how many checks run at a time."""
+        self.waiting: Counter[str] = Counter()
+        self.running: Counter[str] = Counter()
+        self._workers, self._free, self._order = workers, asyncio.Semaphore(workers), asyncio.Lock()
+        self._timer = asyncio.Lock()
+
+    @asynccontextmanager
+    async def take(self, stage: str, is_alone: bool = False) -> AsyncIterator[None]:
+        """Waits for a turn, which lasts as long as the block."""
+        async with AsyncExitStack() as stack:
+            self.waiting[stage] += 1
+            try:
+                if stage == TIME:
+                    await stack.enter_async_context(self._timer)
+                async with self._order:
+                    for _ in range(1 if stage == CHECK else self._workers if is_alone else 0):
+                        await stack.enter_async_context(self._free)
+            finally:
+                self.waiting[stage] -= 1
+            self.running[stage] += 1
+            stack.callback(self.running.subtract, [stage])
+            yield
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One program, and all who wait for its result."""
+    """One program that is under way."""
 
-    key: str
-    kernel_name: str
-    kernel_key: str
-    kernel: bytes
-    text: str
-    permitted: tuple[str, ...] | None
-    futures: list[Future]
-    library: bytes = b""
-    techniques: tuple[str, ...] = ()
-    seed: int = 0
-    attempts: int = 0
+    task: asyncio.Task | None = None
+    waiting: int = 0  # how many wait for its result
     has_begun: bool = False
-    is_timed_again: bool = False  # its timing was disturbed, and is made once more
-    seconds: Counter[str] = field(default_factory=Counter)
-
-    def begin(self) -> bool:
-        """Marks it as begun: from now on it cannot be canceled. Returns False if everybody has canceled it before."""
-        if not self.has_begun:
-            self.futures = [future for future in self.futures if future.set_running_or_notify_cancel()]
-            self.has_begun = bool(self.futures)
-        return self.has_begun
+    is_told: bool = False  # somebody has its result
 
 
-class Schedule:
-    """Decides which job is checked or timed next: those that wait, and those that run. It starts nothing itself.
-
-    Checks run in parallel, timings one after the other. A timing is *alone* if no check runs beside it: each one where both
-    need the same cores, and one that is made again because it was disturbed. For checks may disturb a timing on other cores,
-    too: they share caches and memory, and two cores of a virtual machine are often one. Checks go first, since they are short
-    and most programs end there, and a timing that has to be alone begins when all that were begun have ended. It waits for at
-    most `PATIENCE` checks that begin after it could have begun.
-
-    Args:
-        workers: how many checks run at a time.
-        is_shared: whether checks run on the cores that are timed on.
-    """
-
-    def __init__(self, workers: int, is_shared: bool) -> None:
-        self.workers, self.is_shared = workers, is_shared
-        self.checks: deque[Job] = deque()
-        self.timings: deque[Job] = deque()
-        self.again: deque[Job] = deque()  # timings that were disturbed
-        self.checking: set[Job] = set()
-        self.timing: Job | None = None
-        self._is_alone = False  # whether that timing is alone
-        self._passed = 0  # checks that have begun while a timing waited to be alone
-
-    def next(self) -> tuple[str, Job] | None:
-        """Returns what begins now, and counts it as running; None: nothing. Ask until it is None."""
-        wants_quiet = bool(self.again or (self.is_shared and self.timings))
-        is_its_turn = wants_quiet and self._passed >= PATIENCE
-        is_timing_alone = self.timing is not None and self._is_alone
-        if self.checks and len(self.checking) < self.workers and not is_timing_alone and not is_its_turn:
-            job = self.checks.popleft()
-            self.checking.add(job)
-            self._passed += wants_quiet
-            return CHECK, job
-        is_quiet = not self.checking and (not self.checks or is_its_turn)
-        for queue, alone in ((self.timings, self.is_shared), (self.again, True)):
-            if self.timing is None and queue and (is_quiet or not alone):
-                self.timing, self._is_alone = queue.popleft(), alone
-                self._passed = 0 if alone else self._passed
-                return TIME, self.timing
-        return None
-
-    def ended(self, stage: str, job: Job) -> None:
-        """What runs of this job has ended, well or not."""
-        if stage == CHECK:
-            self.checking.remove(job)
-        else:
-            self.timing = None
-
-
-class Bench:
-    """Measures programs on this machine. Any thread may use it.
+class Bench(Service):
+    """Measures programs on this machine.
 
     Make it when the engine of a run has started, so that it can choose cores that the engine does not use.
 
@@ -147,90 +237,41 @@ class Bench:
         # A machine that cannot lock programs in fails here, and not at each program.
         Sandbox(toolchain.path, config.namespaces, floor=config.sandbox == "floor").close()
         self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
-        self._deadlines, limits = deadlines or Deadlines(), limits or Limits()
-        self._budget_s, self._fingerprint = config.budget_s, fingerprint()
+        d, limits = deadlines or Deadlines(), limits or Limits()
+        self._fingerprint = fingerprint()
         # What a result depends on, besides the kernel and the program.
         settings = asdict(replace(config, workers=None, cores=None, compiler=None, cache=None))
-        limited = [asdict(self._deadlines), asdict(limits)]
-        self._conditions = [version(), toolchain.version, self._fingerprint, timed, settings, limited]
+        self._conditions = [version(), toolchain.version, self._fingerprint, timed, settings, asdict(d), asdict(limits)]
         self._cache = Cache(config.cache)
-        self._lock = threading.Lock()  # guards all that follows
-        self._ended: BenchError | None = None  # the reason why nothing is accepted any more
+        self._is_shared = bool(set(checked) & set(timed))
         workers = config.workers or len(checked)
-        self._schedule = Schedule(workers, is_shared=bool(set(checked) & set(timed)))
+        self._turns = Turns(workers)
         self._under_way: dict[str, Job] = {}
         self._counts: Counter[str] = Counter()
-        self._pid = os.getpid()
+        make = partial(
+            Checker,
+            compiler=toolchain,
+            optimization=config.optimization,
+            threads=config.threads,
+            namespaces=config.namespaces,
+            sandbox=config.sandbox,
+            deadlines=d,
+            limits=limits,
+        )
+        self._targets = {
+            CHECK: (partial(check_program, make, checked), workers, "checking"),
+            TIME: (partial(time_program, make, checked, timed, config.budget_s), 1, "timing"),
+        }
+        check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
+        # A kernel's checker probes the machine and checks the kernel's own program first.
+        self._timeouts = {CHECK: 4 * PROBE_S + 2 * check_s}
+        # Others may time on the cores, or an engine compute there, before the timer is made and again behind it. When the
+        # budget ends, a last block may begin, with calls of the reference as well.
+        calls = MOST_LATE_CALLS + LEAST_CALLS
+        timed_s = 5 * LOCK_S + START_S + d.load_s + config.budget_s + calls * d.verify_s + OWN_S
+        self._timeouts[TIME] = self._timeouts[CHECK] + timed_s
         self._pools: dict[str, Processes] = {}
-        try:
-            make = partial(
-                Checker,
-                compiler=toolchain,
-                optimization=config.optimization,
-                threads=config.threads,
-                namespaces=config.namespaces,
-                sandbox=config.sandbox,
-                deadlines=deadlines,
-                limits=limits,
-            )
-            targets = (
-                partial(check_program, make, checked),
-                partial(time_program, make, checked, timed, config.budget_s),
-            )
-            for stage, name, target, count in zip(
-                (CHECK, TIME), ("checking", "timing"), targets, (workers, 1), strict=True
-            ):
-                self._pools[stage] = Processes(cloudpickle.dumps(target), count, name, "setting", variables=VARIABLES)
-        except BaseException:
-            self.close()
-            raise
-
-    def submit(
-        self,
-        kernel: Kernel,
-        text: str,
-        group: str | int | None = None,
-        permitted: Collection[str] | None = None,
-    ) -> "Future[Result]":
-        """Hands in a model's answer and returns at once. Its future can be canceled until its check begins.
-
-        The future raises BenchError if the service fails, and says how.
-
-        Args:
-            group: is for `RayBench`: here all texts are measured on one machine.
-            permitted: the techniques (`techniques.TECHNIQUES`) that the program may use: one with others is forbidden, and
-                the result names those of a program that is right. None: they are not looked for.
-
-        Raises:
-            BenchError: this object is closed, has failed, or belongs to the process that this one was forked from.
-            ValueError: the kernel cannot be pickled.
-        """
-        if os.getpid() != self._pid:
-            # The threads that would answer are not in this process, and its copy of the lock may be held for ever.
-            raise BenchError(f"this Bench was made by process {self._pid}, before a fork: make one in each process")
-        sent = pickled(kernel)
-        future: Future[Result] = Future()
-        allowed = None if permitted is None else tuple(sorted(permitted))
-        key = self._key(kernel, text, allowed)
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            known = self._cache.get(key)
-            job = self._under_way.get(key)
-            if known is not None or job is not None:
-                self._counts["cached"] += 1
-            if known is None and job is not None:
-                job.futures.append(future)
-                if job.has_begun:
-                    future.set_running_or_notify_cancel()
-            elif known is None:
-                job = self._under_way[key] = Job(key, kernel.name, kernel_key(kernel), sent, text, allowed, [future])
-                self._schedule.checks.append(job)
-        if known is not None:
-            future.set_result(known)
-        else:
-            self._advance()
-        return future
+        super().__init__()
 
     def stats(self) -> dict[str, float]:
         """Returns counters for metrics, all of them numbers that may be added over machines.
@@ -238,154 +279,107 @@ class Bench:
         Now: "queued_checks", "queued_timings", "checking", "timing". Since the start: "done", "cached", "retried", "noisy",
         "failed", and "seconds_STAGE" for each stage (check.STAGES, "time", and "wait": until the cores were idle and free).
         """
-        with self._lock:
-            schedule = self._schedule
-            return {
-                "queued_checks": float(len(schedule.checks)),
-                "queued_timings": float(len(schedule.timings) + len(schedule.again)),
-                "checking": float(len(schedule.checking)),
-                "timing": float(schedule.timing is not None),
-                **{name: float(self._counts[name]) for name in ("done", "cached", "retried", "noisy", "failed")},
-                **{name: seconds for name, seconds in self._counts.items() if name.startswith("seconds_")},
-            }
+        counts, waiting, running = dict(self._counts), self._turns.waiting, self._turns.running
+        return {
+            "queued_checks": float(waiting[CHECK]),
+            "queued_timings": float(waiting[TIME]),
+            "checking": float(running[CHECK]),
+            "timing": float(running[TIME]),
+            **{name: float(counts.pop(name, 0)) for name in ("done", "cached", "retried", "noisy", "failed")},
+            **counts,
+        }
 
-    def close(self) -> None:
-        """Ends all processes and removes all folders. Futures that are not done raise BenchError.
-
-        Programs that are being worked on are given up after `CLOSE_S` seconds. In a process that was forked it does nothing.
-        """
-        if os.getpid() != self._pid:
-            return
-        self._give_up(BenchError("the Bench is closed"))
-        for pool in self._pools.values():
-            pool.close(self._ended, CLOSE_S)
-        with self._lock:
+    async def _serve(self) -> None:
+        try:
+            for stage, (target, count, name) in self._targets.items():
+                self._pools[stage] = Processes(cloudpickle.dumps(target), count, name, "setting", variables=VARIABLES)
+            self._started.set_result(None)
+            await self._loop.create_future()  # until it is closed
+        finally:
+            for pool in self._pools.values():
+                pool.close(self._ended or BenchError("the Bench could not start"), CLOSE_S)
             self._cache.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    async def _measure(
+        self, kernel: Kernel, sent: bytes, text: str, group: str | int | None, permitted: tuple[str, ...] | None
+    ) -> Result:
+        key = self._key(kernel, text, permitted)
+        known, job = self._cache.get(key), self._under_way.get(key)
+        self._counts["cached"] += known is not None or job is not None
+        if known is not None:
+            return known
+        if job is None:
+            job = self._under_way[key] = Job()
+            job.task = asyncio.create_task(self._work(key, job, kernel, sent, text, permitted))
+        job.waiting += 1
+        try:
+            result = await asyncio.shield(job.task)
+        finally:
+            job.waiting -= 1
+            if not job.waiting and not job.has_begun:
+                job.task.cancel()
+                self._under_way.pop(key, None)
+        is_first, job.is_told = not job.is_told, True
+        return replace(result, is_cached=not is_first)
 
     def _key(self, kernel: Kernel, text: str, permitted: Sequence[str] | None) -> str:
         """What a result depends on."""
         words = [kernel_key(kernel), prototype(kernel), kernel.naive, list(kernel.forbidden), extract(text), permitted]
         return hashlib.sha256(json.dumps([*self._conditions, *words]).encode()).hexdigest()
 
-    def _advance(self) -> None:
-        """Begins all that may begin now."""
-        while True:
-            with self._lock:
-                if self._ended is not None:
-                    return
-                begun = self._schedule.next()
-                if begun is None:
-                    return
-                stage, job = begun
-                if not job.begin():
-                    # Nobody waits for it any more.
-                    self._schedule.ended(stage, job)
-                    del self._under_way[job.key]
-                    continue
-            try:
-                self._hand_over(stage, job)
-            except Exception as error:  # noqa: BLE001 (whatever it is, everybody who waits has to get it)
-                self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
+    async def _work(self, key: str, job: Job, kernel: Kernel, sent: bytes, text: str, permitted: Any) -> Result:
+        """Has a program checked, and timed if it is right."""
+        seconds: Counter[str] = Counter()
+        its = kernel_key(kernel), sent
+        try:
+            async with self._turns.take(CHECK):
+                job.has_begun = True
+                checked, library = await self._attempted(CHECK, kernel.name, *its, text, permitted)
+            result = checked
+            seconds.update(checked.seconds)
+            for is_alone in (self._is_shared, True) if checked.outcome == "ok" else ():
+                async with self._turns.take(TIME, is_alone):
+                    result = await self._attempted(TIME, kernel.name, *its, kernel.name, library)
+                seconds.update(result.seconds)
+                if result.outcome != NOISY:
+                    break
+            found = {"techniques": checked.techniques, "seed": checked.seed, "fingerprint": self._fingerprint}
+            result = replace(result, seconds=dict(seconds), **found)
+            self._cache.put(key, result)
+            self._counts.update(done=1, noisy=result.outcome == NOISY)
+            return result
+        finally:
+            if self._under_way.get(key) is job:
+                del self._under_way[key]
 
-    def _hand_over(self, stage: str, job: Job) -> None:
-        d = self._deadlines
-        check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
-        # A kernel's checker probes the machine and checks the kernel's own program first.
-        timeout_s, what = 4 * PROBE_S + 2 * check_s, (job.text, job.permitted)
-        if stage == TIME:
-            # Others may time on the cores, or an engine compute there, before the timer is made and again behind it. When the
-            # budget ends, a last block may begin, with calls of the reference as well.
-            calls = MOST_LATE_CALLS + LEAST_CALLS
-            timeout_s += 5 * LOCK_S + START_S + d.load_s + self._budget_s + calls * d.verify_s + OWN_S
-            what = job.kernel_name, job.library
+    async def _attempted(self, stage: str, kernel: str, *what: Any) -> Any:
+        """Calls one of the processes, again where the machine fails, and counts the seconds.
+
+        Raises:
+            BenchError: it has failed too often.
+        """
 
         def otherwise(kind: str, cause: str) -> Failed:
             # An error that a kernel or our own code raises would come again. Processes do not end, or hang, by themselves.
             return Failed(f"the {stage} process died: {cause}" if kind == "died" else cause, is_final=kind == "raised")
 
-        answer = self._pools[stage].submit((job.kernel_key, job.kernel, *what), timeout_s, otherwise)
-        answer.add_done_callback(lambda future: self._ends(stage, job, future))
-
-    def _ends(self, stage: str, job: Job, future: Future) -> None:
-        """Deals with what a process says, in the thread that serves it."""
-        try:
-            answer = future.result()
-            deal_with = self._deal_with_failure if isinstance(answer, Failed) else self._take
-            deal_with(stage, job, answer)
-        except Exception as error:  # noqa: BLE001 (whatever it is, everybody who waits has to get it)
-            self._give_up(BenchError(f"the processes of the Bench have ended: {error}"))
-        self._advance()
-
-    def _deal_with_failure(self, stage: str, job: Job, failed: Failed) -> None:
-        job.attempts += 1
-        is_final = failed.is_final or job.attempts > RETRIES
-        attempts = f" (attempt {job.attempts})" if job.attempts > 1 else ""
-        with self._lock:
-            self._schedule.ended(stage, job)
-            self._counts["failed" if is_final else "retried"] += 1
-            if not is_final:
-                # It has waited already.
-                (self._schedule.checks if stage == CHECK else self._schedule.timings).appendleft(job)
-        if is_final:
-            error = BenchError(f"the {stage} of a program for {job.kernel_name} failed{attempts}: {failed.cause}")
-            self._finish(job, lambda future: future.set_exception(error))
-        else:
-            log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, failed.cause)
-
-    def _take(self, stage: str, job: Job, answer: tuple[Result, bytes] | Result) -> None:
-        """Takes the answer of a stage on a program."""
-        result, library = answer if stage == CHECK else (answer, b"")
-        is_right = stage == CHECK and result.outcome == "ok"
-        is_disturbed = stage == TIME and result.outcome == NOISY and not job.is_timed_again
-        job.seconds.update(result.seconds)
-        with self._lock:
-            self._schedule.ended(stage, job)
-            self._counts.update({f"seconds_{name}": value for name, value in result.seconds.items()})
-            if is_right:
-                job.library, job.techniques, job.seed = library, result.techniques, result.seed
-                self._schedule.timings.append(job)
-            elif is_disturbed:
-                job.is_timed_again = True
-                self._schedule.again.append(job)
-            else:
-                result = replace(
-                    result,
-                    seconds=dict(job.seconds),
-                    fingerprint=self._fingerprint,
-                    techniques=job.techniques,
-                    seed=job.seed or result.seed,
-                )
-                self._cache.put(job.key, result)
-                self._counts["done"] += 1
-                self._counts["noisy"] += result.outcome == NOISY
-        if not is_right and not is_disturbed:
-            first = job.futures[0]
-            self._finish(job, lambda future: future.set_result(replace(result, is_cached=future is not first)))
-
-    def _finish(self, job: Job, end: Callable[[Future], None]) -> None:
-        """Ends all futures of a job. Their callbacks may submit more, so this does not hold the lock."""
-        with self._lock:
-            if self._under_way.pop(job.key, None) is None:
-                return
-        for future in job.futures:
-            end(future)
-
-    def _give_up(self, error: BenchError) -> None:
-        """Accepts nothing more, and gives the reason to all who wait. Only the first reason counts."""
-        with self._lock:
-            if self._ended is not None:
-                return
-            self._ended = error
-            jobs = list(self._under_way.values())
-        for job in jobs:
-            if job.has_begun or job.begin():
-                self._finish(job, lambda future: future.set_exception(error))
+        for attempt in range(1, RETRIES + 2):
+            try:
+                call = self._pools[stage].submit(what, self._timeouts[stage], otherwise)
+                answer = await asyncio.wrap_future(call)
+            except Exception as error:
+                raise BenchError(f"the processes of the Bench have ended: {error}") from error
+            if not isinstance(answer, Failed):
+                result = answer[0] if stage == CHECK else answer
+                self._counts.update({f"seconds_{name}": value for name, value in result.seconds.items()})
+                return answer
+            attempts = f" (attempt {attempt})" if attempt > 1 else ""
+            if answer.is_final or attempt > RETRIES:
+                break
+            self._counts["retried"] += 1
+            log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, answer.cause)
+        self._counts["failed"] += 1
+        raise BenchError(f"the {stage} of a program for {kernel} failed{attempts}: {answer.cause}")
 
 
 def kernel_key(kernel: Kernel) -> str:

@@ -1,8 +1,8 @@
 """The same service as `Bench`, on the machines of a Ray cluster: one queue of timings on each of them.
 
 The machines run `ray start --resources='{"bench_host": 1}'`, and on each lives one actor with a `Bench` of its own. Ray itself
-lives in a process of its own, which does what it is asked (ray_process.py). All is decided here, in a thread with an asyncio
-loop, where each text is a task. Whatever is lost, an actor, a machine or Ray's process, the task then asks another machine.
+lives in a process of its own, which does what it is asked (ray_process.py). All is decided here. Whatever is lost, an actor, a
+machine or Ray's process, the task of a text then asks another machine.
 """
 
 import asyncio
@@ -11,20 +11,19 @@ import pickle
 import re
 import sys
 import tempfile
-import threading
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
-from concurrent.futures import Future
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from torchtune_ext.measured.bench import Service
 from torchtune_ext.measured.check import Deadlines
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.ray_connect import member_command
-from torchtune_ext.measured.results import BenchConfig, BenchError, Result, pickled, version
+from torchtune_ext.measured.results import BenchConfig, BenchError, Result, version
 from torchtune_ext.measured.sandbox import Limits
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import CoreLost, within
@@ -99,8 +98,8 @@ class Dispatch:
         return [each for each in others if home is not None and each.kind == home.kind] or others
 
 
-class RayBench:
-    """Measures programs on the machines of a Ray cluster that carry a resource. Any thread may use it.
+class RayBench(Service):
+    """Measures programs on the machines of a Ray cluster that carry a resource.
 
     A machine that joins later, or comes back, is used from then on. What a machine had when it was lost is measured on
     another one, and its future never notices. Everything that this object starts on other machines ends with it.
@@ -136,89 +135,27 @@ class RayBench:
         self._address, self._resource = address, resource
         settings |= {"deadlines": deadlines, "limits": limits}
         self._start_with = (version(), pickle.dumps(settings), list(sys.path))
-        self._lock = threading.Lock()  # guards `_ended`: no text comes in behind the end
-        self._ended: BenchError | None = None  # why nothing is accepted any more
-        self._stats: dict[str, float] = {}  # replaced as a whole
-        # All that follows is used only in the thread.
         self._process: ChildProcess | None = None  # Ray's driver
         self._dispatch = Dispatch()
-        self._changed = asyncio.Event()  # a text may have a place now
-        self._counters: dict[str, Mapping[str, float]] = {}  # of each machine
-        self._past: Counter[str] = Counter(moved=0)  # counters of machines that have left
+        self._counters: dict[Machine, dict[str, float]] = {}  # also of machines that have left
+        self._moved = 0  # texts that were lost with a machine
         self._faults: dict[str, str] = {}  # why a machine, or the cluster (""), cannot be used
-        self._started: Future[None] = Future()
-        # The kernel kills Ray's process when the thread that started it ends, so that one lives as long as this object.
-        self._thread = threading.Thread(target=self._run, name="bench on Ray", daemon=True)
-        self._thread.start()
-        try:
-            self._started.result()
-        except BaseException:
-            self.close()
-            raise
-
-    def submit(
-        self,
-        kernel: Kernel,
-        text: str,
-        group: str | int | None = None,
-        permitted: Collection[str] | None = None,
-    ) -> "Future[Result]":
-        """Hands in a model's answer and returns at once. Its future can be canceled until its check begins.
-
-        Args:
-            group: texts whose speeds will be compared, such as the samples of one prompt. They are measured on one machine.
-                If that is lost, the ones that are not done go to another together, to one with the same fingerprint if there is
-                any: `Result.fingerprint` says on what each was measured.
-            permitted: as in `Bench.submit`.
-
-        The future raises BenchError if no machine could measure it, and says why.
-
-        Raises:
-            BenchError: this object is closed, or has failed.
-            ValueError: the kernel cannot be pickled.
-        """
-        payload = pickled(kernel, text, permitted)
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            return asyncio.run_coroutine_threadsafe(self._measure(group, payload), self._loop)
+        super().__init__()
 
     def stats(self) -> dict[str, float]:
         """Returns the counters of `Bench.stats`, added over all machines, at most some seconds old.
 
         And: "machines", "unsent" (texts that wait for a machine), "sent" (to one), "moved" (texts lost with a machine, so far).
         """
-        return dict(self._stats)
-
-    def close(self) -> None:
-        """Ends all actors and their processes. Futures that are not done raise BenchError. A second call does nothing."""
-        self._end(BenchError("the bench is closed"))
-        with suppress(RuntimeError):
-            # The loop is closed where the service had ended before.
-            self._loop.call_soon_threadsafe(self._serving.cancel)
-        self._thread.join(timeout=2 * CLOSE_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _end(self, reason: BenchError) -> None:
-        """Records why nothing is accepted any more. Only the first reason counts."""
-        with self._lock:
-            self._ended = self._ended or reason
-
-    def _run(self) -> None:
-        """Runs in the thread."""
-        with suppress(asyncio.CancelledError):
-            # That is how `close` ends it.
-            asyncio.run(self._serve())
+        waits = Counter(text.machine is None for text in [*self._dispatch.texts])
+        machines = len(self._dispatch.machines)
+        total = Counter(moved=self._moved, machines=machines, sent=waits[False], unsent=waits[True])
+        for counters in [*self._counters.values()]:
+            total.update(counters)
+        return dict(total)
 
     async def _serve(self) -> None:
-        """Keeps Ray's process, and through it an actor on each machine, until this object is closed or fails."""
-        self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
-        self._giving = asyncio.create_task(self._give())
+        """Keeps Ray's process, and through it an actor on each machine."""
         try:
             async with asyncio.timeout(READY_S) as self._patience:
                 while True:
@@ -230,21 +167,7 @@ class RayBench:
         except TimeoutError:
             seconds = LOST_S if self._started.done() else READY_S
             why = "; ".join(self._faults.values()) or "none is ready"
-            self._end(BenchError(f"no machine with the resource {self._resource!r} for {seconds:g} s: {why}"))
-        except BenchError as error:
-            self._end(error)
-        except Exception as error:
-            # Whatever the error is, everyone who waits for a result has to get it.
-            log.exception("bench on Ray: the thread failed")
-            self._end(BenchError(f"the thread that serves the bench has failed: {error!r}"))
-        finally:
-            # Those of texts then raise `_ended`.
-            tasks = asyncio.all_tasks() - {self._serving}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if not self._started.done():
-                self._started.set_exception(self._ended)
+            raise BenchError(f"no machine with the resource {self._resource!r} for {seconds:g} s: {why}") from None
 
     async def _keep_process(self) -> None:
         """Lives one life of Ray's process. Raises BenchError where, at the start, no machine can be used."""
@@ -265,10 +188,10 @@ class RayBench:
                     for name in titles.keys() - keepers.keys():
                         keeper = self._keep_actor(name, titles[name])
                         keepers[name] = asyncio.create_task(keeper, name=titles[name])
-                    for task in (self._giving, *keepers.values()):
-                        if task.done():
+                    for keeper in keepers.values():
+                        if keeper.done():
                             # It may have ended with an error that nobody has foreseen.
-                            task.result()
+                            keeper.result()
                     if not self._started.done():
                         self._judge(address, titles)
                     await asyncio.sleep(LOOK_S)
@@ -324,9 +247,9 @@ class RayBench:
             self._started.set_result(None)
         try:
             while not machine.fault:
-                self._changed.set()
+                self._give()
                 async with within(SILENT_S, "no answer"):
-                    self._counters[machine.name], lines = await self._process.ask("call", machine.name, "look")
+                    self._counters[machine], lines = await self._process.ask("call", machine.name, "look")
                 for level, logger, line in lines:
                     logging.getLogger(logger).log(level, "%s: %s", machine.title, line)
                 self._patience.reschedule(self._loop.time() + LOST_S)
@@ -334,33 +257,25 @@ class RayBench:
             raise CoreLost(machine.fault)
         finally:
             del self._dispatch.machines[machine.name]
-            counters = self._counters.pop(machine.name, {})
-            self._past.update({key: value for key, value in counters.items() if key not in NOW})
-            self._changed.set()
+            self._counters[machine] = self._counters.get(machine, {}) | dict.fromkeys(NOW, 0.0)
+            self._give()
 
-    async def _give(self) -> None:
-        """Gives texts to machines that have room, and counts, whenever something has changed."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            while (text := self._dispatch.next()) is not None:
-                text.placed.set()
-            total = Counter(self._past)
-            for counters in self._counters.values():
-                total.update(counters)
-            waits = Counter(text.machine is None for text in self._dispatch.texts)
-            machines = len(self._dispatch.machines)
-            self._stats = {**total, "machines": machines, "sent": waits[False], "unsent": waits[True]}
+    def _give(self) -> None:
+        """Gives texts to machines that have room, whenever something has changed."""
+        while (text := self._dispatch.next()) is not None:
+            text.placed.set()
 
-    async def _measure(self, group: str | int | None, payload: bytes) -> Result:
+    async def _measure(
+        self, kernel: Kernel, sent: bytes, text: str, group: str | int | None, permitted: tuple[str, ...] | None
+    ) -> Result:
         """Has a text measured, by another machine if one is lost or fails."""
-        text = Text(group)
-        self._dispatch.texts.append(text)
+        payload, its = pickle.dumps((sent, text, permitted)), Text(group)
+        self._dispatch.texts.append(its)
         try:
             for _ in range(MAX_TRIES):
-                self._changed.set()
-                await text.placed.wait()
-                machine = text.machine
+                self._give()
+                await its.placed.wait()
+                machine = its.machine
                 try:
                     state, value = await self._process.ask("call", machine.name, "measure", payload)
                 except CoreLost as lost:
@@ -369,16 +284,12 @@ class RayBench:
                     return pickle.loads(value)
                 if state == "broken":
                     machine.fault = machine.fault or value
-                    self._past["moved"] += 1
+                    self._moved += 1
                 else:
-                    text.failed_at = machine.name
-                text.machine = None
-                text.placed.clear()
+                    its.failed_at = machine.name
+                its.machine = None
+                its.placed.clear()
             raise BenchError(f"tried {MAX_TRIES} times; the last time: {machine.title}: {value}")
-        except asyncio.CancelledError:
-            if self._ended is not None:
-                raise self._ended from None
-            raise
         finally:
-            self._dispatch.texts.remove(text)
-            self._changed.set()
+            self._dispatch.texts.remove(its)
+            self._give()

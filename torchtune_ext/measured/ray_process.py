@@ -87,7 +87,7 @@ class Host:
         """Measures one text.
 
         Args:
-            payload: (kernel, text, permitted), pickled, as in `Bench.submit`.
+            payload: (kernel, text, permitted), pickled, as in `Bench.submit`; the kernel by itself, too.
 
         Returns:
             ("result", a pickled Result), ("failed", why), or ("broken", why) if the Bench measures nothing any more.
@@ -95,7 +95,8 @@ class Host:
         from torchtune_ext.measured.results import BenchError
 
         try:
-            kernel, text, permitted = pickle.loads(payload)
+            sent, text, permitted = pickle.loads(payload)
+            kernel = pickle.loads(sent)
         except Exception as error:  # noqa: BLE001 (unpickling runs the user's code)
             return "failed", f"the kernel cannot be unpickled: {type(error).__name__}: {error}"
         try:

@@ -32,10 +32,10 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 }
 
 
-def pickled(kernel: Any, *more: Any) -> bytes:
-    """Pickles a kernel, and more, for another process. Raises ValueError: it cannot be."""
+def pickled(kernel: Any) -> bytes:
+    """Pickles a kernel for another process. Raises ValueError: it cannot be."""
     try:
-        return cloudpickle.dumps((kernel, *more) if more else kernel)
+        return cloudpickle.dumps(kernel)
     except Exception as error:
         # Pickling runs code of the kernel, which may raise any error.
         raise Mistake(
