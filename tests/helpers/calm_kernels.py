@@ -10,7 +10,7 @@ import signal
 import time
 from pathlib import Path
 
-from torchtune_ext.measured import bench_processes, probe, timing
+from torchtune_ext.measured import bench, probe, timing
 from torchtune_ext.measured.kernels import Dgemm, Reduction
 
 SUM = "void reduction(int n, const double *x, double *total) {{ {} }}"
@@ -25,7 +25,7 @@ def made(kind: type, *arguments):
     probe.WILD = 1e9
     probe.Probe.is_disturbed = lambda self, *looks: False
     timing.WAITED, timing.stolen_ticks = math.inf, lambda cores: 0
-    bench_processes.wait_until_idle = lambda *arguments: 0.0
+    bench.wait_until_idle = lambda *arguments: 0.0
     return kind(*arguments)
 
 
@@ -63,8 +63,8 @@ class Faulty(CalmReduction):
 
     def reference(self, size, inputs):
         # Not while the checker or the timer of this kernel is made.
-        checkers = {"check": list(bench_processes.CHECKERS.values())}
-        checkers["time"] = [timer.checker for timer in bench_processes.TIMERS.values()]
+        checkers = {"check": list(bench.CHECKERS.values())}
+        checkers["time"] = [timer.checker for timer in bench.TIMERS.values()]
         stage = next((each for each, kept in checkers.items() if self in [one.kernel for one in kept]), "making")
         for file in self.folder.glob(f"{stage}-*"):
             _, what, *always = file.name.split("-")

@@ -10,13 +10,19 @@ that was disturbed is made once more, when no check runs beside it.
 """
 
 import asyncio
+import atexit
 import hashlib
 import json
 import logging
+import math
 import os
+import pickle
+import shutil
 import threading
+import time
+import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -25,16 +31,17 @@ from typing import Any, Self
 
 import cloudpickle
 
-from torchtune_ext.measured.bench_processes import VARIABLES, Failed, check_program, time_program
 from torchtune_ext.measured.cache import Cache
 from torchtune_ext.measured.check import Checker, Deadlines, extract
-from torchtune_ext.measured.child import START_S
-from torchtune_ext.measured.compiler import Compiler
+from torchtune_ext.measured.child import START_S, ChildFailed
+from torchtune_ext.measured.compiler import LIBRARY, Compiler
 from torchtune_ext.measured.kernel import Kernel, prototype
-from torchtune_ext.measured.machine import choose_cores, fingerprint, usable_cores
-from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result, pickled, version
-from torchtune_ext.measured.sandbox import PROBE_S, Limits, Sandbox
-from torchtune_ext.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS
+from torchtune_ext.measured.machine import alone_on, choose_cores, fingerprint, usable_cores, wait_until_idle
+from torchtune_ext.measured.probe import Wild
+from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result, version
+from torchtune_ext.measured.sandbox import PROBE_S, Limits, Sandbox, SandboxError
+from torchtune_ext.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS, Timer
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.processes import Processes
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
@@ -46,6 +53,10 @@ OWN_S = 30.0  # seconds of our own work on a program at most: inputs, references
 CLOSE_S = 3.0  # seconds that processes get to end by themselves
 END_S = 40.0  # seconds for a service to end in good order
 CHECK, TIME = "check", "time"
+MAX_KERNELS = 8  # kernels for which a process keeps something
+TURN_S = 0.03  # between two timings; others who wait for the cores look every 0.02 s whether they are free
+# What is computed by numpy in the processes must not spread over the cores that are timed on.
+VARIABLES = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class Service:
@@ -93,7 +104,14 @@ class Service:
         if os.getpid() != self._pid:
             # The thread that would answer is not in this process, and its copy of the lock may be held for ever.
             raise BenchError(f"this Bench was made by process {self._pid}, before a fork: make one in each process")
-        sent = pickled(kernel)
+        try:
+            sent = cloudpickle.dumps(kernel)
+        except Exception as error:
+            # Pickling runs code of the kernel, which may raise any error.
+            raise Mistake(
+                f"kernel {type(kernel).__name__} cannot be sent to another process: {type(error).__name__}: {error}. "
+                "Keep open files, locks and functions out of its attributes"
+            ) from error
         allowed = None if permitted is None else tuple(sorted(permitted))
         with self._lock:
             if self._ended is not None:
@@ -386,3 +404,146 @@ def kernel_key(kernel: Kernel) -> str:
     """Returns a name that tells kernels, and their timed sizes, apart."""
     kind = type(kernel)
     return f"{kind.__module__}.{kind.__qualname__} {kernel.name} {dict(kernel.timed)}"
+
+
+# What the processes do. They keep what a kernel needs from one call to the next ---------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The machine failed, and nothing is known about the program."""
+
+    cause: str
+    is_final: bool  # another attempt would not help
+
+
+class Kept(dict[str, Any]):
+    """What was made for each of the most recently used kernels. It is closed when it goes, and at the end of the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        atexit.register(self.close)
+
+    def made(self, key: str, make: Callable[[], Any]) -> Any:
+        if key not in self:
+            while len(self) >= MAX_KERNELS:
+                self.drop(next(iter(self)))
+        # What was used last comes last.
+        self[key] = self.pop(key) if key in self else make()
+        return self[key]
+
+    def drop(self, key: str) -> None:
+        if key in self:
+            self.pop(key).close()
+
+    def close(self) -> None:
+        for key in list(self):
+            self.drop(key)
+
+
+# They belong to this process.
+CHECKERS, TIMERS = Kept(), Kept()
+
+
+def check_program(
+    make: Callable[..., Checker],
+    cores: tuple[int, ...],
+    key: str,
+    kernel: bytes,
+    text: str,
+    permitted: tuple[str, ...] | None = None,
+) -> tuple[Result, bytes] | Failed:
+    """Checks the program in a text on these cores, and returns its library, too: compressed, and empty if it is not "ok".
+
+    `key` tells kernels apart, `kernel` is pickled, `permitted` is as in `Bench.submit`.
+    """
+    try:
+        os.sched_setaffinity(0, cores)
+        checker = CHECKERS.made(key, lambda: make(pickle.loads(kernel), cores=cores))
+        with checker.checked(text, permitted=permitted) as (result, library):
+            return result, b"" if library is None else zlib.compress(library.read_bytes(), 1)
+    except (SandboxError, OSError) as error:
+        CHECKERS.drop(key)
+        return _failed(error)
+
+
+def time_program(
+    make: Callable[..., Checker],
+    check_cores: tuple[int, ...],
+    cores: tuple[int, ...],
+    budget_s: float,
+    key: str,
+    kernel: bytes,
+    name: str,
+    library: bytes,
+) -> Result | Failed:
+    """Times a library that `check_program` has found right, of the kernel with this name, on `cores`.
+
+    The seconds of the result are "wait", until the cores were idle, free, and their peak known, and "time".
+    """
+    start, begun_at = time.monotonic(), math.inf
+
+    def begin() -> None:
+        nonlocal begun_at
+        # An engine may have begun to compute while this waited for the cores.
+        wait_until_idle(cores, LOCK_S)
+        begun_at = time.monotonic()
+
+    outcome, note, timing = "ok", "", None
+    if not TIMERS:
+        # The process that started this one may keep off some of them.
+        os.sched_setaffinity(0, {*check_cores, *cores})
+    try:
+        time.sleep(TURN_S)
+        wait_until_idle(cores, LOCK_S)
+        timer = TIMERS.made(key, lambda: _timer(make, pickle.loads(kernel), cores, budget_s))
+        folder = timer.checker.sandbox.new_folder()
+        try:
+            (folder / LIBRARY).write_bytes(zlib.decompress(library))
+            (folder / LIBRARY).chmod(0o755)
+            timing = timer.time(folder / LIBRARY, begin)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    except Wild as error:
+        outcome, note = NOISY, str(error)
+    except ChildFailed as failed:
+        outcome, note = failed.outcome, str(failed)
+    except (SandboxError, OSError) as error:
+        TIMERS.drop(key)
+        return _failed(error)
+    if timing is not None and timing.is_noisy:
+        note = (
+            f"others disturb the machine: after {budget_s:g} s nothing is known of its speed "
+            f"(what was timed has an interval of ±{timing.spread:.1%})"
+        )
+        outcome, timing = NOISY, None
+    now = time.monotonic()
+    since = min(begun_at, now)
+    return Result(name, outcome, "time", note, timing, {"wait": since - start, "time": now - since})
+
+
+def _timer(make: Callable[..., Checker], kernel: Kernel, cores: tuple[int, ...], budget_s: float) -> "OwningTimer":
+    with alone_on(cores, LOCK_S):
+        checker = make(kernel, cores=cores)
+    try:
+        return OwningTimer(checker, budget_s)
+    except ChildFailed as failed:
+        # So far only our own programs have run.
+        checker.close()
+        raise SandboxError(f"a process of ours ended: {failed}") from failed
+    except BaseException:
+        checker.close()
+        raise
+
+
+class OwningTimer(Timer):
+    """A timer whose checker ends with it."""
+
+    def close(self) -> None:
+        super().close()
+        self.checker.close()
+
+
+def _failed(error: Exception) -> Failed:
+    # After a long wait in vain there is no second one.
+    return Failed(f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))

@@ -9,8 +9,6 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 import torchtune_ext
 from torchtune_ext.measured.compiler import OPTIMIZATIONS
 from torchtune_ext.measured.sandbox import SANDBOXES
@@ -30,18 +28,6 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "address": (str, "auto or HOST:PORT, or null for this machine"),
     "resource": (str, "a name, as bench_host"),
 }
-
-
-def pickled(kernel: Any) -> bytes:
-    """Pickles a kernel for another process. Raises ValueError: it cannot be."""
-    try:
-        return cloudpickle.dumps(kernel)
-    except Exception as error:
-        # Pickling runs code of the kernel, which may raise any error.
-        raise Mistake(
-            f"kernel {type(kernel).__name__} cannot be sent to another process: {type(error).__name__}: {error}. "
-            "Keep open files, locks and functions out of its attributes"
-        ) from error
 
 
 class BenchError(Failure):

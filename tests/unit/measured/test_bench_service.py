@@ -19,9 +19,8 @@ from calm_kernels import HONEST, SUM, CalmDgemm, CalmReduction, Faulty, fenced
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured import bench as benches
-from torchtune_ext.measured import bench_processes, probe, timing
-from torchtune_ext.measured.bench import Bench, BenchError, Result
-from torchtune_ext.measured.bench_processes import check_program, time_program
+from torchtune_ext.measured import probe, timing
+from torchtune_ext.measured.bench import Bench, BenchError, Result, check_program, time_program
 from torchtune_ext.measured.check import STAGES, Checker, Deadlines
 from torchtune_ext.measured.machine import alone_on
 from torchtune_ext.measured.sandbox import SandboxError
@@ -290,13 +289,13 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
             time.sleep(1.0)
             released.append(time.monotonic())
 
-    patched = (probe.WILD, probe.Probe.is_disturbed, bench_processes.wait_until_idle)
+    patched = (probe.WILD, probe.Probe.is_disturbed, benches.wait_until_idle)
     limits, looked = (timing.WAITED, timing.stolen_ticks), []
     try:
         checked, library = check_program(make, cores, "key", sent, fenced(HONEST))
         assert checked.outcome == "ok"
         time_program(make, cores, timed, 0.2, "key", sent, "reduction", library)  # makes the timer
-        bench_processes.wait_until_idle = lambda *arguments: looked.append(time.monotonic())
+        benches.wait_until_idle = lambda *arguments: looked.append(time.monotonic())
         holder = threading.Thread(target=hold)
         holder.start()
         free.wait(200)
@@ -306,9 +305,9 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
         # An engine may have begun while this waited for the cores.
         assert looked[0] < released[0] <= looked[-1]
     finally:
-        bench_processes.CHECKERS.close()
-        bench_processes.TIMERS.close()
-        probe.WILD, probe.Probe.is_disturbed, bench_processes.wait_until_idle = patched
+        benches.CHECKERS.close()
+        benches.TIMERS.close()
+        probe.WILD, probe.Probe.is_disturbed, benches.wait_until_idle = patched
         timing.WAITED, timing.stolen_ticks = limits
         os.sched_setaffinity(0, usable)
 
@@ -321,7 +320,7 @@ class Varying(CalmReduction):
 
 
 def varying(size: int) -> Varying:
-    bench_processes.wait_until_idle = lambda *arguments: 0.0
+    benches.wait_until_idle = lambda *arguments: 0.0
     probe.WILD, probe.CALM_TRIES = -1.0, 1
     return Varying(size)
 

@@ -12,7 +12,7 @@ timed: the reward is for a program that is right, however many turns it took.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtune_ext.measured.bench_processes import CHECKERS
+from torchtune_ext.measured.bench import CHECKERS
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel
