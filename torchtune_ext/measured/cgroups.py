@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtune_ext.measured.owned import Owned, left_behind
+from torchtune_ext.measured.owned import Owned
 
 PREFIX = "torchtune-ext-programs-"
 # First the one whose limit keeps members from starting others, since each hierarchy is emptied on its own in version 1.
@@ -73,10 +73,7 @@ class Cgroups:
         self._own: list[tuple[Place, Owned]] = []
         try:
             for place in places:
-                with left_behind(place.folder, PREFIX) as folders:
-                    for folder in folders:
-                        _remove(folder)
-                self._own.append((place, Owned(place.folder, PREFIX)))
+                self._own.append((place, Owned(place.folder, PREFIX, _remove)))
                 if place.version == 2:
                     words = " ".join(f"+{name}" for name in place.controllers)
                     (self._own[-1][1].path / "cgroup.subtree_control").write_text(words)
@@ -110,7 +107,6 @@ class Cgroups:
     def close(self) -> None:
         """Removes all groups, and kills who is still in them."""
         for _, own in self._own:
-            _remove(own.path)
             own.close()
         self._own = []
 

@@ -8,25 +8,33 @@ holds the lock, too, so a folder is not taken from those who may still use it.
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtune_ext.run.errors import FileMistake
 
 
 class Owned:
-    """A new folder of this process.
+    """A new folder of this process. Those whose owners have ended are removed before.
+
+    Folders of other users are never among them, nor is one that is only linked to.
 
     Args:
         parent: where it is made.
         prefix: how its name begins.
+        remove: removes a folder. Until it returns, nobody else does.
 
     Raises:
         OSError: it cannot be made.
     """
 
-    def __init__(self, parent: Path, prefix: str) -> None:
+    def __init__(self, parent: Path, prefix: str, remove: Callable[[Path], object]) -> None:
+        self._remove = remove
+        for path in parent.glob(prefix + "*"):
+            file = _lock(path)
+            if file is not None:
+                remove(path)
+                os.close(file)
         while True:
             self.path = parent / (prefix + secrets.token_hex(8))
             self.path.mkdir(mode=0o700)
@@ -36,28 +44,11 @@ class Owned:
                 return
 
     def close(self) -> None:
-        """Gives the lock back. What is in the folder is the caller's business."""
+        """Removes the folder. A second call does nothing."""
         if self._file is not None:
+            self._remove(self.path)
             os.close(self._file)
             self._file = None
-
-
-@contextmanager
-def left_behind(parent: Path, prefix: str) -> Iterator[list[Path]]:
-    """Yields the folders whose owners have ended, and keeps them from everybody else until the block ends.
-
-    Folders of other users are never among them, nor is one that is only linked to.
-    """
-    locks: dict[Path, int] = {}
-    try:
-        for path in parent.glob(prefix + "*"):
-            file = _lock(path)
-            if file is not None:
-                locks[path] = file
-        yield list(locks)
-    finally:
-        for file in locks.values():
-            os.close(file)
 
 
 def _lock(path: Path) -> int | None:

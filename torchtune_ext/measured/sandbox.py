@@ -14,12 +14,12 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from torchtune_ext.measured import cgroups
 from torchtune_ext.measured.cgroups import NO_GROUP, Cgroups, Group
-from torchtune_ext.measured.owned import Owned, left_behind
+from torchtune_ext.measured.owned import Owned
 from torchtune_ext.run.errors import Failure, Mistake
 
 log = logging.getLogger(__name__)
@@ -82,11 +82,7 @@ class Sandbox:
 
     def __init__(self, compiler: str, namespaces: bool | None = None, floor: bool = True) -> None:
         self._cgroups = Cgroups(())
-        parent = Path(tempfile.gettempdir())
-        with left_behind(parent, PREFIX) as folders:
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
-        self._owned = Owned(parent, PREFIX)
+        self._owned = Owned(Path(tempfile.gettempdir()), PREFIX, partial(shutil.rmtree, ignore_errors=True))
         self.folder = self._owned.path
         try:
             self.folder.chmod(0o711)  # root's children are other users, who may pass but not look around
@@ -115,7 +111,6 @@ class Sandbox:
     def close(self) -> None:
         """Removes the folder and all folders in it, and ends who is still in a group."""
         self.close_groups()
-        shutil.rmtree(self.folder, ignore_errors=True)
         self._owned.close()
 
     def close_groups(self) -> None:

@@ -1,6 +1,7 @@
 """Folders of processes that were killed are removed, and those of living ones and of others are not."""
 
 import os
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -11,7 +12,7 @@ from killed import killed_while_it_has
 
 from torchtune_ext.measured import sandbox as sandboxes
 from torchtune_ext.measured.compiler import Compiler
-from torchtune_ext.measured.owned import Owned, left_behind
+from torchtune_ext.measured.owned import Owned
 from torchtune_ext.measured.sandbox import Sandbox, SandboxError
 
 
@@ -62,7 +63,7 @@ def as_made_by_nobody():
     os.setgroups([])
     os.setresgid(USER, USER, USER)
     os.setresuid(USER, USER, USER)
-    owned = Owned(Path(tempfile.gettempdir()), sandboxes.PREFIX)
+    owned = Owned(Path(tempfile.gettempdir()), sandboxes.PREFIX, shutil.rmtree)
     return owned, owned.path
 
 
@@ -70,23 +71,36 @@ def _start_and_close() -> None:
     sandbox().close()
 
 
+def left_alone(path: Path) -> None:
+    """In the place of what removes a folder."""
+
+
+def left_behind(folder: Path) -> list[Path]:
+    """Which folders the next one that is made removes."""
+    found = []
+    owned = Owned(folder, "x-", found.append)
+    left = [*found]
+    owned.close()
+    owned.path.rmdir()
+    return left
+
+
 def test_a_folder_of_a_living_process_and_a_link_are_left_alone(tmp_path):
-    owned = Owned(tmp_path, "x-")
+    owned = Owned(tmp_path, "x-", left_alone)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "x-link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "x-file").touch()
-    with left_behind(tmp_path, "x-") as folders:
-        assert folders == []
+    assert left_behind(tmp_path) == []
     owned.close()
-    with left_behind(tmp_path, "x-") as folders:
-        assert folders == [owned.path]
-        # Two that clean up at the same time do not meet in one folder.
-        with left_behind(tmp_path, "x-") as others:
-            assert others == []
+    assert left_behind(tmp_path) == [owned.path]
+    # Two that clean up at the same time do not meet in one folder.
+    met = []
+    Owned(tmp_path, "x-", lambda path: met.append((path, left_behind(tmp_path))))
+    assert met == [(owned.path, [])]
 
 
 def test_a_folder_is_owned_by_those_who_were_forked_too(tmp_path):
-    owned = Owned(tmp_path, "x-")
+    owned = Owned(tmp_path, "x-", left_alone)
     reader, writer = os.pipe()
     process = os.fork()
     if process == 0:
@@ -95,14 +109,12 @@ def test_a_folder_is_owned_by_those_who_were_forked_too(tmp_path):
         os._exit(0)
     try:
         owned.close()
-        with left_behind(tmp_path, "x-") as folders:
-            assert folders == []
+        assert left_behind(tmp_path) == []
     finally:
         os.close(writer)
         os.waitpid(process, 0)
         os.close(reader)
-    with left_behind(tmp_path, "x-") as folders:
-        assert folders == [owned.path]
+    assert left_behind(tmp_path) == [owned.path]
 
 
 def test_nobody_loses_a_folder_that_is_just_being_made(tmp_path):
@@ -111,16 +123,13 @@ def test_nobody_loses_a_folder_that_is_just_being_made(tmp_path):
 
     def remove():
         while not stop.is_set():
-            with left_behind(tmp_path, "x-") as folders:
-                for folder in folders:
-                    folder.rmdir()
+            Owned(tmp_path, "x-", Path.rmdir).close()
 
     def make():
         for _ in range(200):
-            owned = Owned(tmp_path, "x-")
+            owned = Owned(tmp_path, "x-", Path.rmdir)
             if not owned.path.exists():
                 lost.append(owned.path)
-            owned.path.rmdir()
             owned.close()
 
     cleaner = threading.Thread(target=remove)
