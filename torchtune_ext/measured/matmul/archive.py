@@ -153,7 +153,7 @@ class Archive:
         return "\n".join([header, *(json.dumps(asdict(entry)) for entry in self.cells().values()), ""])
 
     @classmethod
-    def loads(cls, text: str, name: str = "the archive") -> "Archive":
+    def loads(cls, text: str | bytes, name: str = "the archive") -> "Archive":
         """Reads what `dumps` made.
 
         Raises:
@@ -185,11 +185,7 @@ class Archive:
             FileNotFoundError: there is none.
             ValueError: it is damaged, or of another format.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise Mistake(f"{path}: damaged or cut off ({error}); delete it to begin anew") from error
-        return cls.loads(text, str(path))
+        return cls.loads(path.read_bytes(), str(path))
 
 
 def techniques_in_words(techniques: Iterable[str]) -> str:
