@@ -313,14 +313,16 @@ def main(descriptor: int, parent: int) -> None:
         # It would warn that there is no Triton, which nobody expects.
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     started = time.monotonic()
-    import vllm.engine.arg_utils
-    import vllm.renderers.hf
-    import vllm.v1.engine.async_llm
-    import vllm.v1.engine.core  # noqa: F401
-
-    imported_s = time.monotonic() - started
-    model_dir, config, log, environ = receive(end)
-    _settle(log, environ)
+    try:
+        import vllm.engine.arg_utils
+        import vllm.renderers.hf
+        import vllm.v1.engine.async_llm
+        import vllm.v1.engine.core  # noqa: F401
+    finally:
+        imported_s = time.monotonic() - started
+        # An error of the import is for the log, which the first frame names.
+        model_dir, config, log, environ = receive(end)
+        _settle(log, environ)
     print(f"engine {os.getpid()}: vLLM imported in {imported_s:.1f} s", file=sys.stderr, flush=True)
     asyncio.run(Client(end, model_dir, config).serve())
     # What is left of vLLM's threads and of the engine ends with this process.

@@ -13,6 +13,7 @@ from waiting import wait_until  # noqa: E402
 
 from torchtune_ext.run.catalog import folder  # noqa: E402
 from torchtune_ext.sampling import early  # noqa: E402
+from torchtune_ext.sampling.child_process import pack  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -101,3 +102,16 @@ def test_it_ends_with_a_trainer_that_is_killed():
     code = "\n".join(line.strip() for line in code.splitlines())
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd())
     wait_until(lambda: not psutil.pid_exists(int(done.stdout)))
+
+
+def test_why_vllm_cannot_be_imported_is_in_the_log(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('it is broken')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(early, "_vllm_cpu", lambda: True)
+    early.begin(["grpo_full"])
+    process, end = early.take()
+    with end:
+        end.sendall(pack(["model", None, str(tmp_path / "engine.log"), early.child_environment({})]))
+        assert process.wait(50) == 1
+    assert "ImportError: it is broken" in (tmp_path / "engine.log").read_text()
