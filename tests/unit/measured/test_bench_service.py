@@ -226,7 +226,7 @@ def test_a_process_that_hangs_costs_only_its_own_text(faults, monkeypatch):
     monkeypatch.setattr(benches, "OWN_S", 0.5)
     monkeypatch.setattr(benches, "START_S", 0.5)
     monkeypatch.setattr(benches, "PROBE_S", 0.5)
-    with bench(workers=2, deadlines=Deadlines(0.5, 1.0, 0.5, 0.5)) as two:
+    with bench(workers=2, deadlines=Deadlines(2.0, 4.0, 2.0, 2.0)) as two:
         (faults / "check-hang").touch()
         hanging = two.submit(Faulty(faults), variant())
         while (faults / "check-hang").exists():
