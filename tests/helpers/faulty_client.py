@@ -1,4 +1,4 @@
-"""A client of vLLM that plants a fault, once, whenever the file FAULT names one. Tests set `vllm_core.CLIENT` to this module."""
+"""A client of vLLM that plants a fault, once, whenever the file FAULT names one. Tests set `early.CLIENT` to this module."""
 
 import os
 import signal

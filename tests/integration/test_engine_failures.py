@@ -22,7 +22,7 @@ pytest.importorskip("vllm")
 import tiny_model  # noqa: E402
 from waiting import engine_pid, wait_until  # noqa: E402
 
-from torchtune_ext.sampling import vllm_core  # noqa: E402
+from torchtune_ext.sampling import early  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -61,7 +61,7 @@ def fault(tmp_path_factory):
     file.write_text("")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULT", str(file))
-        patch.setattr(vllm_core, "CLIENT", "faulty_client")
+        patch.setattr(early, "CLIENT", "faulty_client")
         yield file
 
 

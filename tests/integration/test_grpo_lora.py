@@ -17,7 +17,7 @@ from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapted_modules
 from torchtune_ext.policy.streamed import streamed_logprobs
-from torchtune_ext.sampling import vllm_core
+from torchtune_ext.sampling import early
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.lane import Lane
 from torchtune_ext.training.agreement import Agreement, Disagreement
@@ -158,7 +158,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
     fault = tmp_path / "fault"
     fault.write_text("")
     monkeypatch.setenv("FAULT", str(fault))
-    monkeypatch.setattr(vllm_core, "CLIENT", "faulty_client")
+    monkeypatch.setattr(early, "CLIENT", "faulty_client")
     config = EngineConfig(dtype="float32", max_model_len=128, kv_cache_bytes=1 << 24)
     with Engine(str(source.path), trained.engine(config), str(tmp_path)) as engine:
         engine.start()

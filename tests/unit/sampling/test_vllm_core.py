@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from torchtune_ext.sampling import vllm_core  # noqa: E402
+from torchtune_ext.sampling import early, vllm_core  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 
@@ -27,7 +27,7 @@ NOTE = "import os, pathlib, sys, time; pathlib.Path(__file__).with_suffix('.pid'
 def test_a_client_that_does_not_start_is_reaped(program, message, tmp_path, monkeypatch):
     (tmp_path / "no_client.py").write_text(NOTE + program)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(vllm_core, "CLIENT", "no_client")
+    monkeypatch.setattr(early, "CLIENT", "no_client")
     # Long enough for a Python to start on a busy machine and to note its number.
     config = EngineConfig(start_deadline_s=5.0)
 
