@@ -218,10 +218,9 @@ def test_a_killed_run_with_real_timings_loses_nothing_that_a_checkpoint_has(work
     assert before.step < 5 == max(after) == logged(run) and after[before.step].task == before.task
     archive = Archive.load(run / FILE)
     merged = Archive.load(run / FILE)
-    for entries in kept._cells.values():
-        for entry in entries:
-            merged.add(entry)
-    # With all entries of the checkpoint once more it is the same: each of them is there, or was beaten.
+    for entry in kept.cells().values():
+        merged.add(entry)
+    # With all programs of the checkpoint once more it is the same: each of them is there, or was beaten.
     assert len(kept) > 0 and merged.dumps() == archive.dumps()
     assert after[5].task["learned"]["archive"] == archive.dumps()
     window = [

@@ -32,6 +32,12 @@ def engine(monkeypatch, code: str, cores: frozenset[int] = frozenset({0})):
             os.killpg(process.pid, 9)
 
 
+@pytest.fixture
+def any_use_counts(monkeypatch):
+    """An engine that computes gets little of a core on a busy machine."""
+    monkeypatch.setattr(machine, "_BUSY_SHARE", 1e-4)
+
+
 def wait_until_it_computes(pid: int) -> None:
     while time.clock_gettime_ns(~pid << 3 | 2) < 50e6:
         time.sleep(0.01)
@@ -53,7 +59,7 @@ def test_an_engine_that_computes_is_waited_for(monkeypatch, caplog):
         assert caplog.text.count("is idle") == 1
 
 
-def test_whoever_waits_too_long_is_told_for_whom(monkeypatch):
+def test_whoever_waits_too_long_is_told_for_whom(monkeypatch, any_use_counts):
     with engine(monkeypatch, BURN.format(600)) as process:
         wait_until_it_computes(process.pid)
         with pytest.raises(
@@ -63,7 +69,7 @@ def test_whoever_waits_too_long_is_told_for_whom(monkeypatch):
         assert wait_until_idle([1], 0.2) < 0.2  # it may not run there
 
 
-def test_the_workers_of_an_engine_count_and_its_starter_does_not(monkeypatch):
+def test_the_workers_of_an_engine_count_and_its_starter_does_not(monkeypatch, any_use_counts):
     """An engine leads a session; the trainer that started it is in another."""
     burner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BURN.format(600)!r}])"
     stop = threading.Event()
