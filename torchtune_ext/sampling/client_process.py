@@ -6,9 +6,9 @@ would take the lock from training, which then took twice as long. So the client 
 
     python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
 
-The first frame holds (directory of the model, EngineConfig, path of the log, environment); it may come when vLLM has long been
-imported (`early.py`). After that come messages, as `child_process.ChildProcess` sends
-them. Unasked it says (0, "step", Step), and (0, "dead", how the engine ended).
+The first frame holds (directory of the model, EngineConfig, path of the log, environment), and may come when vLLM has long been
+imported (`early.py`). After that come messages, as `child_process.ChildProcess` sends them. Unasked it says (0, "step", Step),
+and (0, "dead", how the engine ended).
 
 The engine's process is a fork of this one, so vLLM is imported once for both, and it and its workers belong to our session.
 It ends when this one ends, and this one when the trainer does.

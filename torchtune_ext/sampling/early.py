@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -55,10 +56,12 @@ def spawn(module: str, out: int, environ: Mapping[str, str]) -> Begun:
 
 def begin(words: Sequence[str]) -> None:
     """Begins a client where a recipe will want one. On a GPU, where vLLM may look at its variables sooner, nothing is begun.
-    Args: words: of the command line, behind `tune run`. Raises OSError."""
+    Args: words: of the command line, behind `tune run`."""
     global _waiting
     if words and not any(word.startswith(OTHERWISE) for word in words) and _samples(words[0]) and _vllm_cpu():
-        _waiting = spawn(CLIENT, subprocess.DEVNULL, child_environment(CPU))
+        # Where no process can be started, the engine tries it once more, and the run says what is wrong.
+        with suppress(OSError):
+            _waiting = spawn(CLIENT, subprocess.DEVNULL, child_environment(CPU))
 
 
 def _samples(recipe: str) -> bool:

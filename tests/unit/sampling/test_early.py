@@ -84,6 +84,15 @@ def test_only_one_takes_it_and_only_if_it_lives(begun):
     assert early.take() is None
 
 
+def test_a_machine_that_cannot_start_it_now(begun, monkeypatch):
+    def spawn(*_):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(early, "spawn", spawn)
+    early.begin(["grpo_full"])
+    assert early.take() is None
+
+
 def test_one_that_nobody_takes_ends(begun):
     early.begin(["grpo_full"])
     early.drop()
