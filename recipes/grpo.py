@@ -125,10 +125,6 @@ class GRPORecipe:
             model_dir=cfg.model_dir,
         )
         self.profile = Profile(cfg.profile, cfg.output_dir, self.ranks.rank)
-        # It tells the other ranks, too, what this one is doing.
-        self.watch = summary.Stopwatch(
-            lambda phase: self.ranks.phase(phase, self.step), self.timeline if self.ranks.is_main else None
-        )
         # Adapters begin at random and dropout draws. Samples have seeds of their own, whatever torch has drawn before.
         torch.manual_seed(cfg.seed)
 
@@ -158,6 +154,8 @@ class GRPORecipe:
         # What hands out the groups of a step: sampled as far ahead as `staleness` and `depth` allow, or those of a
         # replay.
         self.source = parts.source(self.engine, self.graders, self.timeline)
+        # It tells the other ranks what this one is doing, and graders that measure time when the trainer computes.
+        self.watch = parts.stopwatch(self.graders, self.timeline)
         self.build_learner()
 
         # Metrics and rollouts of a run that goes on are cut to its checkpoint, once nothing can be wrong with it.
@@ -250,9 +248,8 @@ class GRPORecipe:
             with watch("pack"):
                 updates, packed = self.pack(groups)
 
-            # A grader that measures time has cores of its own; where there are too few, it takes turns with the
-            # trainer.
-            with watch("train"), self.source.alone():
+            # One optimizer update or several on the rows; the policy that comes out is the next version.
+            with watch("train"):
                 values |= packed | self.update(updates)
             self.version += 1
 

@@ -7,7 +7,6 @@ other settings of the objective or the optimizer a replay tells what these do to
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +115,6 @@ class Replay:
             )
         self._step += 1
         return read_rollouts(self._paths[self._step]), {}
-
-    def alone(self) -> AbstractContextManager:
-        """Nothing is graded."""
-        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         return {REPLAYED: self._id}

@@ -160,10 +160,6 @@ class GroupSource:
         )
         return groups, values | self._stream.grader.metrics(refill > 0)
 
-    def alone(self) -> AbstractContextManager:
-        """Returns a context for work that would disturb graders that measure time, and the other way round."""
-        return nullcontext() if self._stream is None else self._stream.grader.alone()
-
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()

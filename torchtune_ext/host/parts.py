@@ -1,7 +1,8 @@
 """The parts of a GRPO run before it starts: made from its settings, and tried with each other. No process starts and no weights
 are loaded until the methods of `Parts` are called."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from torchtune_ext.settings.config import named_paths, record
 from torchtune_ext.source import GroupSource, prompt_fault
 from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.tasks.task import Task
+from torchtune_ext.telemetry.summary import Stopwatch
 from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.checks import (
@@ -180,6 +182,20 @@ class Parts:
             seed=cfg.seed,
             deadline_s=cfg.rollouts.deadline_s,
         )
+
+    def stopwatch(self, graders: Sequence[Grader], timeline: Timeline) -> Stopwatch:
+        """Returns what measures the phases of a step, and tells the other ranks of them.
+
+        A grader that measures time has cores of its own; where there are too few, it takes turns with the training.
+        """
+
+        @contextmanager
+        def phase(name: str) -> Iterator[None]:
+            turn = graders[0].alone() if graders and name == "train" else nullcontext()
+            with self.ranks.phase(name, timeline.step()), turn:
+                yield
+
+        return Stopwatch(phase, timeline if self.ranks.is_main else None)
 
     def publisher(self, engine: Engine | None, learner: Learner) -> "tuple[Agreement, Publisher | Replay]":
         """Returns the gate that compares trainer and engine, and what sends weights and lets a canary pass that gate."""

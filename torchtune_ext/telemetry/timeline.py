@@ -67,7 +67,7 @@ class Timeline(GroupTimes):
 
     def __init__(self, run_dir: str | Path, step: Callable[[], int]):
         self.path = Path(run_dir) / FILE
-        self._step, self._lock, self._ids = step, Lock(), count()
+        self.step, self._lock, self._ids = step, Lock(), count()
         self._began = time.monotonic()
         self._epoch = time.time() - self._began  # when the monotonic clock was 0, in seconds since 1970
         self._open: dict[GroupKey, _Stay] = {}
@@ -86,7 +86,7 @@ class Timeline(GroupTimes):
             if last is not None and last[0] == name and begin - last[2] < MERGED_S:
                 last[2] = end
             else:
-                self._phases.append([name, begin, end, self._step()])
+                self._phases.append([name, begin, end, self.step()])
 
     def begin(self, key: GroupKey, track: str = TRACKS[0], **facts: Any) -> None:
         with self._lock:
@@ -146,7 +146,7 @@ class Timeline(GroupTimes):
     def _group(self, key: GroupKey, stay: _Stay, now: float) -> list[str]:
         """Returns a line for each track where the group has been: begin and end in one, so that a cut leaves both or none."""
         number, common = str(next(self._ids)), {key[0]: key[1]}
-        common |= {"cancelled": True} if stay.facts.pop("cancelled", False) else {"step": self._step()}
+        common |= {"cancelled": True} if stay.facts.pop("cancelled", False) else {"step": self.step()}
         facts = stay.facts | {"problem": str(stay.facts.get("problem", ""))[:_LONGEST_ID]}
         lines = []
         for (track, since), until in zip(stay.since, [*(at for _, at in stay.since[1:]), now], strict=True):
@@ -162,7 +162,7 @@ class Timeline(GroupTimes):
         with open(self.path, "ab+", buffering=0) as file:
             if not self._flushed:
                 _cut_torn_line(file)
-                lines = [self._event("i", "start", self._began, s="p", args={"step": self._step()}), *lines]
+                lines = [self._event("i", "start", self._began, s="p", args={"step": self.step()}), *lines]
             size = file.seek(0, os.SEEK_END)
             if not size:
                 names = ("process_name", self.path.absolute().parent.name), ("thread_name", "trainer")
