@@ -58,7 +58,7 @@ def begin(words: Sequence[str]) -> None:
     """Begins a client where a recipe will want one. On a GPU, where vLLM may look at its variables sooner, nothing is begun.
     Args: words: of the command line, behind `tune run`."""
     global _waiting
-    if words and not any(word.startswith(OTHERWISE) for word in words) and _samples(words[0]) and _vllm_cpu():
+    if words and not any(word.startswith(OTHERWISE) for word in words) and _samples(words[0]) and vllm_cpu():
         # Where no process can be started, the engine tries it once more, and the run says what is wrong.
         with suppress(OSError):
             _waiting = spawn(CLIENT, subprocess.DEVNULL, child_environment(CPU))
@@ -73,7 +73,8 @@ def _samples(recipe: str) -> bool:
     return path.suffix == ".py" and path.is_file() and ENGINE in path.read_text(errors="replace")
 
 
-def _vllm_cpu() -> bool:
+def vllm_cpu() -> bool:
+    """Whether the vLLM that is installed is vllm-cpu."""
     try:
         return bool(version("vllm-cpu"))
     except PackageNotFoundError:

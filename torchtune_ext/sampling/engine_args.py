@@ -7,13 +7,13 @@ import logging
 import os
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.sampling.early import vllm_cpu
 from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineConfig
 
 HERE = ("127.0.0.1", "localhost", "::1")
@@ -35,12 +35,7 @@ LEAST_SHARE = 0.01  # of a GPU's memory, for an engine whose cache has a size in
 @cache
 def on_cpu() -> bool:
     """Whether the engine that is installed computes on a CPU: it is vllm-cpu, whatever the torch beside it was built for."""
-    if torch.version.cuda is None and torch.version.hip is None:
-        return True
-    try:
-        return bool(version("vllm-cpu"))
-    except PackageNotFoundError:
-        return False
+    return (torch.version.cuda is None and torch.version.hip is None) or vllm_cpu()
 
 
 DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024

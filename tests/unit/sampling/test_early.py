@@ -30,7 +30,7 @@ def begun(monkeypatch):
 
     original = early.spawn
     monkeypatch.setattr(early, "spawn", spawn)
-    monkeypatch.setattr(early, "_vllm_cpu", lambda: True)
+    monkeypatch.setattr(early, "vllm_cpu", lambda: True)
     yield processes
     early.drop()
 
@@ -103,7 +103,7 @@ def test_it_ends_with_a_trainer_that_is_killed():
     code = """
         import os
         from torchtune_ext.sampling import early
-        early._vllm_cpu = lambda: True
+        early.vllm_cpu = lambda: True
         early.begin(["grpo_full"])
         print(early._waiting[0].pid, flush=True)
         os.kill(os.getpid(), 9)
@@ -117,7 +117,7 @@ def test_why_vllm_cannot_be_imported_is_in_the_log(tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('it is broken')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(early, "_vllm_cpu", lambda: True)
+    monkeypatch.setattr(early, "vllm_cpu", lambda: True)
     early.begin(["grpo_full"])
     process, end = early.take()
     with end:

