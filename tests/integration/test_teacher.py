@@ -1,4 +1,6 @@
-"""On-policy distillation with a real second engine: its log-probs, a run that comes closer to it, and replays without it."""
+"""On-policy distillation with a real second engine: its log-probs, a run that comes closer to it, replays without it, a kill."""
+
+import subprocess
 
 import numpy as np
 import pytest
@@ -14,7 +16,10 @@ from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SIZES = {"max_model_len": 129, "kv_cache_bytes": 1 << 24, "dtype": "float32"}
-DISTILL = ["preset=distill", "teacher.model_dir=teacher", "task._component_=letters.Generous"]
+# All rewards are equal, so that problems that were asked before are asked less often.
+SELECTED = ["task._component_=torchtune_ext.tasks.selection.NearLevel", "task.task=letters.Generous"]
+SELECTED += ["task.settings.count=12"]
+DISTILL = ["preset=distill", "optimizer.lr=1e-2", "evaluation.task=null", "max_steps=10", *SELECTED]
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +76,14 @@ def test_scores_are_those_of_transformers(workplace, server, where, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def distilled(workplace, served, server):
-    words = [served, "max_steps=10", "optimizer.lr=1e-2", "evaluation.task=null", *DISTILL]
-    words += [f"teacher.engine.address={server.address}"]
-    output = runs.run(workplace, "grpo_full", "output_dir=distilled", *words)
+def taught(served, server):
+    """The words of a run that has a teacher."""
+    return [*DISTILL, served, "teacher.model_dir=teacher", f"teacher.engine.address={server.address}"]
+
+
+@pytest.fixture(scope="module")
+def distilled(workplace, taught):
+    output = runs.run(workplace, "grpo_full", "output_dir=distilled", *taught)
     assert "objective: clip 0.2/0.2 per token, TIS <= 2, 1 teacher, 0 rewards" in output
     return workplace / "distilled"
 
@@ -95,9 +104,28 @@ def test_stored_scores_are_the_teachers(distilled, workplace):
 
 
 def test_a_replay_needs_no_teacher(distilled, workplace):
-    words = ["preset=distill", "task._component_=letters.Generous", "optimizer.lr=1e-2", "evaluation.task=null"]
-    output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=distilled", "max_steps=10", *words)
+    output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=distilled", *DISTILL)
     assert "Set otherwise" not in output
-    last = [max((run / "checkpoints").glob("step_*")) for run in (distilled, workplace / "again")]
-    ours, theirs = ({path.name: path.read_bytes() for path in folder.glob("*.safetensors")} for folder in last)
-    assert ours == theirs != {}
+    assert weights(workplace / "again") == weights(distilled) != {}
+
+
+def test_killed_and_resumed_it_asks_the_same_and_learns_the_same(distilled, workplace, taught):
+    words = ["output_dir=killed", "resume_from_checkpoint=True", *taught]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = runs.command("grpo_full", *words)
+    process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), start_new_session=True, **quiet)
+    runs.wait_for_steps(workplace / "killed", 5, process)
+    process.kill()
+    process.wait()
+    runs.run(workplace, "grpo_full", *words)
+    assert questions(workplace / "killed") == questions(distilled)
+    assert weights(workplace / "killed") == weights(distilled)
+
+
+def questions(run):
+    return [[group.problem.id for group in read_rollouts(path)] for path in rollout_paths(run).values()]
+
+
+def weights(run):
+    newest = max((run / "checkpoints").glob("step_*"))
+    return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
