@@ -91,7 +91,7 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
     for present[0] in ["none", *faults]:
         fault.write_text("none")
         gate = recipe.agreement
-        gate._count, gate._sum, gate._squares, gate._recent, tokens[0] = 0, 0.0, 0.0, gate._recent[:, :0], 0
+        gate._recent, tokens[0] = gate._recent[:, :0], 0
         begun, recipe.cfg.max_steps = recipe.version, recipe.step + (PATIENCE if present[0] != "none" else healthy)
         try:
             recipe.train()
@@ -112,6 +112,7 @@ def test_of(message: str) -> str:
         ("samples as before|samples without", "effect"),
         (": weights: ", "checksum"),
         ("truncated or renormalized \\(", "identity"),
+        ("as another temperature makes them", "sharpness"),
         ("Likely cause: temperature", "scale, says temperature"),
         ("Likely cause: top-p", "scale, says top-p"),
         ("Likely cause: precision", "scale, says precision"),

@@ -1,7 +1,8 @@
 """Checks that trainer and sampler agree on the tokens that were sampled, before any clipping or masking.
 
 test        asks for                                  sees                                         is blind to
-scale       mean |d| <= twice the rounding + chance   other weights, rope, temperature             what rounding hides
+scale       mean |d| <= twice the rounding + chance   other weights, rope                          what rounding hides
+sharpness   d has no part that goes with log p + H    a temperature, under the rounding, too       other weights, top-p
 identity    mean exp(d) = 1 on many tokens            top-p, top-k, any renormalized distribution  temperature, other weights
 arrival     versions, checksums, the effect of an     a lost publication, an old tensor or         what goes wrong behind them
             update on tokens (`applied_share`)        adapter                                      and hides in the noise
@@ -9,7 +10,8 @@ arrival     versions, checksums, the effect of an     a lost publication, an old
 d is the trainer's log-prob minus the sampler's. What rounding does to d is no fault, so it is measured: a model in bfloat16
 may be 0.04 nats from itself in float32, and two right implementations are sqrt(2) times as far from each other. The
 identity holds for any rounding: tokens are drawn from what the sampler reports, and sum_y q(y) p(y) / q(y) = 1, unless q is 0
-where p is not.
+where p is not. A sampler whose logits are (1 + s) times the trainer's, as at the temperature T / (1 + s), has log-probs that
+are larger by s (log p + H), H being the entropy: likely tokens gain and unlikely ones lose, which rounding does not do.
 """
 
 import logging
@@ -35,6 +37,11 @@ SAMPLER_ADVICE = (
     "(generation_config='vllm')"
 )
 
+TEMPERATURE_ADVICE = (
+    "Check `temperature`, that the engine reports processed log-probs (logprobs_mode=processed_logprobs), and that no "
+    "generation_config.json overrides it"
+)
+
 # In a replay nothing is sampled, so no setting of an engine can be the cause.
 MOVED = (
     "the policy of this replay has moved away from the one that sampled, as under other settings it may (the first lines "
@@ -47,7 +54,7 @@ TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.
 # Fewest tokens of the present version that are judged. Of fewer, a single one may decide the mean.
 TOO_FEW = 32
 # The latest of them that are judged together, over several steps: a small step by itself leaves much to chance.
-RECENT = 4096
+RECENT = 1 << 15
 # Of mean |d|, in nats: float32 on both sides differs by 1e-7 to 1e-5, and the smallest fault by far more.
 LEAST_LIMIT = 0.001
 # Under other settings a replay moves away from what was sampled, and nothing is wrong.
@@ -56,6 +63,7 @@ MEASURED_ROWS = 4  # rows of a rank on which the rounding is measured
 # Standard errors that a mean may be off. They are many, since every step of a long run is tested.
 ERRORS = 5.0
 FLOOR = 0.005  # distance from 1 that the mean of exp(d) may have besides
+SHARPEST = 0.02  # the sharpness that nobody is told of: a temperature of 0.98 or 1.02
 LEAST_KEPT = 0.1  # of the probability: a sampler that draws from less is not truncated, it is another model
 RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded
 CARRIERS = 16  # fewest tokens that must carry the effect; a single one would fit the slope exactly and show no noise
@@ -88,14 +96,19 @@ class Disagreement(Failure):
     """Trainer and sampler do not compute the same policy."""
 
 
-def _differences(rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None) -> tuple[Tensor, Tensor]:
-    """Returns d of all tokens of all ranks, and their buckets [2, tokens] of place and age. A collective."""
-    here = torch.empty(3, 0, dtype=torch.float64)
+def _differences(
+    rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns d of all tokens of all ranks, log p + H of each, and their buckets [2, tokens] of place and age. A collective."""
+    here = torch.empty(4, 0, dtype=torch.float64)
     if rows:
         ours, theirs = (torch.cat([each.logprobs_L for each in many]).cpu().double() for many in (logprobs, rows))
-        here = torch.cat([(ours - theirs)[None], torch.cat([buckets(row, version) for row in rows], dim=1).double()])
+        entropy = torch.cat([each.entropy_L for each in logprobs]).cpu().double()
+        # With the mean of both sides, the rounding of either is in d and in log p with opposite signs.
+        here = torch.stack([ours - theirs, (ours + theirs) / 2 + entropy])
+        here = torch.cat([here, torch.cat([buckets(row, version) for row in rows], dim=1).double()])
     everywhere = torch.cat(gathered(here), dim=1)
-    return everywhere[0], everywhere[1:].long()
+    return everywhere[0], everywhere[1], everywhere[2:].long()
 
 
 def _measured(d: Tensor, where: Tensor) -> Mismatch:
@@ -179,8 +192,9 @@ class Agreement:
         precision: in words, for messages.
         replay: nothing is sampled, so no canary follows a publication, and "auto" allows REPLAY_LIMIT without a look at the
             rounding.
-        identity: whether the mean of exp(d) has to be 1, as it is where both hold the same weights. Where they do not, as in
-            mixed precision, d goes with the reward, by which groups are chosen, and the mean says nothing.
+        identity: whether the mean of exp(d) has to be 1 and the sharpness 0, as they are where both hold the same weights.
+            Where they do not, as in mixed precision, d goes with the reward, by which groups are chosen, and neither says
+            anything.
     """
 
     def __init__(
@@ -198,11 +212,9 @@ class Agreement:
         self._least = REPLAY_LIMIT if replay else LEAST_LIMIT  # of "auto"
         self._limit = limit if not self._auto else REPLAY_LIMIT if replay else 0.0
         self._measured: list[float] = []  # results of `rounding`
-        # d of the latest tokens of the present version of each step, and their buckets
-        self._recent = torch.empty(3, 0, dtype=torch.float64)
+        # d of the latest tokens of the present version of each step, log p + H, and their buckets
+        self._recent = torch.empty(4, 0, dtype=torch.float64)
         self._identity = identity
-        # Count, sum and sum of squares of exp(d) - 1 over the tokens that the present version of each step has sampled.
-        self._count, self._sum, self._squares = 0, 0.0, 0.0
         self._warned = replay  # whether the user knows that no token was of the present version; a replay has none
 
     @property
@@ -219,7 +231,7 @@ class Agreement:
         version: int | None = None,
         applied: Sequence[Applied] = (),
     ) -> Mismatch:
-        """Measures the mismatch. Raises if one of the three tests fails, or the mismatch is NaN. A collective.
+        """Measures the mismatch. Raises if one of the four tests fails, or the mismatch is NaN. A collective.
 
         If an earlier version sampled a token, its log-prob differs because the policy has moved since. That is no
         fault. So if `version` is given, the limit holds only for the tokens of this version. Where there are none, which
@@ -239,19 +251,18 @@ class Agreement:
         Raises:
             Disagreement: trainer and sampler disagree. The message gives the figures and the likely cause.
         """
-        d, where = _differences(rows, logprobs, version)
+        d, score, where = _differences(rows, logprobs, version)
         everything = _measured(d, where)
         present = where[1] == AGE_0
         current = everything if present.all() else _measured(d[present], where[:, present])
         # One token of a tail may be rounded far. A canary is short by itself, and a number is meant for any tokens.
         least = 1 if version is None or (present.all() and not self._auto) else TOO_FEW
         judged = [current] if current.tokens >= least or math.isnan(current.mean_abs) else []
-        if version is not None and self._auto and current.tokens:
-            latest = torch.cat([d[None], where.double()])[:, present]
-            self._recent = torch.cat([self._recent, latest], dim=1)[:, -RECENT:]
-            # Of a step with more tokens than that, it would be the last few samples, which are rounded like each other.
-            if self._recent.shape[1] > max(current.tokens, TOO_FEW):
-                judged.append(_measured(self._recent[0], self._recent[1:].long()))
+        latest = torch.cat([torch.stack([d, score]), where.double()])[:, present]
+        if version is not None and current.tokens:
+            self._recent = torch.cat([self._recent, latest], dim=1)[:, -max(RECENT, current.tokens) :]
+            if self._auto and self._recent.shape[1] > max(current.tokens, TOO_FEW):
+                judged.append(_measured(self._recent[0], self._recent[2:].long()))
         if not judged and not (self._auto and current.tokens) and not self._warned:
             self._warned = True
             log.warning(
@@ -271,7 +282,7 @@ class Agreement:
             def at(temperature: float) -> Mismatch:
                 if worst is not current:  # tokens of earlier steps, whose rows are gone
                     return worst
-                d, where = _differences(rows, self._logprobs(rows, temperature), version)
+                d, _, where = _differences(rows, self._logprobs(rows, temperature), version)
                 return _measured(d[present], where[:, present])
 
             cause = MOVED if self._replay else diagnose(worst, limit, self._temperature, at, applied)
@@ -281,8 +292,13 @@ class Agreement:
                 f"{worst.mean_abs:.4g} +- {worst.error:.2g} (max_mismatch={limit:.3g}), 99th percentile {worst.p99_abs:.4g}, "
                 f"max {worst.max_abs:.4g}, signed mean {worst.mean:+.4g}. Likely cause: {cause}"
             )
-        if version is not None and self._identity:
-            self._require_identity(d[present], when)
+        if self._identity:
+            # A canary has the same tokens each time, which say nothing about the mean over all that might have been drawn.
+            for tokens in [latest] if version is None else [latest, self._recent]:
+                if tokens.shape[1] >= TOO_FEW:
+                    if version is not None:
+                        self._require_identity(tokens[0], when)
+                    self._require_sharpness(*tokens[:2], when)
         return everything
 
     def _beyond(self, judged: Sequence[Mismatch], limit: float) -> list[Mismatch]:
@@ -306,18 +322,30 @@ class Agreement:
             say(labelled([("rounding", f"{how} in {self._precision}{here}; max_mismatch {self._limit:.2g}")]))
         return own
 
+    def _require_sharpness(self, d: Tensor, score: Tensor, when: str) -> None:
+        """Asks that d does not go with `score`, log p + H, as it does where the sampler has another temperature."""
+        size = score.square().sum().item()
+        if not size or size**2 / score.pow(4).sum().item() < CARRIERS:
+            return
+        sharpness = -(d * score).sum().item() / size
+        error = (score * (d + sharpness * score)).square().sum().item() ** 0.5 / size
+        # Rounding is in both factors: it adds half the difference of the two sides' squares to their product, and makes the
+        # side that has more of it sharper by half its square. The square of d has both.
+        bias = d.square().sum().item() / size
+        if not abs(sharpness) <= SHARPEST + bias + ERRORS * error:
+            raise Disagreement(
+                f"{when}: on {len(d)} sampled tokens the sampler's log-probs are the trainer's and {sharpness:+.3f} +- "
+                f"{error:.2g} times (log p + entropy), as another temperature makes them and rounding does not. Likely cause: "
+                f"temperature: the sampler's is about {self._temperature / (1 + sharpness):.2f}, the trainer computes at "
+                f"{self._temperature:g}. {TEMPERATURE_ADVICE}"
+            )
+
     def _require_identity(self, d: Tensor, when: str) -> None:
         excess = d.expm1()
-        self._count += len(d)
-        self._sum += excess.sum().item()
-        self._squares += excess.square().sum().item()
-        if self._count < TOO_FEW:
-            return
-        mean = self._sum / self._count
-        error = (max(0.0, self._squares / self._count - mean**2) / self._count) ** 0.5
+        mean, error = excess.mean().item(), (excess.var(correction=0).item() / len(d)) ** 0.5
         if not abs(mean) <= FLOOR + ERRORS * error:
             raise Disagreement(
-                f"{when}: over {self._count} sampled tokens the mean of exp(trainer's - sampler's log-prob) is {1 + mean:.4f} "
+                f"{when}: over {len(d)} sampled tokens the mean of exp(trainer's - sampler's log-prob) is {1 + mean:.4f} "
                 f"+- {error:.4f}, and 1 for a sampler that draws from the whole distribution that it reports, whatever the "
                 f"rounding. Likely cause: it is truncated or renormalized ({SAMPLER_ADVICE})"
             )
@@ -351,8 +379,7 @@ def diagnose(
     if tried[best] <= max(limit, 0.1 * current.mean_abs):
         return (
             f"temperature: the sampler's log-probs are those of temperature {best:g}, the trainer computes at "
-            f"{temperature:g}. Check `temperature`, that the engine reports processed log-probs "
-            "(logprobs_mode=processed_logprobs), and that no generation_config.json overrides it"
+            f"{temperature:g}. {TEMPERATURE_ADVICE}"
         )
     if math.log(LEAST_KEPT) < current.mean < -0.9 * current.mean_abs:
         return (

@@ -1,6 +1,7 @@
 """The gate finds what it is told to find, and names the cause. The sampler is played by a table of logits."""
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -271,14 +272,14 @@ def test_a_large_step_is_judged_as_a_whole():
 
 def test_old_tokens_leave_the_latest_ones():
     d, require = torch.zeros(800, dtype=torch.float64), gate_of(0.02)
-    for _ in range(10):
+    for _ in range(RECENT // 800 + 1):
         require(d)
     d[::10] = 0.6
-    for _ in range(4):
+    for _ in range(RECENT // 800 // 2):
         require(d)
     with pytest.raises(Disagreement, match=f"on {RECENT} sampled tokens of the latest steps"):
-        require(d)
-        require(d)
+        for _ in range(RECENT // 800):
+            require(d)
 
 
 def test_a_small_step_is_left_to_the_canary_and_to_later_ones(caplog):
@@ -478,8 +479,8 @@ class Steps:
         table = Table()
         table.labels = labels[:, 0]
         rows = table.rows(reported.gather(1, labels)[:, 0])
-        said = [LabelLogprobs(trainers.gather(1, labels)[:, 0], torch.zeros(count))]
-        self.gate.require(rows, said, f"step {number}", version=0)
+        entropy = -(trainers.exp() * trainers).sum(-1)
+        self.gate.require(rows, [LabelLogprobs(trainers.gather(1, labels)[:, 0], entropy)], f"step {number}", version=0)
 
 
 def top_p(share):
@@ -501,18 +502,24 @@ def test_a_truncated_distribution_is_seen_through_the_rounding(share, steps):
 
 
 @every_row("rounding", [0.0, 0.06, 0.3, 1.0])
-def test_the_identity_holds_whatever_the_rounding(rounding):
-    """Also at a mean |d| of 0.8 nats, over many steps, at each of which it is asked for."""
+def test_a_healthy_run_goes_on_whatever_the_rounding(rounding):
+    """Also at a mean |d| of 0.8 nats, over many steps, at each of which all is asked for."""
     run = Steps(lambda p: p, rounding)
     for number in range(60):
         run.step(number)
 
 
-def test_the_identity_is_blind_to_the_temperature():
-    """Which is what the scale is for."""
-    run = Steps(lambda p: (p.log() / 0.9).softmax(-1))
-    for number in range(20):
-        run.step(number)
+@every_row("temperature, steps", [(0.7, 1), (0.9, 1), (0.95, 3), (1.05, 3), (1.1, 1)])
+def test_a_temperature_is_seen_through_the_rounding(temperature, steps):
+    """A mean |d| of 0.06 nats hides what it does to the scale, and the identity is blind to it."""
+    run = Steps(lambda p: (p.log() / temperature).softmax(-1), rounding=0.1)
+    with pytest.raises(
+        Disagreement, match="temperature: the sampler's is about .*, the trainer computes at 1"
+    ) as error:
+        for number in range(steps):
+            run.step(number)
+    # It is a first derivative, so that a temperature far away is said to be nearer.
+    assert float(re.search(r"is about ([\d.]+)", str(error.value))[1]) == pytest.approx(temperature, rel=0.12)
 
 
 def test_contexts_are_equal_where_the_log_prob_is():
