@@ -18,6 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -99,16 +100,34 @@ class Disagreement(Failure):
 def _differences(
     rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns d of all tokens of all ranks, log p + H of each, and their buckets [2, tokens] of place and age. A collective."""
-    here = torch.empty(4, 0, dtype=torch.float64)
+    """Compares the tokens of all ranks. A collective.
+
+    Returns: d; (log p + H, cluster) of each token [2, tokens]; its buckets [2, tokens] of place and age. A cluster is a place
+    of a group, whose samples are rounded alike there, as long as they are the same.
+    """
+    here = torch.empty(5, 0, dtype=torch.float64)
     if rows:
         ours, theirs = (torch.cat([each.logprobs_L for each in many]).cpu().double() for many in (logprobs, rows))
         entropy = torch.cat([each.entropy_L for each in logprobs]).cpu().double()
         # With the mean of both sides, the rounding of either is in d and in log p with opposite signs.
-        here = torch.stack([ours - theirs, (ours + theirs) / 2 + entropy])
+        here = torch.stack([ours - theirs, (ours + theirs) / 2 + entropy, _clusters(rows).double()])
         here = torch.cat([here, torch.cat([buckets(row, version) for row in rows], dim=1).double()])
-    everywhere = torch.cat(gathered(here), dim=1)
-    return everywhere[0], everywhere[1], everywhere[2:].long()
+    parts = gathered(here)
+    for before, part in pairwise(parts):
+        part[2] += before[2].max() + 1 if before.numel() else 0
+    everywhere = torch.cat(parts, dim=1)
+    return everywhere[0], everywhere[1:3], everywhere[3:].long()
+
+
+def _clusters(rows: Sequence[Row]) -> Tensor:
+    """Returns a number of the place of the group that each label of the rows is sampled behind."""
+    places = []
+    for number, row in enumerate(rows):
+        groups = (row.positions_T == 0).cumsum(0)  # each begins at position 0
+        places.append(
+            torch.stack([torch.full_like(row.sources_L, number), groups[row.sources_L], row.positions_T[row.sources_L]])
+        )
+    return torch.cat(places, dim=1).unique(dim=1, return_inverse=True)[1]
 
 
 def _measured(d: Tensor, where: Tensor) -> Mismatch:
@@ -192,9 +211,9 @@ class Agreement:
         precision: in words, for messages.
         replay: nothing is sampled, so no canary follows a publication, and "auto" allows REPLAY_LIMIT without a look at the
             rounding.
-        identity: whether the mean of exp(d) has to be 1 and the sharpness 0, as they are where both hold the same weights.
-            Where they do not, as in mixed precision, d goes with the reward, by which groups are chosen, and neither says
-            anything.
+        identity: whether `require` asks that the mean of exp(d) is 1 and the sharpness 0, as they are where both hold the same
+            weights. Where they do not, as in mixed precision, d goes with the reward, by which groups are chosen, and neither
+            says anything.
     """
 
     def __init__(
@@ -212,8 +231,8 @@ class Agreement:
         self._least = REPLAY_LIMIT if replay else LEAST_LIMIT  # of "auto"
         self._limit = limit if not self._auto else REPLAY_LIMIT if replay else 0.0
         self._measured: list[float] = []  # results of `rounding`
-        # d of the latest tokens of the present version of each step, log p + H, and their buckets
-        self._recent = torch.empty(4, 0, dtype=torch.float64)
+        # What `_differences` returns of the latest tokens of the present version of each step.
+        self._recent = torch.empty(5, 0, dtype=torch.float64)
         self._identity = identity
         self._warned = replay  # whether the user knows that no token was of the present version; a replay has none
 
@@ -251,18 +270,19 @@ class Agreement:
         Raises:
             Disagreement: trainer and sampler disagree. The message gives the figures and the likely cause.
         """
-        d, score, where = _differences(rows, logprobs, version)
+        d, scores, where = _differences(rows, logprobs, version)
         everything = _measured(d, where)
         present = where[1] == AGE_0
         current = everything if present.all() else _measured(d[present], where[:, present])
         # One token of a tail may be rounded far. A canary is short by itself, and a number is meant for any tokens.
         least = 1 if version is None or (present.all() and not self._auto) else TOO_FEW
         judged = [current] if current.tokens >= least or math.isnan(current.mean_abs) else []
-        latest = torch.cat([torch.stack([d, score]), where.double()])[:, present]
+        latest = torch.cat([d[None], scores, where.double()])[:, present]
         if version is not None and current.tokens:
+            self._recent[2] -= latest[2].max() + 1  # the clusters of another step are others
             self._recent = torch.cat([self._recent, latest], dim=1)[:, -max(RECENT, current.tokens) :]
             if self._auto and self._recent.shape[1] > max(current.tokens, TOO_FEW):
-                judged.append(_measured(self._recent[0], self._recent[2:].long()))
+                judged.append(_measured(self._recent[0], self._recent[3:].long()))
         if not judged and not (self._auto and current.tokens) and not self._warned:
             self._warned = True
             log.warning(
@@ -298,8 +318,15 @@ class Agreement:
                 if tokens.shape[1] >= TOO_FEW:
                     if version is not None:
                         self._require_identity(tokens[0], when)
-                    self._require_sharpness(*tokens[:2], when)
+                    self._require_sharpness(*tokens[:3], when)
         return everything
+
+    def require_sharpness(self, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], when: str) -> None:
+        """Asks only for the sharpness, where the log-probs are those of the weights as they were sent. A collective. Raises
+        Disagreement."""
+        d, scores, _ = _differences(rows, logprobs, None)
+        if len(d) >= TOO_FEW:
+            self._require_sharpness(d, *scores, when)
 
     def _beyond(self, judged: Sequence[Mismatch], limit: float) -> list[Mismatch]:
         """Those above the limit by more than chance may add. That is never more than twice the limit: a few tokens that are far
@@ -322,23 +349,36 @@ class Agreement:
             say(labelled([("rounding", f"{how} in {self._precision}{here}; max_mismatch {self._limit:.2g}")]))
         return own
 
-    def _require_sharpness(self, d: Tensor, score: Tensor, when: str) -> None:
+    def _require_sharpness(self, d: Tensor, score: Tensor, cluster: Tensor, when: str) -> None:
         """Asks that d does not go with `score`, log p + H, as it does where the sampler has another temperature."""
         size = score.square().sum().item()
-        if not size or size**2 / score.pow(4).sum().item() < CARRIERS:
+        if not size:
             return
         sharpness = -(d * score).sum().item() / size
-        error = (score * (d + sharpness * score)).square().sum().item() ** 0.5 / size
+        # What is left of d is the same for tokens behind the same ones, so their sums are compared with each other.
+        _, cluster = cluster.unique(return_inverse=True)
+        sums = torch.zeros(2, len(d), dtype=d.dtype)
+        sums.index_add_(1, cluster, torch.stack([score.square(), score * (d + sharpness * score)]))
+        if size**2 / sums[0].square().sum().item() < CARRIERS:
+            return
+        error = sums[1].norm().item() / size
         # Rounding is in both factors: it adds half the difference of the two sides' squares to their product, and makes the
         # side that has more of it sharper by half its square. The square of d has both.
         bias = d.square().sum().item() / size
-        if not abs(sharpness) <= SHARPEST + bias + ERRORS * error:
-            raise Disagreement(
-                f"{when}: on {len(d)} sampled tokens the sampler's log-probs are the trainer's and {sharpness:+.3f} +- "
-                f"{error:.2g} times (log p + entropy), as another temperature makes them and rounding does not. Likely cause: "
-                f"temperature: the sampler's is about {self._temperature / (1 + sharpness):.2f}, the trainer computes at "
-                f"{self._temperature:g}. {TEMPERATURE_ADVICE}"
-            )
+        if abs(sharpness) <= SHARPEST + bias + ERRORS * error:
+            return
+        cause = (
+            f"temperature: the sampler's is about {self._temperature / (1 + sharpness):.2f}, the trainer computes at "
+            f"{self._temperature:g}. {TEMPERATURE_ADVICE}"
+        )
+        # Where it draws from the likeliest tokens only, each of them has gained.
+        if d.mean() < -d.abs().mean() / 2:
+            cause = f"top-p / top-k: the sampler's log-probs are higher on nearly every token. {SAMPLER_ADVICE}"
+        raise Disagreement(
+            f"{when}: on {len(d)} sampled tokens the sampler's log-probs are the trainer's and {sharpness:+.3f} +- {error:.2g} "
+            f"times (log p + entropy), as a sharper or flatter distribution has them and rounding does not. Likely cause: "
+            f"{cause}"
+        )
 
     def _require_identity(self, d: Tensor, when: str) -> None:
         excess = d.expm1()

@@ -153,6 +153,9 @@ class Publisher:
             applied = self._trained.applied(self._learner, rows, now, scored, self._precision)
             applied["update"] = self._update_applied(rows, now)
             mismatch = self._agreement.require(rows, logprobs, whose, applied=list(applied.values()))
+            if self._rounded:
+                sent = [replace(ours, logprobs_L=new) for ours, new in zip(logprobs, now, strict=True)]
+                self._agreement.require_sharpness(rows, sent, whose)
             worst = mismatch if worst is None or mismatch.mean_abs > worst.mean_abs else worst
             pairs += zip(rows, now, strict=True)
             for change, share in applied.items():

@@ -501,6 +501,18 @@ def test_a_truncated_distribution_is_seen_through_the_rounding(share, steps):
             run.step(number)
 
 
+def test_samples_that_are_the_same_prove_nothing_twice():
+    """Twenty samples of one prompt begin with the same twelve tokens, which the engine has rounded to a sharper distribution."""
+    logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    logprobs, entropy = logits.log_softmax(-1), torch.distributions.Categorical(logits=logits).entropy()
+    labels = torch.multinomial(logprobs.exp(), 1, generator=torch.Generator().manual_seed(1))
+    ours = logprobs.gather(1, labels)[:, 0]
+    sample = sampled(labels[:, 0].numpy(), (ours + 0.1 * (ours + entropy)).numpy(), trained=True)
+    rows = pack([Group(Problem("p", (), None), np.arange(3, dtype=np.int32), (sample,) * 20)], 10_000)[0]
+    said = [LabelLogprobs(ours.repeat(20), entropy.repeat(20))]
+    assert Agreement(lambda rows, t: said, 1.0, 10.0).require(rows, said, "after publishing version 1").tokens == 240
+
+
 @every_row("rounding", [0.0, 0.06, 0.3, 1.0])
 def test_a_healthy_run_goes_on_whatever_the_rounding(rounding):
     """Also at a mean |d| of 0.8 nats, over many steps, at each of which all is asked for."""

@@ -38,6 +38,7 @@ class PlayedEngine:
 
     def __init__(self):
         self.model, self.sums, self.asked, self.deaf = tiny_model.build(0), {}, [], False
+        self.temperature = 1.0
 
     def publish(self, tensors, version, adapter):
         taken = {name: tensor.clone() for name, tensor in tensors}
@@ -58,7 +59,7 @@ class PlayedEngine:
         """Completions of a prompt, all of them token by token together."""
         ids, logprobs = torch.tensor([prompt] * samples), []
         for _ in range(sampling.max_tokens):
-            scores = self.model(ids).logits[:, -1].log_softmax(-1)
+            scores = (self.model(ids).logits[:, -1] / self.temperature).log_softmax(-1)
             drawn = torch.multinomial(scores.exp(), 1, generator=generator)
             ids = torch.cat([ids, drawn], dim=1)
             logprobs.append(scores.gather(1, drawn))
@@ -132,6 +133,18 @@ def test_a_run_of_short_completions_has_a_short_canary(source, played):
     )  # fmt: skip
     assert short.publish(1)["canary/mean_abs"] < 1e-5
     assert engine.asked[-1][2].max_tokens == 3
+
+
+def test_a_temperature_is_seen_where_the_engine_holds_other_values(played):
+    """The trainer computes in float32, and what it sends is rounded to bfloat16: compared is what was sent."""
+    engine, model, publisher = played(limit=5.0, dtype="bfloat16")
+    update(model, 0.2)
+    publisher.publish(4)
+    engine.temperature = 0.8
+    with pytest.raises(
+        Disagreement, match="after publishing version 5: on 384 .* temperature: the sampler's is about 0.8"
+    ):
+        publisher.publish(5)
 
 
 @pytest.mark.parametrize(
