@@ -18,7 +18,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -110,24 +109,20 @@ def _differences(
         ours, theirs = (torch.cat([each.logprobs_L for each in many]).cpu().double() for many in (logprobs, rows))
         entropy = torch.cat([each.entropy_L for each in logprobs]).cpu().double()
         # With the mean of both sides, the rounding of either is in d and in log p with opposite signs.
-        here = torch.stack([ours - theirs, (ours + theirs) / 2 + entropy, _clusters(rows).double()])
+        here = torch.stack([ours - theirs, (ours + theirs) / 2 + entropy, _clusters(rows) + rank() * 2.0**32])
         here = torch.cat([here, torch.cat([buckets(row, version) for row in rows], dim=1).double()])
-    parts = gathered(here)
-    for before, part in pairwise(parts):
-        part[2] += before[2].max() + 1 if before.numel() else 0
-    everywhere = torch.cat(parts, dim=1)
+    everywhere = torch.cat(gathered(here), dim=1)
     return everywhere[0], everywhere[1:3], everywhere[3:].long()
 
 
 def _clusters(rows: Sequence[Row]) -> Tensor:
     """Returns a number of the place of the group that each label of the rows is sampled behind."""
-    places = []
-    for number, row in enumerate(rows):
-        groups = (row.positions_T == 0).cumsum(0)  # each begins at position 0
-        places.append(
-            torch.stack([torch.full_like(row.sources_L, number), groups[row.sources_L], row.positions_T[row.sources_L]])
-        )
-    return torch.cat(places, dim=1).unique(dim=1, return_inverse=True)[1]
+    places, groups = [], 0
+    for row in rows:
+        group_T = groups + (row.positions_T == 0).cumsum(0)  # each begins at position 0
+        places.append((group_T << 32 | row.positions_T)[row.sources_L])
+        groups = int(group_T[-1])
+    return torch.cat(places).unique(return_inverse=True)[1]
 
 
 def _measured(d: Tensor, where: Tensor) -> Mismatch:
