@@ -251,11 +251,7 @@ def main(args: argparse.Namespace) -> int:
     # A component may be in a module of the working directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
-        print(rendered(listing(args.words), width(sys.stdout)), flush=True)
-    except BrokenPipeError:
-        # The reader has seen enough (`| head`). Python would complain again when it closes its output at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(rendered(listing(args.words), width(sys.stdout)))
     return 0
 
 
