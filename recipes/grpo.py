@@ -117,13 +117,8 @@ class GRPORecipe:
         """Checks what can be checked, opens the run's folder, starts the engine, and builds the learner meanwhile."""
         cfg = self.cfg
         # An engine that samples while the trainer works needs a core of its own, so fewer are left to torch.
-        self.ranks = init_ranks(
-            cfg.device,
-            cfg.ranks,
-            engine_beside=cfg.staleness > 0 and not cfg.replay,
-            output_dir=cfg.output_dir,
-            model_dir=cfg.model_dir,
-        )
+        ahead = cfg.staleness > 0 and not cfg.replay
+        self.ranks = init_ranks(cfg.device, cfg.ranks, engine_beside=ahead, output_dir=cfg.output_dir)
         self.profile = Profile(cfg.profile, cfg.output_dir, self.ranks.rank)
         # Adapters begin at random and dropout draws. Samples have seeds of their own, whatever torch has drawn before.
         torch.manual_seed(cfg.seed)
