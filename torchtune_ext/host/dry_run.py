@@ -35,7 +35,7 @@ from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.plan import Machine, Plan, plan_table, verdict
 from torchtune_ext.training.precision import DTYPES
 from torchtune_ext.training.settings import chosen_dtype
-from torchtune_ext.training.start import missing_device, optimizer_bytes, require_apart, require_gpus, training_gpus
+from torchtune_ext.training.start import missing_device, require_apart, require_gpus, training_gpus
 
 # What CUDA reports of a card, over what it is sold as: 39.5 of 40, 23.7 of 24 and 15.8 of 16 GiB are found in error messages of
 # users of an A100, a 4090 and a V100. Other cards of these sizes differ by less than 1% of it.
@@ -184,7 +184,6 @@ def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
         cfg=replace(cfg, engine=engine),
         sizes=sizes,
         machine=machine,
-        optimizer_bytes=optimizer_bytes(partial(instantiate, cfg.optimizer)),
         reference=needs_of(instantiate(cfg.loss)).reference,
         # What FP8 or NF4 has left of frozen weights goes to the engine once.
         publishes_all=not sizes.frozen or merged or sampler is not None or sizes.largest_nf4 > 0,

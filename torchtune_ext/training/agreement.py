@@ -41,9 +41,6 @@ MOVED = (
     "name them), or it computes in another precision. If that is meant, set max_mismatch above the figure"
 )
 
-# `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
-TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
-
 # Fewest tokens of the present version that are judged. Of fewer, a single one may decide the mean.
 TOO_FEW = 32
 # The latest of them that are judged together, over several steps: a small step by itself leaves much to chance.
@@ -171,8 +168,6 @@ class Agreement:
     """Stops the run when trainer and sampler disagree.
 
     Args:
-        logprobs: a function (rows, temperature) -> the trainer's log-probs, used to find the cause of a disagreement.
-        temperature: temperature of sampling.
         limit: largest allowed mean |d|, in nats (`max_mismatch`), or "auto": twice what `rounding` returns, at least 0.001, and
             what chance may add on few tokens.
         rounding: a function rows -> mean |d| between the coarser precision and float32, a collective.
@@ -185,15 +180,13 @@ class Agreement:
 
     def __init__(
         self,
-        logprobs: Callable[[Sequence[Row], float], list[LabelLogprobs]],
-        temperature: float,
         limit: float | str,
         rounding: Callable[[Sequence[Row]], float] = lambda rows: 0.0,
         precision: str = "float32",
         replay: bool = False,
         identity: bool = True,
     ):
-        self._logprobs, self._temperature, self._rounding, self._precision = logprobs, temperature, rounding, precision
+        self._rounding, self._precision = rounding, precision
         self._auto, self._replay = limit == "auto", replay
         self._least = REPLAY_LIMIT if replay else LEAST_LIMIT  # of "auto"
         self._limit = limit if not self._auto else REPLAY_LIMIT if replay else 0.0
@@ -267,14 +260,7 @@ class Agreement:
         wrong = self._beyond(judged, limit)
         if wrong or any(change.missing for change in applied):
             worst = wrong[0] if wrong else current
-
-            def at(temperature: float) -> Mismatch:
-                if worst is not current:  # tokens of earlier steps, whose rows are gone
-                    return worst
-                d, where = _differences(rows, self._logprobs(rows, temperature), version)
-                return _measured(d[present], where[:, present])
-
-            cause = MOVED if self._replay else diagnose(worst, limit, self._temperature, at, applied)
+            cause = MOVED if self._replay else diagnose(worst, applied)
             which = "" if worst is current else " of the latest steps"
             raise Disagreement(
                 f"{when}: trainer and sampler disagree on {worst.tokens} sampled tokens{which}: mean |d log-prob| "
@@ -323,20 +309,10 @@ class Agreement:
             )
 
 
-def diagnose(
-    current: Mismatch,
-    limit: float,
-    temperature: float,
-    at: Callable[[float], Mismatch],
-    applied: Sequence[Applied] = (),
-) -> str:
-    """Finds the likely cause of a mismatch by trying the known ones.
+def diagnose(current: Mismatch, applied: Sequence[Applied] = ()) -> str:
+    """Returns the likely cause of a mismatch.
 
     Args:
-        current: the mismatch at `temperature`.
-        limit: largest allowed mean |d log-prob|.
-        temperature: temperature of sampling.
-        at: a function that measures the mismatch under another temperature.
         applied: what was measured of changes that the sampler must have.
     """
     for change in applied:
@@ -346,18 +322,10 @@ def diagnose(
                 f"weights: {change.otherwise}; of the effect of the change on the log-probs of {change.tokens} sampled tokens "
                 f"the engine shows {change.slope:.2f}"
             )
-    tried = {t: at(t).mean_abs for t in TEMPERATURES if abs(t - temperature) > 1e-6}
-    best = min(tried, key=tried.__getitem__)
-    if tried[best] <= max(limit, 0.1 * current.mean_abs):
-        return (
-            f"temperature: the sampler's log-probs are those of temperature {best:g}, the trainer computes at "
-            f"{temperature:g}. Check `temperature`, that the engine reports processed log-probs "
-            "(logprobs_mode=processed_logprobs), and that no generation_config.json overrides it"
-        )
     if math.log(LEAST_KEPT) < current.mean < -0.9 * current.mean_abs:
         return (
             "top-p / top-k: the sampler's log-probs are higher than the trainer's on nearly every token, as after "
-            f"renormalizing over a part of the vocabulary. {SAMPLER_ADVICE}"
+            f"renormalizing over a part of the vocabulary, or at a lower temperature. {SAMPLER_ADVICE}"
         )
     if current.by_bucket.get("at_0", 0.0) > 5 * current.mean_abs:
         return (
@@ -370,6 +338,7 @@ def diagnose(
             "say (keys and values in FP8, a quantized model). If that is meant, set max_mismatch above the figure"
         )
     return (
-        "model: no change of sampling parameters explains it, so the engine computes another function of its weights: another "
-        "model definition (rope_base, norm_eps, tied embeddings), another checkpoint, a stale prefix cache"
+        "temperature or model: the engine reports log-probs at another temperature (a generation_config.json, or logprobs_mode "
+        "that is not processed_logprobs), or computes another function of its weights: another model definition (rope_base, "
+        "norm_eps, tied embeddings), another checkpoint, a stale prefix cache"
     )

@@ -78,7 +78,6 @@ class Plan:
     sizes: Sizes  # of the model
     machine: Machine  # what the run is compared with
     trainers: int = 1  # devices that train
-    optimizer_bytes: float = 8.0  # what the optimizer keeps for one trained value
     reference: bool = False  # whether the loss asks a reference policy
     publishes_all: bool = True  # whether whole weights ever go to the engine, and not only adapters
 
@@ -99,7 +98,7 @@ class Plan:
         self.host_bytes = sum(self.host_rows.values())
         if not machine.gpus:
             self.host_bytes += self.device_bytes + self.engines * self.engine_bytes
-        self.disk = disk_need(self.cfg, sizes.total, sizes.trained, sizes.dtype, self.optimizer_bytes)
+        self.disk = disk_need(self.cfg, sizes.total, sizes.trained, sizes.dtype)
         self.shortages = self._shortages()
         self.fits = not self.shortages
 
@@ -157,12 +156,7 @@ class Plan:
         """Returns bytes by name of each training GPU, of rank 0's if they differ, or of all ranks of a node's CPU together."""
         cfg, ranks = self.cfg, self.trainers
         rows = trainer_rows(
-            self.sizes,
-            cfg.row_tokens,
-            ranks,
-            cfg.activation_checkpointing,
-            self.optimizer_bytes,
-            cfg.ranks.shard_within,
+            self.sizes, cfg.row_tokens, ranks, cfg.activation_checkpointing, shard_within=cfg.ranks.shard_within
         )
         if not self.machine.gpus:
             return {name: bytes_ * self.node_ranks for name, bytes_ in rows.items()}

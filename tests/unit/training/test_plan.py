@@ -267,7 +267,7 @@ def needed(sizes, folder, steps, evaluated, **config):
     settings = dict(
         output_dir=str(folder), max_steps=steps, evaluation=evaluation, checkpoints=CheckpointConfig(**config)
     )
-    return disk_need(replace(CONFIG, **settings), sizes.total, sizes.trained, sizes.dtype, 8.0)
+    return disk_need(replace(CONFIG, **settings), sizes.total, sizes.trained, sizes.dtype)
 
 
 @pytest.mark.parametrize("save_optimizer", [True, False])
