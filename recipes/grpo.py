@@ -165,7 +165,7 @@ class GRPORecipe:
         waited = self.ranks.from_main("wait for the engine", lambda: [engine.wait_ready() for engine in engines])
         if self.engine:
             say_ready(max(waited))
-            parts.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
+            parts.precision.write_receipt(cfg.output_dir, self.policy)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         # The gate stops a run whose engine samples from another policy than the trainer updates; a publication has to
         # pass it, too.

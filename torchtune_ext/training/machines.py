@@ -7,17 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.broadcast import own_address
 from torchtune_ext.training.collectives import from_main, gathered, rank
 
 # A network file system may show a new file on other machines after a while. NFS keeps what it knows of a folder for 30 s and
 # more (acdirmin), but asks anew when the folder is opened, as it is here.
 SEEN_S = 10.0
-# No packet is sent there: the address is one of those that documents use (RFC 5737). It leads out by the default route.
-ELSEWHERE = "192.0.2.1"
 # It tells processes that this one starts that GLOO_SOCKET_IFNAME is no setting of the user.
 CHOSEN = "TORCHTUNE_EXT_GLOO_SOCKET_IFNAME"
 
@@ -26,28 +21,14 @@ def choose_interface() -> None:
     """Chooses the network interface on which gloo listens, unless the user did so (`GLOO_SOCKET_IFNAME`).
 
     By itself, gloo listens on the address that the name of the host stands for. If all ranks are on one machine, other
-    machines may reach that address; so then it is the loopback interface. If not, the address may be 127.0.1.1, which no other
-    machine reaches; so then it is the interface that leads to rank 0's machine.
+    machines may reach that address; so then it is the loopback interface.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     first = os.environ.get("MASTER_ADDR", "localhost")
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] or first in ("localhost", "127.0.0.1", "::1"):
-        interface = "lo" if "lo" in [name for _, name in socket.if_nameindex()] else None
-    else:
-        interface = interface_to(first) or interface_to(ELSEWHERE)
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ[CHOSEN] = interface
-
-
-def interface_to(host: str) -> str | None:
-    """Returns the network interface by which this machine reaches another one, or None if that is the loopback or unknown."""
-    try:
-        own = own_address(host, 9)
-    except OSError:
-        return None
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, each in interfaces if name != "lo" and own in {at.address for at in each}), None)
+        if "lo" in [name for _, name in socket.if_nameindex()]:
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ[CHOSEN] = "lo"
 
 
 def hosts_of_ranks() -> tuple[str, ...]:
