@@ -117,13 +117,8 @@ class GRPORecipe:
         """Checks what can be checked, opens the run's folder, starts the engine, and builds the learner meanwhile."""
         cfg = self.cfg
         # An engine that samples while the trainer works needs a core of its own, so fewer are left to torch.
-        self.ranks = init_ranks(
-            cfg.device,
-            cfg.ranks,
-            engine_beside=cfg.staleness > 0 and not cfg.replay,
-            output_dir=cfg.output_dir,
-            model_dir=cfg.model_dir,
-        )
+        ahead = cfg.staleness > 0 and not cfg.replay
+        self.ranks = init_ranks(cfg.device, cfg.ranks, engine_beside=ahead, output_dir=cfg.output_dir)
         self.profile = Profile(cfg.profile, cfg.output_dir, self.ranks.rank)
         # Adapters begin at random and dropout draws. Samples have seeds of their own, whatever torch has drawn before.
         torch.manual_seed(cfg.seed)
@@ -170,7 +165,7 @@ class GRPORecipe:
         waited = self.ranks.from_main("wait for the engine", lambda: [engine.wait_ready() for engine in engines])
         if self.engine:
             say_ready(max(waited))
-            parts.precision.write_receipt(cfg.output_dir, self.policy, cfg.row_tokens)
+            parts.precision.write_receipt(cfg.output_dir, self.policy)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
         # The gate stops a run whose engine samples from another policy than the trainer updates; a publication has to
         # pass it, too.

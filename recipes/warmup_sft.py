@@ -85,7 +85,7 @@ class WarmupRecipe:
 
     def setup(self) -> None:
         cfg = self.cfg
-        self.ranks = init_ranks(cfg.device, output_dir=cfg.output_dir, model_dir=cfg.model_dir)
+        self.ranks = init_ranks(cfg.device, output_dir=cfg.output_dir)
         torch.manual_seed(cfg.seed)
         self.check()
 

@@ -146,7 +146,7 @@ def test_one_that_was_not_told_stops_the_run(pool, model_dir, monkeypatch, fault
     policy = build_policy(make, source, torch.device("cpu"), torch.float32)
     precision = Precision(PrecisionConfig(), on_meta(make), source, "float32", pool.config, torch.device("cpu"), None)
     learner = alone(policy, PolicyLoss())
-    agreement = Agreement(learner.logprobs, 1.0, 0.05)
+    agreement = Agreement(0.05)
     sampling, prompts = SamplingConfig(max_tokens=12), [[1, 2, 3, 4], [5, 6, 7]]
     scored = partial(streamed_logprobs, make_model=make, device=torch.device("cpu"), temperature=1.0)
     publisher = Publisher(pool, learner, AllWeights(), precision, source, agreement, scored, prompts, sampling)

@@ -88,7 +88,7 @@ def test_a_file_becomes_a_folder_with_its_weights_and_its_tokenizer(source, tmp_
     left = write(tmp_path / "small.gguf", source)
     assert main(["gguf", str(tmp_path / "small.gguf"), str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
-    assert "million parameters in bfloat16" in said and "% in Q8_0" in said and "has lost stays lost" in said
+    assert "million parameters in bfloat16" in said and "Q8_0" in said and "has lost stays lost" in said
     made = HFModel(tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == left.keys()

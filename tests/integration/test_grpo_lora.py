@@ -166,7 +166,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         sampling, learner = SamplingConfig(max_tokens=12), alone(policy, PolicyLoss())
         prompts = [[1, 2, 3, 4], [5, 6, 7]]
         precision = Precision(PrecisionConfig(), meta, source, "float32", config, torch.device("cpu"), trained.spec)
-        agreement = Agreement(learner.logprobs, 1.0, limit)
+        agreement = Agreement(limit)
         scored = partial(streamed_logprobs, make_model=make, device=torch.device("cpu"), temperature=1.0)
         publisher = Publisher(engine, learner, trained, precision, source, agreement, scored, prompts, sampling)
         first = publisher.publish(0)

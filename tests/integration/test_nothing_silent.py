@@ -98,7 +98,6 @@ def test_a_bad_problem_is_named_passed_over_and_stays_so(workplace, served):
     assert {len(problems) for problems in asked(workplace / "rows").values()} == {4}
     assert not {"letters-3", "letters-5"} & set(sum(asked(workplace / "again").values(), []))
     assert BROKEN not in said and LONG not in said
-    assert "skipped:   2 problems stay passed over, by index: " in said
     assert [line["problems/skipped"] for line in runs.metrics(workplace / "again")[2:]] == [2.0, 2.0, 2.0]
 
 
@@ -163,7 +162,6 @@ def test_resume_says_where_it_goes_on_what_has_changed_and_that_nothing_is_to_do
     assert "engine:    ready after " in said
     assert "model:     going_on/checkpoints/step_000002, a model in Hugging Face's format\n" in said
     process = json.loads((workplace / "going_on" / "run.json").read_text())["process"]
-    assert process["recipe"]["name"] == "grpo_full" and process["recipe"]["file"].endswith("grpo.py")
     assert process["command"].endswith("preset=dapo") and process["folder"] == str(workplace)
     assert process["versions"]["torchtune"].startswith("0.6.1")
 

@@ -38,7 +38,6 @@ COMMANDS = {
     "a recipe of torchtune": Mistake("run full_finetune_single_device --config run.yaml", r"--config run.yaml is written for GRPO, and full_finetune_single_device is a recipe of torchtune; run grpo_full"),
     "a config of ours with its ending": Mistake("run grpo_full --config grpo/tiny.yaml", r"--config grpo/tiny.yaml: neither a file nor a config of ours; did you mean grpo/tiny\?"),
     "validate a config that is not there": Mistake("validate grpo/tinny", r"--config grpo/tinny: neither a file nor a config of ours; did you mean grpo/tiny, "),
-    "copy a recipe that is not there": Mistake("cp grpo_ful x.py", r"grpo_ful is neither a recipe nor a config; did you mean grpo_full\?"),
     "evaluate a config for training": Mistake("run evaluate --config run.yaml", r"this config has 11 keys that the recipe does not know .* so it is written for another one, grpo_full; begin with a copy"),
     "report of no run": Mistake("report .", r"\. is no folder of a run: it has no run.json; name one, an output_dir", status=1),
     "report of a run's folder": Mistake("report out/checkpoints", r"out/checkpoints is a folder of a run, not the run; name .*/out", status=1, prepare=lambda folder: ((folder / "out/checkpoints").mkdir(parents=True), (folder / "out/metrics.jsonl").touch())),

@@ -4,6 +4,7 @@ It also runs recipes where another `tune` (the one of Ray) is first on PATH, or 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -64,12 +65,18 @@ def run_own(word: str, rest: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"torchtune-ext {word}", description=text, allow_abbrev=word not in PASSED_ON)
     module.add_arguments(parser)
     if word in PASSED_ON:
-        arguments, more = parser.parse_known_args(rest)
+        arguments = parser.parse_known_args(rest)
+    else:
+        arguments = (parser.parse_args(rest),)
+    try:
         with shown():
-            return module.main(arguments, more) or 0
-    arguments = parser.parse_args(rest)
-    with shown():
-        return module.main(arguments) or 0
+            status = module.main(*arguments) or 0
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough (`| head -1`). Python empties its buffer at its end, which has to succeed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
 
 
 def run_tune(words: Sequence[str]) -> int:

@@ -1,8 +1,7 @@
 """`dry_run=` of a GRPO recipe: does the checks of a start and says whether the run fits a machine. It loads and starts nothing.
 
     dry_run=True   this machine
-    dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together; 2x8x80: two nodes with 8 each;
-                   8x80+4x80: 8 that train, and elsewhere 4 for the servers of engine.address
+    dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together; 2x8x80: two nodes with 8 each
 
 Exit status 0: a start would get through its checks, and the run fits. 2: it would not, or does not.
 """
@@ -36,12 +35,12 @@ from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.plan import Machine, Plan, plan_table, verdict
 from torchtune_ext.training.precision import DTYPES
 from torchtune_ext.training.settings import chosen_dtype
-from torchtune_ext.training.start import missing_device, optimizer_bytes, require_apart, require_gpus, training_gpus
+from torchtune_ext.training.start import missing_device, require_apart, require_gpus, training_gpus
 
 # What CUDA reports of a card, over what it is sold as: 39.5 of 40, 23.7 of 24 and 15.8 of 16 GiB are found in error messages of
 # users of an A100, a 4090 and a V100. Other cards of these sizes differ by less than 1% of it.
 SOLD = 0.985
-ASKED = re.compile(r"(?:(\d+) ?(?:x|nodes? of) ?)?(\d+) ?x ?(\d+(?:\.\d+)?) ?(?:GB)?(?: that serve)?", re.IGNORECASE)
+ASKED = re.compile(r"(?:(\d+) ?(?:x|nodes? of) ?)?(\d+) ?x ?(\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
 ON_CPU = re.compile(r"CPU,? (\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
 NODE_GPUS = 72  # at most; more are a size that stands in the wrong place, as in 4x80x2
 
@@ -66,7 +65,7 @@ def dry_run(cfg: Any) -> None:
     if cfg.teacher.model_dir and not cfg.replay:
         notes.append(f"the engine of the teacher, {cfg.teacher.model_dir}, is in none of these figures")
     try:
-        plan = replace(plan, prompt_tokens=longest_prompt(cfg, plan, torchrun=ranks > 1))
+        check_start(cfg, plan, torchrun=ranks > 1)
     except FileMistake as error:
         missing = error
     say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
@@ -78,8 +77,8 @@ def dry_run(cfg: Any) -> None:
     sys.exit(0 if plan.fits and not missing else 2)
 
 
-def longest_prompt(cfg: Any, plan: Plan, torchrun: bool) -> int:
-    """Does the checks of a start, and returns the tokens of the longest of a few prompts.
+def check_start(cfg: Any, plan: Plan, torchrun: bool) -> None:
+    """Does the checks of a start.
 
     Args:
         torchrun: whether it has started this process, so that it is known which GPUs train.
@@ -104,7 +103,6 @@ def longest_prompt(cfg: Any, plan: Plan, torchrun: bool) -> int:
     if not parts.replay:
         find_backend(parts.precision.engine.backend)
         say(labelled([("problems", problems_text(cfg, parts.task, parts.eval_task, parts.trained_too))]))
-    return max(map(len, parts.canary))
 
 
 def machine_of(cfg: Any, ranks: int) -> Machine:
@@ -131,34 +129,24 @@ def machine_of(cfg: Any, ranks: int) -> Machine:
 def asked_machine(text: Any) -> Machine:
     """Returns the machine that a user asks for.
 
-    "4x80" has 4 GPUs that are sold as having 80 GB; "2x8x80", or "2 nodes of 8 x 80 GB", are two with 8 each; "8x80+4x80", or
-    "8 x 80 GB + 4 x 80 GB that serve", has 4 more elsewhere, for vLLM's servers alone; "CPU 8" has none and 8 GB.
+    "4x80" has 4 GPUs that are sold as having 80 GB; "2x8x80", or "2 nodes of 8 x 80 GB", are two with 8 each; "CPU 8" has none
+    and 8 GB.
 
     Raises:
         ValueError: the text names no machine.
     """
-    machines = [_one_machine(words.strip()) for words in str(text).split("+")]
-    machine, serving = machines[0], machines[1] if len(machines) == 2 else None
-    if machine and len(machines) == 1:
-        return machine
-    if machine and serving and machine.gpus and serving.gpus:
-        return replace(machine, name=f"{machine.name} + {serving.name} that serve", serving=serving)
-    raise Mistake(
-        f"dry_run={text!r} is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB in all, for trainer and engine "
-        "together; 2x8x80 for two nodes of 8, and 8x80+4x80 for 4 more elsewhere, for vLLM's servers (engine.address)"
-    )
-
-
-def _one_machine(words: str) -> Machine | None:
-    if match := ASKED.fullmatch(words):
+    if match := ASKED.fullmatch(str(text)):
         nodes, gpus, size = int(match[1] or 1), int(match[2]), float(match[3])
         if nodes > 0 and 0 < gpus <= NODE_GPUS and size > 0:
             name = f"{f'{nodes} nodes of ' if nodes > 1 else ''}{gpus} x {size:g} GB"
             return Machine(gpus, int(SOLD * size * GIB), None, name, here=False, nodes=nodes)
-    if match := ON_CPU.fullmatch(words):
+    if match := ON_CPU.fullmatch(str(text)):
         size = float(match[1])
         return Machine(0, 0, int(size * GIB), f"a CPU with {size:g} GB", here=False)
-    return None
+    raise Mistake(
+        f"dry_run={text!r} is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB in all, for trainer and engine "
+        "together; 2x8x80 for two nodes of 8"
+    )
 
 
 def this_machine(device: str) -> Machine:
@@ -171,22 +159,12 @@ def this_machine(device: str) -> Machine:
     return Machine(0, 0, host, "the main memory that is free here", here=True)
 
 
-def main_memory(root: Path = Path("/")) -> int:
+def main_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     """Returns how many bytes of main memory this process may still take: what Linux calls available, and no more than the limit
-    of any of its cgroups.
-
-    Args:
-        root: where /proc and /sys are; another folder for tests.
-    """
-    groups, top = root / "proc/self/cgroup", root / "sys/fs/cgroup"
-    sizes = [psutil.virtual_memory().available]
-    for line in groups.read_text().splitlines() if groups.exists() else []:
-        # In a container the path may be that of the host, which is not there: the container sees its own cgroup at the top.
-        folder = top / line.partition("::/")[2]
-        for file in (place / "memory.max" for place in (folder, *folder.parents) if place.is_relative_to(top)):
-            if file.exists() and (limit := file.read_text().strip()) != "max":
-                sizes.append(int(limit))
-    return min(sizes)
+    of its container, which sees its own cgroup at the top."""
+    most = limit.read_text().strip() if limit.exists() else "max"
+    available = psutil.virtual_memory().available
+    return available if most == "max" else min(available, int(most))
 
 
 def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
@@ -206,7 +184,6 @@ def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
         cfg=replace(cfg, engine=engine),
         sizes=sizes,
         machine=machine,
-        optimizer_bytes=optimizer_bytes(partial(instantiate, cfg.optimizer)),
         reference=needs_of(instantiate(cfg.loss)).reference,
         # What FP8 or NF4 has left of frozen weights goes to the engine once.
         publishes_all=not sizes.frozen or merged or sampler is not None or sizes.largest_nf4 > 0,

@@ -6,7 +6,6 @@ The weights are written in bfloat16, as nearly every model of the hub has them. 
 """
 
 import argparse
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def convert(file: Path, out: Path) -> str:
         ValueError: `gguf` is not installed, the file is none of GGUF or holds a model of no family here, its tokenizer cannot
             be read, or there is something at `out`.
     """
-    kinds = _tensors(file)
+    kinds = _kinds(file)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Mistake(f"{out} is there and not empty; name a new folder, or remove it")
     tokenizer = _tokenizer(file)
@@ -51,18 +50,12 @@ def convert(file: Path, out: Path) -> str:
         make_empty(partial)
         parameters = _write(file, tokenizer, partial)
         put_in_place(out)
-    total = sum(count for count, _ in kinds.values())
-    bits = sum(size for _, size in kinds.values()) * 8 / total
-    parts = ", ".join(f"{count / total:.1%} in {kind}" for kind, (count, _) in sorted(kinds.items()))
-    lost = "" if all(kind in WHOLE for kind in kinds) else ", and what that rounding has lost stays lost"
-    return (
-        f"{out}: {parameters / 1e6:,.1f} million parameters in bfloat16\n"
-        f"{file.name}: {parts}; {bits:.1f} bits a weight{lost}"
-    )
+    lost = "" if kinds <= set(WHOLE) else "; what the rounding of the file has lost stays lost"
+    return f"{out}: {parameters / 1e6:,.1f} million parameters in bfloat16, from {', '.join(sorted(kinds))}{lost}"
 
 
-def _tensors(file: Path) -> dict[str, tuple[int, int]]:
-    """Returns the number of weights and of bytes of each kind of tensor, once it is clear that the file can be read here."""
+def _kinds(file: Path) -> set[str]:
+    """Returns the kinds of tensors in the file ("Q4_1"), once it is clear that it can be read here."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -90,11 +83,7 @@ def _tensors(file: Path) -> dict[str, tuple[int, int]]:
             f"{file} has {scaled[0]}, which stretches RoPE and which transformers does not read of such a file: the model "
             "would be another one; take the model's own directory instead"
         )
-    counts, sizes = Counter(), Counter()
-    for tensor in reader.tensors:
-        counts[tensor.tensor_type.name] += int(tensor.n_elements)
-        sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
-    return {kind: (counts[kind], sizes[kind]) for kind in counts}
+    return {tensor.tensor_type.name for tensor in reader.tensors}
 
 
 def _tokenizer(file: Path) -> Any:

@@ -1,9 +1,9 @@
 """`torchtune-ext knobs` lists the knobs of a recipe, each with its default and its line of text.
 
-    torchtune-ext knobs                                the knobs of grpo_full
+    torchtune-ext knobs                                the knobs of grpo_full, those of its nodes, too
     torchtune-ext knobs warmup_sft                     those of another recipe, or of your copy of one: knobs my_grpo.py
     torchtune-ext knobs grpo_full engine               the keys of a node, or the arguments of what configs put there
-    torchtune-ext knobs max_tokens                     a key, whatever node it is in, or an argument (lr)
+    torchtune-ext knobs max_tokens                     a key, whatever node it is in
     torchtune-ext knobs torchtune_ext.tasks.math.Math  the arguments of any class or function
 
 A knob is a field of `Config` in a recipe. If its type is a dataclass, it is a node, and its keys are the fields of that. If it
@@ -12,24 +12,20 @@ or else what the docstring says of it below "Args:".
 """
 
 import argparse
-import ast
 import dataclasses
-import functools
 import inspect
 import json
 import os
 import re
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from torchtune_ext.run.catalog import config_files, folder, recipe_files
+from torchtune_ext.run.catalog import by_path, config_files, folder, recipe_files
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.terminal import width
 
@@ -37,7 +33,7 @@ RECIPE = "grpo_full"  # the recipe of a word that is no recipe
 _LONGEST_DEFAULT = 24  # characters
 NEEDED = "(needed)"  # stands for a default where there is none
 _NONE = (dataclasses.MISSING, inspect.Parameter.empty, "???")  # "???": OmegaConf's word for it
-_SEE = re.compile(r"^see `(\w+)`")  # the text of an argument that is explained elsewhere
+_FIELD = re.compile(r"    (\w+): [^#]*(?:#\s*(.*))?")
 # An argument, or several, of a docstring: "first, count: text" or "lr (float, optional): text".
 _SEVERAL = re.compile(r"^(\w+(?:, \w+)*)(?: \(.*\))?:(?:\s+(.*))?$")
 
@@ -46,11 +42,10 @@ _SEVERAL = re.compile(r"^(\w+(?:, \w+)*)(?: \(.*\))?:(?:\s+(.*))?$")
 class Knob:
     """A key that YAML may give."""
 
-    name: str
+    name: str  # dotted, if it is in a node
     default: str  # as YAML writes it, or NEEDED
-    type: Any  # the annotation
     text: str  # what it is; "" if its source does not say it
-    node: Any = None  # of a node: its record, with the defaults that the recipe gives it, or the class of it
+    component: bool = False  # whether `_component_` says what it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ class Section:
     """Some knobs that are listed together."""
 
     title: str
-    knobs: list[Knob] | None  # None: there is only the title
+    knobs: list[Knob]
 
 
 def is_recipe(word: str) -> bool:
@@ -77,30 +72,13 @@ def knobs_of(recipe: str) -> list[Knob]:
     return fields_of(config)
 
 
-def is_component(knob: Knob) -> bool:
-    """Tells whether `_component_` says what a knob is."""
-    return knob.default == NEEDED and knob.type is Any
-
-
-def components(knob: Knob, recipe: str) -> list[str]:
-    """Returns what the shipped configs of a recipe name as a component, the most frequent first, or else its default preset."""
-    recipes = recipe_files(folder("recipes"), folder("configs"))
-    paths = {each.path for each in recipes if each.name == recipe}
-    own = [each for each in recipes if each.path in paths] or recipes
-    files = {file for each in own for file in each.configs.values()}
-    for configs in ([_loaded(file) for file in sorted(files)], [_default_preset(recipe)]):
-        nodes = [config.get(knob.name) for config in configs]
-        named = Counter(node["_component_"] for node in nodes if isinstance(node, dict) and "_component_" in node)
-        if named:
-            return [name for name, _ in named.most_common()]
-    return []
-
-
-def _default_preset(recipe: str) -> dict[str, Any]:
-    """Returns the keys of the preset that a recipe has by default."""
-    preset = next((knob.default for knob in knobs_of(recipe) if knob.name == "preset"), None)
-    file = config_files(folder("configs")).get(f"presets/{preset}")
-    return _loaded(file) if file else {}
+def components(name: str) -> list[str]:
+    """Returns what the shipped configs and presets name as the component of a knob."""
+    configs = [
+        yaml.safe_load(file.read_text(encoding="utf-8")) or {} for file in config_files(folder("configs")).values()
+    ]
+    nodes = [config.get(name) for config in configs]
+    return sorted({node["_component_"] for node in nodes if isinstance(node, dict) and "_component_" in node})
 
 
 def listing(words: Sequence[str]) -> list[Section]:
@@ -114,93 +92,46 @@ def listing(words: Sequence[str]) -> list[Section]:
         recipe = rest.pop(0)
     if len(rest) > 1:
         raise Mistake(f"{' '.join(words)}: give a recipe, a knob, or a recipe and a knob, as in: {RECIPE} engine")
-    return _of_word(recipe, rest[0]) if rest else [overview(recipe)]
-
-
-def overview(recipe: str) -> Section:
-    """Returns all knobs of a recipe, without the keys of its nodes."""
-    shown, nodes, preset = [], [], _default_preset(recipe)
-    for knob in knobs_of(recipe):
-        if knob.node or is_component(knob):
-            nodes.append(knob.name)
-        shown.append(replace(knob, default="(preset)") if is_component(knob) and preset.get(knob.name) else knob)
-    title = (
-        f"{recipe} has {len(shown)} knobs: `key: value` in YAML, key=value on the command line, and node.key=value for a key "
-        f"of a node. `torchtune-ext knobs {recipe} NAME` says what is in {', '.join(nodes)}."
-    )
-    return Section(title, shown)
-
-
-def _of_word(recipe: str, word: str) -> list[Section]:
-    knobs = {knob.name: knob for knob in knobs_of(recipe)}
-    if word in knobs:
-        return _of_knob(recipe, knobs[word])
-    if "." in word and word.partition(".")[0] not in knobs:
-        return _of_component(word)
-    keys = [key for knob in knobs.values() for key in _keys(knob)]
-    if not (matches := _named(word, keys)):
-        # Components come second: they have to be imported to be read.
-        keys += [key for knob in knobs.values() if is_component(knob) for key in _arguments(recipe, knob)]
-        matches = _named(word, keys)
-    if matches:
-        return [Section(f"{recipe}, {word}:", matches)]
+    knobs = knobs_of(recipe)
+    if not rest:
+        return [overview(recipe, knobs)]
+    word = rest[0]
+    if found := [
+        knob for knob in knobs if word in (knob.name, knob.name.rpartition(".")[2], knob.name.partition(".")[0])
+    ]:
+        parts = [
+            section for knob in found if knob.component for path in components(knob.name) for section in _of_path(path)
+        ]
+        return [Section(f"{recipe}, {word}:", found), *parts]
+    if "." in word and word.partition(".")[0] not in {knob.name for knob in knobs}:
+        return _of_path(word)
     recipes = [each.name for each in recipe_files(folder("recipes"), folder("configs"))]
-    near = nearest(word, [*recipes, *knobs, *(key.name for key in keys)])
+    top = [knob.name for knob in knobs if "." not in knob.name]
+    near = nearest(word, [*recipes, *top]) or nearest(word, [knob.name for knob in knobs])
     hint = f"did you mean {near}?" if near else f"`torchtune-ext knobs {recipe}` lists the knobs"
     raise Mistake(f"{word} is no recipe, and no knob of {recipe}; {hint}")
 
 
-def _of_knob(recipe: str, knob: Knob) -> list[Section]:
-    title = f"{recipe}, {knob.name}: {knob.text}"
-    preset = _default_preset(recipe).get(knob.name)
-    if isinstance(preset, dict) and (settings := {key: preset[key] for key in preset if key != "_component_"}):
-        title += f"; the default preset sets {as_yaml(settings)}"
-    if keys := _keys(knob):
-        return [Section(title, keys)]
-    if not is_component(knob):
-        return [Section(f"{recipe}, {knob.name}:", [knob])]
-    parts = [section for path in components(knob, recipe) for section in _of_component(path)]
-    return [Section(title, None), *(replace(part, knobs=_below(knob, part.knobs)) for part in parts)]
+def overview(recipe: str, knobs: list[Knob]) -> Section:
+    """Returns all knobs of a recipe under a title that says how they are given."""
+    parts = ", ".join(knob.name for knob in knobs if knob.component)
+    title = (
+        f"{recipe}: `key: value` in YAML, key=value on the command line, and node.key=value for a key of a node. "
+        f"`torchtune-ext knobs {recipe} NAME` says what there is for {parts}."
+    )
+    return Section(title, knobs)
 
 
-def _named(word: str, keys: Sequence[Knob]) -> list[Knob]:
-    """Returns the keys of that name, which may be dotted; several that say the same are one."""
-    return list({key.text: key for key in keys if word in (key.name, key.name.rpartition(".")[2])}.values())
-
-
-def _arguments(recipe: str, knob: Knob) -> list[Knob]:
-    """Returns the arguments of what configs put in the place of a component."""
-    return [key for section in _of_knob(recipe, knob)[1:] for key in section.knobs]
-
-
-def _below(node: Knob, keys: Sequence[Knob]) -> list[Knob]:
-    """Returns the keys of a node under their full names, as in engine.dtype."""
-    return [replace(key, name=f"{node.name}.{key.name}") for key in keys]
-
-
-def _keys(knob: Knob) -> list[Knob]:
-    """Returns the keys of a node. A knob that is no node has none."""
-    return _below(knob, fields_of(knob.node)) if knob.node else []
-
-
-def _of_component(path: str) -> list[Section]:
-    from torchtune_ext.run.catalog import by_path
-
+def _of_path(path: str) -> list[Section]:
+    """Returns the arguments of a class or function; of `PolicyLoss` also the options of each constraint."""
     component = by_path(path, path)
     if not callable(component):
         raise Mistake(f"{path}: it is neither a class nor a function")
-    summary = _doc(component).partition("\n")[0]
     options = options_of(component)
     apart = {knob.name for knobs in options.values() for knob in knobs}
     own = [knob for knob in arguments_of(component) if knob.name not in apart]
-    sections = [Section(f"_component_: {path}  {summary}".rstrip(), own)]
-    return sections + [Section(f"with {title}", knobs) for title, knobs in options.items()]
-
-
-@functools.cache
-def _loaded(file: Path) -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(file.read_text(encoding="utf-8"), loader) or {}
+    title = f"_component_: {path}  {_doc(component).partition(chr(10))[0]}".rstrip()
+    return [Section(title, own), *(Section(f"with {title}", knobs) for title, knobs in options.items())]
 
 
 def rendered(sections: Sequence[Section], width: int | None = None) -> str:
@@ -212,8 +143,6 @@ def rendered(sections: Sequence[Section], width: int | None = None) -> str:
     lines: list[str] = []
     for section in sections:
         lines += ["", *(_wrapped(section.title, width) if width else [section.title])]
-        if section.knobs is None:
-            continue
         names = max((len(knob.name) for knob in section.knobs), default=0)
         defaults = max((len(_short(knob.default)) for knob in section.knobs), default=0)
         for knob in section.knobs:
@@ -237,7 +166,7 @@ def _short(default: str) -> str:
 def print_help(recipe: str) -> None:
     """Prints the knobs of a recipe: the answer to `tune run RECIPE --help`."""
     print(f"usage: tune run [TORCHRUN-OPTIONS] {recipe} --config CONFIG [key=value ...]\n")
-    print(rendered([overview(recipe)], width(sys.stdout)))
+    print(rendered(listing([recipe]), width(sys.stdout)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -251,16 +180,16 @@ def main(args: argparse.Namespace) -> int:
     # A component may be in a module of the working directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
-        print(rendered(listing(args.words), width(sys.stdout)), flush=True)
-    except BrokenPipeError:
-        # The reader has seen enough (`| head`). Python would complain again when it closes its output at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(rendered(listing(args.words), width(sys.stdout)))
     return 0
 
 
 def fields_of(record: Any) -> list[Knob]:
-    """Returns the fields of a dataclass in their order. Args: record: the class, or an instance with the defaults."""
+    """Returns the fields of a dataclass in their order, and those of a node behind it.
+
+    Args:
+        record: the class, or an instance with the defaults.
+    """
     kind, texts, knobs = record if inspect.isclass(record) else type(record), {}, []
     for base in reversed(kind.__mro__):
         if is_dataclass(base):
@@ -268,8 +197,14 @@ def fields_of(record: Any) -> list[Knob]:
     for spec in dataclasses.fields(kind):
         default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
         default = default if record is kind else getattr(record, spec.name)
-        node = (default if is_dataclass(default) else spec.type) if is_dataclass(spec.type) else None
-        knobs.append(Knob(spec.name, "{...}" if node else _written(default), spec.type, texts.get(spec.name, ""), node))
+        text = texts.get(spec.name, "")
+        if is_dataclass(spec.type):
+            keys = fields_of(default if is_dataclass(default) else spec.type)
+            knobs.append(Knob(spec.name, "{...}", text))
+            knobs += [replace(key, name=f"{spec.name}.{key.name}") for key in keys]
+        else:
+            written = _written(default)
+            knobs.append(Knob(spec.name, written, text, component=written == NEEDED and spec.type is Any))
     return knobs
 
 
@@ -280,22 +215,15 @@ def _written(default: Any) -> str:
 def _comments(kind: type) -> dict[str, str]:
     """Returns the comment behind each field of a dataclass, or else the comment lines directly above it."""
     try:
-        lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
+        source = textwrap.dedent(inspect.getsource(kind))
     except (OSError, TypeError):
         return {}  # `make_dataclass` made it
-    comments = {}
-    for node in ast.parse("\n".join(lines)).body[0].body:
-        if isinstance(node, ast.AnnAssign):
-            # The offsets of `ast` count bytes.
-            behind = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode().strip()
-            above = []
-            for line in reversed(lines[: node.lineno - 1]):
-                if not line.strip().startswith("#"):
-                    break
-                above.insert(0, line.strip().lstrip("# "))
-            if text := behind.lstrip("# ") or " ".join(above):
-                comments[node.target.id] = text
-    return comments
+    comments, above = {}, []
+    for line in source.splitlines():
+        if field := _FIELD.fullmatch(line):
+            comments[field[1]] = field[2] or " ".join(above)
+        above = [*above, line.strip().lstrip("# ")] if line.startswith("    #") else []
+    return {name: text for name, text in comments.items() if text}
 
 
 def _doc(component: Any) -> str:
@@ -311,21 +239,8 @@ def arguments_of(component: Callable[..., Any]) -> list[Knob]:
     texts = argument_texts(_doc(component))
     if inspect.isclass(component):
         texts |= argument_texts(inspect.cleandoc(component.__init__.__doc__ or ""))
-    return [
-        Knob(name, _written(taken.default), taken.annotation, _followed(name, texts))
-        for name, taken in inspect.signature(component).parameters.items()
-        if name != "params"
-    ]
-
-
-def _followed(name: str, texts: dict[str, str]) -> str:
-    """Returns the text of an argument; that of another class of ours, where its own is "see `CLASS`"."""
-    text = texts.get(name, "")
-    if not (see := _SEE.match(text)):
-        return text
-    ours = (module for path, module in sys.modules.copy().items() if path.startswith("torchtune_ext"))
-    other = next(filter(None, (vars(module).get(see[1]) for module in ours)), None)
-    return argument_texts(_doc(other)).get(name, text) if other is not None else text
+    taken = inspect.signature(component).parameters.items()
+    return [Knob(name, _written(each.default), texts.get(name, "")) for name, each in taken if name != "params"]
 
 
 def options_of(component: Any) -> dict[str, list[Knob]]:

@@ -50,9 +50,7 @@ from torchtune_ext.training.precision import Precision
 from torchtune_ext.training.publish import Publisher, canary_prompts
 from torchtune_ext.training.settings import check_settings, chosen_dtype
 from torchtune_ext.training.start import (
-    ADAMW_BYTES,
     disk_need,
-    optimizer_bytes,
     require_apart,
     require_disk,
     require_gpus,
@@ -110,12 +108,7 @@ class Parts:
         adapters = adapter_names(self.meta_model)
         total = sum(sizes.values())
         trained = sum(size for name, size in sizes.items() if not adapters or name in adapters)
-        need = partial(disk_need, cfg, total, trained, self.precision.dtype)
-        # One step of the optimizer shows what it keeps. It is made only where that matters.
-        usual = need(optimizer_bytes=ADAMW_BYTES)
-        scarce = usual.free < usual.total
-        make_optimizer = partial(instantiate, cfg.optimizer)
-        require_disk(need(optimizer_bytes=optimizer_bytes(make_optimizer)) if scarce else usual, cfg.output_dir)
+        require_disk(disk_need(cfg, total, trained, self.precision.dtype), cfg.output_dir)
 
     def rehearse(self) -> None:
         """Grades the tasks' own solutions in processes that end again. Raises ValueError if that cannot be done."""
@@ -207,13 +200,12 @@ class Parts:
         )
         noise = partial(rounding, self.trained, self.precision, learner.policy.model, scored)
         agreement = Agreement(
-            learner.logprobs,
-            learner.temperature,
             self.cfg.max_mismatch,
             rounding=noise,
             precision=self.precision.coarsest_text,
             replay=self.replay is not None,
             identity=self.replay is None and not self.precision.mixed,
+            temperature=learner.temperature,
         )
         return agreement, self.replay or Publisher(
             engine, learner, self.trained, self.precision, self.hf_model, agreement, scored, self.canary, self.sampling

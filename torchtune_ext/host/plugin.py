@@ -3,12 +3,10 @@
 `install` runs at every start of the interpreter (torchtune_ext_tune.pth), so this file imports only `sys`. `install`
 puts a finder on `sys.meta_path`. The finder acts only in a process that imports torchtune:
 
-    before `torchtune` is executed                   begin makes torchao 0.16 to 0.18 usable, sets GOMP_SPINCOUNT, and lets an
-                                                     engine's process import vLLM meanwhile
+    before `torchtune` is executed                   begin sets GOMP_SPINCOUNT, and lets an engine's process import vLLM
+                                                     meanwhile
     after `torchtune._recipe_registry` is executed   register adds our recipes and configs, with absolute paths
     after `torchtune._cli.run` is executed           guide lets `tune run` say what is wrong with a name, and how to write it
-    after `torchtune._cli.cp` is executed            copy_all lets `tune cp` copy presets and sweeps, which no recipe owns, and
-                                                     say which name is near an unknown one
 """
 
 import sys
@@ -33,8 +31,13 @@ def register(registry) -> None:
 
 
 def begin(_torchtune) -> None:
-    """Runs `torchao_compat.apply` before torchtune is executed. From here on threads of OpenMP that wait soon sleep, Ctrl-C
-    ends a command of torchtune in one line, and the process of an engine that a recipe will want imports vLLM."""
+    """Runs before torchtune is executed. From here on threads of OpenMP that wait soon sleep, Ctrl-C ends a command of
+    torchtune in one line, and the process of an engine that a recipe will want imports vLLM."""
+    import logging
+
+    # torchao says that it skips its C++ extensions, which fit one version of torch. Nothing here uses them.
+    skipped = "Skipping import of cpp extensions"
+    logging.getLogger("torchao").addFilter(lambda record: skipped not in record.getMessage())
     if sys.argv[0].rpartition("/")[2] in ("tune", "torchtune-ext", "__main__.py"):
         import os
 
@@ -47,9 +50,6 @@ def begin(_torchtune) -> None:
             from torchtune_ext.sampling import early
 
             early.begin(sys.argv[2:])
-    from torchtune_ext.host.torchao_compat import apply
-
-    apply()
 
 
 def guide(cli) -> None:
@@ -81,45 +81,6 @@ def guide(cli) -> None:
     cli.Run._run_cmd = guided
 
 
-def copy_all(cli) -> None:
-    """Wraps what `tune cp` (the module `torchtune._cli.cp`) knows: it also copies configs that belong to no recipe, and presets
-    by their bare names."""
-    from types import SimpleNamespace
-
-    from torchtune_ext.run.catalog import config_files, folder
-    from torchtune_ext.run.errors import nearest
-
-    known, copy = cli.get_all_recipes, cli.Copy._cp_cmd
-
-    def with_others():
-        entries = known()
-        listed = {config.name for entry in entries for config in entry.configs}
-        others = [
-            SimpleNamespace(name=short, file_path=str(path))
-            for name, path in config_files(folder("configs")).items()
-            for short in dict.fromkeys([name, name.removeprefix("presets/")])
-            if short not in listed
-        ]
-        return [*entries, SimpleNamespace(name="", configs=others)]
-
-    def guided(self, args):
-        entries = with_others()
-        names = [name for entry in entries for name in (entry.name, *(config.name for config in entry.configs)) if name]
-        if args.file not in names and (near := nearest(args.file, names)):
-            self._parser.error(f"{args.file} is neither a recipe nor a config; did you mean {near}?")
-        if (
-            args.destination.suffix == ".py"
-            and args.file in names
-            and args.file not in {entry.name for entry in entries}
-        ):
-            self._parser.error(
-                f"{args.file} is a config, and {args.destination} no place for one; a recipe is grpo_full"
-            )
-        copy(self, args)
-
-    cli.get_all_recipes, cli.Copy._cp_cmd = with_others, guided
-
-
 def say_interrupted(kind, error, trace) -> None:
     """Shows an error that nobody caught as Python does, but Ctrl-C in one line."""
     if issubclass(kind, KeyboardInterrupt):
@@ -132,7 +93,7 @@ class TorchtuneFinder:
     """Adds a call before one module of torchtune is executed and after others. It finds no modules itself."""
 
     before = {"torchtune": begin}
-    after = {"torchtune._recipe_registry": register, "torchtune._cli.run": guide, "torchtune._cli.cp": copy_all}
+    after = {"torchtune._recipe_registry": register, "torchtune._cli.run": guide}
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):

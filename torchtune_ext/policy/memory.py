@@ -4,8 +4,6 @@ Every figure comes from shapes alone, so that a model on the meta device is enou
 same moment; their sum is an upper bound of the peak, as far as the shapes go (tests/unit/policy/test_memory.py counts it).
 """
 
-from copy import copy
-
 import torch
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TiedLinear, TransformerDecoder
@@ -17,7 +15,6 @@ from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.fp8.plan import linear_layers
 
 GIB = 1 << 30
-ADAPTER_SHARE = 0.01  # of the values of a model, that a typical adapter has
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits a value, 8 bits a block of 64, and a float32 for 256 blocks of these
 
 
@@ -90,16 +87,6 @@ class Sizes:
         """Says whether a part of the model is frozen, as it is below adapters."""
         return self.trained < self.total
 
-    def with_adapters(self, nf4: bool = False) -> "Sizes":
-        """Returns about what the same model takes with adapters over frozen weights, in NF4 if asked for."""
-        other, size = copy(self), self.dtype.itemsize
-        other.trained = int(ADAPTER_SHARE * self.total)
-        other.total += other.trained
-        other.trained_layer = other.trained // self.layers
-        other.frozen_bytes = int(size * self.outer + (NF4_BYTES if nf4 else size) * (self.total - self.outer))
-        other.head, other.largest_nf4 = 0, self.width * self.mlp if nf4 else 0
-        return other
-
 
 def trainer_rows(
     sizes: Sizes,
@@ -136,24 +123,17 @@ def trainer_rows(
     # Below adapters, what is gathered has the dtype in which it is held, which may be NF4.
     gathered = sizes.outer + 2 * sizes.layer
     width = sizes.frozen_bytes / (sizes.total - sizes.trained) if sizes.frozen else size
-    step = {
+    return {
+        "frozen weights, as they are held": sizes.frozen_bytes // shards,
+        "weights, float32 master": 4 * sizes.trained // shards,
         "gradients, float32": 4 * sizes.trained // shards,
         f"activations of a row of {row_tokens} tokens": int(kept),
         "logits of one chunk, with gradient": 8 * chunk,
         "gradients before they are shared out": _gradients_in_flight(sizes, sharded, shards, int(kept)),
-    }
-    # Between steps the gate scores a few rows in float32: one layer at a time beside the table of tokens, and one of its
-    # weights twice more while an adapter is merged into it (`streamed_logprobs`).
-    gate = 4 * (sizes.vocab * sizes.width + sizes.layer + 2 * sizes.width * sizes.mlp) + sizes.rope_bytes
-    return {
-        "frozen weights, as they are held": sizes.frozen_bytes // shards,
-        "weights, float32 master": 4 * sizes.trained // shards,
-        **step,
         "state of the optimizer": int(optimizer_bytes * sizes.trained) // shards,
         "table of RoPE, float32": sizes.rope_bytes,
         f"gathered weights, {str(sizes.dtype)[6:]}": int(width * gathered) if sharded else 0,
         "largest NF4 weight while it is dequantized": (8 + size) * sizes.largest_nf4,
-        "the gate's pass in float32, beyond what a step takes": max(0, gate - sum(step.values())),
     }
 
 

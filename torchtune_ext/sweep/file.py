@@ -326,7 +326,7 @@ def grid(parameters: Sequence[Parameter]) -> list[Point]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="print this one; `tune cp sweeps/NAME my_sweep.yaml` copies it")
+    parser.add_argument("name", nargs="?", help="print this one; `> my_sweep.yaml` copies it")
 
 
 def main(args: argparse.Namespace) -> int:

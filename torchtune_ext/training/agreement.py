@@ -36,10 +36,9 @@ SAMPLER_ADVICE = (
     "Sample with top_p=1 and top_k off, and see that the engine does not take them from generation_config.json "
     "(generation_config='vllm')"
 )
-
-TEMPERATURE_ADVICE = (
-    "Check `temperature`, that the engine reports processed log-probs (logprobs_mode=processed_logprobs), and that no "
-    "generation_config.json overrides it"
+TRUNCATED = (
+    "top-p / top-k: the sampler's log-probs are higher than the trainer's on nearly every token, as after renormalizing over a "
+    f"part of the vocabulary. {SAMPLER_ADVICE}"
 )
 
 # In a replay nothing is sampled, so no setting of an engine can be the cause.
@@ -47,9 +46,6 @@ MOVED = (
     "the policy of this replay has moved away from the one that sampled, as under other settings it may (the first lines "
     "name them), or it computes in another precision. If that is meant, set max_mismatch above the figure"
 )
-
-# `diagnose` tries these temperatures, to find out whether the sampler used a wrong one.
-TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 # Fewest tokens of the present version that are judged. Of fewer, a single one may decide the mean.
 TOO_FEW = 32
@@ -64,6 +60,7 @@ MEASURED_ROWS = 4  # rows of a rank on which the rounding is measured
 ERRORS = 5.0
 FLOOR = 0.005  # distance from 1 that the mean of exp(d) may have besides
 SHARPEST = 0.02  # the sharpness that nobody is told of: a temperature of 0.98 or 1.02
+UNEXPLAINED = 0.25  # largest share of the squares of d that another temperature may leave, as the cause of a mismatch
 LEAST_KEPT = 0.1  # of the probability: a sampler that draws from less is not truncated, it is another model
 RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded
 CARRIERS = 16  # fewest tokens that must carry the effect; a single one would fit the slope exactly and show no noise
@@ -198,8 +195,6 @@ class Agreement:
     """Stops the run when trainer and sampler disagree.
 
     Args:
-        logprobs: a function (rows, temperature) -> the trainer's log-probs, used to find the cause of a disagreement.
-        temperature: temperature of sampling.
         limit: largest allowed mean |d|, in nats (`max_mismatch`), or "auto": twice what `rounding` returns, at least 0.001, and
             what chance may add on few tokens.
         rounding: a function rows -> mean |d| between the coarser precision and float32, a collective.
@@ -209,19 +204,19 @@ class Agreement:
         identity: whether `require` asks that the mean of exp(d) is 1 and the sharpness 0, as they are where both hold the same
             weights. Where they do not, as in mixed precision, d goes with the reward, by which groups are chosen, and neither
             says anything.
+        temperature: of sampling, for messages.
     """
 
     def __init__(
         self,
-        logprobs: Callable[[Sequence[Row], float], list[LabelLogprobs]],
-        temperature: float,
         limit: float | str,
         rounding: Callable[[Sequence[Row]], float] = lambda rows: 0.0,
         precision: str = "float32",
         replay: bool = False,
         identity: bool = True,
+        temperature: float = 1.0,
     ):
-        self._logprobs, self._temperature, self._rounding, self._precision = logprobs, temperature, rounding, precision
+        self._temperature, self._rounding, self._precision = temperature, rounding, precision
         self._auto, self._replay = limit == "auto", replay
         self._least = REPLAY_LIMIT if replay else LEAST_LIMIT  # of "auto"
         self._limit = limit if not self._auto else REPLAY_LIMIT if replay else 0.0
@@ -293,14 +288,12 @@ class Agreement:
         wrong = self._beyond(judged, limit)
         if wrong or any(change.missing for change in applied):
             worst = wrong[0] if wrong else current
-
-            def at(temperature: float) -> Mismatch:
-                if worst is not current:  # tokens of earlier steps, whose rows are gone
-                    return worst
-                d, _, where = _differences(rows, self._logprobs(rows, temperature), version)
-                return _measured(d[present], where[:, present])
-
-            cause = MOVED if self._replay else diagnose(worst, limit, self._temperature, at, applied)
+            d, score = (latest if worst is current else self._recent)[:2]
+            sharpness, rest = _sharpness(d, score)
+            # Further away it is no first derivative, and what is nonsense may go with anything.
+            explained = abs(sharpness) < 1 and rest.square().sum() < UNEXPLAINED * d.square().sum()
+            cause = diagnose(worst, applied, self._other_temperature(sharpness) if explained else "")
+            cause = MOVED if self._replay else cause
             which = "" if worst is current else " of the latest steps"
             raise Disagreement(
                 f"{when}: trainer and sampler disagree on {worst.tokens} sampled tokens{which}: mean |d log-prob| "
@@ -347,32 +340,30 @@ class Agreement:
     def _require_sharpness(self, d: Tensor, score: Tensor, cluster: Tensor, when: str) -> None:
         """Asks that d does not go with `score`, log p + H, as it does where the sampler has another temperature."""
         size = score.square().sum().item()
-        if not size:
-            return
-        sharpness = -(d * score).sum().item() / size
+        sharpness, rest = _sharpness(d, score)
         # What is left of d is the same for tokens behind the same ones, so their sums are compared with each other.
         _, cluster = cluster.unique(return_inverse=True)
-        sums = torch.zeros(2, len(d), dtype=d.dtype)
-        sums.index_add_(1, cluster, torch.stack([score.square(), score * (d + sharpness * score)]))
-        if size**2 / sums[0].square().sum().item() < CARRIERS:
+        sums = torch.zeros(2, len(d), dtype=d.dtype).index_add_(1, cluster, torch.stack([score.square(), score * rest]))
+        if not size or size**2 / sums[0].square().sum().item() < CARRIERS:
             return
         error = sums[1].norm().item() / size
         # Rounding is in both factors: it adds half the difference of the two sides' squares to their product, and makes the
         # side that has more of it sharper by half its square. The square of d has both.
         bias = d.square().sum().item() / size
-        if abs(sharpness) <= SHARPEST + bias + ERRORS * error:
-            return
-        cause = (
+        if abs(sharpness) > SHARPEST + bias + ERRORS * error:
+            # Where it draws from the likeliest tokens only, each of them has gained.
+            cut = d.mean() < -d.abs().mean() / 2
+            raise Disagreement(
+                f"{when}: on {len(d)} sampled tokens the sampler's log-probs are the trainer's and {sharpness:+.3f} +- "
+                f"{error:.2g} times (log p + entropy), as a sharper or flatter distribution has them and rounding does not. "
+                f"Likely cause: {TRUNCATED if cut else self._other_temperature(sharpness)}"
+            )
+
+    def _other_temperature(self, sharpness: float) -> str:
+        return (
             f"temperature: the sampler's is about {self._temperature / (1 + sharpness):.2f}, the trainer computes at "
-            f"{self._temperature:g}. {TEMPERATURE_ADVICE}"
-        )
-        # Where it draws from the likeliest tokens only, each of them has gained.
-        if d.mean() < -d.abs().mean() / 2:
-            cause = f"top-p / top-k: the sampler's log-probs are higher on nearly every token. {SAMPLER_ADVICE}"
-        raise Disagreement(
-            f"{when}: on {len(d)} sampled tokens the sampler's log-probs are the trainer's and {sharpness:+.3f} +- {error:.2g} "
-            f"times (log p + entropy), as a sharper or flatter distribution has them and rounding does not. Likely cause: "
-            f"{cause}"
+            f"{self._temperature:g}. Check `temperature`, that the engine reports processed log-probs "
+            "(logprobs_mode=processed_logprobs), and that no generation_config.json overrides it"
         )
 
     def _require_identity(self, d: Tensor, when: str) -> None:
@@ -386,21 +377,18 @@ class Agreement:
             )
 
 
-def diagnose(
-    current: Mismatch,
-    limit: float,
-    temperature: float,
-    at: Callable[[float], Mismatch],
-    applied: Sequence[Applied] = (),
-) -> str:
-    """Finds the likely cause of a mismatch by trying the known ones.
+def _sharpness(d: Tensor, score: Tensor) -> tuple[float, Tensor]:
+    """Returns by how much sharper the sampler is, and what that leaves of d. Args: score: log p + H of each token."""
+    sharpness = -((d * score).sum() / score.square().sum().clamp_min(1e-30)).item()
+    return sharpness, d + sharpness * score
+
+
+def diagnose(current: Mismatch, applied: Sequence[Applied], other_temperature: str) -> str:
+    """Returns the likely cause of a mismatch.
 
     Args:
-        current: the mismatch at `temperature`.
-        limit: largest allowed mean |d log-prob|.
-        temperature: temperature of sampling.
-        at: a function that measures the mismatch under another temperature.
         applied: what was measured of changes that the sampler must have.
+        other_temperature: the cause where another temperature explains most of the mismatch, else "".
     """
     for change in applied:
         # Versions and checksums are right by now, and the effect is that of the values that were sent, as they were rounded.
@@ -409,18 +397,10 @@ def diagnose(
                 f"weights: {change.otherwise}; of the effect of the change on the log-probs of {change.tokens} sampled tokens "
                 f"the engine shows {change.slope:.2f}"
             )
-    tried = {t: at(t).mean_abs for t in TEMPERATURES if abs(t - temperature) > 1e-6}
-    best = min(tried, key=tried.__getitem__)
-    if tried[best] <= max(limit, 0.1 * current.mean_abs):
-        return (
-            f"temperature: the sampler's log-probs are those of temperature {best:g}, the trainer computes at "
-            f"{temperature:g}. {TEMPERATURE_ADVICE}"
-        )
     if math.log(LEAST_KEPT) < current.mean < -0.9 * current.mean_abs:
-        return (
-            "top-p / top-k: the sampler's log-probs are higher than the trainer's on nearly every token, as after "
-            f"renormalizing over a part of the vocabulary. {SAMPLER_ADVICE}"
-        )
+        return TRUNCATED
+    if other_temperature:
+        return other_temperature
     if current.by_bucket.get("at_0", 0.0) > 5 * current.mean_abs:
         return (
             "prompt or chat template: the first tokens of the completions disagree far more than the rest, so the "

@@ -8,17 +8,15 @@ checkpoints/step_000040/
     manifest.json                                                     what it belongs to; size and SHA-256 of every file
 
 A checkpoint is whole or absent. DCP (torch.distributed.checkpoint) can load `state/` on another number of ranks. Other
-folders beside the checkpoints: `.partial_*` is being written, `.pruned_*` is being deleted, `damaged_*` was damaged, so
-the run went on from an older one, `old_*` was in the place where this run had to write, and `.replaced_*` is what a
-new folder has taken the place of.
+folders beside the checkpoints: `.partial_*` is being written, `.pruned_*` is being deleted, and `.replaced_*` is what a new
+folder has taken the place of.
 """
 
 import json
-import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -37,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from torchtune_ext.run.errors import FileMistake, Mistake
-from torchtune_ext.run.files import discard, make_empty, partial_of, put_in_place, rename_to_free
+from torchtune_ext.run.files import discard, make_empty, partial_of, put_in_place
 from torchtune_ext.run.folder import Run, RunFolder, changes, checkpoint_folders, step_of
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.training.collectives import (
@@ -53,10 +51,8 @@ from torchtune_ext.training.collectives import (
 from torchtune_ext.training.export import written_aside
 from torchtune_ext.training.manifest import DamagedCheckpoint, Identity, Manifest, entries_of
 
-log = logging.getLogger(__name__)
 # Frozen weights are not saved, because they can be read from model_dir.
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
-NAMED = 20  # indices of problems that one line names
 # Settings of a resumed run that say where it is and that it goes on. They are no news.
 NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run")
 
@@ -68,7 +64,6 @@ class CheckpointConfig:
     every: int = 50  # steps between checkpoints; there is also one after the last step
     keep_last: int = 2  # newest checkpoints that are kept, besides the one with the highest accuracy
     save_optimizer: bool = True  # False: less than half the disk; a resumed optimizer begins anew
-    fall_back: bool = False  # True: if the newest checkpoint is damaged, the run goes on from the newest whole one
     stop_grace_s: float = 25.0  # seconds after SIGTERM within which a step must end for a checkpoint to be written
 
     def __post_init__(self) -> None:
@@ -119,44 +114,22 @@ class Checkpoints:
     def choose(self) -> Path | None:
         """Returns the checkpoint to go on from, or None where there is no checkpoint at all. A collective.
 
-        Every file of the returned checkpoint has been verified. With `checkpoints.fall_back`, checkpoints that are
-        newer and damaged are renamed to `damaged_step_*`.
+        Every file of the returned checkpoint has been verified.
 
         Raises:
-            DamagedCheckpoint: the newest checkpoint is damaged, and `checkpoints.fall_back` is not set or no other is
-                whole.
+            DamagedCheckpoint: the newest checkpoint is damaged.
             ValueError: the newest checkpoint belongs to another run, model or base.
         """
-        newest, *older = from_main(self.all)[::-1] or [None]
-        if newest is None:
-            return None
-        try:
-            self._verify(newest)
-            return newest
-        except DamagedCheckpoint as error:
-            damage = str(error)
-        tried = [newest]
-        for path in older:
+        newest = from_main(lambda: next(reversed(self.all()), None))
+        if newest is not None:
             try:
-                self._verify(path)
-                break
-            except ValueError:
-                # This one is damaged as well, or it belongs to another run.
-                tried.append(path)
-        else:
-            raise DamagedCheckpoint(
-                f"{damage}. No other checkpoint in {self.folder} can be used: put the files back from a copy, or begin a new "
-                "run in another output_dir"
-            )
-        if not self._config.fall_back:
-            raise DamagedCheckpoint(
-                f"{damage}. The newest whole checkpoint is {path}; set checkpoints.fall_back=True to go on from it (what is "
-                "newer is renamed to damaged_*, nothing is deleted), or put the files back from a copy"
-            )
-        aside = from_main(lambda: [rename_to_free(p, f"damaged_{p.name}").name for p in tried])
-        if self._main:
-            log.warning("%s. Going on from %s; set aside: %s", damage, path, ", ".join(aside))
-        return path
+                self._verify(newest)
+            except DamagedCheckpoint as error:
+                raise DamagedCheckpoint(
+                    f"{error}. Put the file back from a copy, or move the whole folder away: the run then goes on from the "
+                    "checkpoint before it, or begins anew where there is none"
+                ) from None
+        return newest
 
     def advice(self, step: int) -> str:
         """Returns a text that says what to do after a step whose update cannot be made."""
@@ -287,9 +260,6 @@ class Checkpoints:
                 f"{wrong}, as rank 0 sees what another rank has written: all ranks need one shared output_dir"
             )
         manifest.write(partial_of(final))
-        if final.exists() and not self._is_mine(_glance(final)):
-            aside = rename_to_free(final, f"old_{final.name}")
-            log.warning("%s is damaged or of another run: it is now %s", final, aside)
         put_in_place(final)
 
     def _prune(self) -> None:
@@ -441,19 +411,17 @@ def checkpoint_to_go_on_from(
     if step >= total:
         raise NothingToDo(f"step {step} >= max_steps={total}: nothing to do\n{standing(step, step, checkpoints)}")
     if folder is not None:
-        task = json.loads((path / "recipe.json").read_text())["task"]
-        say(resume_text(path, step, folder.run, folder.earlier, task.get("skipped", [])))
+        say(resume_text(path, step, folder.run, folder.earlier))
     return path
 
 
-def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any], skipped: Sequence[int] = ()) -> str:
+def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any]) -> str:
     """Returns what a run says when it goes on: from where, and which of its settings were others until then.
 
     Args:
         path, step: of the checkpoint.
         run: with the settings of now.
         earlier: its settings until now; empty where they are not known.
-        skipped: indices of problems that the run passes over.
     """
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     lines = [("resume", f"from step {step} of run {run.id}, begun {begun}: {path}")]
@@ -469,9 +437,6 @@ def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any], ski
             lines.append(
                 ("rate", f"schedule.decay={decay} now ends with the new max_steps, so the learning rate jumps here")
             )
-    if skipped:
-        named = ", ".join(map(str, skipped[:NAMED])) + (", ..." if len(skipped) > NAMED else "")
-        lines.append(("skipped", f"{len(skipped)} problems stay passed over, by index: {named}"))
     return labelled(lines)
 
 

@@ -22,9 +22,8 @@ from torchtune_ext.training.collectives import from_main, gathered
 if TYPE_CHECKING:
     from torchtune_ext.training.watch import Limits, Watch
 
-# The process group has a time limit of its own. It is this many seconds longer than that of the watch, so that the
-# watch, whose message is readable, ends the run first.
-SLACK_S = 600.0
+# Seconds that a rank may wait in a collective for one that lives: rank 0 samples and evaluates meanwhile.
+GROUP_S = 4 * 3600.0
 T = TypeVar("T")
 _watches: "list[Watch]" = []  # the watch of this process, at most one; it is global, as the process group is
 
@@ -112,11 +111,7 @@ class Ranks:
         return bool(highest.item())
 
     def phase(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
-        """Names what this rank does inside `with ranks.phase("sample", 3):`, for messages of ranks that wait for it.
-
-        All ranks must use the same name for what they do together, and a rank must use a different name for what only
-        it does. The watch does not warn early about a rank that is in a phase of its own.
-        """
+        """Names what this rank does inside `with ranks.phase("sample", 3):`, for messages of ranks that wait for it."""
         if self.watch is None:
             return nullcontext()
         return self.watch.phase(name if step is None else f"{name}, step {step}")
@@ -131,7 +126,6 @@ def init_ranks(
     config: RanksConfig | None = None,
     engine_beside: bool = False,
     output_dir: str | None = None,
-    model_dir: str | None = None,
     **limits: float,
 ) -> Ranks:
     """Joins the process group that torchrun set up, if there is one, and begins the watch over the other ranks.
@@ -142,13 +136,12 @@ def init_ranks(
         device: "cpu", "cuda" or "auto" (cuda where there is one).
         config: the node `ranks:`; None for the defaults.
         engine_beside: an engine samples while this process trains; on a CPU a core is left to it.
-        output_dir, model_dir: the folder that the run writes, and the one with its weights: ranks on several machines must see
-            them. None: they are not looked at.
+        output_dir: the folder that the run writes, which ranks on several machines must see. None: it is not looked at.
         limits: other times of the watch in seconds, by their names in `watch.Limits`.
 
     Raises:
         ValueError: the device is unknown or missing, a limit is out of its range, `shard_within` does not divide the ranks, a
-            variable of torchrun is not set, or a machine does not see a folder.
+            variable of torchrun is not set, or a machine does not see the folder.
     """
     config = config or RanksConfig()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -176,9 +169,8 @@ def init_ranks(
     watch.start()
     # gloo moves tensors on the CPU, NCCL those on GPUs.
     backend = training.get_distributed_backend(here.type, offload_ops_to_cpu=here.type != "cpu")
-    limit = timedelta(seconds=watch_limits.wait_s + SLACK_S)
     try:
-        dist.init_process_group(backend, timeout=limit)
+        dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_S))
     except RuntimeError as error:
         error.add_note(
             f"The ranks did not find each other. gloo listens on {os.environ.get('GLOO_SOCKET_IFNAME', 'the host name')}: set "
@@ -188,8 +180,8 @@ def init_ranks(
         raise
     hosts = hosts_of_ranks()
     if output_dir is not None:
-        with watch.phase("look for the folders"):
-            require_shared(hosts, output_dir, model_dir)
+        with watch.phase("look for the folder"):
+            require_shared(hosts, output_dir)
     return Ranks(rank, world_size, here, watch, hosts, config.shard_within)
 
 

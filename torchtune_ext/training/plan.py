@@ -4,11 +4,8 @@
 NCCL and the allocator keep), an allowance stands, and the table calls it so.
 """
 
-import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
@@ -26,16 +23,31 @@ CONTEXT = GIB // 2  # allowance for a CUDA context with its kernels: it is not i
 NCCL = GIB // 2  # allowance for the buffers of NCCL's channels, where several GPUs talk
 GRAPHS = GIB  # allowance for captured CUDA graphs; vLLM measures them at its start and takes them out of the KV cache
 STEP_TOKENS = 2048  # tokens of a vLLM step where `engine.max_num_batched_tokens` is null
-REQUESTS_GPU, REQUESTS_CPU = 1024, 256  # requests in a step where `engine.max_num_seqs` is null
+REQUESTS = 1024  # requests in a step where `engine.max_num_seqs` is null
 # vLLM tries the sampler with all its options before it sizes the KV cache: logits in float32 (4 bytes), sorted (4) with their
 # places as int64 (8), and probabilities (4).
 SAMPLER_BYTES = 20
 PACKED = GIB  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
 NAMES, FIGURE = 58, 12  # characters of a row's name and of a figure
-MOST_GPUS = 128  # more are not tried
-UTILIZATIONS = [share / 100 for share in range(90, 5, -5)]  # of gpu_memory_utilization, which are tried
-SHOWN = 3  # changes that a verdict names
+# What helps against each kind of shortage, the cheapest first. Another dry run says how much.
+HELPS = {
+    "gpus": ("fewer ranks or engines, or more GPUs",),
+    "training": (
+        "activation_checkpointing=true",
+        "row_tokens=engine.max_model_len",
+        "engine.sleep=true, where an engine is on the same GPU",
+        "more GPUs that train",
+        "adapters (docs/training.md)",
+    ),
+    "engine": (
+        "another engine.gpu_memory_utilization or engine.kv_cache_bytes",
+        "a lower engine.max_model_len",
+        "a higher engine.tensor_parallel_size",
+    ),
+    "host": ("fewer ranks", "adapters (docs/training.md)"),
+    "disk": ("checkpoints.save_optimizer=false", "checkpoints.keep_last=1"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,6 @@ class Machine:
     name: str  # how the user calls it, "4 x 80 GB" for instance
     here: bool  # whether it is this machine, so that its disk and main memory count, too
     nodes: int = 1  # how many there are
-    serving: "Machine | None" = None  # GPUs elsewhere for vLLM's servers; None: what samples is on `gpus`, too
 
     def __str__(self) -> str:
         size = self.gpu_bytes if self.gpus else self.host_bytes
@@ -67,23 +78,19 @@ class Plan:
     sizes: Sizes  # of the model
     machine: Machine  # what the run is compared with
     trainers: int = 1  # devices that train
-    optimizer_bytes: float = 8.0  # what the optimizer keeps for one trained value
     reference: bool = False  # whether the loss asks a reference policy
     publishes_all: bool = True  # whether whole weights ever go to the engine, and not only adapters
-    prompt_tokens: int | None = None  # tokens of the longest of some prompts; None: not known
 
     def __post_init__(self):
         machine, sizes, itemsize = self.machine, self.sizes, self.sizes.dtype.itemsize
         self.engine = None if self.cfg.replay else self.cfg.engine  # None: the run has no engine
         self._lay_out()
         self.published_bytes = sizes.engine_bytes if self.publishes_all else itemsize * sizes.trained
-        # Memory of each GPU that samples; 0: the engine computes on the CPU.
-        self.engine_gpu_bytes = (machine.serving or machine).gpu_bytes
         # Bytes by name, of each device that samples; none for a server whose GPUs are not known.
         self.engine_rows: dict[str, int] = {}
         if self.place != "none" and (self.place != "server" or (machine.gpus and not machine.here)):
             adapter_bytes = 0 if self.publishes_all else self.published_bytes
-            self.engine_rows = engine_rows(sizes, self.engine, self.engine_gpu_bytes, adapter_bytes)
+            self.engine_rows = engine_rows(sizes, self.engine, machine.gpu_bytes, adapter_bytes)
             self.cached_tokens = cached_tokens(sizes, self.engine, self.engine_rows["KV cache"])
         self.device_rows = self._device_rows()
         self.host_rows = self._host_rows()
@@ -91,7 +98,7 @@ class Plan:
         self.host_bytes = sum(self.host_rows.values())
         if not machine.gpus:
             self.host_bytes += self.device_bytes + self.engines * self.engine_bytes
-        self.disk = disk_need(self.cfg, sizes.total, sizes.trained, sizes.dtype, self.optimizer_bytes)
+        self.disk = disk_need(self.cfg, sizes.total, sizes.trained, sizes.dtype)
         self.shortages = self._shortages()
         self.fits = not self.shortages
 
@@ -109,9 +116,8 @@ class Plan:
         # GPUs that only sample, and those that an engine shares with the trainer.
         self.sampling_gpus = self.engines * gpus if self.place in ("own", "server") else 0
         self.shared_gpus = gpus if self.place in ("shared", "sleeps") else 0
-        # Servers sample on GPUs that `machine.gpus` does not count. A machine that is asked for has them, too, unless it names
-        # others for them.
-        self.elsewhere = self.place == "server" and (machine.here or machine.serving is not None)
+        # Servers of a run on this machine sample on GPUs that `machine.gpus` does not count.
+        self.elsewhere = self.place == "server" and machine.here
         # GPUs that the run needs, without those of servers elsewhere.
         self.gpus = max(self.trainers + (0 if self.elsewhere else self.sampling_gpus), self.shared_gpus)
         # Ranks, engines, and GPUs that only sample, on the first node, which has most of them.
@@ -129,14 +135,9 @@ class Plan:
             visible: CUDA_VISIBLE_DEVICES of this process.
 
         Raises:
-            ValueError: the engine leaves no GPU to train, or the GPUs that serve have no server.
+            ValueError: what samples leaves no GPU to train.
         """
         machine, engine, sampling = self.machine, self.engine, self.node_sampling
-        if machine.serving is not None and self.place != "server":
-            raise Mistake(
-                f"{machine.name}: GPUs that serve elsewhere need engine.address, the addresses of the servers on them; it is "
-                "null"
-            )
         if ranks or not machine.gpus:
             return replace(self, trainers=ranks or 1)
         if machine.here and sampling:
@@ -145,27 +146,17 @@ class Plan:
             sampling = len(set(engine.device_names) & {name.strip() for name in mine})
         if sampling < machine.gpus:
             return replace(self, trainers=machine.nodes * (machine.gpus - sampling))
-        if self.place == "server":
-            each = " of each node" if machine.nodes > 1 else ""
-            raise Mistake(
-                f"{machine.name}: the servers (engine.address={engine.address}) take {sampling} GPUs{each}; none is left "
-                "to train; name GPUs elsewhere for them, as in 8x80+4x80"
-            )
         raise Mistake(
-            f"{machine.name}: the engine has {sampling} of its own (engine.devices={engine.devices}); none is left to "
-            f"train; ask for {sampling + 1} or more, or let both share one by engine.devices=null engine.sleep=true"
+            f"{machine.name}: {self.servers()} take {sampling} GPU{'s' if sampling > 1 else ''} of "
+            f"{'each' if self.place == 'server' else 'the first'} node; none is left to train: ask for {sampling + 1} or more, "
+            "or let engine and trainer share them by engine.devices=null engine.sleep=true"
         )
 
     def _device_rows(self) -> dict[str, int]:
         """Returns bytes by name of each training GPU, of rank 0's if they differ, or of all ranks of a node's CPU together."""
         cfg, ranks = self.cfg, self.trainers
         rows = trainer_rows(
-            self.sizes,
-            cfg.row_tokens,
-            ranks,
-            cfg.activation_checkpointing,
-            self.optimizer_bytes,
-            cfg.ranks.shard_within,
+            self.sizes, cfg.row_tokens, ranks, cfg.activation_checkpointing, shard_within=cfg.ranks.shard_within
         )
         if not self.machine.gpus:
             return {name: bytes_ * self.node_ranks for name, bytes_ in rows.items()}
@@ -217,19 +208,17 @@ class Plan:
             takes["training"] = ("training takes", gpu, self.device_bytes, machine.gpu_bytes)
             if self.engine_rows:
                 who = "each server takes" if self.place == "server" else "each engine takes"
-                takes["engine"] = (who, gpu, self.engine_bytes, self.engine_gpu_bytes)
+                takes["engine"] = (who, gpu, self.engine_bytes, machine.gpu_bytes)
         takes["host"] = ("the run takes", "of main memory", self.host_bytes, machine.host_bytes)
         takes["disk"] = ("checkpoints take", "of disk", self.disk.total, self.disk.free if machine.here else None)
         return takes
 
     def _shortages(self) -> dict[str, str]:
         """Returns what is missing, a phrase for each kind of it."""
-        machine, engine, serving, short = self.machine, self.engine, self.machine.serving, {}
+        machine, engine, short = self.machine, self.engine, {}
         # Of the GPUs here, an engine on GPUs of its own may see others than the trainer.
         needed = max(self.node_ranks + (0 if machine.here else self.node_sampling), self.shared_gpus)
-        if serving and self.engines > serving.nodes * (serving.gpus // engine.tensor_parallel_size):
-            short["gpus"] = f"its {self.servers()} need {self.sampling_gpus} GPUs, where {serving} serve"
-        elif 0 < machine.gpus < needed:
+        if 0 < machine.gpus < needed:
             short["gpus"] = f"it needs {self.gpus} GPUs{' on nodes alike' if machine.nodes > 1 else ''}: {self.roles()}"
         for kind, (who, what, bytes_, most) in self.takes().items():
             if most is not None and bytes_ > most:
@@ -275,7 +264,7 @@ def engine_rows(sizes: Sizes, config: EngineConfig, gpu_bytes: int, adapter_byte
     if not gpu_bytes:
         return rows | {"KV cache": config.kv_cache_bytes or CPU_KV_CACHE}
     tokens = config.max_num_batched_tokens or STEP_TOKENS
-    sampled = min((config.max_num_seqs or REQUESTS_GPU) + CANARY_REQUESTS, tokens)
+    sampled = min((config.max_num_seqs or REQUESTS) + CANARY_REQUESTS, tokens)
     # The widest moment of a layer holds gate, up and their product, and two residuals.
     activations = tokens * size * (3 * sizes.mlp // gpus + 2 * sizes.width)
     rows["activations of a step and its sampler"] = SAMPLER_BYTES * sampled * sizes.vocab + activations
@@ -297,81 +286,6 @@ def cached_tokens(sizes: Sizes, config: EngineConfig, kv_bytes: int) -> int:
     # Heads of keys and values that do not suffice for all GPUs are held twice.
     share = -(-sizes.kv_heads // config.tensor_parallel_size) / sizes.kv_heads
     return int(kv_bytes / (sizes.keys * share * size))
-
-
-def changes_that_help(plan: Plan) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields the changes after which less is missing, in words, with what is still missing, the cheapest first."""
-    for alternatives in _changes(plan):
-        for words, changed in alternatives:
-            if changed.shortages.keys() < plan.shortages.keys():
-                yield words, changed.shortages
-                break
-
-
-def _changes(plan: Plan) -> Iterator[Iterable[tuple[str, Plan]]]:
-    """Yields what may be changed, in words, and the plan then: first what costs time, then what costs hardware or tokens. Of
-    several alternatives the first that helps is enough."""
-    cfg, nodes = plan.cfg, plan.machine.nodes
-    again, shorter = {"activation_checkpointing": True}, {"row_tokens": min(cfg.row_tokens, cfg.engine.max_model_len)}
-    words, leaner = _changed(plan, again | shorter)
-    yield [_changed(plan, again), (words, leaner)]
-    yield [_changed(plan, {"ranks.shard_within": None})]
-    light, few = {"checkpoints.save_optimizer": False}, {"checkpoints.keep_last": 1}
-    yield [_changed(plan, change) for change in (light, few, light | few)]
-    if plan.engine is not None:
-        yield from _engine_changes(plan)
-    also = f", with {words}" if words else ""
-    for ending, base in {"": plan, also: leaner}.items():
-        numbers = range(plan.trainers + nodes, MOST_GPUS + 1, nodes) if plan.machine.gpus else ()
-        yield (_on_as_many(f"{number} GPUs that train{ending}", replace(base, trainers=number)) for number in numbers)
-    if not plan.sizes.frozen:
-        for title, nf4 in (("adapters (docs/training.md)", False), ("adapters over NF4 (QLoRA)", True)):
-            yield [(f"{title}{also}", replace(leaner, sizes=plan.sizes.with_adapters(nf4), publishes_all=False))]
-
-
-def _engine_changes(plan: Plan) -> Iterator[Iterable[tuple[str, Plan]]]:
-    """Yields what may be changed of the engine."""
-    engine, longest = plan.engine, plan.cfg.sampling.max_tokens + (plan.prompt_tokens or 0)
-    if engine.kv_cache_bytes is not None:
-        yield [_changed(plan, {"engine.kv_cache_bytes": -(-engine.kv_cache_bytes // 2)})]
-    elif plan.machine.gpus:
-        yield (_changed(plan, {"engine.gpu_memory_utilization": share}) for share in UTILIZATIONS)
-    if plan.place == "shared" and plan.machine.gpus:
-        yield [_changed(plan, {"engine.sleep": True, "engine.kv_on_publish": "recompute", "staleness": 0})]
-    if plan.engine_rows and longest <= plan.cached_tokens < engine.max_model_len:
-        yield [_changed(plan, {"engine.max_model_len": plan.cached_tokens})]
-    # vLLM deals whole heads out to its GPUs.
-    heads = plan.sizes.heads if plan.machine.gpus else 0
-    wider = (gpus for gpus in range(engine.tensor_parallel_size + 1, heads + 1) if heads % gpus == 0)
-    yield (_with_wider_engines(plan, gpus) for gpus in wider)
-
-
-def _with_wider_engines(plan: Plan, gpus: int) -> tuple[str, Plan]:
-    """Returns the change to engines on so many GPUs each, in words, and the plan then: on the GPUs that the engines have, or on
-    others if these are too few for one."""
-    change = {"engine.tensor_parallel_size": gpus, "engine.count": None, "engine.devices": None}
-    if plan.place == "own":
-        names = plan.engine.device_names[: plan.sampling_gpus // gpus * gpus]
-        change["engine.devices"] = ",".join(names or [str(plan.trainers + number) for number in range(gpus)])
-    return _on_as_many(*_changed(plan, change))
-
-
-def _changed(plan: Plan, change: dict[str, Any]) -> tuple[str, Plan]:
-    """Returns other settings, by their dotted names, in words, and the plan with them. What is so already is left out."""
-    words, nodes = [], defaultdict(dict)
-    for key, value in change.items():
-        node, _, name = key.rpartition(".")
-        if getattr(getattr(plan.cfg, node) if node else plan.cfg, name) != value:
-            words.append(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
-            nodes[node][name] = value
-    changed = nodes.pop("", {}) | {node: replace(getattr(plan.cfg, node), **values) for node, values in nodes.items()}
-    return " ".join(words), replace(plan, cfg=replace(plan.cfg, **changed))
-
-
-def _on_as_many(words: str, plan: Plan) -> tuple[str, Plan]:
-    """Returns a change, and the plan on a machine of as many GPUs as it needs."""
-    gpus = max(plan.machine.gpus, -(-plan.gpus // plan.machine.nodes))
-    return f"{words} ({plan.gpus} in all)", replace(plan, machine=replace(plan.machine, gpus=gpus))
 
 
 def plan_table(plan: Plan, name: str) -> str:
@@ -398,7 +312,11 @@ def plan_table(plan: Plan, name: str) -> str:
         kind = "server" if plan.place == "server" else "engine"
         where = f"each {kind} GPU (engine.tensor_parallel_size={engine.tensor_parallel_size})"
         add(where if machine.gpus else "main memory for the engine", plan.engine_rows)
-        lines += _requests(plan)
+        each = f" of each of {plan.engines}" if plan.engines > 1 else ""
+        requests = plan.cached_tokens // engine.max_model_len
+        lines.append(
+            f"  the KV cache{each} holds {plan.cached_tokens:,} tokens: {requests:,} requests of engine.max_model_len"
+        )
     elif plan.place == "server":
         lines.append(f"the engine is the server at {engine.address}; what it needs is not in this table")
     add(f"main memory{first}, besides", plan.host_rows)
@@ -406,19 +324,6 @@ def plan_table(plan: Plan, name: str) -> str:
     free = f"; free there: {size_of(disk.free)}" if machine.here else ""
     lines.append(f"  {disk.kept} at once at most, with the one that is being written: {size_of(disk.total)}{free}")
     return "\n".join(lines)
-
-
-def _requests(plan: Plan) -> list[str]:
-    """Says how many requests an engine's KV cache holds at once, shared prompts not counted."""
-    engine, tokens, max_tokens = plan.engine, plan.cached_tokens, plan.cfg.sampling.max_tokens
-    most = engine.max_num_seqs or (REQUESTS_GPU if plan.engine_gpu_bytes else REQUESTS_CPU)
-    kinds = {f"engine.max_model_len={engine.max_model_len}": engine.max_model_len}
-    if plan.prompt_tokens is not None:
-        kind = f"a prompt of {plan.prompt_tokens} + sampling.max_tokens={max_tokens}"
-        kinds[kind] = plan.prompt_tokens + max_tokens
-    whole = f" of each of {plan.engines}" if plan.engines > 1 else ""
-    title = f"  the KV cache{whole} holds {tokens:,} tokens, for so many requests at once:"
-    return [title, *(f"    {min(tokens // length, most):,} of {kind}" for kind, length in kinds.items())]
 
 
 def verdict(plan: Plan) -> str:
@@ -432,12 +337,7 @@ def verdict(plan: Plan) -> str:
         elif plan.trainers > 1:
             takes.append(f"  start it with {start}")
         return "\n".join([f"fits {where}:", *takes])
-    lines = [f"does NOT fit {where}:", *(f"  {missing}" for missing in plan.shortages.values())]
-    helpful = list(islice(changes_that_help(plan), SHOWN))
-    if not helpful:
-        return "\n".join([*lines, "no single change of a setting makes it fit"])
-    width = max(len(words) for words, _ in helpful)
-    lines.append("what helps, the cheapest first:")
-    for words, left in helpful:
-        lines.append(f"  {words:<{width}}  then {'; '.join(left.values()) or 'it fits'}")
+    lines = [f"does NOT fit {where}:"]
+    for kind, missing in plan.shortages.items():
+        lines += [f"  {missing}; what helps, the cheapest first:", *(f"    {each}" for each in HELPS[kind])]
     return "\n".join(lines)

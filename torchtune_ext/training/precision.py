@@ -21,11 +21,11 @@ from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, fp8_hf_tensors, plan
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.policy.lora import AdapterSpec, adapter_names
+from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.settings import computes_in_bfloat16, release_memory
+from torchtune_ext.training.settings import computes_in_bfloat16
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SLOW_STEP_S = 900.0  # of an engine in a dtype in which the processor does not compute
@@ -182,28 +182,17 @@ class Precision:
             return gathered(self.engine_dtype)
         return fp8_hf_tensors(gathered(self.dtype), self.sampler, self.engine_dtype)
 
-    def write_receipt(self, folder: str, policy: PackedPolicy, tokens: int) -> None:
-        """Prints which layers are in FP8 and why the others are not, by what they are computed, and what that gains; keeps it
-        in `folder`/fp8.txt. Does nothing without FP8. Call it while the engine is idle: the gain is measured, on a GPU or on
-        cores that the two may share.
-
-        Args:
-            tokens: of a packed row, for which the gain is measured.
-        """
+    def write_receipt(self, folder: str, policy: PackedPolicy) -> None:
+        """Prints which layers are in FP8 and why the others are not, and by what they are computed; keeps it in
+        `folder`/fp8.txt. Does nothing without FP8."""
         if self.sampler is None:
             return
-        from torchtune_ext.policy.fp8.gain import engine_memory, trainer_gain
-
         lines = [
             (policy.fp8 or self.sampler).table(),
-            f"  engine: {engine_memory(policy.model, self.sampler)}, {self._sent}",
+            f"  engine: {len(self.sampler.converted)} weights in FP8, {self._sent}",
         ]
         if policy.fp8 is None:
             lines.append(f"  trainer: none of them, {str(self.dtype)[6:]}; it and the engine drift apart")
-        else:
-            frozen = bool(adapter_names(policy.model))
-            lines += [f"  trainer: {line}" for line in trainer_gain(policy.fp8, frozen, tokens, self.device)]
-            release_memory()  # which the measurement took
         self._file = Path(folder) / "fp8.txt"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.unlink(missing_ok=True)

@@ -3,22 +3,19 @@ for checkpoints."""
 
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
 
-ADAMW_BYTES = 8.0  # of two moments in float32, for one trained value
+ADAMW_BYTES = 8  # of two moments in float32, for one trained value; other optimizers keep less or little more
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +140,7 @@ def require_apart(engine: EngineConfig, training: list[str]) -> None:
     )
 
 
-def disk_need(cfg: Any, total: int, trained: int, dtype: torch.dtype, optimizer_bytes: float) -> DiskNeed:
+def disk_need(cfg: Any, total: int, trained: int, dtype: torch.dtype) -> DiskNeed:
     """Counts the bytes of a run's checkpoints. Metrics, rollouts and earlier runs in the folder are not in it.
 
     Args:
@@ -151,13 +148,12 @@ def disk_need(cfg: Any, total: int, trained: int, dtype: torch.dtype, optimizer_
         total: parameters of the model.
         trained: those that are trained; fewer are adapters.
         dtype: of the model for other tools.
-        optimizer_bytes: what the optimizer keeps for one trained value.
     """
     config, frozen = cfg.checkpoints, trained < total
     whole = dtype.itemsize * (total - trained * frozen)
     rows = {
         "trained weights in float32, to go on from": 4 * trained,
-        "state of the optimizer": int(optimizer_bytes * trained) if config.save_optimizer else 0,
+        "state of the optimizer": ADAMW_BYTES * trained if config.save_optimizer else 0,
         "adapters for other tools, float32": 4 * trained if frozen else 0,
         f"model for other tools, {str(dtype)[6:]}": whole if cfg.adapters.save_merged or not frozen else 0,
     }
@@ -204,26 +200,3 @@ def existing(folder: str | Path) -> Path:
     """Returns the folder, or the nearest one above it that exists."""
     path = Path(folder).absolute()
     return next(place for place in (path, *path.parents) if place.exists())
-
-
-def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
-    """Returns what an optimizer keeps for one value that it trains, in bytes: it makes one step on a small matrix.
-
-    What cannot make a step here is taken for AdamW; the checks say what is wrong with it.
-    """
-    param = nn.Parameter(torch.zeros(256, 256))
-    param.grad = torch.zeros_like(param)
-    try:
-        optimizer = make(params=[param])
-        optimizer.step()
-    except Exception:
-        return ADAMW_BYTES
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(_nbytes(tensor) for tensor in tensors if tensor.numel() > 1) / param.numel()
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor, also of one that is quantized: that is made of others."""
-    if is_traceable_wrapper_subclass(tensor):
-        return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.nbytes

@@ -1,13 +1,9 @@
-"""Watches over the ranks of a run: which rank gives no sign of life, which one the others wait for, and what it does.
+"""Watches over the ranks of a run: a rank that gives no sign of life is named, and ends the run after a deadline.
 
-Every rank writes a beat into the rendezvous store again and again, and reads the beats of the others. A rank can be
-late in two ways:
-
-    silent    A rank sends no more beats: it was stopped, swapped out or ended, or its machine is dead. The others would
-              wait for it for ever. So the lowest of them reports it, and after `deadline_s` the run ends.
-    busy      A rank sends beats, but has begun fewer collectives than the others, which wait for it: rank 0 while it
-              samples, or a rank that hangs in a loop. Rank 0 may be busy for a long time, so this is only reported, and
-              the run ends only after `wait_s`.
+Every rank writes a beat into the rendezvous store again and again, and reads the beats of the others. A rank that sends no more
+was stopped, swapped out or ended, or its machine is dead, and the others would wait for it for hours. So the lowest of them
+reports it, and after `deadline_s` the run ends. A rank that beats but does not come to a collective is left to the time limit
+of the process group.
 
 The main thread of a rank that waits is inside gloo or NCCL, where no exception of ours can reach it. So the watch runs
 in threads of its own, and ends the process itself. `Judge` decides only from the beats. `Watch` has the threads and
@@ -25,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -45,17 +41,12 @@ class Limits:
     Args:
         deadline_s: silence of a rank after which the run ends (`ranks.deadline_s` of the recipes).
         beat_s: time between two beats.
-        notice_s: time of silence or waiting before the first log line about it, and between two lines; at most half of
-            `deadline_s`.
-        long_s: time of waiting for a rank that does work of its own, after which the log line is a warning.
-        wait_s: time of waiting for a rank that is alive but busy, after which the run ends.
+        notice_s: silence before the first log line about it, and between two lines; at most half of `deadline_s`.
     """
 
     deadline_s: float = 300.0
     beat_s: float = 2.0
     notice_s: float = 60.0
-    long_s: float = 1800.0
-    wait_s: float = 4 * 3600.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "notice_s", min(self.notice_s, self.deadline_s / 2))
@@ -71,7 +62,6 @@ class Beat:
     pid: int
     phase: str  # "train, step 3"; "" before the recipe has named a phase
     place: str  # where the main thread is, in our code or the user's: "grpo.py:214 in pack"
-    collectives: int  # number of collectives that this rank has begun
 
     def doing(self) -> str:
         """Returns a text with what the rank does, for messages."""
@@ -80,25 +70,15 @@ class Beat:
 
 @dataclass(slots=True)
 class _Heard:
-    """What this rank knows of one rank. All times are seconds during which this rank was awake."""
+    """What this rank knows of one rank. The times are seconds during which this rank was awake."""
 
     beat: Beat | None = None
     silent: float = 0.0  # seconds since the last new beat
     reported: float = 0.0  # the value of `silent` when it was last reported
-    waits: float = 0.0  # seconds since the rank began a collective that another rank has not begun
-
-
-@dataclass(slots=True)
-class Verdict:
-    """The decision of a `Judge`: what to log, and whether the run must end."""
-
-    notes: list[tuple[int, str]] = field(default_factory=list)  # (logging level, text)
-    fatal: str | None = None  # why the run must end; None: it goes on
-    speaker: bool = True  # True: this rank prints the whole message
 
 
 class Judge:
-    """Decides from the beats of all ranks which rank is silent and which one the others wait for.
+    """Decides from the beats of all ranks which rank is silent.
 
     It has no clock. Its caller tells it how many seconds have passed, without the time in which this process was
     stopped. So no other rank is blamed for that time.
@@ -107,110 +87,56 @@ class Judge:
     def __init__(self, rank: int, world_size: int, limits: Limits):
         self.rank, self.limits = rank, limits
         self._ranks = {rank: _Heard() for rank in range(world_size)}
-        self._wait_reported = 0.0  # the longest wait when one was last reported
 
-    def look(self, seconds: float, beats: Mapping[int, Beat]) -> Verdict:
-        """Decides from the newest beats.
+    def look(self, seconds: float, beats: Mapping[int, Beat]) -> tuple[list[str], str | None]:
+        """Returns what this rank has to log, and why the run must end (None: it goes on).
 
         Args:
             seconds: time since the last look during which this process was awake.
             beats: the newest beat of each rank that has ever sent one.
         """
-        verdict = Verdict()
+        notes, limits = [], self.limits
         for rank, heard in self._ranks.items():
-            beat, before = beats.get(rank), heard.beat
-            if rank == self.rank or (beat is not None and (before is None or beat.count != before.count)):
-                if heard.reported and self._speaks():
-                    verdict.notes.append((logging.WARNING, f"rank {rank} is back after {heard.silent:.0f} s"))
+            beat = beats.get(rank)
+            if rank == self.rank or (beat is not None and beat != heard.beat):
+                if heard.reported:
+                    notes.append(f"rank {rank} is back after {heard.silent:.0f} s")
                 heard.silent = heard.reported = 0.0
             else:
                 heard.silent += seconds
-            # It waits in a collective that another rank has not begun.
-            ahead = beat is not None and any(beat.collectives > other.collectives for other in beats.values())
-            stands = ahead and before is not None and before.collectives == beat.collectives
-            heard.waits = heard.waits + seconds if stands else 0.0
             heard.beat = beat
-        verdict.speaker = self._speaks()
-        self._judge_silence(verdict)
-        if not any(heard.silent >= self.limits.notice_s for heard in self._ranks.values()):
-            self._judge_waits(verdict)
-        return verdict
+        if lost := [_silence(rank, each) for rank, each in self._ranks.items() if each.silent >= limits.deadline_s]:
+            return notes, (
+                f"{'; '.join(lost)}. That is longer than ranks.deadline_s={limits.deadline_s:g}, so the run ends. If the "
+                "rank was stopped, swapped out or killed, or its machine is gone, mend that; if it needs so long, raise "
+                "ranks.deadline_s. Then go on from the last checkpoint with resume_from_checkpoint=True"
+            )
+        for rank, heard in self._ranks.items():
+            if heard.silent >= limits.notice_s and heard.silent - heard.reported >= limits.notice_s:
+                heard.reported = heard.silent
+                notes.append(f"{_silence(rank, heard)}; the others wait; {self.end()}")
+        return notes if self.speaks() else [], None
+
+    def speaks(self) -> bool:
+        """Tells whether this is the lowest rank that is alive, so that only one rank speaks."""
+        recent = self.limits.notice_s / 2
+        return self.rank == min(rank for rank, heard in self._ranks.items() if heard.silent < recent)
 
     def all_doing(self) -> str:
         """Returns a text with what every rank did last, for messages."""
         beats = {rank: heard.beat for rank, heard in self._ranks.items()}
         return "; ".join(f"rank {rank}: {beat.doing() if beat else 'never heard of'}" for rank, beat in beats.items())
 
-    def _speaks(self) -> bool:
-        """Tells whether this is the lowest rank that is alive, so that only one rank speaks."""
-        recent = self.limits.notice_s / 2
-        return self.rank == min(rank for rank, heard in self._ranks.items() if heard.silent < recent)
-
-    def _judge_silence(self, verdict: Verdict) -> None:
-        """Ends the run if a rank was silent for `deadline_s`, and reports shorter silence."""
-        limits = self.limits
-        lost = [_lost(rank, heard) for rank, heard in self._ranks.items() if heard.silent >= limits.deadline_s]
-        if lost:
-            verdict.fatal = (
-                f"{'; '.join(lost)}. That is longer than ranks.deadline_s={limits.deadline_s:g}, so the run ends. If the "
-                "rank was stopped, swapped out or killed, or its machine is gone, mend that; if it needs so long, raise "
-                "ranks.deadline_s. Then go on from the last checkpoint with resume_from_checkpoint=True"
-            )
-            return
-        for rank, heard in self._ranks.items():
-            if heard.silent >= limits.notice_s and heard.silent - heard.reported >= limits.notice_s:
-                heard.reported = heard.silent
-                if verdict.speaker:
-                    verdict.notes.append((logging.WARNING, f"{_silence(rank, heard)}; the others wait; {self.end()}"))
-
     def end(self) -> str:
         """Returns the part of a message that says when the run ends."""
         return f"the run ends after {self.limits.deadline_s:g} s (ranks.deadline_s)"
-
-    def _judge_waits(self, verdict: Verdict) -> None:
-        """Ends the run if a rank waited in a collective for `wait_s`, and reports shorter waits."""
-        limits = self.limits
-        waiting = {rank: heard for rank, heard in self._ranks.items() if heard.waits}
-        longest = max((heard.waits for heard in waiting.values()), default=0.0)
-        if longest < limits.notice_s:
-            self._wait_reported = 0.0
-            return
-        most = max(heard.beat.collectives for heard in waiting.values())
-        behind = {rank: h.beat for rank, h in self._ranks.items() if h.beat is not None and h.beat.collectives < most}
-        names = ", ".join(map(str, waiting))
-        name = f"rank {names} waits" if len(waiting) == 1 else f"ranks {names} wait"
-        who = f"{name} in a collective for {longest:.0f} s ({next(iter(waiting.values())).beat.doing()})"
-        whom = "; ".join(f"rank {rank} ({beat.host}, pid {beat.pid}): {beat.doing()}" for rank, beat in behind.items())
-        if longest >= limits.wait_s:
-            verdict.speaker = self.rank == min(waiting)
-            verdict.fatal = (
-                f"{who}, longer than {limits.wait_s:g} s. Alive, but not there, is {whom}. See what that rank does there, then "
-                "go on from the last checkpoint with resume_from_checkpoint=True"
-            )
-        elif longest - self._wait_reported >= limits.notice_s:
-            self._wait_reported = longest
-            # A rank may be late because of work that only it does. That is no alarm. But if the late rank is in the
-            # same phase as the others, it should not be late, and the line is a warning.
-            shared = {heard.beat.phase for heard in waiting.values()} & {beat.phase for beat in behind.values()} - {""}
-            level = logging.WARNING if shared or longest >= limits.long_s else logging.INFO
-            if self.rank == min(waiting):
-                text = f"{who}, alive but not there yet is {whom}; the run ends after {limits.wait_s:g} s of waiting"
-                verdict.notes.append((level, text))
 
 
 def _silence(rank: int, heard: _Heard) -> str:
     if heard.beat is None:
         return f"rank {rank} has not arrived after {heard.silent:.0f} s"
-    return f"rank {rank} gives no sign of life for {heard.silent:.0f} s (last: {heard.beat.doing()})"
-
-
-def _lost(rank: int, heard: _Heard) -> str:
-    if heard.beat is None:
-        return f"rank {rank} did not arrive within {heard.silent:.0f} s"
-    at = f"host {heard.beat.host}, pid {heard.beat.pid}"
-    return (
-        f"rank {rank} ({at}) gave no sign of life for {heard.silent:.0f} s; the last that it did: {heard.beat.doing()}"
-    )
+    who = f"rank {rank} (host {heard.beat.host}, pid {heard.beat.pid})"
+    return f"{who} gives no sign of life for {heard.silent:.0f} s (last: {heard.beat.doing()})"
 
 
 class Watch:
@@ -286,7 +212,7 @@ class Watch:
     def _exchange(self, store: dist.Store, known: set[int]) -> None:
         """Writes the beat of this rank and reads the beats of all ranks that have written one."""
         self._count += 1
-        beat = Beat(self._count, self._host, os.getpid(), self._phase, main_place(), collectives_begun())
+        beat = Beat(self._count, self._host, os.getpid(), self._phase, main_place())
         store.set(str(self.rank), json.dumps(asdict(beat)))
         # Only keys that exist are read, because reading a key that is missing would wait for it.
         known.update(rank for rank in range(self.world_size) if rank not in known and store.check([str(rank)]))
@@ -307,7 +233,11 @@ class Watch:
             last = count
             if unanswered < 3 * limits.beat_s:
                 reported = 0.0
-                self._act(self._judge.look(seconds, beats))
+                notes, fatal = self._judge.look(seconds, beats)
+                for text in notes:
+                    log.warning("%s", text)
+                if fatal is not None:
+                    self._end(fatal if self._judge.speaks() else fatal.partition(". ")[0])
                 continue
             ends = not (self._agent_holds_store and count)
             if unanswered - reported >= limits.notice_s:
@@ -315,19 +245,15 @@ class Watch:
                 then_what = self._judge.end() if ends else "the ranks go on without their watch"
                 log.warning("rank %d: no answer from %s for %.0f s; %s", self.rank, self._store, unanswered, then_what)
             if ends and unanswered >= limits.deadline_s:
-                self._act(Verdict(fatal=(
+                self._end(
                     f"no answer from {self._store} for {unanswered:.0f} s, longer than ranks.deadline_s={limits.deadline_s:g} "
                     f"({self._error or 'no error of the network'}). Last heard: {self._judge.all_doing()}. See whether that "
                     "process and its machine live, then go on from the last checkpoint with resume_from_checkpoint=True"
-                )))  # fmt: skip
+                )
 
-    def _act(self, verdict: Verdict) -> None:
-        """Logs the notes of a verdict, and ends the process if the verdict says so."""
-        for level, text in verdict.notes:
-            log.log(level, "%s", text)
-        if verdict.fatal is not None and not self._stop.is_set():
-            story = verdict.fatal if verdict.speaker else verdict.fatal.partition(". ")[0]
-            end_process(f"error: rank {self.rank} ends: {story}.")
+    def _end(self, why: str) -> None:
+        if not self._stop.is_set():
+            end_process(f"error: rank {self.rank} ends: {why}.")
 
 
 def end_process(text: str) -> NoReturn:
@@ -339,29 +265,6 @@ def end_process(text: str) -> NoReturn:
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(LOST_RANK_STATUS)
-
-
-def collectives_begun() -> int:
-    """Returns how many collectives this process has begun, in all groups and backends that it is in, or 0 without a group.
-
-    Every rank is in as many groups of each kind as the others (of all ranks, of those that share a copy of the weights, of
-    those that hold the same part), so the sums can be compared.
-    """
-    total = 0
-    for group in list(dist.distributed_c10d._world.pg_map):
-        counted = set()
-        for device in group._device_types:
-            try:
-                backend = group._get_backend(device)
-                # A backend may take care of several devices.
-                if id(backend) not in counted:
-                    counted.add(id(backend))
-                    total += backend._get_sequence_number_for_group()
-            except RuntimeError:
-                # There is no such backend, as in a group that is made or ended just now, or it does not count. Then waiting in
-                # it is not noticed, but silence still is.
-                continue
-    return total
 
 
 def main_place() -> str:

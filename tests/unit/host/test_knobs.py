@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -40,32 +39,32 @@ def config_of(name: str) -> type:
 
 @every_row("name", RECIPES)
 def test_the_list_of_a_recipe_is_its_dataclass(name):
-    listed, nodes = knobs.knobs_of(name), 0
-    assert [knob.name for knob in listed] == [spec.name for spec in fields(config_of(name))]
-    for knob, spec in zip(listed, fields(config_of(name)), strict=True):
-        assert knob.text
+    listed = {knob.name: knob for knob in knobs.knobs_of(name)}
+    top, nodes = [knob for knob in listed if "." not in knob], 0
+    assert top == [spec.name for spec in fields(config_of(name))] and all(knob.text for knob in listed.values())
+    for spec in fields(config_of(name)):
         if not is_dataclass(spec.type):
-            assert knob.default == default_of(spec)
+            assert listed[spec.name].default == default_of(spec)
             continue
         nodes += 1
-        keys = fields_of(spec.type)
-        assert named(keys) == [(field.name, default_of(field)) for field in fields(spec.type)]
-        assert not [key.name for key in keys if not key.text], knob.name
+        assert [knob for knob in listed if knob.startswith(f"{spec.name}.") and knob.count(".") == 1] == [
+            f"{spec.name}.{field.name}" for field in fields(spec.type)
+        ]
     assert nodes >= 3
 
 
 def test_a_node_has_the_defaults_of_its_recipe():
     found = {knob.name: knob.default for section in knobs.listing(["warmup_sft", "schedule"]) for knob in section.knobs}
-    assert found == {"schedule.decay": "cosine", "schedule.warmup": "20"}
+    assert found == {"schedule": "{...}", "schedule.decay": "cosine", "schedule.warmup": "20"}
 
 
 def test_the_arguments_of_every_component_of_the_configs_are_listed():
     seen = set()
     for recipe in RECIPES.values():
         for knob in knobs.knobs_of(recipe.name):
-            if not knobs.is_component(knob):
+            if not knob.component:
                 continue
-            paths = knobs.components(knob, recipe.name)
+            paths = knobs.components(knob.name)
             assert paths, f"no config says what {knob.name} of {recipe.name} may be"
             for path in set(paths) - seen:
                 module, _, name = path.rpartition(".")
@@ -89,23 +88,23 @@ def test_options_of_constraints_have_their_own_defaults():
 @every_row(
     "words, expected",
     [
-        ([], ["grpo_full has ", "  max_steps ", "  loss  ", "(preset)"]),
-        (["warmup_sft"], ["warmup_sft has ", "  num_problems  "]),
-        (["grpo_lora", "engine"], ["grpo_lora, engine: ", "  engine.gpu_memory_utilization  0.85  "]),
-        (["engine"], ["grpo_full, engine: "]),
+        ([], ["grpo_full: ", "  max_steps ", "  loss  ", "  engine.dtype "]),
+        (["warmup_sft"], ["warmup_sft: ", "  num_problems  "]),
+        (["grpo_lora", "engine"], ["grpo_lora, engine:", "  engine.gpu_memory_utilization  0.85  "]),
+        (["engine"], ["grpo_full, engine:"]),
         (["max_steps"], ["  max_steps  (needed)  steps of sample"]),
         (["max_tokens"], ["  sampling.max_tokens  (needed)  tokens of a completion at most"]),
         (["grpo_full", "checkpoints.every"], ["  checkpoints.every  50  steps between checkpoints"]),
         (
             ["loss"],
             [
-                "objective per label; the default preset sets {importance: tis}",
-                "  loss.kl_coef ",
+                "objective per label",
+                "  kl_coef ",
                 "with constraint: kl3",
-                "  loss.delta      0.02",
+                "  delta      0.02",
             ],
         ),
-        (["task"], ["torchtune_ext.tasks.temporal_clue.TemporalClue", "  task.cache_dir "]),
+        (["task"], ["torchtune_ext.tasks.temporal_clue.TemporalClue", "  cache_dir "]),
         (["torchtune_ext.tasks.jsonl.Jsonl"], ["  grader        null ", "dotted path of a function"]),
     ],
 )
@@ -151,20 +150,12 @@ def test_a_copied_recipe_is_listed_too(tmp_path, monkeypatch, capsys):
 
 
 def test_lines_fit_the_terminal_and_pipes_get_one_line_each():
-    section = knobs.overview("grpo_full")
+    [section] = knobs.listing(["grpo_full"])
     long = knobs.rendered([section]).splitlines()
     assert len(long) == 1 + len(section.knobs)
     short = knobs.rendered([section], width=80).splitlines()
     assert len(short) > len(long) and max(map(len, short)) <= 80
     assert " ".join(" ".join(short).split()) == " ".join(" ".join(long).split())
-
-
-def test_a_reader_that_has_seen_enough_gets_no_traceback():
-    command = [sys.executable, "-m", "torchtune_ext", "knobs", "task"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait(timeout=60) == 0
 
 
 LIMIT = 7
@@ -242,7 +233,7 @@ def test_help_of_tune_run_lists_the_knobs_of_our_recipes(recipe, words, listed, 
     out = capsys.readouterr().out
     if listed:
         assert out.startswith(
-            "usage: tune run [TORCHRUN-OPTIONS] grpo_full --config CONFIG [key=value ...]\n\ngrpo_full has "
+            "usage: tune run [TORCHRUN-OPTIONS] grpo_full --config CONFIG [key=value ...]\n\ngrpo_full: "
         )
     else:
         assert out == "theirs\n"

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import weakref
 from functools import partial
 
 import numpy as np
@@ -11,20 +10,15 @@ import torch
 import torch.nn.functional as F
 from fp8_models import CPU, directory
 from public_configs import PUBLIC, write_config
-from stand_ins import nf4_in_one_piece
 from tables import every_row
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from unpacked import make_groups
 
 from torchtune_ext.packing import pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.families import published_config
-from torchtune_ext.policy.lora import merged_tensors
 from torchtune_ext.policy.memory import Sizes, trainer_rows
-from torchtune_ext.policy.streamed import streamed_logprobs
 
 SIZE = dict(hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024)
 LORA = dict(lora_attn_modules=["q_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=4)
@@ -134,58 +128,3 @@ def test_published_sizes_are_those_of_config_json():
         for key in (*same, "vocab_size", "tie_word_embeddings", "model_type"):
             assert known[key] == config[key], (name, key)
     assert published_config("Qwen2.5-7B-of-mine") is None and published_config("Gemma-3-4b") is None
-
-
-def test_what_adapters_would_take_is_near_what_they_take(tmp_path):
-    path = str(write_config(tmp_path, "Qwen2.5-14B-Instruct"))
-    plain = Sizes(on_meta(partial(from_config, path)), torch.bfloat16)
-    layers = dict(lora_attn_modules=["q_proj", "k_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=32)
-    for nf4 in (False, True):
-        with nf4_in_one_piece():
-            real = Sizes(on_meta(partial(from_config, path, quantize_base=nf4, **layers)), torch.bfloat16)
-        guess, found = (sum(trainer_rows(sizes, 16384, 1, True).values()) for sizes in (plain.with_adapters(nf4), real))
-        # The builder of adapters makes a table of RoPE for each layer, 1.5 GiB of some 30 to 50.
-        assert guess == pytest.approx(found, rel=0.1)
-
-
-class LivePeak(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside and still referred to. MemTracker refuses a model on the meta device."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self._live = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        given = {
-            each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
-        }
-        for each in tree_leaves(result):
-            if not isinstance(each, torch.Tensor) or each.is_meta:
-                continue
-            storage = each.untyped_storage()
-            if storage._cdata not in given and storage._cdata not in self._live:
-                self._live[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._free, storage._cdata)
-        return result
-
-    def _free(self, storage):
-        self.now -= self._live.pop(storage)
-
-
-def test_the_gate_is_counted_where_a_step_takes_less(tmp_path):
-    """A short row through frozen weights takes less than one layer and the table of tokens in float32."""
-    policy, meta = policy_of(tmp_path / "m", torch.bfloat16, **LORA)
-    row = pack(make_groups(np.random.default_rng(0), [(8, [8] * 2)]), 64)[0][0]
-    rows = trainer_rows(Sizes(meta, torch.bfloat16), row.tokens_T.numel(), 1, False)
-    with LivePeak() as live:
-        streamed_logprobs([row], merged_tensors(policy.model), lambda: meta, torch.float32, CPU)
-    estimate = sum(
-        value
-        for name, value in rows.items()
-        if any(word in name for word in ("gradients", "activations", "logits", "gate"))
-    )
-    assert 0.9 * live.peak <= estimate <= 1.1 * live.peak

@@ -7,19 +7,25 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_runs import fork, make_source
+from checkpoint_runs import fork
 from torchtune import training
 
 from torchtune_ext.policy.builder import _mesh
 from torchtune_ext.training import machines
 from torchtune_ext.training.collectives import gathered
-from torchtune_ext.training.distributed import Ranks, RanksConfig, close_ranks, init_ranks, local_device, reduce
-from torchtune_ext.training.watch import collectives_begun
+from torchtune_ext.training.distributed import (
+    GROUP_S,
+    Ranks,
+    RanksConfig,
+    close_ranks,
+    init_ranks,
+    local_device,
+    reduce,
+)
 
 HOST = socket.gethostname()
 FIRST, SECOND = f"rank 0 on {HOST} (torchrun 0)", f"ranks 1, 2 on {HOST} (torchrun 1)"
@@ -66,44 +72,26 @@ def test_a_folder_that_all_machines_share_is_left_as_it_was(across, tmp_path):
     assert not list((tmp_path / "shared").iterdir()), "no mark, and no folder of a run that has not begun"
 
 
-def test_folders_and_weights_that_not_all_machines_have_are_named_on_every_rank(across, tmp_path):
+def test_a_folder_that_not_all_machines_see_is_named_on_every_rank(across, tmp_path):
     (tmp_path / "file").touch()
-    for machine, model, seed in (
-        ("m0", "model", 1), ("m0", "another", 1), ("m1", "another", 2), ("m0", "copy", 1), ("m1", "copy", 1),
-    ):  # fmt: skip
-        make_source(tmp_path / machine / model, seed)
-    shared = str(tmp_path / "run")
-    rows = {
-        "unseen": ("runs/a", None),  # relative, and each machine is in a folder of its own
-        "unmade": (str(tmp_path / "file" / "a"), None),
-        "absent": (shared, "model"),
-        "another": (shared, "another"),
-        "copy": (shared, "copy"),
-        "nowhere": (shared, "no/such/model"),  # which is left to the checks that know more
-    }
 
     def action():
-        hosts, messages = init_ranks("cpu").hosts, {}
-        for name, (output_dir, model_dir) in rows.items():
+        hosts, messages = init_ranks("cpu").hosts, []
+        # The first is relative, and each machine is in a folder of its own.
+        for output_dir in ("runs/a", str(tmp_path / "file" / "a"), str(tmp_path / "run")):
             try:
-                machines.require_shared(hosts, output_dir, model_dir)
+                machines.require_shared(hosts, output_dir)
             except ValueError as error:
-                messages[name] = str(error)
+                messages.append(str(error))
         return messages
 
     messages, *others = across(action)
-    assert others == [messages] * 2 and messages.keys() == {"unseen", "unmade", "absent", "another"}
+    unseen, unmade = messages
+    assert others == [messages] * 2
     there = (tmp_path / "m0").resolve()
-    assert messages["unseen"].startswith(f"output_dir=runs/a: {SECOND} cannot see what {FIRST} writes there ({there})")
-    assert "docs/several_machines.md" in messages["unseen"]
-    assert "cannot be made or written: Not a directory" in messages["unmade"]
-    assert messages["absent"].startswith(f"model_dir='model' is not there for {SECOND}: ")
-    assert messages["another"].startswith(f"model_dir='another' is another model for {SECOND} (26 tensors")
-    assert {path.name for machine in (0, 1) for path in (tmp_path / f"m{machine}").iterdir()} == {
-        "model",
-        "another",
-        "copy",
-    }
+    assert unseen.startswith(f"output_dir=runs/a: {SECOND} cannot see what {FIRST} writes there ({there})")
+    assert "docs/several_machines.md" in unseen and "cannot be made or written: Not a directory" in unmade
+    assert not any(list((tmp_path / machine).iterdir()) for machine in ("m0", "m1"))
 
 
 def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatch, tmp_path):
@@ -116,7 +104,6 @@ def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatc
         ranks = init_ranks("cpu", output_dir=str(tmp_path / "run"))
         # It computes on a GPU, as far as it knows.
         ranks = Ranks(ranks.rank, 3, torch.device("cuda", 0), ranks.watch, ranks.hosts)
-        begun = collectives_begun()
         found = [
             ranks.broadcast({"rank": ranks.rank}),
             ranks.any(ranks.rank == 2),
@@ -126,43 +113,21 @@ def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatc
         # A metric of a user's loss may come up on one rank only.
         own = {"c": 5.0} if ranks.rank == 1 else {}
         found.append(reduce({"a": 1.0, "b": float(ranks.rank), "b_max": float(ranks.rank), **own}))
-        assert collectives_begun() > begun, "the watch counts them"
         dist.barrier()
         return found
 
     assert across(action) == [[{"rank": 0}, True, False, [0, 1, 2], {"a": 3.0, "b": 3.0, "b_max": 2.0, "c": 5.0}]] * 3
 
 
-def test_every_rank_counts_the_same_collectives_of_a_mesh_and_gives_them_the_time_of_the_run(across):
+def test_groups_of_a_mesh_wait_as_long_as_the_run(across):
     def action():
-        ranks = init_ranks("cpu", RanksConfig(shard_within=1), wait_s=5000.0)
+        ranks = init_ranks("cpu", RanksConfig(shard_within=1))
         mesh = _mesh(ranks.device, ranks.world_size, ranks.shards)
         assert mesh.mesh.tolist() == [[0], [1], [2]] and mesh.mesh_dim_names == ("copies", "shards")
-        begun = collectives_begun()
-        for dim in (0, 1):
-            dist.all_reduce(torch.ones(1), group=mesh.get_group(dim))
         groups = [dist.group.WORLD, mesh.get_group("copies"), mesh.get_group("shards")]
-        limits = [group._get_backend(ranks.device).options._timeout.total_seconds() for group in groups]
-        return [collectives_begun() - begun, *limits]
+        return [group._get_backend(ranks.device).options._timeout.total_seconds() for group in groups]
 
-    # Ten minutes more than the watch waits, which has the better message.
-    assert across(action) == [[2, 5600.0, 5600.0, 5600.0]] * 3, "also groups of a part of the ranks"
-
-
-def test_a_group_without_its_backend_does_not_cost_the_beat(monkeypatch):
-    class Group:
-        _device_types = [torch.device("cpu"), torch.device("cuda")]
-
-        def _get_backend(self, device):
-            if device.type == "cuda":
-                raise RuntimeError("Could not retrieve or create the backend 2 for device type cuda.")
-            return self
-
-        def _get_sequence_number_for_group(self):
-            return 7
-
-    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={Group(): None, Group(): None}))
-    assert collectives_begun() == 14
+    assert across(action) == [[GROUP_S] * 3] * 3, "also groups of a part of the ranks"
 
 
 def test_while_only_rank_0_does_something_the_others_sleep(across, tmp_path):
@@ -262,33 +227,13 @@ def environ(monkeypatch):
     return of
 
 
-def test_gloo_listens_where_the_other_machines_are(environ, monkeypatch):
+def test_gloo_of_one_machine_listens_on_the_loopback(environ):
     assert environ(LOCAL_WORLD_SIZE="4", MASTER_ADDR="10.0.0.1") == "lo", "all ranks are here"
     assert environ() == "lo", "nobody said how many are here, but no other machine could find rank 0"
     assert os.environ[machines.CHOSEN] == "lo", "processes that this one starts know that it is no setting of the user"
     assert environ(LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0") == "ib0" and machines.CHOSEN not in os.environ
-    leads = {"10.0.0.1": "eth1", machines.ELSEWHERE: "eth0"}
-    monkeypatch.setattr(machines, "interface_to", leads.get)
-    assert environ(LOCAL_WORLD_SIZE="2", MASTER_ADDR="10.0.0.1") == "eth1"
-    # On rank 0's own machine its name may stand for 127.0.1.1, where no other machine finds it.
-    assert environ(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.1.1") == "eth0"
-    leads.clear()
     assert environ(LOCAL_WORLD_SIZE="2", MASTER_ADDR="10.0.0.1") is None
 
 
-def test_the_loopback_leads_to_no_other_machine():
-    assert machines.interface_to("127.0.0.1") is None and machines.interface_to("no.such.host.invalid") is None
-
-
-def test_machines_that_were_told_of_different_runs_are_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(machines, "gathered", lambda mine: [mine, mine, "", ""])
-    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
-    monkeypatch.setenv("WANDB_RUN_ID", "r1")
-    with pytest.raises(
-        ValueError, match="WANDB_RUN_ID=r1 at rank 0 on a, but '' at ranks? 2.* on b: export WANDB_SWEEP_ID"
-    ):
-        machines.require_shared(("a", "a", "b", "b"), tmp_path, None)
-
-
 def test_a_run_on_one_machine_looks_at_nothing():
-    machines.require_shared(("a", "a"), Path("/no/such/folder"), None)
+    machines.require_shared(("a", "a"), "/no/such/folder")

@@ -1,7 +1,6 @@
 """The setting `precision:` -> what trainer and engine are told, and what is published."""
 
 import json
-import re
 from functools import partial
 
 import pytest
@@ -14,7 +13,6 @@ from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_quantize import quantize_weight
 from torchtune_ext.policy import from_config, scratch
 from torchtune_ext.policy.builder import build_policy, on_meta
-from torchtune_ext.policy.fp8 import gain as fp8_gain
 from torchtune_ext.policy.fp8 import plan as fp8
 from torchtune_ext.policy.fp8.plan import linear_layers
 from torchtune_ext.policy.hf_model import HFModel
@@ -80,26 +78,17 @@ def test_receipt_of_a_run(flow, tmp_path, capsys):
     make, model = partial(from_config, str(tmp_path / "model")), HFModel(tmp_path / "model")
     found = Precision(PrecisionConfig(flow=flow), on_meta(make), model, "bfloat16", EngineConfig(), CPU)
     policy = build_policy(make, model, CPU, found.dtype, fp8=found.trainer)
-    before = torch.random.get_rng_state()
-    found.write_receipt(str(tmp_path / "run"), policy, 4096)
-    assert torch.equal(torch.random.get_rng_state(), before)
+    found.write_receipt(str(tmp_path / "run"), policy)
     found.write_mismatch(0.0123, 64, "after publishing version 0")
     found.write_mismatch(9.9, 64, "after publishing version 1")  # the first is enough
     lines = (tmp_path / "run" / "fp8.txt").read_text()
     assert lines == capsys.readouterr().out and "14 of 15 linear layers" in lines and "9.9" not in lines
     assert "mismatch after publishing version 0: mean |trainer - sampler log-prob| 0.0123 on 64 tokens" in lines
-    held = sum(p.numel() for p in policy.model.parameters())
-    in_fp8 = 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 384)
-    bytes_ = 2 * (held - in_fp8) + in_fp8 + 4 * in_fp8 / 128**2
-    assert f"weights of {bytes_ / 2**20:.2f} MiB in place of {held / 2**19:.2f}" in lines
+    assert "engine: 14 weights in FP8, sent after each step" in lines
     if flow == "fp8_rollout":
         assert "trainer: none of them, bfloat16" in lines and "reference for" not in lines
     else:
         assert "reference for fprop, dgrad, wgrad of 256x256, 128x256" in lines
-        share = policy.fp8.share
-        assert f"at most 2.00x the speed of bfloat16 in these layers, {1 / (1 - share / 2):.2f}x in all linear" in lines
-        measured = float(re.search(r"measured ([0-9.]+)x in these layers with 128 tokens on this CPU", lines)[1])
-        assert 0 < measured < 10
 
 
 def test_a_dry_run_counts_what_fp8_takes(source):
@@ -190,40 +179,6 @@ def test_a_hopper_without_a_fast_backend_is_refused(source, monkeypatch):
         asked = planned(source, flow="fp8_unified", device=GPU, backend="reference")
     assert {choice.backend for *_, choice in asked.sampler.choices} == {"reference"}
     assert planned(source, flow="fp8_rollout", device=GPU).sampler.choices == ()
-
-
-@pytest.mark.parametrize(
-    ("settings", "frozen", "gemms", "expected"),
-    [
-        ({}, False, ("fprop", "dgrad", "wgrad"), "2.00"),
-        ({}, True, ("fprop", "dgrad"), "2.00"),
-        ({"backward": "full", "save_activations": "full"}, False, ("fprop",), "1.20"),
-        ({"backward": "full", "save_activations": "full"}, True, ("fprop",), "1.33"),
-    ],
-)
-def test_the_expected_gain_counts_the_gemms_in_fp8(source, monkeypatch, settings, frozen, gemms, expected):
-    """Of three GEMMs in a layer that is trained, of two in one that is frozen; what is measured has the same."""
-    trained = []
-
-    def spy(shape, tokens, config, dtype, trains, device):
-        trained.append(trains)
-        return 3.0, 2.0
-
-    monkeypatch.setattr(fp8_gain, "_times", spy)
-    found = planned(source, flow="fp8_unified", **settings).sampler
-    assert found.config.gemms(frozen) == gemms
-    lines = fp8_gain.trainer_gain(found, frozen, 999, CPU)
-    assert f"expected at most {expected}x the speed of bfloat16" in lines[0] and "1.50x in these layers" in lines[1]
-    assert set(trained) == {not frozen} and len(lines) == (3 if gemms[-1] == "wgrad" else 2)
-
-
-def test_a_gain_that_does_not_fit_into_memory_ends_no_run(source, monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(fp8_gain, "_times", full)
-    lines = fp8_gain.trainer_gain(planned(source, flow="fp8_unified").sampler, False, 64, CPU)
-    assert lines[1] == "not measured, there is no memory for another layer with 64 tokens on this CPU"
 
 
 @pytest.mark.parametrize("kind", ["dora", "nf4"])

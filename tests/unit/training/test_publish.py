@@ -89,7 +89,7 @@ def played(source):
             streamed_logprobs, make_model=partial(from_config, str(source.path)), device=device, temperature=1.0
         )
         noise = partial(rounding, AllWeights(), precision, policy.model, scored)
-        gate = Agreement(learner.logprobs, 1.0, limit, noise, precision.coarsest_text, identity=not precision.mixed)
+        gate = Agreement(limit, noise, precision.coarsest_text, identity=not precision.mixed)
         publisher = Publisher(engine, learner, AllWeights(), precision, source, gate, scored, PROMPTS, SAMPLING)
         return engine, policy.model, publisher
 

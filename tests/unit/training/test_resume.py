@@ -55,7 +55,7 @@ class Kept:
         for step in (20, 40):
             self.of(step).mkdir(parents=True)
             (self.of(step) / "config.json").write_text("{}")
-        (self.of(40) / "recipe.json").write_text(json.dumps({"step": 40, "task": {"skipped": [7, 3]}}))
+        (self.of(40) / "recipe.json").write_text(json.dumps({"step": 40}))
 
     def of(self, step):
         return self.folder / f"step_{step:06d}"
@@ -78,7 +78,6 @@ def test_the_checkpoint_to_go_on_from(tmp_path, capsys):
     assert checkpoint_to_go_on_from(kept, folder, resumes=True, total=50) == kept.of(40)
     said = capsys.readouterr().out
     assert said.startswith("resume:    from step 40 of run 1a2b3c4d, begun ")
-    assert said.endswith("skipped:   2 problems stay passed over, by index: 7, 3\n")
     with pytest.raises(NothingToDo) as caught:
         checkpoint_to_go_on_from(kept, folder, resumes=True, total=3)
     said = str(caught.value).splitlines()

@@ -1,7 +1,6 @@
 """What a run asks for is compared with the machine that it starts on."""
 
 import pytest
-import torch
 
 from torchtune_ext.policy.memory import GIB
 from torchtune_ext.sampling.records import EngineConfig
@@ -41,12 +40,3 @@ def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(monkeyp
     with pytest.raises(ValueError, match="no vLLM is installed: `torchtune-ext install-engine`, or name a server"):
         start.require_gpus(EngineConfig(max_model_len=64))
     start.require_gpus(EngineConfig(max_model_len=64, backend="my_backend.MyCore"))
-
-
-def test_what_an_optimizer_keeps_is_counted():
-    def kept(kind, **options):
-        return start.optimizer_bytes(lambda params: kind(params, lr=1e-3, **options))
-
-    assert kept(torch.optim.AdamW) == 8 and kept(torch.optim.SGD) == 0 and kept(torch.optim.SGD, momentum=0.9) == 4
-    assert kept(torch.optim.AdamW, amsgrad=True) == 12
-    assert kept(torch.optim.AdamW, nothing=1) == 8
