@@ -114,8 +114,8 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
         sweep["name"] = sweep["name"] or folder.resolve().name
         sweep["method"], sweep["metric"]["name"]
         for run in sweep["runs"]:
-            run["id"], run["state"], dict(run["parameters"])
-            run["path"] = (folder / run["folder"]).resolve()
+            run["state"], dict(run["parameters"])
+            run["path"] = (folder / run["id"]).resolve()
             if not run["path"].is_relative_to(folder.resolve()):
                 raise KeyError(f"the run {run['id']} lies outside of the sweep's folder")
     except (ValueError, KeyError, TypeError) as error:

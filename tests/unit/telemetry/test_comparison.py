@@ -104,7 +104,7 @@ def test_a_sweep_of_which_nothing_ran_yet_or_everything_failed(tmp_path):
 def test_less_is_better_where_a_sweep_says_so(tmp_path):
     for name, rate in (("a", 1e-6), ("b", 2e-6)):
         make_one(tmp_path / name, settings(rate), rollouts=False)
-    runs = [{"id": name, "folder": name, "parameters": {}, "state": "finished", "value": value} for name, value in (("a", 0.5), ("b", 0.3))]  # fmt: skip
+    runs = [{"id": name, "parameters": {}, "state": "finished", "value": value} for name, value in (("a", 0.5), ("b", 0.3))]  # fmt: skip
     metric = {"name": "loss/total", "goal": "minimize"}
     (tmp_path / "sweep.json").write_text(
         json.dumps({"format": 1, "name": "", "method": "bayes", "metric": metric, "parameters": {}, "runs": runs})
@@ -169,7 +169,7 @@ def test_a_run_with_nothing_to_show_is_named_and_passed_over(two, tmp_path):
 
 
 @every_row("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "name": "s", "method": "grid", "metric": null, "parameters": {}, "runs": []}',
-                                  '{"format": 1, "name": "s", "method": "grid", "metric": {"name": "m"}, "parameters": {}, "runs": [{"id": "x", "folder": "../../x", "parameters": {}, "state": "failed"}]}'])  # fmt: skip
+                                  '{"format": 1, "name": "s", "method": "grid", "metric": {"name": "m"}, "parameters": {}, "runs": [{"id": "../../x", "parameters": {}, "state": "failed"}]}'])  # fmt: skip
 def test_a_damaged_sweep_is_said(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ValueError, match="sweep.json is damaged .*name the folders of its runs instead"):
