@@ -17,7 +17,7 @@ from torchtune_ext.telemetry.metrics import read_metrics
 
 log = logging.getLogger(__name__)
 
-METRICS, EVALUATION, SWEEP = "metrics.jsonl", "evaluation.json", "sweep.json"
+METRICS, SWEEP = "metrics.jsonl", "sweep.json"
 SWEEP_FORMAT = 1
 NEAR = 5  # runs that a message about a wrong path names
 # Two runs that differ in nothing but these are one setting: where a run lies, how it was started, who is told of it.
@@ -28,14 +28,13 @@ LONGEST = 60  # characters of a label
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of the comparison, or an evaluation of a model."""
+    """A run of the comparison."""
 
     path: Path
     name: str  # its path below the folder that all runs share
     id: str
     config: Mapping[str, Any] | None  # None: no run.json, or a damaged one
-    versions: Mapping[str, str]  # of packages
-    records: Sequence[Mapping[str, Any]]  # the metrics of each step; of an evaluation of a model, those of a step 0
+    records: Sequence[Mapping[str, Any]]  # the metrics of each step
     state: State
     point: Mapping[str, Any] | None  # what `sweep.json` holds of it
 
@@ -69,7 +68,8 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[dict[str, An
             for folder in folders:
                 points.setdefault(folder.resolve(), None)
         else:
-            raise _no_run(path)
+            near = ", ".join(folder.name for folder in _runs_in(path.parent)[:NEAR]) or "none"
+            raise Mistake(f"{path} is no folder of a run or of a sweep; runs in {path.parent}: {near}")
     runs: list[Run] = []
     left_out = []
     above = os.path.commonpath([path.parent for path in points]) if points else ""
@@ -183,53 +183,27 @@ def _read(path: Path, name: str, point: Mapping[str, Any] | None) -> Run:
     """Reads a run. Raises ValueError with the reason why it has nothing to show."""
     record = record_of(path)
     config = record["config"] if isinstance(record.get("config"), Mapping) else None
-    versions = (record.get("process") or {}).get("versions") or {}
-    file = METRICS if (path / METRICS).exists() else EVALUATION
     try:
-        found = [_evaluation(path / file)] if file == EVALUATION else read_metrics(path / file)
         # What is null was not finite.
-        records = [{name: value for name, value in record.items() if value is not None} for record in found]
+        records = [
+            {name: value for name, value in record.items() if value is not None}
+            for record in read_metrics(path / METRICS)
+        ]
     except FileNotFoundError:
         records = []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Mistake(f"{file} is damaged ({error})") from error
+        raise Mistake(f"{METRICS} is damaged ({error})") from error
     if not records:
         raise Mistake("no metrics yet; a run writes its first line at the end of a step")
-    if file == EVALUATION:
-        state = State("evaluated", "evaluated", 0, None)
-    else:
-        state = state_of(path, config or {}, records[-1]["step"])
-    return Run(path, name, str(record.get("id", name)), config, versions, records, state, point)
-
-
-def _evaluation(path: Path) -> dict[str, Any]:
-    """Returns what `evaluate` found out about a model, by the names that a recipe gives such metrics."""
-    record: dict[str, Any] = {"step": 0}
-    for name, accuracy in json.loads(path.read_bytes()).items():
-        if isinstance(accuracy, Mapping):
-            kind = "greedy" if name == "greedy" else "sampled"
-            record |= {
-                f"eval/accuracy_{kind}": accuracy["mean"],
-                f"eval/solved_{kind}": accuracy.get("pass_at", {}).get("1"),
-            }
-            record |= {"eval/low": accuracy["low"], "eval/high": accuracy["high"]} if kind == "sampled" else {}
-    return record
+    state = state_of(path, config or {}, records[-1]["step"])
+    return Run(path, name, str(record.get("id", name)), config, records, state, point)
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in (RECORD, METRICS, EVALUATION))
+    return any((path / name).exists() for name in (RECORD, METRICS))
 
 
 def _runs_in(path: Path) -> list[Path]:
     """Returns the runs in a folder, without the earlier ones that were set aside in it."""
     folders = sorted(path.iterdir()) if path.is_dir() else []
     return [folder for folder in folders if not folder.name.startswith("old-") and _is_run(folder)]
-
-
-def _no_run(path: Path) -> Mistake:
-    message = f"{path}: no such folder"
-    if path.exists():
-        message = f"{path} is no run: the folder of a run holds {RECORD} and {METRICS}, that of a sweep {SWEEP}"
-    if near := _runs_in(path.parent)[:NEAR]:
-        message += f"; runs in {path.parent}: {', '.join(folder.name for folder in near)}"
-    return Mistake(message)

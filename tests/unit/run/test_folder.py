@@ -22,7 +22,7 @@ from torchtune_ext.telemetry.report import build_report
 from torchtune_ext.training.manifest import Identity, Manifest
 
 LEFT = ("metrics.jsonl", "rollouts/step_000001.jsonl.gz", "checkpoints/step_000002/recipe.json", "engine.log", "fp8.txt",
-        "trace.json", "tensorboard/events", "evaluation.json", "report.html", "start/config.json")  # fmt: skip
+        "tensorboard/events", "evaluation.json", "report.html", "start/config.json")  # fmt: skip
 TRAINING = LEFT[:5]  # without what other recipes and optional metrics leave: its papers come last
 
 

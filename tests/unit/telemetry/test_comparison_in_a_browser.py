@@ -1,7 +1,5 @@
 """The page of several runs as a reader sees it: two settings with seeds, hostile texts, a sweep, and thirty runs."""
 
-import json
-
 import pytest
 from compared_runs import make_one, make_sweep, settings
 from pages import MISSING, WIDTHS, opened
@@ -29,10 +27,10 @@ BEFORE = """
   const readouts = [...document.querySelectorAll("#curves h3 .at")].map((node) => node.textContent);
   plot.dispatchEvent(new PointerEvent("pointerleave"));
   const column = (table, i) => [...table.querySelectorAll("tbody tr")].map((row) => row.children[i].textContent);
-  const runs = document.querySelector("#runs table"), heads = [...runs.querySelectorAll("th")].map((node) => node.textContent), reward = heads.indexOf("reward");
+  const runs = document.querySelector("#runs table"), heads = [...runs.querySelectorAll("th")].map((node) => node.textContent), result = heads.indexOf("eval/accuracy_sampled");
   const untouched = column(runs, 1);
-  runs.querySelectorAll("th")[reward].querySelector("button")?.click();
-  const sorted = column(runs, reward);
+  runs.querySelectorAll("th")[result].querySelector("button")?.click();
+  const sorted = column(runs, result);
 """
 PROBE = """
     order, open, beside, before, without, readouts, heads, untouched, sorted,
@@ -106,19 +104,10 @@ def test_thirty_runs(folder):
 
 
 def test_a_page_without_curves(folder):
-    """Evaluations of models have a table; of a sweep in which everything failed there are the causes."""
-    for name, mean in (("base", 0.4), ("trained", 0.8)):
-        run = make_one(folder / "models" / name, settings(model_dir=name), steps=20)
-        (run / "metrics.jsonl").unlink()
-        table = {"temperature 1": {"mean": mean, "low": mean - 0.05, "high": mean + 0.05}}
-        (run / "evaluation.json").write_text(json.dumps(table))
-    probe = "nav: text('#nav'), rows: document.querySelectorAll('#runs tbody tr').length"
-    for path, nav, rows in (
-        (folder / "models", "Which is betterRuns", 2),
-        (make_sweep(folder / "failed", rates=(), failed=3), "Which is betterRuns", 3),
-    ):
-        copies, console = opened(build_comparison([path]).path, probe)
-        assert "CONSOLE" not in console
-        for copy in copies.values():
-            assert copy["faults"] == [] and copy["trouble"] and copy["over"] <= 0
-            assert (copy["nav"], copy["rows"]) == (nav, rows)
+    """Of a sweep in which everything failed there are the causes."""
+    page = build_comparison([make_sweep(folder / "failed", rates=(), failed=3)]).path
+    copies, console = opened(page, "nav: text('#nav'), rows: document.querySelectorAll('#runs tbody tr').length")
+    assert "CONSOLE" not in console
+    for copy in copies.values():
+        assert copy["faults"] == [] and copy["trouble"] and copy["over"] <= 0
+        assert (copy["nav"], copy["rows"]) == ("Which is betterRuns", 3)

@@ -57,7 +57,6 @@ function curves(overview) {
     if (!grids.has(chart.section)) grids.set(chart.section, chartSection(chart.section, false));
     grids.get(chart.section).append(overlay.node);
   });
-  balance(grids.get(""), 400);
   choice.set(new Set(drawn.length > SHOWN + 2 ? drawn.slice(SHOWN) : [])); // one or two more are no reason to hide any
 }
 
@@ -67,7 +66,6 @@ function runs({ rows, settings, target }) {
   const parameters = (row) => (row.setting == null ? Object.entries(row.parameters).map(([key, value]) => `${key} ${value}`).join(", ") : "");
   const count = (value) => value?.toLocaleString("en"), letter = ({ setting }) => (setting == null ? "" : [named(setting, settings[setting].letter)]);
   const badge = (row) => el("span", { class: `badge ${row.state}`, title: row.state_text }, row.state.replace("_", " "));
-  const best = (row) => row.best && `${digits(row.best[0])} at step ${count(row.best[1])}`;
   const columns = [
     { label: "", kind: "key", value: (row) => row.setting, cell: letter },
     { label: "run", kind: "words", value: (row) => row.name, cell: (row) => [row.name, el("div", { class: "muted" }, parameters(row))] },
@@ -75,8 +73,6 @@ function runs({ rows, settings, target }) {
     { label: "state", kind: "words", value: (row) => row.state, cell: (row) => [badge(row), el("div", { class: "why" }, row.cause)] },
     any("result") && number(dotted(target.metric), target.words, (row) => row.result?.value, (row) => digits(row.result?.value)),
     any("result") && number("95% interval", "over held-out problems", (row) => row.result?.low, (row) => interval(row.result)),
-    any("best") && any("steps") && number("best accuracy", "held-out; the best of many evaluations flatters", (row) => row.best?.[0], best),
-    any("reward") && number("reward", "mean of the last tenth of the steps", (row) => row.reward, (row) => digits(row.reward)),
     any("steps") && number("steps", "", (row) => row.steps, (row) => count(row.steps)),
     any("seconds") && number("time", "of its steps; of a sweep, of its process", (row) => row.seconds, (row) => format(row.seconds, "seconds")),
     any("tokens") && number("tokens", "sampled", (row) => row.tokens, (row) => count(row.tokens)),
