@@ -77,7 +77,7 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
         again = f"torchtune-ext sweep {args.file} --resume{f' --out {args.out}' if args.out else ''}"
         say(f"Stopped with {runner.left} of {sweep.runs} runs to do: {again} goes on")
         return 128 + runner.stopped_by
-    if any(run.value is not None for run in folder.runs):
+    if any(run.value is not None and run.state != "failed" for run in folder.runs):
         from torchtune_ext.telemetry.comparison import build_comparison
 
         page = build_comparison([folder.path])

@@ -6,7 +6,7 @@ print(comparison.summary())                       # which setting is better, and
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from torchtune_ext.telemetry.results import (
     LOW,
     REWARD,
     Target,
-    result_of,
     target_of,
     verdict_of,
     word_of,
@@ -102,7 +101,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
                 "letter": setting.letter,
                 "label": setting.label,
                 "values": [cut_text(value, LONGEST) for value in setting.values.values()],
-                "runs": [runs[number].name for number in setting.runs],
+                "runs": [_named(runs[number]) for number in setting.runs],
                 "seeds": len(verdict.seeds.get(place, ())),
                 "mean": verdict.means.get(place),
                 "lead": verdict.leads.get(place),
@@ -111,8 +110,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
             for place, setting in enumerate(settings)
         ],
         "keys": list(zip(keys, short_keys(keys), strict=True)),
-        "rows": _rows(runs, settings, sweeps, target),
-        "sweeps": [{"name": sweep["name"], "method": sweep["method"]} for sweep in sweeps],
+        "runs": len(runs),
         "steps": steps,
         "charts": charts,
     }
@@ -180,30 +178,8 @@ def _listed(values: np.ndarray) -> list[float | None]:
     return [None if np.isnan(value) else short(float(value), 5) for value in values]
 
 
-def _rows(
-    runs: Sequence[Run], settings: Sequence[Setting], sweeps: Sequence[Mapping[str, Any]], target: Target | None
-) -> list[dict[str, Any]]:
-    """Returns a row for each run, those of a sweep in its order, with those that wait or failed before their first step."""
-    rows = {}
-    for place, sweep in enumerate(sweeps):
-        for point in sweep["runs"]:
-            kept = {name: point.get(name) for name in ("state", "parameters", "seconds", "cause")}
-            rows[point["path"]] = kept | {"name": point["id"], "sweep": place}
-    for place, setting in enumerate(settings):
-        for number in setting.runs:
-            run = runs[number]
-            row = rows.setdefault(run.path, {"state": run.state.kind, "state_text": run.state.text})
-            row |= {
-                "run": number,
-                "name": run.name,
-                "setting": place,
-                "seed": (run.config or {}).get("seed"),
-                "result": result_of(run, target),
-                "steps": run.records[-1]["step"],
-                "seconds": row.get("seconds") or sum(record.get("time/step", 0.0) for record in run.records),
-                "tokens": sum(record.get("length/tokens", 0) for record in run.records),
-            }
-    return list(rows.values())
+def _named(run: Run) -> str:
+    return run.name if run.state.kind == "finished" else f"{run.name} ({run.state.text})"
 
 
 def _notices(runs: Sequence[Run], settings: Sequence[Setting]) -> list[str]:

@@ -92,28 +92,21 @@ def target_of(runs: Sequence[Run], sweeps: Sequence[Mapping[str, Any]]) -> Targe
         if not shared:
             return None
         metric, higher = shared[0], shared[0] != NLL
-    words = TARGETS.get(metric, metric)
+    words = TARGETS.get(metric, metric if metric.startswith("eval/") else f"{metric} of the last tenth of the steps")
     if any(partly_right(record) for run in runs for record in run.records):
         # The mean of such rewards is no share of right answers.
         words = words.replace("accuracy", "reward")
     return Target(metric, words, higher)
 
 
-def result_of(run: Run, target: Target | None) -> Estimate | None:
-    """Returns what a run came to: the value that a sweep wrote down, the newest evaluation, or the mean over the last tenth of
-    the steps. None where it has no such number."""
-    point = run.point or {}
-    # What a run had before it failed is not what its setting came to.
-    if target is None or point.get("state") == "failed":
-        return None
+def result_of(run: Run, target: Target) -> Estimate | None:
+    """Returns what a run came to: its newest evaluation, or the mean over the last tenth of the steps; None where it has
+    neither."""
     last = next((record for record in reversed(run.records) if target.metric in record), {})
-    low, high = (last.get(LOW), last.get(HIGH)) if target.metric == ACCURACY else (None, None)
     value = last.get(target.metric) if target.metric.startswith("eval/") else tail(run, target.metric)
-    if (written := point.get("value")) is not None and written != value:
-        value, low = written, None
     if value is None:
         return None
-    return Estimate(value) if low is None or high is None else Estimate(value, low, high)
+    return Estimate(value, last.get(LOW), last.get(HIGH)) if target.metric == ACCURACY else Estimate(value)
 
 
 def tail(run: Run, metric: str) -> float | None:

@@ -36,7 +36,6 @@ class Run:
     config: Mapping[str, Any] | None  # None: no run.json, or a damaged one
     records: Sequence[Mapping[str, Any]]  # the metrics of each step
     state: State
-    point: Mapping[str, Any] | None  # what `sweep.json` holds of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,35 +57,33 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[dict[str, An
     Raises:
         ValueError: a path is no run, a `sweep.json` is damaged, or no run has anything to show.
     """
-    sweeps = []
-    points: dict[Path, Mapping[str, Any] | None] = {}
+    sweeps, left_out = [], []
+    folders: dict[Path, None] = {}  # each once, in order
     for path in map(Path, paths):
         if (path / SWEEP).exists():
-            sweeps.append(read_sweep_record(path))
-            points |= {point["path"]: point for point in sweeps[-1]["runs"]}
-        elif folders := [path] if _is_run(path) else _runs_in(path):
-            for folder in folders:
-                points.setdefault(folder.resolve(), None)
-        else:
+            sweep = read_sweep_record(path)
+            sweeps.append(sweep)
+            # What a run had before it failed is not what its setting came to.
+            left_out += [f"{run['id']} failed: {run['cause']}." for run in sweep["runs"] if run["state"] == "failed"]
+            begun = [run["path"] for run in sweep["runs"] if run["state"] != "failed" and run["path"].exists()]
+        elif not (begun := [path] if _is_run(path) else _runs_in(path)):
             near = ", ".join(folder.name for folder in _runs_in(path.parent)[:NEAR]) or "none"
             raise Mistake(f"{path} is no folder of a run or of a sweep; runs in {path.parent}: {near}")
+        folders |= dict.fromkeys(folder.resolve() for folder in begun)
     runs: list[Run] = []
-    left_out = []
-    above = os.path.commonpath([path.parent for path in points]) if points else ""
-    for path, point in points.items():
-        name = os.path.relpath(path, above)
+    above = os.path.commonpath([folder.parent for folder in folders]) if folders else ""
+    for folder in folders:
+        name = os.path.relpath(folder, above)
         try:
-            run = _read(path, name, point)
+            run = _read(folder, name)
             # The copy of a run would count as a second seed. A copy that went on with other settings is another run.
             for other in runs:
                 if (other.id, other.config) == (run.id, run.config) and run.config is not None:
                     raise Mistake(f"it is the same run as {other.name} ({RECORD} has the id {run.id})")
             runs.append(run)
         except (OSError, ValueError) as error:
-            # A run of a sweep that waits, or failed before its first step, has a row with its state.
-            if point is None:
-                left_out.append(f"{name} is left out: {error}.")
-    if not runs and not any(sweep["runs"] for sweep in sweeps):
+            left_out.append(f"{name} is left out: {error}.")
+    if not runs:
         raise Mistake(f"{', '.join(map(str, paths))}: nothing to show yet. {' '.join(left_out)}".strip())
     return runs, sweeps, left_out
 
@@ -114,7 +111,7 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
         sweep["name"] = sweep["name"] or folder.resolve().name
         sweep["method"], sweep["metric"]["name"]
         for run in sweep["runs"]:
-            run["state"], dict(run["parameters"])
+            run["state"], run["cause"], dict(run["parameters"])
             run["path"] = (folder / run["id"]).resolve()
             if not run["path"].is_relative_to(folder.resolve()):
                 raise KeyError(f"the run {run['id']} lies outside of the sweep's folder")
@@ -179,7 +176,7 @@ def record_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _read(path: Path, name: str, point: Mapping[str, Any] | None) -> Run:
+def _read(path: Path, name: str) -> Run:
     """Reads a run. Raises ValueError with the reason why it has nothing to show."""
     record = record_of(path)
     config = record["config"] if isinstance(record.get("config"), Mapping) else None
@@ -196,7 +193,7 @@ def _read(path: Path, name: str, point: Mapping[str, Any] | None) -> Run:
     if not records:
         raise Mistake("no metrics yet; a run writes its first line at the end of a step")
     state = state_of(path, config or {}, records[-1]["step"])
-    return Run(path, name, str(record.get("id", name)), config, records, state, point)
+    return Run(path, name, str(record.get("id", name)), config, records, state)
 
 
 def _is_run(path: Path) -> bool:
