@@ -37,9 +37,9 @@ from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import Metrics
+from torchtune_ext.telemetry.profile import Profile
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.telemetry.timeline import Profile, Timeline
 from torchtune_ext.training.checkpoints import Checkpoints, RunState, checkpoint_to_go_on_from, standing
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.learner import Learner, make_schedule, over_updates
@@ -111,7 +111,6 @@ class GRPORecipe:
 
         self.step = self.version = 0
         self.last_eval: float | None = None
-        self.timeline = Timeline(cfg.output_dir, lambda: self.step)
 
     def setup(self) -> None:
         """Checks what can be checked, opens the run's folder, starts the engine, and builds the learner meanwhile."""
@@ -148,9 +147,9 @@ class GRPORecipe:
             self.graders = parts.open_graders()
         # What hands out the groups of a step: sampled as far ahead as `staleness` and `depth` allow, or those of a
         # replay.
-        self.source = parts.source(self.engine, self.graders, self.timeline)
+        self.source = parts.source(self.engine, self.graders)
         # It tells the other ranks what this one is doing, and graders that measure time when the trainer computes.
-        self.watch = parts.stopwatch(self.graders, self.timeline)
+        self.watch = parts.stopwatch(self.graders, lambda: self.step)
         self.build_learner()
 
         # Metrics and rollouts of a run that goes on are cut to its checkpoint, once nothing can be wrong with it.
@@ -364,7 +363,6 @@ class GRPORecipe:
                 self.graders[1],
                 bars=self.progress.sampling,
                 watch=self.watch,
-                times=self.timeline,
                 deadline_s=self.cfg.rollouts.deadline_s,
             ),
             skipped=self.parts.held_out.skipped,
@@ -378,7 +376,6 @@ class GRPORecipe:
             with self.watch("log"):
                 self.metrics.log(self.step, values)
                 self.progress.summary(self.step, values)
-                self.timeline.flush()
 
     def save_checkpoint(self) -> None:
         """All ranks: weights, optimizer and random state, and what the recipe itself has to remember."""
@@ -417,7 +414,6 @@ class GRPORecipe:
         # The lock of the folder goes last.
         parts = (
             self.source,
-            self.timeline,
             self.rollouts,
             self.metrics,
             self.profile,

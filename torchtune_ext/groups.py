@@ -68,24 +68,6 @@ def graded(groups: Sequence[Group]) -> list[Graded]:
     ]
 
 
-# What kind of group ("group" of the run, "refill", "evaluation", "greedy"), and its number among them.
-GroupKey = tuple[str, int]
-
-
-class GroupTimes:
-    """Is called when a group moves: to the engine, to the graders, into the buffer. The stream's thread calls it, and its
-    user's. This one does nothing; `telemetry.timeline.Timeline` writes the moves down."""
-
-    def begin(self, key: GroupKey, track: str = "engine", **facts: Any) -> None:
-        """The group is submitted to the engine; or it is in the "buffer" already, since a checkpoint had it finished."""
-
-    def move(self, key: GroupKey, track: str, **facts: Any) -> None:
-        """The group is with the "graders", or in the "buffer". An unknown key is nobody's: the group was cancelled."""
-
-    def end(self, key: GroupKey, **facts: Any) -> None:
-        """The group is taken, or given up. As for an unknown key: see `move`."""
-
-
 def group_json(group: Group) -> str:
     """Makes a line of JSON of a group. The arrays are formatted in bulk, which is twenty times faster than json.dumps.
 

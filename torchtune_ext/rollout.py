@@ -18,7 +18,7 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.episodes import Episode
 from torchtune_ext.grading import Grader, Outcome, log_failures
 from torchtune_ext.grading.environments import Environments
-from torchtune_ext.groups import Group, GroupKey, GroupTimes, Sample
+from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.errors import Late, Mistake
 from torchtune_ext.sampling.calls import mixed_seed
 from torchtune_ext.sampling.engine import Engine, EngineFailed, Priority, SamplingConfig
@@ -32,7 +32,6 @@ WAKE_S = 1.0
 CLOSE_S = 10.0  # seconds that the thread of a stream has to end
 DEADLINE_S = 1800.0  # seconds without any completion or grade after which a wait is given up
 NAMED = 5  # groups that a message names
-BUFFERED = ("group", "refill")  # kinds of groups (`GroupKey`) that stay in the buffer until a step takes them
 
 
 class Watcher(Protocol):
@@ -48,7 +47,7 @@ class Unfinished:
 
     def __init__(
         self,
-        key: GroupKey,
+        number: int,
         problem: Problem,
         tokenizer: ChatTokenizer,
         samples: int,
@@ -57,7 +56,7 @@ class Unfinished:
         priority: Priority,
         environments: Environments | None,
     ):
-        self.key, self.problem, self._decode = key, problem, tokenizer.decode
+        self.number, self.problem, self._decode = number, problem, tokenizer.decode
         self.sampling, self.place, self.priority = sampling, place, priority  # as `GroupStream.submit` has them
         self.prompt = tokenizer.prompt_ids(problem.messages, problem.tools)
         self._opened = tokenizer.opened_thought(self.prompt)
@@ -115,16 +114,6 @@ class Unfinished:
         return sum(len(sample.completion.tokens) for sample in self.arrived)
 
     @property
-    def number(self) -> int:
-        return self.key[1]
-
-    @property
-    def versions(self) -> list[int]:
-        """The lowest and the highest version that sampled a token of the completions that are there."""
-        versions = np.concatenate([np.zeros(0, int), *(sample.completion.versions for sample in self.arrived)])
-        return [int(versions.min()), int(versions.max())] if len(versions) else []
-
-    @property
     def missing(self) -> str:
         since = f"submitted {time.monotonic() - self.submitted:.0f} s ago"
         if undrawn := self.samples.count(None):
@@ -142,8 +131,6 @@ class GroupStream:
     With `Environments` for a grader a completion is the first turn of a conversation (`episodes.py`), and the group is finished
     when all of its conversations are over. A thread hands texts to the graders, so this goes on while nobody waits. A grader
     reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it.
-
-    `times` gets the moves of each group until it comes into the buffer; the caller of `next` reports when one leaves it.
     """
 
     def __init__(
@@ -152,11 +139,9 @@ class GroupStream:
         tokenizer: ChatTokenizer,
         grader: Grader,
         watcher: Watcher | None = None,
-        times: GroupTimes | None = None,
     ):
         # The watcher, and the number below which groups are watched.
         self._watched = None if watcher is None else (watcher, math.inf)
-        self.times = times or GroupTimes()
         self.last_sign = time.monotonic()  # when the last completion or grade came
         self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
         self._differs = False  # whether it was said that a context is not the template's own text
@@ -186,7 +171,6 @@ class GroupStream:
         sampling: SamplingConfig,
         place: int,
         priority: Priority = Priority.SAMPLE,
-        kind: str = "group",
     ) -> None:
         """Begins to sample a group.
 
@@ -194,21 +178,18 @@ class GroupStream:
             number: by which `next` and `cancel` name the group.
             samples: completions of the prompt.
             place: number of the group among those with the same `sampling.seed` (`Engine.submit`).
-            kind: of group, for `times`.
 
         Raises:
             What `Engine.submit` raises, ValueError for instance.
         """
         environments = self._grader if isinstance(self._grader, Environments) else None
-        group = Unfinished((kind, number), problem, self._tokenizer, samples, sampling, place, priority, environments)
+        group = Unfinished(number, problem, self._tokenizer, samples, sampling, place, priority, environments)
         self._groups[number] = group
         self.last_sign = time.monotonic()
-        self.times.begin(group.key, problem=problem.id)
         try:
             self._draw(group, group.prompt, samples, sampling, place, priority)
         except BaseException:
             del self._groups[number]
-            self.times.end(group.key, cancelled=True)
             raise
 
     def next(
@@ -250,7 +231,6 @@ class GroupStream:
         never will. Returns the tokens that were sampled of it."""
         group = self._groups.pop(number)
         group.cancel()
-        self.times.end(group.key, tokens=group.tokens, cancelled=True)
         return group.tokens
 
     @contextmanager
@@ -332,10 +312,6 @@ class GroupStream:
                 self._finished.put(error)
                 continue
             if group.drawn and not group.ungraded:
-                if group.key[0] in BUFFERED:
-                    self.times.move(group.key, "buffer")
-                else:
-                    self.times.end(group.key)
                 self._finished.put(group)
 
     def _draw(
@@ -395,8 +371,6 @@ class GroupStream:
         if (watcher := self._watcher_of(group)) is not None:
             watcher.add(1, len(completion.tokens))
         whole = None not in group.samples
-        if whole:
-            self.times.move(group.key, "graders", tokens=group.tokens, versions=group.versions)
         if not self._grader.compares:
             self._when_done(group, place, self._grader.submit(group.problem, text))
         elif whole:
@@ -491,7 +465,6 @@ def sample_groups(
     watcher: Watcher | None = None,
     watch: Callable[[str], AbstractContextManager] = nullcontext,
     priority: Priority = Priority.SAMPLE,
-    times: GroupTimes | None = None,
     kind: str = "evaluation",
     deadline_s: float = DEADLINE_S,
 ) -> Iterator[tuple[int, Group]]:
@@ -508,10 +481,10 @@ def sample_groups(
         What `GroupStream.submit` raises, before the first group, and what `GroupStream.next` raises.
         TimeoutError: nothing came for `deadline_s` seconds. The message names problems that are missing.
     """
-    stream, outcomes = GroupStream(engine, tokenizer, grader, watcher, times), []
+    stream, outcomes = GroupStream(engine, tokenizer, grader, watcher), []
     try:
         for p, problem in enumerate(problems):
-            stream.submit(p, problem, samples_per_prompt, sampling, p, priority, kind)
+            stream.submit(p, problem, samples_per_prompt, sampling, p, priority)
         missing, begun = list(range(len(problems))), time.monotonic()
         while missing:
             stream.require_signs(begun, deadline_s, missing, lambda p: f"problem {problems[p].id!r}")
@@ -545,7 +518,6 @@ def sample_held_out(
     grader: Grader,
     bars: Callable[[int, str], AbstractContextManager[Watcher]],
     watch: Callable[[str], AbstractContextManager] = nullcontext,
-    times: GroupTimes | None = None,
     deadline_s: float = DEADLINE_S,
     greedy: bool = True,
 ) -> list[list[Group]]:
@@ -553,7 +525,7 @@ def sample_held_out(
 
     Args:
         bars: makes a watcher from its number of samples and a title.
-        watch, times, deadline_s: as in `sample_groups`.
+        watch, deadline_s: as in `sample_groups`.
         greedy: whether to sample greedily, too.
 
     Returns:
@@ -569,7 +541,7 @@ def sample_held_out(
     )[: 1 + greedy]:
         with bars(len(problems) * n, title) as bar:
             groups = sample_groups(
-                problems, n, how, engine, tokenizer, grader, bar, watch, Priority.EVALUATION, times, kind, deadline_s
+                problems, n, how, engine, tokenizer, grader, bar, watch, Priority.EVALUATION, kind, deadline_s
             )
             batches.append(in_order(groups))
     return batches

@@ -208,7 +208,6 @@ class GroupSource:
             if state["drawn"] == self._drawn() and problem is not None:
                 # The problem comes from the task, since JSON may have changed its answer.
                 self.finished[number] = replace(group, problem=problem)
-                self._stream.times.begin(("group", number), "buffer")
             else:
                 self.ledger.lose(number)
                 changed.append(number)
@@ -249,22 +248,19 @@ class GroupSource:
         groups = [self.finished.pop(number) for number in ages]
         for number in ages:
             del self._cursors[number]
-            self._stream.times.end(("group", number))
         self._step = self.ledger.taken // self.ledger.batch
         return groups, self._metrics(list(ages.values())) if self.ledger.staleness else {}
 
     def _take_beside(self, count: int, watch: Callable[[str], AbstractContextManager], refill: int) -> list[Group]:
         sampling = replace(self._sampling, seed=step_seed(self._seed, self._step, refill))
         for place, problem in enumerate(self._problems.take(count)):
-            self._stream.submit(place, problem, self._samples, sampling, place, kind="refill")
+            self._stream.submit(place, problem, self._samples, sampling, place)
         groups, begun = {}, time.monotonic()
         while len(groups) < count:
             missing = [place for place in range(count) if place not in groups]
             self._stream.require_signs(begun, self._deadline_s, missing, self._named)
             if pair := self._stream.next(watch, WAKE_S):
                 groups[pair[0]] = pair[1]
-        for place in groups:
-            self._stream.times.end(("refill", place))
         return [groups[place] for place in range(count)]
 
     def _forget_late(self, version: int) -> None:
@@ -272,7 +268,6 @@ class GroupSource:
             finished = self.finished.pop(number, None)
             if finished:
                 tokens = _tokens([finished])
-                self._stream.times.end(("group", number), cancelled=True)
             else:
                 tokens = self._stream.cancel(number)
             self._dropped_tokens += tokens

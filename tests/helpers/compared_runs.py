@@ -67,10 +67,10 @@ def make_sweep(folder, rates=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3), failed=2, clips=(0.
             name, state = f"run{i}{j}", "finished"
             parameters = {"optimizer.lr": rate, "loss.clip_high": clip}
             make_one(folder / name, settings(rate, loss={"clip_high": clip}), level=level)
-            runs.append({"id": name, "folder": name, "parameters": parameters, "state": state,
+            runs.append({"id": name, "parameters": parameters, "state": state,
                          "value": level * (1 - math.exp(-4)), "cause": "", "seconds": 71.2})  # fmt: skip
     for number in range(failed):
-        runs.append({"id": f"bad{number}", "folder": f"bad{number}", "parameters": {"optimizer.lr": 0.1, "loss.clip_high": 0.2},
+        runs.append({"id": f"bad{number}", "parameters": {"optimizer.lr": 0.1, "loss.clip_high": 0.2},
                      "state": "failed", "value": None, "cause": f"loss is not finite {HOSTILE}", "seconds": 3.0})  # fmt: skip
     record = {
         "format": 1, "name": "tiny_lr", "method": "grid", "metric": {"name": "eval/accuracy_sampled", "goal": "maximize"},

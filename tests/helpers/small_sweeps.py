@@ -14,12 +14,13 @@ def write(path: Path, text: str, method: str = "grid") -> Path:
 
 
 def runner(file: Path, folder: Path, jobs: int = 1, *further: str, seed: int = 0):
-    """A runner, and the folder that it works in."""
+    """A runner, and the folder that it works in, which has begun."""
     from torchtune_ext.sweep.file import read_sweep
     from torchtune_ext.sweep.runner import Runner, SweepFolder
 
     sweep = read_sweep(file)
     place = SweepFolder(folder, sweep, further, seed, resume=(folder / "sweep.json").exists())
+    place.begin()
     made = Runner(
         place,
         jobs,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from letter_tokens import LetterTokenizer, completion
 
-from torchtune_ext.groups import GroupTimes
 from torchtune_ext.source import step_seed
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -61,21 +60,3 @@ class Told:
         if self.at_once:
             self.calls[-1].answer()
         return self.calls[-1].future
-
-
-class Places(GroupTimes):
-    """Where each group is, and what became of those that are nowhere any more."""
-
-    def __init__(self):
-        self.now, self.gone = {}, {}
-
-    def begin(self, key, track="engine", **facts):
-        self.now[key] = track
-
-    def move(self, key, track, **facts):
-        if key in self.now:
-            self.now[key] = track
-
-    def end(self, key, **facts):
-        del self.now[key]
-        self.gone.setdefault(key, []).append("cancelled" if facts.get("cancelled") else "taken")

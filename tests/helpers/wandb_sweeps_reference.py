@@ -11,8 +11,6 @@ import sys
 
 GRIDS = [
     {"b": {"values": [1, 2]}, "a": {"values": ["x", "y"]}, "c": {"value": 7}},
-    {"a": {"min": 1, "max": 3}, "b": {"distribution": "q_uniform", "min": 0, "max": 1, "q": 0.25}},
-    {"node": {"parameters": {"x": {"values": [1, 2]}, "y": {"value": 3}}}, "z": {"values": [0.1]}},
     {"a": {"values": [1, 1.0, 2]}},
     {"optimizer.lr": {"values": [1e-4, 1e-3]}, "loss.clip_high": {"values": [0.2, 0.28]}},
 ]

@@ -8,11 +8,9 @@ import pytest
 import recipe_runs as runs
 import torch
 from metric_names import documented, drawn, known_as
-from traces import as_chrome_reads, events_of, phases, require_valid, spans
 
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import panels_for
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -180,69 +178,3 @@ def test_the_trace_of_a_profiled_step_has_its_phases_and_what_they_compute(kl_ru
     with gzip.open(path, "rt") as file:
         names = {event["name"] for event in json.load(file)["traceEvents"]}
     assert {"sample", "sample/generate", "train", "train/backward", "train/optimizer", "publish", "aten::mm"} <= names
-
-
-HELD_OUT = {"evaluation", "greedy"}  # kinds of groups that no step takes
-
-
-@pytest.fixture(params=["reference", "kl", "lora", "async"])
-def traced(request, full_workplace):
-    """A run of a recipe that samples, and the events of its timeline."""
-    fixtures = {"reference": "full_workplace", "kl": "kl_run", "lora": "lora_workplace", "async": "async_run"}
-    found = request.getfixturevalue(fixtures[request.param])
-    run = found / "reference" if request.param in ("reference", "lora") else found
-    return run, events_of(run / "trace.json")
-
-
-def test_the_timeline_of_a_run_is_what_chromes_readers_need(traced):
-    run, events = traced
-    require_valid(events)
-    assert as_chrome_reads(run / "trace.json") == events
-
-
-def test_the_timeline_and_the_metrics_are_of_one_clock(traced):
-    """The phases of a step take as long in both. Each event is cut to microseconds at both ends. A line of seconds is written
-    in the phase "log", which so belongs to two steps."""
-    run, events = traced
-    for line in read_metrics(run / "metrics.jsonl"):
-        for name in ("sample", "pack", "train", "publish", "eval", "save") if line["step"] else ():
-            found = phases(events, name).get(line["step"], [])
-            assert len(found) == (f"time/{name}" in line)
-            drawn = sum(end - begin for begin, end in found)
-            # A float of seconds since 1970 is exact to a quarter of a microsecond.
-            assert drawn == pytest.approx(line.get(f"time/{name}", 0.0), abs=3e-6)
-
-
-def test_the_groups_of_the_timeline_are_those_of_the_rollouts(traced):
-    """Each group that a step has stored was with the engine, with the graders and in the buffer once, in this order."""
-    run, events = traced
-    found = [span for span in spans(events) if not HELD_OUT & span[3].keys()]
-    for step, path in rollout_paths(run).items():
-        stored = []
-        for group in read_rollouts(path):
-            versions = [v for s in group.samples for v in s.completion.versions.tolist()]
-            tokens = sum(len(s.completion.tokens) for s in group.samples)
-            stored.append((group.problem.id, tokens, [min(versions), max(versions)]))
-        of_step = [span for span in found if span[3].get("step") == step]
-        engine = [span for span in of_step if span[0] == "engine"]
-        assert sorted((a["problem"], a["tokens"], a["versions"]) for *_, a in engine) == sorted(stored)
-        ((since, until),) = phases(events, "sample")[step]
-        for kind in ("group", "refill"):
-            for number in {span[3][kind] for span in engine if kind in span[3]}:
-                tracks = [span[:3] for span in of_step if span[3].get(kind) == number]
-                assert [track for track, *_ in tracks] == ["engine", "graders", "buffer"]
-                assert tracks[0][2] == tracks[1][1] and tracks[1][2] == tracks[2][1] <= tracks[2][2]
-                assert since <= tracks[2][2] <= until, "it leaves the buffer when the step takes it"
-
-
-def test_the_timeline_shows_whether_the_engine_samples_ahead(traced, async_run):
-    """In turns, a step samples its own groups. At depth 1 those of step n are submitted before step n - 1 trains."""
-    run, events = traced
-    for step, ((began, _),) in phases(events, "sample").items():
-        for track, since, _, args in spans(events):
-            if track != "engine" or args.get("step") != step or HELD_OUT & args.keys():
-                continue
-            if run != async_run:
-                assert since >= began
-            elif step > 1:
-                assert since < phases(events, "train")[step - 1][0][0]

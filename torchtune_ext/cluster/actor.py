@@ -17,7 +17,6 @@ Linux kills the command.
 
 import ctypes
 import fcntl
-import hashlib
 import os
 import select
 import signal
@@ -26,12 +25,10 @@ import subprocess
 import sys
 import time
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import psutil
 
-from torchtune_ext import __version__
 from torchtune_ext.run.janitor import TRACKER
 from torchtune_ext.run.parent import die_with_parent
 
@@ -52,16 +49,16 @@ class Actor:
 
         Args:
             path: what it has to see: a file that the command reads, or the folder that it is started in.
-            here: `version()` of the driver.
+            here: the version of torchtune_ext where the driver runs.
         """
         # Ray has led the output of this process to a file of its session.
         log = os.readlink("/proc/self/fd/1")
         try:
-            from torchtune_ext.cluster.actor import version
+            from torchtune_ext import __version__
         except ImportError as error:
             return f"torchtune_ext cannot be imported there ({error})", log, 0
-        if (there := version()) != here:
-            return f"torchtune_ext {there} is there and {here} here", log, 0
+        if __version__ != here:
+            return f"torchtune_ext {__version__} is there and {here} here", log, 0
         if not os.path.exists(path):
             return f"{path} is not there: the run needs a folder that all machines see", log, 0
         with socket.create_server(("", 0)) as probe:
@@ -116,20 +113,6 @@ class Actor:
     def tell(self, number: int, seconds: float) -> None:
         """Sends the command a signal, and SIGKILL so many seconds later. Where it has ended, nobody hears of the error."""
         self._lines.write(f"{int(number)} {seconds}\n".encode())
-
-
-def version() -> str:
-    """Returns the version of torchtune_ext on this machine, with a digest of its files: a run is of one version only."""
-    files = {}
-    # In a checkout three of these lie beside the package, and in it once it is installed.
-    for name in ("torchtune_ext", "torchtune_ext.recipes", "torchtune_ext.configs", "torchtune_ext.kernels"):
-        (folder,) = import_module(name).__path__
-        paths = [path for path in Path(folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-        files |= {str(Path(*name.split("."), path.relative_to(folder))): path for path in paths}
-    digest = hashlib.sha256()
-    for name, path in sorted(files.items()):
-        digest.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
-    return f"{__version__} ({digest.hexdigest()[:12]})"
 
 
 def adopt_orphans() -> None:

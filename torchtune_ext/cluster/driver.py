@@ -7,7 +7,6 @@ trainer, or its last server.
 """
 
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,20 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from torchtune_ext import __version__
 from torchtune_ext.cluster import actor
-from torchtune_ext.cluster.placement import Layout, Machine, Request, holds, layout, there_is, why_never
+from torchtune_ext.cluster.placement import KINDS, Machine, Request, there_is
 from torchtune_ext.run.errors import Failure, Mistake, text_of
 from torchtune_ext.run.output import ENGINE_READY, labelled, say
 from torchtune_ext.run.stop import NAMES
 
+WAIT_S = 30.0  # seconds to wait for what is in use, where the user names none
 START_S = 60.0  # seconds for Ray to start the actors on their machines
 LOOK_S = 0.2  # seconds between two looks at what the commands print
 # Silence is counted in looks: while this process itself is stopped (Ctrl-Z), nobody falls silent.
 SILENT_S = 60.0  # seconds without an answer after which an actor counts as lost
-ASK_S = 3.0  # seconds between two questions to the head of the cluster
-# Seconds without an answer after which the head counts as lost. Ray ends its drivers and machines after 60: until then the
-# actors answer, so that the trainer can be ended in good order.
-HEAD_S = 30.0
 SERVER_END_S = 10.0  # seconds that a server has to end by itself
 OTHERS_S = 10.0  # seconds that torchrun has on the other machines to notice by itself that one of them failed
 END_S = 30.0  # seconds for what was killed to be gone
@@ -48,8 +45,9 @@ class Plan:
     path: str  # what each machine has to see: the folder, or in it the config if it is the user's own
     variables: Mapping[str, str]  # of the environment of trainer and servers, with the key that the servers ask for
     patience_s: float  # seconds that the trainer has to end after a signal
-    wait_s: float  # seconds to wait for GPUs that are in use
-    waits_for_machines: bool  # whether it also waits for what the cluster does not have yet
+    wait_s: (
+        float | None
+    )  # seconds to wait for a place; None: for what is in use, and not for machines that are not there
 
 
 @dataclass(eq=False, slots=True)
@@ -91,36 +89,33 @@ class Driver:
         self.cause = ""  # why the run is ended before its time, other than by a signal
         self._group: Any = None  # Ray's placement group
         self._started = False  # whether commands may run
-        self._over = threading.Event()
         self._engines_ready = False  # whether the trainer has found all its servers
         self._signals: list[int] = []
         self._signals_sent = 0  # how many of them have gone to the trainers
         self._failed_s = 0.0  # seconds since a trainer failed
-        self._head_silent_s = 0.0  # seconds since the last answer of the head of the cluster
 
     def run(self) -> int:
         """Runs to the end and returns the exit status of the trainer.
 
         Raises:
             ValueError: the cluster cannot hold the run, or a machine of it cannot run it.
-            RuntimeError: a server, the trainer, its machine, or the head of the cluster was lost.
+            RuntimeError: a server, the trainer, or its machine was lost.
         """
         with self._signals_noted():
             try:
-                bundles = self._place()
-                if bundles is None:
+                machines = self._place()
+                if machines is None:
                     return 128 + self._signals[0]
-                self._make_members(bundles)
-                self._start(bundles)
+                self._make_members(machines)
+                self._start()
                 while any(each.runs for each in self.trainers):
                     self._look()
                     self._judge()
             finally:
                 if self._started:
                     self._end_all()
-                self._over.set()
-                if not self.head_is_lost:
-                    self._remove_group()
+                if self._group is not None:
+                    self.ray.util.remove_placement_group(self._group)
         if self.cause:
             raise Failure(self.cause)
         status = next((member.status for member in self.trainers if member.status), 0)
@@ -149,51 +144,37 @@ class Driver:
             if node["Alive"]
         ]
 
-    def _place(self) -> Layout | None:
-        """Waits for a place in the cluster and returns its layout, or None where a signal came first. If the run fits no
-        machines that there are, it is laid out anew whenever others join.
+    def _place(self) -> int | None:
+        """Waits for a place in the cluster. Returns on how many machines the trainer is, or None where a signal came first.
 
         Raises:
             ValueError: the cluster has too little, or it is in use.
         """
-        plan, request, bundles, previous = self.plan, self.plan.request, None, None
-        give_up_at = time.monotonic() + plan.wait_s
-        while True:
-            machines = self._machines()
-            there = there_is(request, machines)
-            if there != previous:
-                self._say(labelled([("ray", f"{self.address}, {there}")]))
-                previous = there
-            anew = bundles if bundles and holds(bundles, machines) else layout(request, machines)
-            never = why_never(request, anew, machines)
-            if never and not plan.waits_for_machines:
-                raise Mistake(
-                    f"{request.words()}: {never}, and the Ray cluster at {self.address} has {there}; "
-                    "ask for less, add machines, or give it --wait SECONDS to grow"
-                )
-            if anew != bundles:
-                # A cluster that grows by itself sees from the group what is missing.
-                self._remove_group()
-                amounts = [{request.resource: amount} for amount in anew.amounts]
-                self._group, bundles = self.ray.util.placement_group(amounts, strategy="PACK"), anew
-            if self._group.wait(min(1.0, plan.wait_s)):
-                return bundles
+        request, there = self.plan.request, self._machines()
+        self._say(labelled([("ray", f"{self.address}, {there_is(request, there)}")]))
+        largest = max((machine.total for machine in there), default=0)
+        machines = request.machines(largest)
+        amounts = request.bundles(machines)
+        # A cluster that grows by itself sees from the group what is missing.
+        self._group = self.ray.util.placement_group([{request.resource: amount} for amount in amounts], strategy="PACK")
+        may_fit = max(amounts) <= largest and sum(amounts) <= sum(machine.total for machine in there)
+        wait_s = self.plan.wait_s or (WAIT_S if may_fit else 0.0)
+        give_up_at = time.monotonic() + wait_s
+        while not self._group.wait(min(1.0, wait_s)):
             if self._signals:
                 return None
             if time.monotonic() > give_up_at:
                 free = int(self.ray.available_resources().get(request.resource, 0))
+                parts = ", ".join(map(str, amounts))
                 raise Mistake(
-                    f"{request.words()}: no place within {plan.wait_s:g} s{f' ({never})' if never else ''}. The Ray cluster at "
-                    f"{self.address} has {there}, of which {free} are free; wait longer with --wait SECONDS, or see with "
-                    "`ray status` who has them"
+                    f"{request.words()}: no place within {wait_s:g} s for {parts} {KINDS[request.kind][1]}, each number on "
+                    f"one machine. The Ray cluster at {self.address} has {there_is(request, self._machines())}, of which "
+                    f"{free} are free; ask for less, wait longer with --wait SECONDS, also for machines that join, or see "
+                    "with `ray status` who has them"
                 )
+        return machines
 
-    def _remove_group(self) -> None:
-        if self._group is not None:
-            self.ray.util.remove_placement_group(self._group)
-            self._group = None
-
-    def _make_members(self, bundles: Layout) -> None:
+    def _make_members(self, machines: int) -> None:
         """Starts an actor for each command, and asks each what its machine has.
 
         Raises:
@@ -218,12 +199,13 @@ class Driver:
             handle = remote.options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
             return Member(f"{title} on {address}", address, handle)
 
-        for i in range(bundles.machines):
-            self.trainers.append(member(f"trainer {i}" if bundles.machines > 1 else "the trainer", i, bundles.ranks))
-        for i, bundle in enumerate(bundles.servers):
-            self.servers.append(member(f"server {i}", bundle, plan.request.each))
-        version = actor.version()
-        questions = [each.actor.about.remote(plan.path, version) for each in self._all()]
+        for bundle, amount in enumerate(plan.request.bundles(machines)):
+            if bundle < machines:
+                title = f"trainer {bundle}" if machines > 1 else "the trainer"
+                self.trainers.append(member(title, bundle, amount))
+            else:
+                self.servers.append(member(f"server {bundle - machines}", bundle, amount))
+        questions = [each.actor.about.remote(plan.path, __version__) for each in self._all()]
         for each, (why, each.log, each.port) in zip(self._all(), self._answers(questions), strict=True):
             if why:
                 raise Mistake(f"{each.title}: {why}; all machines of the cluster need the same")
@@ -240,16 +222,17 @@ class Driver:
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
-    def _start(self, bundles: Layout) -> None:
+    def _start(self) -> None:
         """Starts all commands. Raises RuntimeError."""
         plan, first = self.plan, self.trainers[0]
         hosts, transfer = route(first.address, [each.address for each in self.servers], plan.request.kind)
         addresses = [f"http://{host}:{each.port}" for host, each in zip(hosts, self.servers, strict=True)]
         settings = ["--config", plan.config, *plan.words, *engine_words(addresses, transfer)]
         meet = f"{first.address}:{first.port}"
+        machines = len(self.trainers)
         commands = [
-            ["-m", "torchtune_ext", "run", *launch(bundles, i, meet), plan.recipe, *settings]
-            for i in range(bundles.machines)
+            ["-m", "torchtune_ext", "run", *launch(plan.request.ranks, machines, i, meet), plan.recipe, *settings]
+            for i in range(machines)
         ]
         for i, (server, host, address) in enumerate(zip(self.servers, hosts, addresses, strict=True)):
             own = engine_words([address], transfer)
@@ -267,21 +250,6 @@ class Driver:
             for each, words in zip(self._all(), commands, strict=True)
         ]
         self._answers(questions)
-        threading.Thread(target=self._ask_head, daemon=True).start()
-
-    def _ask_head(self) -> None:
-        """Runs in a thread: where the head of the cluster is lost, a question to it has no end."""
-        while not self._over.wait(ASK_S):
-            try:
-                self.ray.nodes()
-            except Exception:  # noqa: BLE001, S112 (Ray has many; without an answer the time runs on)
-                continue
-            self._head_silent_s = 0.0
-
-    @property
-    def head_is_lost(self) -> bool:
-        """Whether the head of the cluster gives no answer. Any call of Ray may then wait until Ray ends this process."""
-        return self._head_silent_s > HEAD_S
 
     def _look(self) -> None:
         """Asks every actor what its command has printed and whether it has ended."""
@@ -290,7 +258,6 @@ class Driver:
             each.question = each.question or each.actor.look.remote()
         time.sleep(LOOK_S)
         ready, _ = self.ray.wait([each.question for each in running], num_returns=len(running), timeout=0)
-        self._head_silent_s += LOOK_S
         for each in running:
             each.silent_s += LOOK_S
             if each.question in ready:
@@ -352,8 +319,6 @@ class Driver:
         # Before the trainer has found all its servers, it would wait for one as long as that may take to start.
         if gone and not (left and self._engines_ready):
             return gone[-1].end()
-        if self.head_is_lost:
-            return f"the head of the Ray cluster at {self.address} gives no answer for {HEAD_S:g} s"
         for each in gone:
             if not each.announced:
                 self._say(f"ray: {each.end()}\nray: the run goes on with {left} of {len(self.servers)} servers")
@@ -396,16 +361,17 @@ def route(trainer: str, servers: Sequence[str], kind: str) -> tuple[list[str], s
     return list(servers), NETWORK[kind]
 
 
-def launch(bundles: Layout, number: int, meet: str) -> list[str]:
-    """Returns the options of torchrun on the trainer's machine with this number, from 0.
+def launch(ranks: int, machines: int, number: int, meet: str) -> list[str]:
+    """Returns the options of torchrun on the trainer's machine with this number, from 0, of so many.
 
     Args:
+        ranks: of the trainer, on all its machines.
         meet: HOST:PORT on the first machine, where the ranks of several machines meet. It is given as the rendezvous,
             without which torchtune starts torchrun as for one machine.
     """
-    if bundles.machines == 1:
-        return ["--nproc_per_node", str(bundles.ranks)] if bundles.ranks > 1 else []
-    options = ["--nnodes", str(bundles.machines), "--node_rank", str(number), "--nproc_per_node", str(bundles.ranks)]
+    if machines == 1:
+        return ["--nproc_per_node", str(ranks)] if ranks > 1 else []
+    options = ["--nnodes", str(machines), "--node_rank", str(number), "--nproc_per_node", str(ranks // machines)]
     return [*options, "--rdzv_backend", "static", "--rdzv_endpoint", meet]
 
 

@@ -20,20 +20,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
-from torchtune_ext.cluster.driver import Driver, Plan
+from torchtune_ext.cluster.driver import WAIT_S, Driver, Plan
 from torchtune_ext.cluster.placement import KINDS, Request
 from torchtune_ext.measured.ray_connect import SETTINGS, Refused, connect
 from torchtune_ext.run.catalog import config_name, config_path, owner
-from torchtune_ext.run.errors import FAILED, STATUS, Mistake
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.run.parent import environment
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_key
 from torchtune_ext.settings.config import read_config
 
-WAIT_S = 30.0  # seconds to wait for GPUs that are in use
 # Variables that say what a machine or a process is. All others of this shell are those of the run on every machine.
 OF_THE_MACHINE = re.compile(
     r"_|PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|SHELL|SHLVL|TERM|PWD|OLDPWD|TMPDIR|TMP|TEMP|HOSTNAME|DISPLAY|VIRTUAL_ENV|"
@@ -56,17 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--address", default="auto", help="HOST:PORT of the cluster's head; auto: the cluster of this machine"
     )
     parser.add_argument(
-        "--servers",
-        choices=("auto", "beside", "anywhere"),
-        default="auto",
-        help="beside: on the machine of rank 0, whose memory they read; anywhere: where Ray puts them, with weights over NCCL, "
-        "or gloo without GPUs; auto (default): beside, if the trainer needs no further machine for that",
-    )
-    parser.add_argument(
         "--wait",
         type=float,
         metavar="SECONDS",
-        help=f"how long to wait for what is in use ({WAIT_S:g}), and then also for machines that join later",
+        help=f"how long to wait for a place ({WAIT_S:g} for what is in use), also for machines that join later",
     )
     # Otherwise settings could not stand behind options.
     parser.parse_args = parser.parse_intermixed_args
@@ -82,7 +74,9 @@ def main(args: argparse.Namespace) -> int:
         )
     with ours_alone() as (out, err):
         try:
-            ray = connect(args.address, lambda why: leave(f"--address={args.address}: {why}", STATUS, err))
+            ray = connect(
+                args.address, lambda why: print(f"error: --address={args.address}: {why}", file=err, flush=True)
+            )
         except Refused as refused:
             raise Mistake(f"--address={args.address}: {refused}") from None
         driver = Driver(ray, plan, ray.get_runtime_context().gcs_address, out, err)
@@ -92,8 +86,6 @@ def main(args: argparse.Namespace) -> int:
             # It came before or after the run, which takes note of signals by itself.
             return 128 + signal.SIGINT
         except RuntimeError as error:
-            if driver.head_is_lost:
-                leave(f"{error}\n{standing(cfg.output_dir)}", FAILED, err)
             error.add_note(standing(cfg.output_dir))
             raise
         finally:
@@ -110,12 +102,6 @@ def ours_alone() -> Iterator[tuple[TextIO, TextIO]]:
             yield out, err
         finally:
             sys.stdout, sys.stderr = out, err
-
-
-def leave(text: str, status: int, err: TextIO) -> NoReturn:
-    """Ends this process with a message. Ray does not answer, and would not let go of it."""
-    print(f"error: {text}", file=err, flush=True)
-    os._exit(status)
 
 
 def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
@@ -143,8 +129,7 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
         path=str(folder if config_name(Path(config_path(args.config))) else folder / args.config),
         variables=variables_of(request) | {KEY_VARIABLE: server_key() or secrets.token_urlsafe(32)},
         patience_s=cfg.checkpoints.stop_grace_s + REACTION_S + CLEANUP_S,
-        wait_s=args.wait or WAIT_S,
-        waits_for_machines=args.wait is not None,
+        wait_s=args.wait,
     )
 
 
@@ -167,7 +152,7 @@ def request_of(args: argparse.Namespace, each: int) -> Request:
         raise Mistake(
             f"--engine-gpus={engine} is no multiple of engine.tensor_parallel_size={each}, the GPUs of a server"
         )
-    return Request(kind, train, engine // each, each, args.servers)
+    return Request(kind, train, engine // each, each)
 
 
 def variables_of(request: Request) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The parts of a GRPO run before it starts: made from its settings, and tried with each other. No process starts and no weights
 are loaded until the methods of `Parts` are called."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,6 @@ from torchtune_ext.source import GroupSource, prompt_fault
 from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.tasks.task import Task
 from torchtune_ext.telemetry.summary import Stopwatch
-from torchtune_ext.telemetry.timeline import Timeline
 from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.checks import (
     check_engine,
@@ -163,12 +162,12 @@ class Parts:
 
         return Teacher(self.teacher_model, self.teacher_engine(), Path(self.cfg.output_dir) / "teacher")
 
-    def source(self, engine: Engine | None, graders: Sequence[Grader], timeline: Timeline) -> "GroupSource | Replay":
+    def source(self, engine: Engine | None, graders: Sequence[Grader]) -> "GroupSource | Replay":
         """Returns where the groups of a step come from. Ranks without an engine get none."""
         cfg = self.cfg
         return self.replay or GroupSource(
             self.ledger,
-            GroupStream(engine, self.tokenizer, graders[0], times=timeline) if engine else None,
+            GroupStream(engine, self.tokenizer, graders[0]) if engine else None,
             self.problems,
             samples=cfg.samples_per_prompt,
             sampling=self.sampling,
@@ -176,19 +175,22 @@ class Parts:
             deadline_s=cfg.rollouts.deadline_s,
         )
 
-    def stopwatch(self, graders: Sequence[Grader], timeline: Timeline) -> Stopwatch:
+    def stopwatch(self, graders: Sequence[Grader], step: Callable[[], int]) -> Stopwatch:
         """Returns what measures the phases of a step, and tells the other ranks of them.
 
         A grader that measures time has cores of its own; where there are too few, it takes turns with the training.
+
+        Args:
+            step: returns the step that the run is at.
         """
 
         @contextmanager
         def phase(name: str) -> Iterator[None]:
             turn = graders[0].alone() if graders and name == "train" else nullcontext()
-            with self.ranks.phase(name, timeline.step()), turn:
+            with self.ranks.phase(name, step()), turn:
                 yield
 
-        return Stopwatch(phase, timeline if self.ranks.is_main else None)
+        return Stopwatch(phase)
 
     def publisher(self, engine: Engine | None, learner: Learner) -> "tuple[Agreement, Publisher | Replay]":
         """Returns the gate that compares trainer and engine, and what sends weights and lets a canary pass that gate."""

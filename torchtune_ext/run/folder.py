@@ -38,7 +38,6 @@ RECORD = "run.json"
 CONTENTS = (
     RECORD,
     "metrics.jsonl",
-    "trace.json",
     "profile",
     "rollouts",
     "checkpoints",

@@ -5,7 +5,7 @@ import os
 import re
 import warnings
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -147,13 +147,8 @@ def say_unset(recipe: str, words: Sequence[str]) -> None:
         place = list(words).index("--config")
         cfg = as_tune_reads(words[place + 1], [*words[:place], *words[place + 2 :]])
         with suppress(OmegaConfBaseException):  # a reference that leads nowhere is said when the recipe reads it
-            if not values_of(cfg, [key])[key]:
+            if not OmegaConf.select(cfg, key, default=None):
                 say(labelled([("recipe", f"{recipe}, but {key} is not set: {then}")]))
-
-
-def values_of(cfg: DictConfig, names: Iterable[str]) -> dict[str, Any]:
-    """Returns the values of dotted names; None for those that are not there."""
-    return {name: OmegaConf.select(cfg, name, default=None) for name in names}
 
 
 def _with_nodes(schema: type, cfg: DictConfig) -> DictConfig:

@@ -11,17 +11,16 @@ Exit status: 0 at the end, 1 if no run has finished, 2 for bad input, 128 and th
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torchtune_ext.host import plugin
-from torchtune_ext.run.errors import FAILED, Mistake, nearest
+from torchtune_ext.run.errors import FAILED, Mistake
 from torchtune_ext.run.output import columns, say
 from torchtune_ext.run.terminal import BOLD, styled
 from torchtune_ext.sweep.file import Sweep, read_sweep, sweep_file
 from torchtune_ext.sweep.runner import ORDER, Runner, SweepFolder, SweepRun, shown
-from torchtune_ext.sweep.search import tries
+from torchtune_ext.sweep.search import point_of
 
 FOLDER = Path("runs", "sweeps")
 
@@ -49,74 +48,54 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     # It reads recipes, which import torchtune.
     plugin.install()
     sweep = read_sweep(sweep_file(args.file))
-    _check_words(sweep, words)
+    for word in words:
+        key = word.partition("=")[0]
+        if word.startswith("-"):
+            raise Mistake(f"there is no option {key}; see torchtune-ext sweep --help")
+        if key in {each.name for each in sweep.parameters}:
+            raise Mistake(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
     if args.jobs < 1:
         raise Mistake(f"--jobs {args.jobs} must be 1 or more")
     folder = SweepFolder(args.out or FOLDER / sweep.path.stem, sweep, words, args.seed, args.resume)
-    # This imports torch, which is not needed to say what is wrong with a file.
+    # These import torch, which is not needed to say what is wrong with a file.
+    import torch
+
     from torchtune_ext.sweep.check import check, words_of
 
-    points = tries(sweep, folder.seed)
-    notes, usual, on_gpu = check(sweep, points, folder.words, folder.path)
-    if sweep.method != "bayes" and len(points) < sweep.runs:
-        notes.append(
-            f"of {sweep.runs} points {len(points)} were tried on the recipe: what is wrong with others fails their runs"
-        )
-    cores = len(os.sched_getaffinity(0))
-    variables = {} if on_gpu else {"OMP_NUM_THREADS": str(max(1, cores // args.jobs))}
-    if args.jobs > (1 if on_gpu else cores):
-        shared = "GPUs and their memory" if on_gpu else f"{cores} cores"
-        notes.append(f"--jobs {args.jobs}: the runs share the same {shared}; with fewer jobs each has more")
-    goal = "maximized" if sweep.metric.maximize else "minimized"
-    what = f"{sweep.method}, {sweep.runs} runs, {sweep.metric.name} {goal}, {args.jobs} at a time"
-    say("\n".join([*notes, f"sweep {sweep.name}: {what}; files: {folder.path}"]))
+    cfg = check(sweep, point_of(sweep, folder.seed, 0), folder.words, folder.path)
+    folder.begin()
+    on_gpu = getattr(cfg, "device", "auto") != "cpu" and torch.cuda.is_available()
+    threads = max(1, len(os.sched_getaffinity(0)) // args.jobs)
+    goal = "maximized" if sweep.maximize else "minimized"
+    what = f"{sweep.method}, {sweep.runs} runs, {sweep.metric} {goal}, {args.jobs} at a time"
+    say(f"sweep {sweep.name}: {what}; files: {folder.path}")
+    variables = {} if on_gpu else {"OMP_NUM_THREADS": str(threads)}
     runner = Runner(folder, args.jobs, lambda point: words_of(sweep, point, folder.words), variables)
     ended = runner.run()
-    say(f"\n{table(sweep, folder.runs, usual)}\n")
+    say(f"\n{table(sweep, folder.runs)}\n")
     if not ended:
         again = f"torchtune-ext sweep {args.file} --resume{f' --out {args.out}' if args.out else ''}"
         say(f"Stopped with {runner.left} of {sweep.runs} runs to do: {again} goes on")
         return 128 + runner.stopped_by
-    if any(run.value is not None for run in folder.runs):
+    if any(run.value is not None and run.state != "failed" for run in folder.runs):
         from torchtune_ext.telemetry.comparison import build_comparison
 
         page = build_comparison([folder.path])
         say(f"{page.verdict}\nreport: {page.path}")
     else:
-        say(f"No run has a {sweep.metric.name}, so none is the best.")
+        say(f"No run has a {sweep.metric}, so none is the best.")
     return 0 if any(run.state == "finished" for run in folder.runs) else FAILED
 
 
-def _check_words(sweep: Sweep, words: Sequence[str]) -> None:
-    """Raises ValueError for an option that there is not, or a setting that the sweep makes itself."""
-    for word in words:
-        key = word.partition("=")[0]
-        if word.startswith("-"):
-            near = nearest(key.lstrip("-"), ["jobs", "resume", "out", "seed"])
-            hint = f"did you mean --{near}?" if near else "see torchtune-ext sweep --help"
-            raise Mistake(f"there is no option {key}; {hint}")
-        if key in {each.name for each in sweep.parameters}:
-            raise Mistake(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
-
-
-def table(sweep: Sweep, runs: Sequence[SweepRun], usual: Mapping[str, Any]) -> str:
-    """Returns the table, the best run first. One that was stopped early or failed stands behind all that finished.
-
-    Args:
-        usual: what the config gives the parameters without the sweep; the run with all of these values has a star.
-    """
+def table(sweep: Sweep, runs: Sequence[SweepRun]) -> str:
+    """Returns the table, the best run first. One that was stopped early or failed stands behind all that finished."""
     names = [each.name for each in sweep.drawn]
-    sign = -1 if sweep.metric.maximize else 1
+    sign = -1 if sweep.maximize else 1
     ranked = sorted(runs, key=lambda run: (ORDER.index(run.state), run.value is None, sign * (run.value or 0.0)))
-    star = {
-        run.id: "*"
-        for run in runs
-        if names and all(name in usual and usual[name] == run.parameters[name] for name in names)
-    }
-    rows = [["run", *names, sweep.metric.name, "95% interval", "state", "seconds"]]
+    rows = [["run", *names, sweep.metric, "95% interval", "state", "seconds"]]
     rows += [
         [
-            run.id + star.get(run.id, ""),
+            run.id,
             *(shown(run.parameters[name]) for name in names),
             "-" if run.value is None else f"{run.value:.4f}",
             "-" if run.interval is None else "{:.4f} to {:.4f}".format(*run.interval),
@@ -128,6 +107,4 @@ def table(sweep: Sweep, runs: Sequence[SweepRun], usual: Mapping[str, Any]) -> s
     lines = columns(rows).split("\n")
     if ranked and ranked[0].value is not None:
         lines[1] = styled(lines[1], BOLD, sys.stdout)
-    if star:
-        lines.append("* as the config has it")
     return "\n".join([*lines, *(f"{run.id}: {run.cause}" for run in runs if run.cause)])

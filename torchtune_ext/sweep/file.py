@@ -17,33 +17,15 @@ from torchtune_ext.run.errors import Mistake, nearest
 
 METHODS = ("grid", "random", "bayes")
 KEYS = ("name", "description", "program", "command", "method", "metric", "parameters", "run_cap", "early_terminate")
-# What only W&B's server reads: who owns the sweep, and which version of the format it is.
-SERVER_KEYS = ("project", "entity", "apiVersion", "kind", "controller")
-# What only W&B's server does: jobs of its Launch, searches of one's own, several metrics, other values for failed runs.
-NOT_HERE = ("job", "image_uri", "scheduler", "metrics", "impute", "impute_while_running")
-
-# The keys of each distribution.
-DISTRIBUTIONS = {
-    "constant": ("value",),
-    "categorical": ("values",),
-    "int_uniform": ("min", "max"),
-    "uniform": ("min", "max"),
-    "q_uniform": ("min", "max", "q"),
-    "log_uniform_values": ("min", "max"),
-    "inv_log_uniform_values": ("min", "max"),  # where log(1/x) is uniform, log(x) is, too
-}
-# What only W&B's server draws from, and what stands in its place here.
-INSTEAD = {
-    "categorical_w_probabilities": "values without probabilities",
-    **dict.fromkeys(("beta", "q_beta", "normal", "q_normal"), "uniform, between the limits of what is worth a run"),
-    **dict.fromkeys(("log_normal", "q_log_normal", "q_log_uniform_values"), "log_uniform_values"),
-    **dict.fromkeys(
-        ("log_uniform", "q_log_uniform", "inv_log_uniform"), "log_uniform_values, whose limits are the values"
-    ),
-}
+# What only W&B's server reads: who owns the sweep.
+SERVER_KEYS = ("project", "entity")
 MOST = 10_000  # points of a grid
 
 EXAMPLE = "command: [tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
+FORMS = (
+    "write {value: 1}, {values: [1, 2]}, or {min: 0.001, max: 0.1} with numbers of which the first is the smaller one, with "
+    "distribution: log_uniform_values where their magnitude is not known; what else W&B draws from only its own server knows"
+)
 _WITHOUT_DOT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 Point = dict[str, Any]  # the value of every parameter of one run, by its dotted name
@@ -58,20 +40,6 @@ class Parameter:
     low: float = 0.0
     high: float = 0.0
     log: bool = False  # whether the logarithm of the number is uniform
-
-    @property
-    def fixed(self) -> bool:
-        """Tells whether all runs have the same value."""
-        return len(self.values) == 1
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """What a sweep compares runs by."""
-
-    name: str
-    maximize: bool  # W&B minimizes where a file says nothing
-    target: float | None  # no further run starts once one has reached it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +59,8 @@ class Sweep:
     name: str
     command: Sequence[Any]
     method: str  # one of METHODS
-    metric: Metric
+    metric: str  # what runs are compared by
+    maximize: bool  # W&B minimizes where a file says nothing
     parameters: Sequence[Parameter]
     runs: int  # how many there will be
     early: Halving | None
@@ -99,7 +68,7 @@ class Sweep:
     @property
     def drawn(self) -> list[Parameter]:
         """Returns the parameters that are not the same for all runs."""
-        return [each for each in self.parameters if not each.fixed]
+        return [each for each in self.parameters if len(each.values) != 1]
 
 
 def sweep_files() -> dict[str, Path]:
@@ -149,6 +118,11 @@ def _hint(name: Any, known: Iterable[str], otherwise: str = "") -> str:
     return f"did you mean {near}?" if near else otherwise or f"there are {', '.join(known)}"
 
 
+def _check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in given:
+        _require(key in known, f"{where}unknown key {key!r}; {_hint(key, known)} (`wandb sweep` may know more)")
+
+
 def _sweep(path: Path, text: str, given: Any) -> Sweep:
     _require(
         isinstance(given, dict) and len(given) > 0,
@@ -156,13 +130,18 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
     )
     _check_keys("", given, [*KEYS, *SERVER_KEYS])
     # Where a file names no command, W&B's own ends with words that no recipe reads.
-    method, command = given.get("method"), given.get("command", ["${args}"])
+    method, command, metric = given.get("method"), given.get("command", ["${args}"]), given.get("metric")
     _require(method in METHODS, f"method: {method}: {_hint(method, METHODS)}")
     _require(
         (method == "grid" and "early_terminate" not in given) or find_spec("optuna") is not None,
         "method: random, bayes and early_terminate need Optuna: pip install 'torchtune-ext[sweep]'; a grid needs nothing",
     )
     _require(isinstance(command, list) and len(command) > 0, f"command: must be a list of words: {EXAMPLE}")
+    goal = metric.get("goal", "minimize") if isinstance(metric, dict) else None
+    _require(
+        goal in ("minimize", "maximize") and isinstance(metric.get("name"), str) and set(metric) <= {"name", "goal"},
+        f"metric: {metric}: write metric: {{name: eval/accuracy_sampled, goal: maximize}}, or goal: minimize",
+    )
     parameters = parameters_of(given.get("parameters"))
     return Sweep(
         path=path,
@@ -170,32 +149,12 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
         name=str(given.get("name", path.stem)),
         command=command,
         method=method,
-        metric=_metric(given.get("metric")),
+        metric=metric["name"],
+        maximize=goal == "maximize",
         parameters=parameters,
         runs=_runs(method, parameters, given.get("run_cap")),
-        early=halving_of(given["early_terminate"]) if "early_terminate" in given else None,
+        early=_halving(given["early_terminate"]) if "early_terminate" in given else None,
     )
-
-
-def _check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in given:
-        _require(key not in NOT_HERE, f"{where}{key}: only W&B's server does that; use `wandb sweep` for this file")
-        _require(key in known, f"{where}unknown key {key!r}; {_hint(key, known)}")
-
-
-def _metric(given: Any) -> Metric:
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-        example = "metric: {name: eval/accuracy_sampled, goal: maximize}"
-        raise Mistake(f"metric: {given} says not what runs are compared by; write {example}")
-    _check_keys("metric: ", given, ("name", "goal", "target"))
-    goal, target = given.get("goal", "minimize"), given.get("target")
-    _require(goal in ("minimize", "maximize"), f"metric: goal: {goal}: write maximize or minimize")
-    _require(target is None or _is_number(target), f"metric: target: {target!r} must be a number")
-    return Metric(given["name"], goal == "maximize", target)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
@@ -204,7 +163,7 @@ def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
     if method == "grid":
         count = len(grid(parameters))
         return min(count, cap or count)
-    if all(each.fixed for each in parameters):
+    if all(len(each.values) == 1 for each in parameters):
         raise Mistake(f"parameters: all of them are fixed, so method: {method} has nothing to choose")
     _require(
         cap is not None, f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20"
@@ -212,99 +171,55 @@ def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
     return cap
 
 
-def halving_of(given: Any) -> Halving:
-    """Reads the node `early_terminate` of a sweep's file. Raises ValueError."""
-    if not isinstance(given, dict) or given.get("type") != "hyperband":
-        raise Mistake(f"early_terminate: {given}: write {{type: hyperband, min_iter: 3}}; W&B has no other type")
-    _check_keys("early_terminate: ", given, ("type", "min_iter", "max_iter", "s", "eta", "strict"))
-    for key, least in {"min_iter": 1, "max_iter": 1, "s": 1, "eta": 2}.items():
-        if key in given and (type(given[key]) is not int or given[key] < least):
-            raise Mistake(f"early_terminate: {key}: {given[key]!r} must be a whole number, {least} or more")
-    _require(given.get("strict", True) is True, "early_terminate: strict: false: only W&B's server does that")
-    eta = given.get("eta", 3)
-    if "max_iter" in given and "s" in given:
-        first = given["max_iter"] // eta ** min(given["s"], 64)
-    else:
-        _require("min_iter" in given, "early_terminate: hyperband needs min_iter, or max_iter and s")
-        first = given["min_iter"]
+def _halving(given: Any) -> Halving:
+    node = given if isinstance(given, dict) else {}
+    first, eta = node.get("min_iter"), node.get("eta", 3)
     _require(
-        first >= 1, f"early_terminate: {given} compares runs before they begin: max_iter / eta**s must be 1 or more"
+        node.get("type") == "hyperband"
+        and set(node) <= {"type", "min_iter", "eta"}
+        and type(first) is type(eta) is int
+        and first >= 1
+        and eta >= 2,
+        f"early_terminate: {given}: write {{type: hyperband, min_iter: 3, eta: 3}}, with whole numbers from 1 and from 2 on",
     )
     return Halving(first, eta)
 
 
-def parameters_of(node: Any, above: str = "") -> list[Parameter]:
+def parameters_of(node: Any) -> list[Parameter]:
     """Reads the node `parameters` of a sweep's file. Returns them sorted by name, the order in which W&B passes them on.
-
-    Args:
-        above: the node that these are in, with a dot behind it.
 
     Raises:
         ValueError: a parameter is none of W&B's, or is one that is not drawn here. The message names it and the fix.
     """
     if not isinstance(node, dict) or not node:
-        where = f"parameters.{above}".rstrip(".")
-        raise Mistake(f"{where}: needs at least one parameter, for instance optimizer.lr: {{values: [1.0e-3, 2.0e-3]}}")
-    parameters: list[Parameter] = []
-    for key, given in sorted(node.items(), key=lambda item: str(item[0])):
-        name = f"{above}{key}"
-        if not isinstance(given, dict):
-            example = f"{{values: {given}}}" if isinstance(given, list) else f"{{value: {given}}}"
-            raise Mistake(f"parameters: {name}: {given} says not what it is; write {name}: {example}")
-        if "parameters" not in given:
-            parameters.append(_parameter(name, given))
-            continue
-        if others := [other for other in given if other != "parameters"]:
-            raise Mistake(f"parameters: {name} has `parameters:` and {others[0]!r}; it is a node or a parameter")
-        parameters += parameters_of(given["parameters"], f"{name}.")
-    names = [each.name for each in parameters]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise Mistake(f"parameters: {twice[0]} is there twice, nested and with a dot; keep one of them")
-    return parameters
+        raise Mistake("parameters: needs at least one, for instance optimizer.lr: {values: [1.0e-3, 2.0e-3]}")
+    return [_parameter(str(name), given) for name, given in sorted(node.items(), key=lambda item: str(item[0]))]
 
 
-def _parameter(name: str, given: Mapping[str, Any]) -> Parameter:
-    where, kind = f"parameters: {name}", given.get("distribution") or _meant(given)
-    _require(kind is not None, f"{where}: has no values; write values: [...], value: ..., or min: and max:")
-    if kind in INSTEAD:
-        raise Mistake(f"{where}: distribution: {kind}: only W&B's own server draws from it; write {INSTEAD[kind]}")
-    _require(kind in DISTRIBUTIONS, f"{where}: distribution: {kind} is unknown; {_hint(kind, DISTRIBUTIONS)}")
-    keys = DISTRIBUTIONS[kind]
-    _check_keys(f"{where}: {kind}: ", given, (*keys, "distribution"))
-    for key in keys:
-        _require(key in given or key == "q", f"{where}: {kind} needs {' and '.join(keys)}; {key} is missing")
-    if kind in ("constant", "categorical"):
-        values = [given["value"]] if kind == "constant" else given["values"]
-        _require(isinstance(values, list) and values, f"{where}: values: {values} must be a list, and not empty")
-        # A run reads 1e-5 as a number, and YAML 1.1 as a text, because it has no dot.
-        values = [float(each) if isinstance(each, str) and _WITHOUT_DOT.fullmatch(each) else each for each in values]
-        return Parameter(name, [each for i, each in enumerate(values) if each not in values[:i]])
-    for key in keys:
-        if not _is_number(given.get(key, 1)):
-            raise Mistake(f"{where}: {key}: {given[key]!r} is no number for YAML; write 1.0e-3, not 1e-3")
-    low, high, q = given["min"], given["max"], given.get("q", 1)
-    _require(low < high, f"{where}: min: {low} must be below max: {high}")
-    _require("log" not in kind or low > 0, f"{where}: min: {low} of {kind} must be above 0: it has no logarithm")
-    if kind == "int_uniform":
-        _require(type(low) is type(high) is int, f"{where}: int_uniform takes whole numbers; write uniform for others")
-        return Parameter(name, range(low, high + 1))
-    if kind == "q_uniform":
-        _require(q > 0 and (high - low) / q <= MOST, f"{where}: q: {q} must be above 0, and not that small")
-        # As W&B's, they end below max. Twelve digits make 0.3 of 0.30000000000000004.
-        count = math.ceil(round((high - low) / q, 9))
-        return Parameter(name, [float(f"{low + i * q:.12g}") for i in range(count)])
-    return Parameter(name, low=low, high=high, log="log" in kind)
+def _parameter(name: str, given: Any) -> Parameter:
+    """Makes a parameter of what stands behind its name, where W&B chooses the distribution by the keys."""
+    node = given if isinstance(given, dict) else {}
+    keys, kind = node.keys() - {"distribution"}, node.get("distribution")
+    if keys == {"value"} and kind in (None, "constant"):
+        return Parameter(name, _values([node["value"]]))
+    if keys == {"values"} and kind in (None, "categorical") and isinstance(node["values"], list) and node["values"]:
+        return Parameter(name, _values(node["values"]))
+    if keys == {"min", "max"} and all(type(node[end]) in (int, float) for end in keys) and node["min"] < node["max"]:
+        low, high = node["min"], node["max"]
+        whole = type(low) is type(high) is int
+        if whole and kind in (None, "int_uniform"):
+            return Parameter(name, range(low, high + 1))
+        if kind in (None, "uniform"):
+            return Parameter(name, low=low, high=high)
+        if kind == "log_uniform_values" and low > 0:
+            return Parameter(name, low=low, high=high, log=True)
+    raise Mistake(f"parameters: {name}: {given}: {FORMS}")
 
 
-def _meant(given: Mapping[str, Any]) -> str | None:
-    """Returns the distribution that W&B takes where the file names none."""
-    if "value" in given:
-        return "constant"
-    if "values" in given:
-        return "categorical_w_probabilities" if "probabilities" in given else "categorical"
-    if "min" in given or "max" in given:
-        return "int_uniform" if type(given.get("min")) is type(given.get("max")) is int else "uniform"
-    return "normal" if "mu" in given or "sigma" in given else None
+def _values(given: Sequence[Any]) -> list[Any]:
+    """Returns each value once. A run reads 1e-5 as a number, and YAML 1.1 as a text, because it has no dot."""
+    values = [float(each) if isinstance(each, str) and _WITHOUT_DOT.fullmatch(each) else each for each in given]
+    return [each for i, each in enumerate(values) if each not in values[:i]]
 
 
 def grid(parameters: Sequence[Parameter]) -> list[Point]:
@@ -316,8 +231,8 @@ def grid(parameters: Sequence[Parameter]) -> list[Point]:
     for each in parameters:
         if not each.values:
             raise Mistake(
-                f"parameters: {each.name}: method: grid takes value, values, whole numbers from min to max and q_uniform, and "
-                "not every number between two; list its values, or write method: random"
+                f"parameters: {each.name}: method: grid takes value, values, and whole numbers from min to max, not every "
+                "number between two; list its values, or write method: random"
             )
     if math.prod(len(each.values) for each in parameters) > MOST:
         raise Mistake(f"parameters: the grid has more than {MOST:,} points; list fewer values, or draw: method: random")

@@ -24,8 +24,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RUN_VARIABLE, SWEEP_VARIABLE, checkpoint_folders
@@ -33,7 +31,7 @@ from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent, environment
 from torchtune_ext.run.stop import NAMES
 from torchtune_ext.sweep.file import Point, Sweep
-from torchtune_ext.sweep.search import Pruner, planned, suggest
+from torchtune_ext.sweep.search import Pruner, point_of
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import PANELS
 from torchtune_ext.telemetry.runs import METRICS, SWEEP, SWEEP_FORMAT, read_sweep_record
@@ -44,7 +42,6 @@ INTERVALS = {panel.band[0]: panel.band[1:] for panel in PANELS if panel.band}
 ORDER = ("finished", "stopped_early", "failed", "running", "waiting")  # of the states of runs, in the table
 TO_DO = ("running", "waiting")
 LOOK_S = 0.5  # seconds between two looks at a run
-NEWS_S = 60.0  # seconds from one line about a run that works to the next
 END_S = 600.0  # seconds that a run has to end after SIGTERM: the end of its step, its checkpoint, its cleanup
 LONGEST_CAUSE = 300  # characters
 
@@ -53,8 +50,7 @@ LONGEST_CAUSE = 300  # characters
 class SweepRun:
     """One run of a sweep."""
 
-    id: str
-    folder: str  # below the sweep's folder
+    id: str  # also the name of its folder
     parameters: Point
     state: str = "waiting"  # one of ORDER
     value: float | None = None  # the last that it logged of the metric
@@ -64,15 +60,14 @@ class SweepRun:
 
 
 class SweepFolder:
-    """The folder of a sweep. One process has it from `begin` on, or from here on if the sweep goes on.
+    """The folder of a sweep. One process has it from `begin` on.
 
     Raises:
-        ValueError: another process runs the sweep there; the folder holds one and `resume` is False, or another one, or
-            something else.
+        ValueError: the folder holds a sweep and `resume` is False, or holds another one, or something else.
     """
 
     def __init__(self, path: Path, sweep: Sweep, words: Sequence[str], seed: int, resume: bool):
-        self.path, self.sweep = path, sweep
+        self.path, self.sweep, self.resume = path, sweep, resume
         self.words, self.seed = list(words), seed
         self.runs: list[SweepRun] = []
         self._lock: TextIO | None = None
@@ -84,48 +79,15 @@ class SweepFolder:
         if not held and any(each.name not in (LOCK, FILE) for each in path.glob("*")):
             raise Mistake(f"{path} is not empty, and holds no sweep; choose another folder (--out)")
         if held:
-            self._hold()
             self._read()
 
     def begin(self) -> None:
-        """Writes the file of the sweep and the record.
+        """Takes the folder, and writes the file of the sweep and the record.
 
         Raises:
             ValueError: another process runs the sweep.
             OSError: the folder cannot be made or written.
         """
-        if self._lock is None:
-            self._hold()
-        write_atomic(self.path / FILE, self.sweep.text.encode())
-        self.save()
-
-    def add(self, point: Point) -> SweepRun:
-        """Adds a run of a point; it waits."""
-        name = f"run_{len(self.runs) + 1:0{max(2, len(str(self.sweep.runs)))}d}"
-        self.runs.append(SweepRun(name, name, point))
-        return self.runs[-1]
-
-    def save(self) -> None:
-        """Writes `sweep.json`, whole."""
-        sweep, metric = self.sweep, self.sweep.metric
-        record = {
-            "format": SWEEP_FORMAT,
-            "name": sweep.name,
-            "method": sweep.method,
-            "metric": {"name": metric.name, "goal": "maximize" if metric.maximize else "minimize"},
-            "words": self.words,
-            "seed": self.seed,
-            "runs": [asdict(run) for run in self.runs],
-        }
-        with explained(f"{self.path / SWEEP} cannot be written", "Make room; --resume goes on"):
-            write_atomic(self.path / SWEEP, (json.dumps(record, indent=1) + "\n").encode())
-
-    def close(self) -> None:
-        """Gives up the folder, as the end of the process does."""
-        if self._lock is not None:
-            self._lock.close()
-
-    def _hold(self) -> None:
         with explained(
             f"{self.path} cannot be made or written", "Choose another folder (--out), or make room and set its rights"
         ):
@@ -140,34 +102,58 @@ class SweepFolder:
         except OSError:
             # A file system without locks.
             pass
+        if self.resume:
+            # Until now another process may have gone on with it.
+            self._read()
+        write_atomic(self.path / FILE, self.sweep.text.encode())
+        self.save()
+
+    def add(self, point: Point) -> SweepRun:
+        """Adds a run of a point; it waits."""
+        name = f"run_{len(self.runs) + 1:0{max(2, len(str(self.sweep.runs)))}d}"
+        self.runs.append(SweepRun(name, point))
+        return self.runs[-1]
+
+    def save(self) -> None:
+        """Writes `sweep.json`, whole."""
+        sweep = self.sweep
+        record = {
+            "format": SWEEP_FORMAT,
+            "name": sweep.name,
+            "method": sweep.method,
+            "metric": {"name": sweep.metric, "goal": "maximize" if sweep.maximize else "minimize"},
+            "words": self.words,
+            "seed": self.seed,
+            "runs": [asdict(run) for run in self.runs],
+        }
+        with explained(f"{self.path / SWEEP} cannot be written", "Make room; --resume goes on"):
+            write_atomic(self.path / SWEEP, (json.dumps(record, indent=1) + "\n").encode())
+
+    def close(self) -> None:
+        """Gives up the folder, as the end of the process does."""
+        if self._lock is not None:
+            self._lock.close()
 
     def _read(self) -> None:
-        """Reads the record of a sweep that goes on, and compares the two files."""
+        """Reads the record of a sweep that goes on. Raises ValueError if it began with another file, or other settings."""
         record = read_sweep_record(self.path)
         names = [each.name for each in fields(SweepRun)]
         self.runs = [SweepRun(**{name: run[name] for name in names if name in run}) for run in record["runs"]]
-        words, self.seed = record["words"], record["seed"]
-        with explained(f"{self.path / FILE} cannot be read", "Begin again in another folder (--out)"):
-            before = yaml.safe_load((self.path / FILE).read_text(encoding="utf-8"))
-        now = yaml.safe_load(self.sweep.text)
-        if other := sorted(key for key in {**before, **now} if before.get(key) != now.get(key)):
-            raise Mistake(
-                f"--resume: {self.sweep.path} is not the file that this sweep began with: {', '.join(other)} differ"
-                f"{'' if other[1:] else 's'}; go on with {self.path / FILE}, or begin in another folder (--out)"
-            )
-        if self.words and self.words != words:
-            raise Mistake(
-                f"--resume: the sweep began with {' '.join(words) or 'no settings'}, and not with {' '.join(self.words)}; "
-                "leave them out, or begin in another folder (--out)"
-            )
-        self.words = words
+        self.seed = record["seed"]
+        file = self.path / FILE
+        with explained(f"{file} cannot be read", "Begin again in another folder (--out)"):
+            same = file.read_text(encoding="utf-8") == self.sweep.text
+        if not same or (self.words and self.words != record["words"]):
+            words = " ".join(["torchtune-ext sweep", str(file), *record["words"]])
+            raise Mistake(f"--resume: this sweep began as {words}; go on with that, or begin in another folder (--out)")
+        self.words = record["words"]
 
 
 class Runner:
     """Runs a sweep in its folder.
 
     Args:
-        folder: of the sweep.
+        folder: of the sweep, which has begun.
         jobs: runs at a time.
         command: returns the words of a run from its point.
         variables: of the environment of the runs, where this process has not set them.
@@ -180,13 +166,10 @@ class Runner:
         command: Callable[[Point], Sequence[str]],
         variables: Mapping[str, str] | None = None,
     ):
-        self.folder, self.sweep, self.jobs, self._command = folder, folder.sweep, jobs, command
-        self._variables = variables or {}
-        self._processes: dict[str, subprocess.Popen] = {}  # of the runs that go on
-        self.stopped_by: signal.Signals | None = None  # the first signal that came
-        if not folder.runs:
-            for point in planned(self.sweep, folder.seed):
-                folder.add(point)
+        self.folder, self.jobs, self.sweep = folder, jobs, folder.sweep
+        self.stopped_by: int | None = None  # the signal
+        self._command, self._variables = command, variables or {}
+        self._processes: dict[str, subprocess.Popen] = {}
         self._waiting = [run for run in folder.runs if run.state in TO_DO]
         self._pruner = Pruner(self.sweep) if self.sweep.early else None
         for run in folder.runs:
@@ -199,7 +182,6 @@ class Runner:
 
     def run(self) -> bool:
         """Runs until all runs have ended, or a signal came. Returns whether the sweep is at its end."""
-        self.folder.begin()
         asyncio.run(self._run_all())
         return self.stopped_by is None or not self.left
 
@@ -229,28 +211,24 @@ class Runner:
 
     def _next(self) -> SweepRun | None:
         """Returns the next run to start, or None."""
-        metric, runs = self.sweep.metric, self.folder.runs
-        if metric.target is not None:
-            values = [run.value for run in runs if run.state == "finished" and run.value is not None]
-            if any(value >= metric.target if metric.maximize else value <= metric.target for value in values):
-                return None
         if self._waiting:
             return self._waiting.pop(0)
-        if len(runs) >= self.sweep.runs:
+        number = len(self.folder.runs)
+        if number >= self.sweep.runs:
             return None
-        return self.folder.add(suggest(self.sweep, self.folder.seed, len(runs), self._results()))
+        return self.folder.add(point_of(self.sweep, self.folder.seed, number, self._results()))
 
     def _results(self) -> list[tuple[Point, float | None]]:
         """Returns where runs were and what they came to: None where that is not known. One that has failed counts as the worst,
         as W&B has it."""
         runs = self.folder.runs
         known = [run.value for run in runs if run.value is not None and run.state != "failed"]
-        worst = (min if self.sweep.metric.maximize else max)(known, default=None)
+        worst = (min if self.sweep.maximize else max)(known, default=None)
         values = {"failed": worst, "running": None, "waiting": None}
         return [(run.parameters, values.get(run.state, run.value)) for run in runs]
 
     def _start(self, run: SweepRun) -> subprocess.Popen:
-        place = self.folder.path / run.folder
+        place = self.folder.path / run.id
         place.mkdir(exist_ok=True)
         words, begins = [*self._command(run.parameters), f"output_dir={place}"], "starts"
         if checkpoint_folders(place / "checkpoints"):
@@ -280,31 +258,23 @@ class Runner:
 
     async def _watch(self, run: SweepRun, process: subprocess.Popen) -> bool:
         """Waits until a run has ended. Returns whether it was stopped because others are better."""
-        metric, early = self.sweep.metric.name, False
-        began = news_at = time.monotonic()
-        told_at = None  # when it was told to end
+        early, told_at = False, None  # when it was told to end
         while process.poll() is None:
-            now = time.monotonic()
             if told_at is None and self.stopped_by is not None:
-                told_at = now
+                told_at = time.monotonic()
             elif told_at is None and self._is_worse(run):
-                say(f"{run.id} is stopped early: others are better where it is ({metric}, early_terminate)")
+                say(f"{run.id} is stopped early: others are better where it is ({self.sweep.metric}, early_terminate)")
                 process.terminate()
-                told_at, early = now, True
-            elif told_at is not None and now > told_at + END_S:
+                told_at, early = time.monotonic(), True
+            elif told_at is not None and time.monotonic() > told_at + END_S:
                 say(f"{run.id} has not ended within {END_S:g} s of SIGTERM: it is killed")
                 _kill(process)
-            if now > news_at + NEWS_S:
-                news_at = now
-                values = self._logged(run)
-                reads = f"{metric} {values[-1]:.4g}" if values else f"no {metric} yet"
-                say(f"{run.id} works since {now - began:.0f} s: {reads}")
             await asyncio.sleep(LOOK_S)
         return early
 
     def _note(self, run: SweepRun, status: int, early: bool) -> None:
         """Notes what became of a run."""
-        place, metric = self.folder.path / run.folder, self.sweep.metric.name
+        place, metric = self.folder.path / run.id, self.sweep.metric
         records = history(place, metric)
         last = records[-1] if records else {}
         interval = [last.get(end) for end in INTERVALS.get(metric, ())]
@@ -322,18 +292,15 @@ class Runner:
             say(f"{run.id} ended where it was; --resume goes on with it")
         else:
             reads = "" if run.value is None else f", {metric} {run.value:.4g}"
-            ends = "" if run.interval is None else " ({:.4g} to {:.4g})".format(*run.interval)
             why = f": {run.cause}" if run.cause else ""
-            say(f"{run.id} {run.state.replace('_', ' ')} after {run.seconds:.0f} s{reads}{ends}{why}")
+            say(f"{run.id} {run.state.replace('_', ' ')} after {run.seconds:.0f} s{reads}{why}")
 
     def _is_worse(self, run: SweepRun) -> bool:
         """Tells whether a run ends early, by the rule of the file."""
-        return self._pruner is not None and self._pruner.stops(run.id, self._logged(run))
-
-    def _logged(self, run: SweepRun) -> list[float]:
-        """Returns the values of the metric that a run has logged."""
-        metric = self.sweep.metric.name
-        return [record[metric] for record in history(self.folder.path / run.folder, metric)]
+        if self._pruner is None:
+            return False
+        metric = self.sweep.metric
+        return self._pruner.stops(run.id, [record[metric] for record in history(self.folder.path / run.id, metric)])
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Ends all runs: after the first signal each ends its step and saves, after a second one it ends at once."""

@@ -10,36 +10,17 @@ from typing import Any
 from torchtune_ext.sweep.file import Parameter, Point, Sweep, grid
 
 WARM_UP = 5  # random points, at most, at the beginning of a search that learns
-TRIED = 200  # points at most that are tried before the start; a point takes 0.05 s
 
 
-def planned(sweep: Sweep, seed: int) -> list[Point]:
-    """Returns the points that are known before the first result; none of a search that learns."""
-    if sweep.method == "grid":
-        return grid(sweep.parameters)[: sweep.runs]
-    return [suggest(sweep, seed, number) for number in range(sweep.runs)] if sweep.method == "random" else []
-
-
-def tries(sweep: Sweep, seed: int) -> list[Point]:
-    """Returns points whose settings are tried before the start: those that are known, at most TRIED.
-
-    Of a search that learns, and of a larger grid, these are one point and those that differ from it in one value.
-    """
-    points = planned(sweep, seed)
-    if sweep.method == "random" or 0 < len(points) <= TRIED:
-        return points[:TRIED]
-    first = points[0] if points else suggest(sweep, seed, 0)
-    values = {each.name: each.values[:TRIED] or (each.low, each.high) for each in sweep.drawn}
-    return [first, *({**first, name: value} for name, some in values.items() for value in some)][:TRIED]
-
-
-def suggest(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point, float | None]] = ()) -> Point:
-    """Returns the point of a number, from 0, which Optuna draws or its TPE suggests; the first points of TPE are random.
+def point_of(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point, float | None]] = ()) -> Point:
+    """Returns the point of a number, from 0: of the grid, or what Optuna draws or its TPE suggests, after some random ones.
 
     Args:
         results: of the metric at the points until then. None: the run goes on. It counts as a bad one, so that runs side by
             side differ.
     """
+    if sweep.method == "grid":
+        return grid(sweep.parameters)[number]
     import optuna
 
     own_seed = (seed * 1_000_003 + number) % 2**32
@@ -94,7 +75,7 @@ def _study(sweep: Sweep, **parts: Any) -> Any:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna.create_study(direction="maximize" if sweep.metric.maximize else "minimize", **parts)
+    return optuna.create_study(direction="maximize" if sweep.maximize else "minimize", **parts)
 
 
 def _axis(parameter: Parameter) -> Any:

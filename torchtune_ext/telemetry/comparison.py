@@ -6,8 +6,7 @@ print(comparison.summary())                       # which setting is better, and
 
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from torchtune_ext.telemetry.results import (
     LOW,
     REWARD,
     Target,
-    result_of,
-    tail,
     target_of,
     verdict_of,
     word_of,
@@ -104,7 +101,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
                 "letter": setting.letter,
                 "label": setting.label,
                 "values": [cut_text(value, LONGEST) for value in setting.values.values()],
-                "runs": [runs[number].name for number in setting.runs],
+                "runs": [_named(runs[number]) for number in setting.runs],
                 "seeds": len(verdict.seeds.get(place, ())),
                 "mean": verdict.means.get(place),
                 "lead": verdict.leads.get(place),
@@ -113,8 +110,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
             for place, setting in enumerate(settings)
         ],
         "keys": list(zip(keys, short_keys(keys), strict=True)),
-        "rows": _rows(runs, settings, sweeps, target),
-        "sweeps": [{"name": sweep["name"], "method": sweep["method"]} for sweep in sweeps],
+        "runs": len(runs),
         "steps": steps,
         "charts": charts,
     }
@@ -132,8 +128,8 @@ def curves_of(
     accuracy is its interval over problems, and no other curve has one.
     """
     every = sorted({record["step"] for run in runs for record in run.records})
-    if every in ([], [0]):
-        return every, []  # These are evaluations of models.
+    if not every:
+        return [], []
     parts = np.array_split(every, min(POINTS, len(every)))
     steps = [int(part[-1]) for part in parts]
     column = {int(step): number for number, part in enumerate(parts) for step in part}
@@ -182,52 +178,21 @@ def _listed(values: np.ndarray) -> list[float | None]:
     return [None if np.isnan(value) else short(float(value), 5) for value in values]
 
 
-def _rows(
-    runs: Sequence[Run], settings: Sequence[Setting], sweeps: Sequence[Mapping[str, Any]], target: Target | None
-) -> list[dict[str, Any]]:
-    """Returns a row for each run, those of a sweep in its order, with those that wait or failed before their first step."""
-    rows = {}
-    for place, sweep in enumerate(sweeps):
-        for point in sweep["runs"]:
-            kept = {name: point.get(name) for name in ("state", "parameters", "seconds", "cause")}
-            rows[point["path"]] = kept | {"name": point["id"], "sweep": place}
-    for place, setting in enumerate(settings):
-        for number in setting.runs:
-            run = runs[number]
-            row = rows.setdefault(run.path, {"state": run.state.kind, "state_text": run.state.text})
-            accuracies = [(record[ACCURACY], record["step"]) for record in run.records if ACCURACY in record]
-            row |= {
-                "run": number,
-                "name": run.name,
-                "setting": place,
-                "seed": (run.config or {}).get("seed"),
-                "result": result_of(run, target),
-                "best": max(accuracies, default=None, key=lambda pair: pair[0]),
-                "reward": tail(run, REWARD),
-                "steps": run.records[-1]["step"],
-                "seconds": row.get("seconds") or sum(record.get("time/step", 0.0) for record in run.records),
-                "tokens": sum(record.get("length/tokens", 0) for record in run.records),
-            }
-    return list(rows.values())
+def _named(run: Run) -> str:
+    return run.name if run.state.kind == "finished" else f"{run.name} ({run.state.text})"
 
 
 def _notices(runs: Sequence[Run], settings: Sequence[Setting]) -> list[str]:
-    """Says what a reader should know before the curves: broken values, seeds that ended early, versions that differ."""
+    """Says what a reader should know before the curves: broken values, seeds that ended early, settings that are not known."""
     notices = []
     for run in runs:
         notices += [f"{run.name}: {finding.text}" for finding in nonfinite(run.records, ())]
     for setting in settings:
         ends = sorted({runs[number].records[-1]["step"] for number in setting.runs})
         if len(ends) > 1:
-            notices.append(f"{setting.letter}: its seeds end at different steps ({', '.join(f'{end:,}' for end in ends)}). "
-                           "Behind the end of one, mean and band are of the others.")  # fmt: skip
-    versions = defaultdict(set)
-    for run in runs:
-        for package, version in run.versions.items():
-            versions[package].add(str(version))
-    differ = [f"{package} {', '.join(sorted(some))}" for package, some in versions.items() if len(some) > 1]
-    if differ:
-        notices.append(f"The runs were made with different versions: {'; '.join(differ)}.")
+            notices.append(
+                f"{setting.letter}: its seeds end at different steps ({', '.join(f'{end:,}' for end in ends)})."
+            )
     unknown = [run.name for run in runs if run.config is None]
     if unknown:
         notices.append(f"The settings of {', '.join(unknown)} are not known: no run.json, or a damaged one.")

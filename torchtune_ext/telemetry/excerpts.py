@@ -9,25 +9,21 @@ import gzip
 import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchtune_ext.groups import Group, Sample, run_lengths
-from torchtune_ext.run.errors import FileMistake, Mistake
-from torchtune_ext.telemetry.findings import Silent
 from torchtune_ext.telemetry.rollouts import read_rollouts
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
-_BROKEN = "\ufffd"  # A decoder writes this for bytes that are no character yet.
-_LONGEST = 6  # ids that one character may be made of
-_SAME = 0.01  # Rewards that are nearer than this share of the run's range count as equal.
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +36,8 @@ class Limits:
     max_tokens: int = 2000  # The middle of a sample that is longer is left out.
     max_mib: float = 16.0  # All rollouts in the page together take no more.
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < (0 if name == "max_mib" else 1):
-                raise Mistake(f"{name}={value}: must be positive")
+
+LIMITS = Limits()
 
 
 @dataclass(slots=True)
@@ -53,33 +47,29 @@ class Excerpts:
     blobs: dict[int, str] = field(default_factory=dict)  # step -> its groups, as `pack` makes them
     index: list[dict[str, Any]] = field(default_factory=list)  # what each of these steps holds
     pieces: dict[int, str] = field(default_factory=dict)  # id -> its text, of all ids in the page; empty: not known
-    silent: Silent | None = None  # what the latest groups without a signal are like
 
 
-def excerpts_of(
-    paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[str | Path] = (), latest: int = 0
-) -> Excerpts:
+def excerpts_of(paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[str | Path] = ()) -> Excerpts:
     """Packs groups of some steps. What one step leaves of the budget, others use.
 
     Args:
         paths: the file of the stored rollouts of each step.
         limits: how much is taken.
-        tokenizers: folders that may hold the tokenizer of the run. The first one that spells a stored sample as the run
-            did is taken; one that does not would show other words than those that were sampled.
-        latest: steps from this one on are "the latest" for `Excerpts.silent`.
+        tokenizers: folders that may hold the tokenizer of the run, of which the first that has one is taken.
     """
     excerpts = Excerpts()
-    steps = spaced(sorted(paths), limits.max_steps) if limits.max_mib > 0 else []
-    left, ids, silent, rewards = limits.max_mib * 2**20, set(), [], []
-    pieces: TokenPieces | None = None
+    steps = spaced(sorted(paths), limits.max_steps)
+    left, ids, tokenizer = limits.max_mib * 2**20, set(), tokenizer_of(tokenizers)
     for number, step in enumerate(steps):
         groups = groups_of(paths[step])
         if not groups:
             continue
-        samples = [sample for group in groups for sample in group.samples if sample.text.strip()]
-        if tokenizers and samples:
-            pieces, tokenizers = _speller(tokenizers, max(samples, key=lambda s: len(s.completion.tokens))), ()
-        records, blob = _fit(groups, limits, pieces, left / (len(steps) - number))
+        chosen = _chosen(groups, limits.groups_per_step)
+        records = [_group_record(group, limits, tokenizer) for group in chosen]
+        blob, budget = pack(records), left / (len(steps) - number)
+        while len(blob) > budget and len(records) > 1:
+            records = records[: max(1, min(len(records) - 1, int(len(records) * budget / len(blob))))]
+            blob = pack(records)
         left -= len(blob)
         excerpts.blobs[step] = blob
         signals = sum(group.has_signal for group in groups)
@@ -87,13 +77,8 @@ def excerpts_of(
             {"step": step, "groups": len(groups), "signals": signals, "ids": [r["id"] for r in records]}
         )
         ids.update(token for record in records for sample in record["samples"] for token in sample["ids"])
-        rewards += [reward for group in groups for reward in rewards_of(group)]
-        if step >= latest:
-            silent += [group for group in groups if not group.has_signal]
-    if pieces is not None:
-        excerpts.pieces = {token: pieces.one(token) for token in sorted(ids)}
-    if rewards:
-        excerpts.silent = _causes(silent, min(rewards), max(rewards))
+    if tokenizer is not None:
+        excerpts.pieces = pieces_of(tokenizer, ids)
     return excerpts
 
 
@@ -127,28 +112,6 @@ def cut_text(text: str, limit: int) -> str:
 # ---------------------------------------------------------------- which groups, and what they are like
 
 
-def _fit(
-    groups: Sequence[Group], limits: Limits, pieces: "TokenPieces | None", budget: float
-) -> tuple[list[dict[str, Any]], str]:
-    """Takes as many groups as `budget` bytes hold. If even one is too large it has fewer samples, then fewer tokens."""
-    num_groups, num_samples, num_tokens = limits.groups_per_step, limits.samples_per_group, limits.max_tokens
-    while True:
-        chosen = _chosen(groups, num_groups)
-        records = [_group_record(group, num_samples, num_tokens, pieces) for group in chosen]
-        blob = pack(records)
-        ratio = budget / len(blob)
-        if ratio >= 1:
-            return records, blob
-        if num_groups > 1:
-            num_groups = max(1, min(num_groups - 1, int(len(chosen) * ratio)))
-        elif num_samples > 2:
-            num_samples = max(2, min(num_samples - 1, int(num_samples * ratio)))
-        elif num_tokens > 32:
-            num_tokens = max(32, num_tokens // 2)
-        else:
-            return records, blob
-
-
 def _chosen(groups: Sequence[Group], number: int) -> list[Group]:
     """Takes groups with a signal, from the widest to the narrowest spread, and behind them such as have none: in the places
     that are left, and in a sixth of all at least, since they tell why nothing is learned from them."""
@@ -157,23 +120,6 @@ def _chosen(groups: Sequence[Group], number: int) -> list[Group]:
     silent = [group for group in ranked if not group.has_signal]
     few = min(len(silent), max(number - len(signal), number // 6))
     return spaced(signal, number - few) + spaced(silent, few)
-
-
-def _causes(groups: Sequence[Group], lowest: float, highest: float) -> Silent:
-    """Counts the groups without a signal by why they have none, as the rewards of the whole run tell."""
-    counts = Counter()
-    near = _SAME * (highest - lowest)
-    for group in groups:
-        if not (rewards := rewards_of(group)):
-            continue
-        # Where the whole run knows one reward only, a reward above 0 is taken for success.
-        if highest - min(rewards) <= near and highest > min(lowest, 0.0):
-            counts["easy"] += 1
-        elif max(rewards) - lowest <= near:
-            counts["hard"] += 1
-        else:
-            counts["alike" if len({sample.text for sample in group.samples}) == 1 else "other"] += 1
-    return Silent(**counts, highest=highest, lowest=lowest)
 
 
 def rewards_of(group: Group) -> list[float]:
@@ -202,110 +148,39 @@ def _spread(group: Group) -> float:
 # ---------------------------------------------------------------- tokens as text
 
 
-class TokenPieces:
-    """Splits a text along its tokens. Each id is decoded once, behind a fixed ASCII token, because some tokenizers
-    drop the space at the start of a text. A character of several tokens is given to the last of them."""
+def tokenizer_of(folders: Iterable[str | Path]) -> "Tokenizer | None":
+    """Returns the tokenizer of the first of these model folders that has one. One that is damaged is said, and passed over."""
+    from tokenizers import Tokenizer
 
-    def __init__(self, tokenizer: Any, anchor: int):
-        self._tokenizer, self._anchor = tokenizer, anchor
-        self._prefix = len(self._decode([anchor]))
-        self._cache: dict[int, str] = {}
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> "TokenPieces":
-        """Reads the tokenizer of a model folder, or a `tokenizer.json`. Raises FileMistake where there is none."""
-        from tokenizers import Tokenizer
-
-        path = Path(folder)
-        path = path / "tokenizer.json" if path.is_dir() else path
-        if not path.exists():
-            raise FileMistake(f"--tokenizer {folder}: no tokenizer.json there; name a model folder that has one")
-        tokenizer = Tokenizer.from_file(str(path))
-        return cls(tokenizer, tokenizer.encode("a", add_special_tokens=False).ids[-1])
-
-    def one(self, token: int) -> str:
-        """Returns the piece of an id that stands alone."""
-        piece = self._cache.get(token)
-        if piece is None:
-            piece = self._cache[token] = self._piece([token])
-        return piece
-
-    def spells(self, ids: Sequence[int], text: str) -> bool:
-        """Tells whether this tokenizer makes `text` of `ids`: as a run decodes them, without special tokens. Spaces at the ends
-        do not count, nor what a prompt has put before the text ("<think>")."""
-        spelled = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
-        return text.strip().endswith(spelled.strip())
-
-    def split(self, ids: Sequence[int]) -> list[str]:
-        """Returns one piece for each id; joined they are the text."""
-        pieces: list[str] = []
-        held: list[int] = []
-        for token in map(int, ids):
-            if not held:
-                piece = self.one(token)
-                if _BROKEN not in piece:
-                    pieces.append(piece)
-                    continue
-            held.append(token)
-            piece = self._piece(held)
-            if _BROKEN in piece and len(held) < _LONGEST:
-                pieces.append("")
-            else:
-                pieces.append(piece)
-                held = []
-        if held:
-            pieces[-1] = self._piece(held)
-        return pieces
-
-    def _piece(self, ids: list[int]) -> str:
-        return self._decode([self._anchor, *ids])[self._prefix :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _speller(folders: Iterable[str | Path], sample: Sample) -> TokenPieces | None:
-    """Returns the first tokenizer that spells `sample` as the run did."""
-    others = []
-    for folder in folders:
+    for path in (Path(folder) / "tokenizer.json" for folder in folders):
         try:
-            pieces = TokenPieces.from_folder(folder)
-        except FileMistake:
-            continue
+            if path.exists():
+                return Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 (the library raises nothing narrower for a damaged file)
-            log.warning("%s: its tokenizer cannot be read (%s)", folder, error)
-            continue
-        if all(pieces.spells(ids, text) for ids, text in _sampled_texts(sample)):
-            return pieces
-        others.append(str(folder))
-    if others:
-        log.warning("%s: the tokenizer there is not the one of the stored samples; their tokens are shown as numbers",
-                    ", ".join(others))  # fmt: skip
+            log.warning("%s cannot be read (%s): tokens are shown as numbers", path, error)
     return None
 
 
-def _sampled_texts(sample: Sample) -> list[tuple[np.ndarray, str]]:
-    """Returns ids as they were sampled with their text: the whole sample, or each turn of a conversation."""
-    if not sample.completion.turns:
-        return [(sample.completion.tokens, sample.text)]
-    texts = [message["content"] for message in sample.messages if message["role"] == "assistant"]
-    return [
-        (sample.completion.tokens[slice(*turn)], text)
-        for turn, text in zip(sample.completion.turns, texts, strict=True)
-    ]
+def pieces_of(tokenizer: "Tokenizer", ids: Iterable[int]) -> dict[int, str]:
+    """Returns the text of each id. It is decoded behind an ASCII token, because some tokenizers drop the space at the start of
+    a text. An id that is a part of a character has the text that a decoder writes for one."""
+    anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1]
+    prefix = len(tokenizer.decode([anchor], skip_special_tokens=False))
+    return {token: tokenizer.decode([anchor, token], skip_special_tokens=False)[prefix:] for token in sorted(ids)}
 
 
 # ---------------------------------------------------------------- records of the page
 
 
-def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: "TokenPieces | None") -> dict[str, Any]:
-    rewards = rewards_of(group)
+def _group_record(group: Group, limits: Limits, tokenizer: "Tokenizer | None") -> dict[str, Any]:
+    rewards, characters = rewards_of(group), 8 * limits.max_tokens
+    # A chat template adds to the messages, a system line of its own for instance.
+    read = tokenizer and tokenizer.decode(group.prompt_tokens.tolist(), skip_special_tokens=False)
     return {
         "id": group.problem.id,
-        "messages": messages_of(group, 8 * num_tokens),
+        "messages": messages_of(group, characters),
         "answer": answer_of(group),
-        # A chat template adds to the messages, a system line of its own for instance.
-        "read": pieces and cut_text("".join(pieces.split(group.prompt_tokens)), 8 * num_tokens),
+        "read": read and cut_text(read, characters),
         "prompt_tokens": len(group.prompt_tokens),
         "count": len(group.samples),
         "trained": sum(sample.trained for sample in group.samples),
@@ -314,7 +189,9 @@ def _group_record(group: Group, num_samples: int, num_tokens: int, pieces: "Toke
         "mean": short(fmean(rewards)) if rewards else None,
         "spread": short(_spread(group)),
         "rewards": [short(reward) for reward in rewards],
-        "samples": [_sample_record(sample, num_tokens, pieces) for sample in spaced(by_reward(group), num_samples)],
+        "samples": [
+            _sample_record(sample, limits.max_tokens) for sample in spaced(by_reward(group), limits.samples_per_group)
+        ],
     }
 
 
@@ -359,28 +236,19 @@ def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
     return facts
 
 
-def _sample_record(sample: Sample, num_tokens: int, pieces: "TokenPieces | None") -> dict[str, Any]:
+def _sample_record(sample: Sample, num_tokens: int) -> dict[str, Any]:
     completion = sample.completion
     count = len(completion.tokens)
     head = count if count <= num_tokens else num_tokens // 2
     keep = np.r_[0:head, max(head, count - num_tokens // 2) : count] if count > num_tokens else np.arange(count)
     logprobs = np.nan_to_num(completion.logprobs[keep].astype(np.float64), nan=-99.0, posinf=0.0, neginf=-99.0)
-    ids = completion.tokens[keep].tolist()
-    record = sample_facts(sample, len(sample.text) if count <= num_tokens else 8 * num_tokens) | {
-        "ids": ids,
+    return sample_facts(sample, len(sample.text) if count <= num_tokens else 8 * num_tokens) | {
+        "ids": completion.tokens[keep].tolist(),
         # They are thousandths of nats, and positive.
         "nats": np.rint(-1000 * logprobs).astype(int).tolist(),
         # Tokens were left out here.
         "gap": head if count > num_tokens else None,
     }
-    if pieces is not None:
-        spelled = pieces.split(completion.tokens)[:head] + pieces.split(completion.tokens[keep[head:]])
-        # The page knows the piece of each id. Only a part of a character, which several ids make together, differs.
-        odd = {
-            i: piece for i, (token, piece) in enumerate(zip(ids, spelled, strict=True)) if piece != pieces.one(token)
-        }
-        record |= {"odd": odd} if odd else {}
-    return record
 
 
 def finite(value: float) -> float | None:

@@ -6,11 +6,8 @@ concerns. Curves of which nothing is found stay folded where they only matter th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
-
-import numpy as np
 
 from torchtune_ext.evaluation import partly_right
 from torchtune_ext.telemetry.heading import State
@@ -22,9 +19,6 @@ _MOST_SILENT = 0.5  # share of groups without a signal, above which it is said
 _MOST_CUT = 0.2  # share of samples at the token limit
 _LEAST_ESS = 0.9
 _RISEN = 0.05  # Of a reward, and as a share of what it was: above it the reward has risen.
-_SLOW = 3  # A step that takes this many times the median is far beyond it,
-_LOST = 0.05  # and said so where what such steps took beyond it is more than this share of all seconds.
-_PHASES = ("sample", "pack", "train", "publish")  # of every step; some also evaluate or save
 _FAR = 0.5  # The engine shows the last update less, or more, by this share of its effect.
 
 # Of what is counted: the metric, whether it is of one step (else it is of the whole run until then), the noun, the heading and
@@ -38,18 +32,6 @@ _COUNTS = (
     ("engines/restarts", False, "time", "Machine", "The engine was restarted {}."),
     ("engines/retired", False, "engine", "Machine", "{} failed too often and sampled no more."),
 )  # fmt: skip
-
-# Why groups have no signal, and what helps.
-_CAUSES = {
-    "easy": ("too easy: every sample has the highest reward of the run, {highest:.4g}",
-             "take harder problems (task), or sample others in their place (refill_rounds)"),
-    "hard": ("too hard: every sample has the lowest reward of the run, {lowest:.4g}",
-             "take easier problems (task), more samples_per_prompt, or a warm-up on this task, and look at some texts: would "
-             "the grader pay for a right one?"),
-    "alike": ("answered alike: all samples of a group are the same text",
-              "raise sampling.temperature or loss.entropy_coef, or lower optimizer.lr"),
-    "other": ("graded alike: the texts differ, their rewards do not", "let the grader tell more texts apart"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,25 +110,12 @@ class Finding:
     section: str  # the heading of the curves that it concerns, "" for none
 
 
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """This says why the latest groups without a signal have none, and counts them."""
-
-    easy: int = 0  # All samples have the highest reward that the page knows.
-    hard: int = 0  # All samples have the lowest one.
-    alike: int = 0  # All samples are the same text, with a reward between.
-    other: int = 0  # Their texts differ, with the same reward between.
-    highest: float = 1.0
-    lowest: float = 0.0
-
-
 def findings(
     records: Sequence[Mapping[str, Any]],
     curves: Mapping[str, Reading],
     panels: Sequence[Panel],
     config: Mapping[str, Any],
     state: State,
-    silent: Silent | None = None,
 ) -> list[Finding]:
     """Returns what is worth a look, beginning with what stopped the run.
 
@@ -156,7 +125,6 @@ def findings(
         panels: all that the report draws.
         config: the knobs of the run; `max_mismatch` is the limit of the disagreement.
         state: how far the run came.
-        silent: what the latest groups without a signal are like; None: the page has no rollouts of them.
     """
     first = {name: reading.first for name, reading in curves.items()}
     last = {name: reading.last for name, reading in curves.items()}
@@ -170,8 +138,8 @@ def findings(
     for name, of_a_step, noun, section, text in _COUNTS:
         if number := int((sum if of_a_step else max)(record.get(name) or 0 for record in records)):
             notices.append(Finding(text.format(_count(number, noun)), section))
-    notices += _learning(first, last, silent) + _agreement(first, last, config)
-    return notices + _cache(records) + _slow_steps(records)
+    notices += _learning(first, last) + _agreement(first, last, config)
+    return notices
 
 
 def nonfinite(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel]) -> list[Finding]:
@@ -189,12 +157,12 @@ def nonfinite(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel]) -> 
     ]
 
 
-def _learning(first: Mapping[str, float], last: Mapping[str, float], silent: Silent | None) -> list[Finding]:
+def _learning(first: Mapping[str, float], last: Mapping[str, float]) -> list[Finding]:
     texts = []
     without = last.get("groups/no_signal", 0.0)
     share = without / (without + last.get("groups/used", 0.0)) if without else 0.0
     if share > _MOST_SILENT:
-        texts.append(f"{share:.0%} of the latest groups carry no signal{_cause(silent)}")
+        texts.append(f"{share:.0%} of the latest groups carry no signal: their problems are too easy, or too hard.")
     then, now = first.get("reward/mean", 0.0), last.get("reward/mean", 0.0)
     solved = next((name for name in ("eval/solved_sampled", "reward/solved") if name in last), None)
     if solved and now - then > max(_RISEN, _RISEN * abs(then)) and last[solved] <= first[solved]:
@@ -206,19 +174,6 @@ def _learning(first: Mapping[str, float], last: Mapping[str, float], silent: Sil
     if cut > _MOST_CUT:
         texts.append(f"{cut:.0%} of the latest samples hit the token limit (sampling.max_tokens).")
     return [Finding(text, "Learning") for text in texts]
-
-
-def _cause(silent: Silent | None) -> str:
-    """Ends the sentence on groups without a signal: why they have none, and the knob."""
-    if silent is None:
-        return ": their problems are too easy, or too hard."
-    counts = {kind: number for kind in _CAUSES if (number := getattr(silent, kind))}
-    total, sentences = sum(counts.values()), []
-    for kind, number in counts.items():
-        cause, advice = _CAUSES[kind]
-        who = "They are" if number == total else f"{number} of {total} {'is' if number == 1 else 'are'}"
-        sentences.append(f" {who} {cause.format(highest=silent.highest, lowest=silent.lowest)}; {advice}.")
-    return f".{''.join(sentences)}"
 
 
 def _agreement(first: Mapping[str, float], last: Mapping[str, float], config: Mapping[str, Any]) -> list[Finding]:
@@ -240,41 +195,6 @@ def _agreement(first: Mapping[str, float], last: Mapping[str, float], config: Ma
         if abs(shown - 1) > _FAR:
             texts.append(f"The engine shows {shown:.0%} of the effect of {what}.")
     return [Finding(text, "Agreement") for text in texts]
-
-
-def _cache(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    latest = records[-max(1, len(records) // PART) :]
-    counted = [record["engine/preemptions"] for record in latest if record.get("engine/preemptions") is not None]
-    # A process that goes on with the run counts from zero again, so the count may fall.
-    more = sum(max(0, after - before) for before, after in pairwise(counted))
-    text = (
-        f"{_count(int(more), 'request')} left the engine's cache in the latest steps and were done again: it is short of "
-        "memory for keys and values."
-    )
-    return [Finding(text, "Machine")] if more else []
-
-
-def _slow_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """The first step compiles and fills caches, and counts for nothing."""
-    seconds_SP = np.array([[record.get(f"time/{phase}") or 0.0 for phase in _PHASES] for record in records])
-    (there,) = np.nonzero(seconds_SP.any(1))
-    there, seconds_SP = there[1:], seconds_SP[there[1:]]
-    if not len(there):
-        return []
-    whole_S = seconds_SP.sum(1)
-    typical = np.median(whole_S)
-    slow_S = whole_S > _SLOW * typical
-    lost = (whole_S - typical)[slow_S].sum()
-    if lost <= _LOST * whole_S.sum():
-        return []
-    longest = whole_S.argmax()
-    phase = _PHASES[(seconds_SP[longest] - np.median(seconds_SP, 0)).argmax()]
-    text = (
-        f"{_count(slow_S.sum(), 'step')} took more than {_SLOW} times the median of {typical:.1f} s, {lost:.0f} s beyond it in "
-        f"all. The longest is step {records[there[longest]]['step']:,}, {whole_S[longest]:.1f} s; most of what it took longer "
-        f"is in {phase}."
-    )
-    return [Finding(text, "Speed")]
 
 
 def _count(number: int, noun: str) -> str:

@@ -5,16 +5,14 @@ All of it is read from the folder of the run. What is not known is left out.
 
 import fcntl
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.folder import LOCK, changes, checkpoint_folders
+from torchtune_ext.run.folder import LOCK, changes
 
-_IDENTITY = re.compile(r"(\w+) of (\d+) layers, width \d+(, adapter .*)?, \d+ tensors of ([\d,]+) values")
 _ORDINARY = ("model", "start")  # Folders of these names do not say which model lies in them.
 _LONGEST = 60  # characters of a note
 
@@ -43,30 +41,30 @@ def state_of(run_dir: Path, config: Mapping[str, Any], last: int) -> State:
     return State("stopped", f"stopped at step {last:,} of {total:,}", last, total)
 
 
-def facts(run_dir: Path, run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Fact]:
+def facts(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Fact]:
     """Returns what a reader should know first, the most telling facts first.
 
     Args:
-        run_dir: folder of the run; its newest checkpoint says which model is trained, and on how many ranks.
         run: what `run.json` holds.
         records: the metrics of each step.
     """
     config, commit = node_of(run, "config"), node_of(node_of(run, "process"), "commit")
-    checkpoint = next(reversed(checkpoint_folders(run_dir / "checkpoints")), None)
     preset = str(config["preset"] or "none") if "preset" in config else ""
     loss = _class_name(node_of(config, "loss"))
+    rate, decay = node_of(config, "optimizer").get("lr"), str(node_of(config, "schedule").get("decay", ""))
     prompts, samples, updates = (
         config.get(key) for key in ("prompts_per_step", "samples_per_prompt", "updates_per_step")
     )
+    on_gpu = config.get("device") != "cpu" and any("memory/gpu_gib" in record for record in records)
     # Only the steps count: not the start of the engine, nor the time between a stop and a resume.
     seconds = sum(record.get("time/step") or 0.0 for record in records)
     rows = [
-        ("Model", *_model(config, checkpoint)),
+        ("Model", _model(config), ""),
         ("Task", *_task(node_of(config, "task"))),
         ("Preset", preset, f"loss {loss}" if loss not in ("", "PolicyLoss") else ""),
-        ("Learning rate", *_learning_rate(config)),
+        ("Learning rate", f"{rate:g}" if isinstance(rate, int | float) else "", decay),
         ("A step", f"{prompts} × {samples} samples" if prompts and samples else "", f"{updates} updates" if updates else ""),
-        ("Device", *_devices(config, records, checkpoint)),
+        ("Device", "" if "device" not in config else "GPU" if on_gpu else "CPU", ""),
         ("Time in steps", spell(seconds) if seconds else "", f"started {_day(run['started'])}" if "started" in run else ""),
         ("Commit", str(commit.get("id", ""))[:10], "with changes" if commit.get("changed") else ""),
     ]  # fmt: skip
@@ -121,26 +119,12 @@ def _in_use(run_dir: Path) -> bool:
     return False
 
 
-def _model(config: Mapping[str, Any], checkpoint: Path | None) -> tuple[str, str]:
-    """Returns the name of the model, and its size, as the newest checkpoint says (training/manifest.py), or its folder."""
-    path = Path(config["model_dir"]) if isinstance(config.get("model_dir"), str) else None
-    if path is None:
-        name = "a new model" if "shape" in config else ""
-    else:
-        name = "/".join(path.parts[-2:]) if path.name in _ORDINARY else path.name
-    note = ""
-    try:
-        if checkpoint is not None:
-            identity = json.loads((checkpoint / "manifest.json").read_bytes())["content"]["identity"]["model"]
-            family, layers, adapter, values = _IDENTITY.match(identity).groups()
-            kind = "values in adapters" if adapter else "parameters"
-            note = f"{family}, {layers} layers, {_large(int(values.replace(',', '')))} {kind}"
-        elif path is not None:
-            settings = json.loads((path / "config.json").read_bytes())
-            note = f"{settings['model_type']}, {settings['num_hidden_layers']} layers"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # The checkpoint is damaged or just being pruned, or the folder of the model has moved.
-    return name or ("unknown" if note else ""), note
+def _model(config: Mapping[str, Any]) -> str:
+    """Returns the name of the folder of the model, with the one above it where that says more."""
+    if not isinstance(config.get("model_dir"), str):
+        return "a new model" if "shape" in config else ""
+    path = Path(config["model_dir"])
+    return "/".join(path.parts[-2:]) if path.name in _ORDINARY else path.name
 
 
 def _task(task: Mapping[str, Any]) -> tuple[str, str]:
@@ -158,28 +142,6 @@ def _class_name(node: Mapping[str, Any]) -> str:
     return str(node.get("_component_", "")).rpartition(".")[2]
 
 
-def _learning_rate(config: Mapping[str, Any]) -> tuple[str, str]:
-    rate, schedule = node_of(config, "optimizer").get("lr"), node_of(config, "schedule")
-    warmup = f"{schedule['warmup']} updates of warm-up" if schedule.get("warmup") else ""
-    text = f"{rate:g}" if isinstance(rate, int | float) else ""
-    return text, ", ".join(filter(None, [str(schedule.get("decay", "")), warmup]))
-
-
-def _devices(
-    config: Mapping[str, Any], records: Sequence[Mapping[str, Any]], checkpoint: Path | None
-) -> tuple[str, str]:
-    """Says on what the run trained. Each rank writes files of its own into a checkpoint, which tells how many there are."""
-    if "device" not in config:
-        return "", ""
-    files = checkpoint.glob("state/__*_*.distcp") if checkpoint is not None else ()
-    ranks = len({path.name.split("_")[2] for path in files})
-    if config["device"] == "cpu" or not any("memory/gpu_gib" in record for record in records):
-        return "CPU", f"{ranks} processes train" if ranks > 1 else ""
-    engine = node_of(config, "engine").get("devices")
-    apart = f"engine on device {engine}" if engine is not None else ""
-    return "GPU" if not ranks else f"{ranks} GPU{'s' * (ranks > 1)}", apart
-
-
 def spell(seconds: float) -> str:
     """Makes "42 s", "21 min" or "3 h 5 min" of a duration."""
     if seconds < 120:
@@ -188,13 +150,6 @@ def spell(seconds: float) -> str:
     if minutes < 120:
         return f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60} min"
-
-
-def _large(number: int) -> str:
-    for size, word in ((1e9, "billion"), (1e5, "million")):
-        if number >= size:
-            return f"{number / max(size, 1e6):.3g} {word}"
-    return f"{number:,}"
 
 
 def _day(seconds: float) -> str:

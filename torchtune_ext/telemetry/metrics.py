@@ -124,8 +124,8 @@ class Metrics:
             # Most runs have no sink.
             from torchtune_ext.telemetry.sinks.samples import sample_rows
 
-            number, turn = self._settings.samples, step // self._settings.samples_every
-            self._tell(lambda sink: sink.show(step, sample_rows(step, groups, number, turn, self._spell)))
+            rows = sample_rows(step, groups, self._settings.samples, self._spell)
+            self._tell(lambda sink: sink.show(step, rows))
 
     def close(self) -> None:
         """Finishes the sinks: says what became of the run. The file needs no closing to be readable."""
@@ -157,10 +157,14 @@ class Metrics:
         self.close()
 
     def _append(self, line: str) -> None:
+        """Makes one write at the end of the file. What did not fit is taken back, so that the file stays valid."""
+        data, size = line.encode(), os.fstat(self._fd).st_size
         try:
-            append_whole(self._fd, line.encode())
+            if (written := os.write(self._fd, data)) != len(data):
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (only {written} of {len(data)} bytes fitted)")
             os.fdatasync(self._fd)
         except OSError as error:
+            os.ftruncate(self._fd, size)
             raise FileMistake(f"cannot write {self.path}: {error}. {_FIX}") from error
 
     def _drop(self, name: str, error: Exception) -> None:
@@ -168,21 +172,6 @@ class Metrics:
         self._sinks.pop(name, None)
         log.warning("metrics sink %s failed and is dropped for the rest of the run: %r. "
                     "metrics.jsonl goes on", name, error)  # fmt: skip
-
-
-def append_whole(file: int, data: bytes) -> None:
-    """Makes one write at the end of an open file. What did not fit is taken back, so that the file stays valid.
-
-    Raises:
-        OSError: the disk refuses, and the file is as it was.
-    """
-    size = os.fstat(file).st_size
-    try:
-        if (written := os.write(file, data)) != len(data):
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (only {written} of {len(data)} bytes fitted)")
-    except OSError:
-        os.ftruncate(file, size)
-        raise
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from torchtune_ext.evaluation import partly_right
-from torchtune_ext.run.output import attempt, labelled, say
+from torchtune_ext.run.output import attempt, say
 from torchtune_ext.run.terminal import width
 
 log = logging.getLogger(__name__)
@@ -36,15 +36,14 @@ class Bar:
         unit: what an item is ("sample", "row").
         file: where a tqdm bar is drawn; None: lines take its place, as they do when the file takes no more text.
         log_every_s: seconds between two lines, where no bar is drawn.
-        times: how often the phase will come, or 0. Once half of it is there, it says so if all would take more than a day.
     """
 
     def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = 30.0,
-                 clock: Callable[[], float] = time.monotonic, times: int = 0):  # fmt: skip
+                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
         self.label, self.total, self.unit = label, total, unit
         self.count = self.tokens = self.rewards = 0
         self.reward_sum = 0.0
-        self._clock, self._log_every_s, self._times = clock, log_every_s, times
+        self._clock, self._log_every_s = clock, log_every_s
         self._start = self._last_log = clock()
         self._file, self._tqdm = file, None
         if file is not None:
@@ -83,17 +82,6 @@ class Bar:
         return ", ".join(parts)
 
     def _show(self, count: int) -> None:
-        took = self._clock() - self._start
-        # Completions come at once, so the first of them say nothing of the rate.
-        if self._times and 2 * self.count >= self.total:
-            times, self._times = self._times, 0
-            if (days := took / self.count * self.total * times / 86400) > 1:
-                less = "max_steps, prompts_per_step or sampling.max_tokens"
-                say(
-                    labelled(
-                        [("time", f"at this rate {times:,} steps sample for {days:,.0f} days; lower {less} for less")]
-                    )
-                )
         if self._tqdm is not None:
             self._tqdm.set_postfix_str(self.read_out(), refresh=False)
             self._draw(lambda: self._tqdm.update(count))
@@ -136,7 +124,6 @@ class Progress:
         self._total, self._rank, self._log_every_s, self._file = total_steps, rank, log_every_s, file
         self._bars = rank == 0 and sys.stderr is not None and (width(sys.stderr) is not None if bars is None else bars)
         self._lines = 0
-        self._times = total_steps if total_steps and rank == 0 else 0  # those of sampling, until its first step
         self._columns = _COLUMNS  # those that the terminal has room for
         self._idle = 0  # These are the steps without a signal since the last one with a signal.
         self._cut = False  # whether it was said that most samples are cut
@@ -144,9 +131,7 @@ class Progress:
         self._parts: dict[str, float] = {}  # These are metrics of a step that is not over.
 
     def sampling(self, num_samples: int, label: str = "sample") -> Bar:
-        times = self._times if label == "sample" else 0
-        self._times -= times
-        return self._bar(label, num_samples, "sample", times)
+        return self._bar(label, num_samples, "sample")
 
     def training(self, num_rows: int, label: str = "train") -> Bar:
         return self._bar(label, num_rows, "row")
@@ -179,8 +164,10 @@ class Progress:
         self._idle = self._idle + 1 if without_signal else 0
         # Once, and not again before there was a signal.
         if self._idle == _IDLE_STEPS:
-            log.warning("for %d steps no group has had a signal, so nothing was learned from rewards: %s. %s",
-                        self._idle, _rewards_in_words(values), _advice(values))  # fmt: skip
+            log.warning("for %d steps no group has had a signal, so nothing was learned from rewards: %s. Look at samples "
+                        "(torchtune-ext report): the task is too hard for the model (warm it up on this task first) or "
+                        "too easy, or the grader tells no text from another",
+                        self._idle, _rewards_in_words(values))  # fmt: skip
 
         if values.get("length/truncated", 0.0) > _MOST_CUT and not self._cut:
             self._cut = True
@@ -188,9 +175,9 @@ class Progress:
                         "Raise it, with engine.max_model_len, or ask for shorter answers; this is not said again",
                         100 * values["length/truncated"])  # fmt: skip
 
-    def _bar(self, label: str, total: int, unit: str, times: int = 0) -> Bar:
+    def _bar(self, label: str, total: int, unit: str) -> Bar:
         every = self._log_every_s if self._rank == 0 else math.inf
-        return Bar(label, total, unit, sys.stderr if self._bars else None, every, times=times)
+        return Bar(label, total, unit, sys.stderr if self._bars else None, every)
 
 
 def _columns(room: int | None) -> tuple[tuple, ...]:
@@ -210,26 +197,6 @@ def _rewards_in_words(values: Mapping[str, float]) -> str:
     if values["reward/std"] < _ZERO:
         return f"all rewards are {values['reward/mean']:.4g}"
     return "rewards are equal in each group"
-
-
-def _advice(values: Mapping[str, float]) -> str:
-    """Says what to do when steps have no signal, by the rewards of the last one."""
-    mean = values.get("reward/mean")
-    if mean is None:
-        return "Look at the causes above, and mend the grader"
-    if values["reward/std"] >= _ZERO:
-        return (
-            "Each problem is too easy or too hard for the model: give it problems in between, or raise samples_per_prompt "
-            "or sampling.temperature"
-        )
-    if mean <= 0.0:
-        return (
-            "The task is too hard for the model: warm it up on this task first (warmup_sft), give it easier problems, or let "
-            "the reward pay for a part of an answer"
-        )
-    if mean >= 1.0:
-        return "The task is too easy by now: give the model harder problems, or end the run"
-    return "The reward tells no text from another: look at some samples (torchtune-ext report) and at the grader"
 
 
 _EVALUATION = ("eval/accuracy_sampled", "eval/accuracy_greedy")

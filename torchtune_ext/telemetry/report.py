@@ -4,33 +4,26 @@ Of several runs, or of a sweep, `telemetry.comparison` makes the page.
 """
 
 import argparse
-import logging
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.telemetry.comparison import build_comparison
-from torchtune_ext.telemetry.excerpts import Excerpts, Limits, TokenPieces, cut_text, excerpts_of, pack, short
-from torchtune_ext.telemetry.findings import FOLDED, PART, findings, readings, tiles
+from torchtune_ext.telemetry.excerpts import LIMITS, Excerpts, Limits, excerpts_of, pack, short
+from torchtune_ext.telemetry.findings import FOLDED, findings, readings, tiles
 from torchtune_ext.telemetry.heading import facts, flat, node_of, origin, state_of
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.page_file import write_page
 from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.telemetry.rollouts import rollout_paths
-from torchtune_ext.telemetry.runs import EVALUATION, METRICS, is_several, record_of
+from torchtune_ext.telemetry.runs import METRICS, is_several, record_of
 
-log = logging.getLogger(__name__)
-
-SCRIPTS = ("charts", "shell", "tables", "archive", "rollouts", "main")  # of the page, in this order
-ARCHIVE = "archive.jsonl"
-MAX_CHARACTERS = 16_000  # of a program
-MAX_TOGETHER = 4_000_000  # characters of all programs in a page
+SCRIPTS = ("charts", "shell", "rollouts", "main")  # of the page, in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", metavar="DIR", help="model folder with the tokenizer of the run (default: its newest checkpoint)"
     )
-    for name, text in (
-        ("max_steps", "steps whose rollouts go into the page"),
-        ("groups_per_step", "groups of a step that go into the page"),
-        ("samples_per_group", "samples of a group that go into the page"),
-        ("max_tokens", "tokens of a sample that go into the page"),
-        ("max_mib", "bound on the rollouts in the page, in MiB; 0 leaves them out"),
-    ):
-        default = getattr(Limits(), name)
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=type(default), default=default, help=f"{text} (default: {default:g})")
 
 
 def main(args: argparse.Namespace) -> int:
     """Writes the page. Returns 0, or 1 after a message that says why a run cannot be read."""
-    limits = {name: getattr(args, name) for name in asdict(Limits())}
     try:
         if len(args.runs) > 1 or is_several(args.runs[0]):
-            of_one_run = limits | {"tokenizer": args.tokenizer}
-            given = [name for name, value in of_one_run.items() if value != getattr(Limits(), name, None)]
-            if given:
-                flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-                raise Mistake(f"{flags}: for the page of one run alone; leave it out, or name one run")
+            if args.tokenizer:
+                raise Mistake("--tokenizer: for the page of one run alone; leave it out, or name one run")
             page = build_comparison(args.runs, args.out)
         else:
-            page = build_report(args.runs[0], args.out, Limits(**limits), args.tokenizer)
+            page = build_report(args.runs[0], args.out, tokenizer=args.tokenizer)
     except (OSError, ValueError) as error:
         print(f"torchtune-ext report: {error}", file=sys.stderr)
         return 1
@@ -94,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
 def build_report(
     run_dir: str | Path,
     out: str | Path | None = None,
-    limits: Limits | None = None,
+    limits: Limits = LIMITS,
     tokenizer: str | Path | None = None,
 ) -> Report:
     """Writes the page of `run_dir` to `out`. Raises FileNotFoundError and ValueError, which say the cause and the fix."""
@@ -102,17 +81,14 @@ def build_report(
     records = _metrics_of(run_dir)
     out = Path(out) if out is not None else run_dir / "report.html"
     paths, run = rollout_paths(run_dir), record_of(run_dir)
-    if tokenizer is not None:
-        TokenPieces.from_folder(tokenizer)  # What the user names has to be there.
+    if tokenizer is not None and not Path(tokenizer, "tokenizer.json").exists():
+        raise FileMistake(f"--tokenizer {tokenizer}: no tokenizer.json there; name a model folder that has one")
     tokenizers = [tokenizer] if tokenizer is not None else _tokenizers(run_dir, node_of(run, "config"))
-    latest = records[-max(1, len(records) // PART)]["step"]
-    excerpts = excerpts_of(paths, limits or Limits(), tokenizers, latest)
+    excerpts = excerpts_of(paths, limits, tokenizers)
     overview = _overview(run_dir, run, records, excerpts) | {"stored": len(paths)}
     data = {"overview": pack(overview)} | {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
     if excerpts.pieces:
         data["pieces"] = pack(excerpts.pieces)
-    if archive := _read(run_dir / ARCHIVE, archive_of):
-        data["archive"] = pack(archive)
     num_bytes = write_page(out, overview["name"], "report", SCRIPTS, data)
     return Report(out, num_bytes, records[-1]["step"], len(excerpts.blobs), len(paths))
 
@@ -124,20 +100,13 @@ def _metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the metrics of each step. Raises ValueError where there are none: the message says what the folder is instead."""
     if not run_dir.is_dir():
         raise Mistake(f"{run_dir}: no such folder; name the folder of a run")
-    path, above = run_dir / METRICS, run_dir.absolute().parent
-    records = read_metrics(path) if path.exists() else []
-    if records:
+    path = run_dir / METRICS
+    if records := read_metrics(path) if path.exists() else []:
         return records
-    if (evaluation := run_dir / EVALUATION).exists():
-        raise Mistake(
-            f"{run_dir} holds an evaluation, which has no curves: its figures are in {evaluation}, its samples in "
-            f"{run_dir / 'rollouts'} (docs/telemetry.md)"
-        )
-    if (above / METRICS).exists():
-        raise Mistake(f"{run_dir} is a folder of a run, not the run; name {above}")
-    if not (run_dir / "run.json").exists():
-        raise Mistake(f"{run_dir} is no folder of a run: it has no run.json; name one, an output_dir")
-    raise Mistake(f"{path}: no metrics yet; a run writes its first line at the end of a step")
+    raise Mistake(
+        f"{run_dir} holds no metrics: name the folder of a training run, its output_dir, which has them from the end of its "
+        "first step on; an evaluation has its figures in evaluation.json"
+    )
 
 
 def _tokenizers(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
@@ -161,12 +130,12 @@ def _overview(
         if not panel.quiet or any(value for metric, _ in panel.series for value in series[metric])
     ]
     state, curves = state_of(run_dir, config, steps[-1]), readings(series, steps, panels)
-    notices = findings(records, curves, panels, config, state, excerpts.silent)
+    notices = findings(records, curves, panels, config, state)
     warned = {notice.section for notice in notices}
     return {
         "name": str(run.get("name", run_dir.resolve().name)),
         "state": state,
-        "facts": facts(run_dir, run, records),
+        "facts": facts(run, records),
         "made": origin(run),
         "config": [row for row in flat(config) if row[1] != "[]"],
         "written": time.time(),
@@ -179,40 +148,3 @@ def _overview(
         "notices": notices,
         "rollouts": excerpts.index,
     }
-
-
-def _read(path: Path, read: Callable[[Path], Any]) -> Any:
-    """Reads a file that not every run has. Of a damaged one, or where a package for it is missing, the page goes without."""
-    try:
-        return read(path) if path.exists() else None
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        log.warning("left out of the report: %s: %r", path, error)
-        return None
-
-
-def archive_of(path: Path) -> list[dict[str, Any]]:
-    """Returns what the page shows of an archive, JSON-able: for each problem and machine its programs, the fastest first.
-
-    Returns:
-        `kernel`, `size`, `machine`: the problem, for people. `programs`: of each its `techniques` in words, its speed as a
-        `ratio` to the naive program, the ends `low` and `high` of the interval of that, `gflops`, the step that `found` it, and
-        its `source`.
-
-    Raises:
-        ImportError: a package is missing that programs are read with.
-        OSError, ValueError: the file cannot be read, or is damaged.
-    """
-    # Only the archive of a run needs these packages; a report of other runs does without.
-    from torchtune_ext.measured.matmul.archive import Archive, size_in_words, techniques_in_words
-
-    elites = Archive.load(path).cells().values()
-    limit = min(MAX_CHARACTERS, MAX_TOGETHER // max(1, len(elites)))
-    problems = defaultdict(list)
-    for entry in sorted(elites, key=lambda entry: -entry.low):
-        program = {name: getattr(entry, name) for name in ("ratio", "low", "high", "gflops", "found")}
-        program |= {"techniques": techniques_in_words(entry.techniques), "source": cut_text(entry.source, limit)}
-        problems[entry.kernel, size_in_words(entry.size), entry.machine].append(program)
-    return [
-        {"kernel": kernel, "size": size, "machine": machine, "programs": programs}
-        for (kernel, size, machine), programs in sorted(problems.items())
-    ]

@@ -1,9 +1,8 @@
 """What runs came to, with 95% intervals, and which setting is better, if that can be told.
 
 Of several seeds, a mean has the t-interval and a difference of two means Welch's (Biometrika 34, 1947), which does not take the
-spread of two settings for equal. Of one run, the interval is over held-out problems. Two evaluations that stored samples of the
-same problems are paired: their difference is the mean of the differences of each problem. Training stores no held-out samples,
-so there the two standard errors add up, which is rather too wide, since runs fail on the same problems.
+spread of two settings for equal. Of one run, the interval is over held-out problems; the standard errors of two runs add up,
+which is rather too wide, since runs fail on the same problems.
 
 Where m pairs are looked at, each interval is of the level 1 - 0.05 / m (Bonferroni), so that all of them hold together in 95
 of 100 cases; only then the pair that looks best may be picked.
@@ -19,10 +18,8 @@ from typing import Any
 import numpy as np
 
 from torchtune_ext.evaluation import Z, partly_right
-from torchtune_ext.telemetry.excerpts import groups_of, rewards_of
 from torchtune_ext.telemetry.findings import reading_of
 from torchtune_ext.telemetry.heading import flat
-from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.runs import Run, Setting
 
 ACCURACY, LOW, HIGH = "eval/accuracy_sampled", "eval/low", "eval/high"
@@ -95,28 +92,21 @@ def target_of(runs: Sequence[Run], sweeps: Sequence[Mapping[str, Any]]) -> Targe
         if not shared:
             return None
         metric, higher = shared[0], shared[0] != NLL
-    words = TARGETS.get(metric, metric)
+    words = TARGETS.get(metric, metric if metric.startswith("eval/") else f"{metric} of the last tenth of the steps")
     if any(partly_right(record) for run in runs for record in run.records):
         # The mean of such rewards is no share of right answers.
         words = words.replace("accuracy", "reward")
     return Target(metric, words, higher)
 
 
-def result_of(run: Run, target: Target | None) -> Estimate | None:
-    """Returns what a run came to: the value that a sweep wrote down, the newest evaluation, or the mean over the last tenth of
-    the steps. None where it has no such number."""
-    point = run.point or {}
-    # What a run had before it failed is not what its setting came to.
-    if target is None or point.get("state") == "failed":
-        return None
+def result_of(run: Run, target: Target) -> Estimate | None:
+    """Returns what a run came to: its newest evaluation, or the mean over the last tenth of the steps; None where it has
+    neither."""
     last = next((record for record in reversed(run.records) if target.metric in record), {})
-    low, high = (last.get(LOW), last.get(HIGH)) if target.metric == ACCURACY else (None, None)
     value = last.get(target.metric) if target.metric.startswith("eval/") else tail(run, target.metric)
-    if (written := point.get("value")) is not None and written != value:
-        value, low = written, None
     if value is None:
         return None
-    return Estimate(value) if low is None or high is None else Estimate(value, low, high)
+    return Estimate(value, last.get(LOW), last.get(HIGH)) if target.metric == ACCURACY else Estimate(value)
 
 
 def tail(run: Run, metric: str) -> float | None:
@@ -131,20 +121,10 @@ def differently_judged(runs: Sequence[Run], target: Target) -> list[str]:
     tasks = []
     for run in runs:
         if run.config is not None and result_of(run, target) is not None:
-            held_out = target.metric.startswith("eval/") and run.state.kind != "evaluated"
-            node = (run.config.get("evaluation") or {}) if held_out else run.config
+            node = (run.config.get("evaluation") or {}) if target.metric.startswith("eval/") else run.config
             tasks.append(dict(flat({"task": node.get("task") or {}})))
     keys = dict.fromkeys(key for task in tasks for key in task if key != "task.seed")
     return [key for key in keys if len({task.get(key) for task in tasks}) > 1]
-
-
-def problem_rewards(run: Run, metric: str) -> dict[Any, float]:
-    """Returns the mean reward of each problem of an evaluation of a model, by its id and its question; else nothing."""
-    # The recipe `evaluate` stores the sampled groups as step 0 and the greedy ones as step 1.
-    path = rollout_paths(run.path).get({ACCURACY: 0, GREEDY: 1}.get(metric))
-    groups = groups_of(path) if path and run.state.kind == "evaluated" else []
-    return {(group.problem.id, str(group.problem.messages)): fmean(rewards) for group in groups
-            if (rewards := rewards_of(group))}  # fmt: skip
 
 
 # ---------------------------------------------------------------- of settings
@@ -176,13 +156,6 @@ def difference(first: Sequence[Estimate], second: Sequence[Estimate], pairs: int
     return _around(value, t_quantile(upper, freedom) * math.sqrt(a + b))
 
 
-def paired_difference(first: Mapping[Any, float], second: Mapping[Any, float], pairs: int = 1) -> Estimate:
-    """Returns the mean over problems of `first` minus `second`, the rewards of the same two problems or more."""
-    differences = [first[problem] - second[problem] for problem in first]
-    half = NormalDist().inv_cdf(1 - 0.05 / (2 * pairs)) * stdev(differences) / math.sqrt(len(differences))
-    return _around(fmean(differences), half)
-
-
 def t_quantile(p: float, freedom: float) -> float:
     """Returns the value that Student's t exceeds with probability 1 - p, for 1 degree of freedom or more.
 
@@ -211,17 +184,12 @@ def verdict_of(runs: Sequence[Run], settings: Sequence[Setting], target: Target 
         why = f"{', '.join(keys)} differ, so that {target.metric} is not the same number in all of them"
         return Verdict(f"They are not compared: {why}.", seeds, means)
     best = (max if target.higher else min)(means, key=lambda place: means[place].value)
-    rewards = {place: problem_rewards(runs[settings[place].runs[0]], target.metric) for place in means}
     pairs = math.comb(len(means), 2)
     leads = {}
     for other in means:
         if other != best:
             first, second = (best, other) if target.higher else (other, best)
-            single = len(seeds[first]) == len(seeds[second]) == 1
-            if single and len(rewards[first]) > 1 and rewards[first].keys() == rewards[second].keys():
-                leads[other] = paired_difference(rewards[first], rewards[second], pairs)
-            else:
-                leads[other] = difference(seeds[first], seeds[second], pairs)
+            leads[other] = difference(seeds[first], seeds[second], pairs)
     headline = _headline(settings, target, means, best, leads)
     if leads and any(len(seeds[place]) == 1 for place in means):
         headline += " One seed does not tell where another would end."

@@ -48,7 +48,6 @@ class RolloutStore:
         self.folder = Path(run_dir) / FOLDER
         self._keep_every, self._show = keep_every, show
         self._missing: list[int] = []  # The disk refused these steps.
-        self._refused = False  # The last step is among them.
         for step, path in rollout_paths(run_dir).items():
             if resume_step is None:
                 raise Mistake(f"{path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on")
@@ -69,26 +68,21 @@ class RolloutStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomic(path, pack_rollouts(step, groups), sync=False)
         except OSError as error:
-            if not self._refused:
+            if not self._missing:
                 log.warning(
                     "cannot write %s: %s. The run goes on, and each step tries again; free disk space", path, error
                 )
             self._missing.append(step)
-            self._refused = True
             return None
-        if self._refused:
-            log.warning("rollouts are written again from step %d on; missing so far: %s", step, self._lacking())
-        self._refused = False
         return path
 
     def close(self) -> None:
         """Says which steps are missing because the disk refused them."""
         if self._missing:
-            log.warning("%s lacks %s: they could not be written", self.folder, self._lacking())
+            first, last = self._missing[0], self._missing[-1]
+            log.warning("%s lacks %d steps from %d to %d: they could not be written",
+                        self.folder, len(self._missing), first, last)  # fmt: skip
             self._missing.clear()
-
-    def _lacking(self) -> str:
-        return f"{len(self._missing)} steps from {self._missing[0]} to {self._missing[-1]}"
 
 
 def rollout_paths(run_dir: str | Path) -> dict[int, Path]:

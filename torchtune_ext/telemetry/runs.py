@@ -17,7 +17,7 @@ from torchtune_ext.telemetry.metrics import read_metrics
 
 log = logging.getLogger(__name__)
 
-METRICS, EVALUATION, SWEEP = "metrics.jsonl", "evaluation.json", "sweep.json"
+METRICS, SWEEP = "metrics.jsonl", "sweep.json"
 SWEEP_FORMAT = 1
 NEAR = 5  # runs that a message about a wrong path names
 # Two runs that differ in nothing but these are one setting: where a run lies, how it was started, who is told of it.
@@ -28,16 +28,14 @@ LONGEST = 60  # characters of a label
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of the comparison, or an evaluation of a model."""
+    """A run of the comparison."""
 
     path: Path
     name: str  # its path below the folder that all runs share
     id: str
     config: Mapping[str, Any] | None  # None: no run.json, or a damaged one
-    versions: Mapping[str, str]  # of packages
-    records: Sequence[Mapping[str, Any]]  # the metrics of each step; of an evaluation of a model, those of a step 0
+    records: Sequence[Mapping[str, Any]]  # the metrics of each step
     state: State
-    point: Mapping[str, Any] | None  # what `sweep.json` holds of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +57,33 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[dict[str, An
     Raises:
         ValueError: a path is no run, a `sweep.json` is damaged, or no run has anything to show.
     """
-    sweeps = []
-    points: dict[Path, Mapping[str, Any] | None] = {}
+    sweeps, left_out = [], []
+    folders: dict[Path, None] = {}  # each once, in order
     for path in map(Path, paths):
         if (path / SWEEP).exists():
-            sweeps.append(read_sweep_record(path))
-            points |= {point["path"]: point for point in sweeps[-1]["runs"]}
-        elif folders := [path] if _is_run(path) else _runs_in(path):
-            for folder in folders:
-                points.setdefault(folder.resolve(), None)
-        else:
-            raise _no_run(path)
+            sweep = read_sweep_record(path)
+            sweeps.append(sweep)
+            # What a run had before it failed is not what its setting came to.
+            left_out += [f"{run['id']} failed: {run['cause']}." for run in sweep["runs"] if run["state"] == "failed"]
+            begun = [run["path"] for run in sweep["runs"] if run["state"] != "failed" and run["path"].exists()]
+        elif not (begun := [path] if _is_run(path) else _runs_in(path)):
+            near = ", ".join(folder.name for folder in _runs_in(path.parent)[:NEAR]) or "none"
+            raise Mistake(f"{path} is no folder of a run or of a sweep; runs in {path.parent}: {near}")
+        folders |= dict.fromkeys(folder.resolve() for folder in begun)
     runs: list[Run] = []
-    left_out = []
-    above = os.path.commonpath([path.parent for path in points]) if points else ""
-    for path, point in points.items():
-        name = os.path.relpath(path, above)
+    above = os.path.commonpath([folder.parent for folder in folders]) if folders else ""
+    for folder in folders:
+        name = os.path.relpath(folder, above)
         try:
-            run = _read(path, name, point)
+            run = _read(folder, name)
             # The copy of a run would count as a second seed. A copy that went on with other settings is another run.
             for other in runs:
                 if (other.id, other.config) == (run.id, run.config) and run.config is not None:
                     raise Mistake(f"it is the same run as {other.name} ({RECORD} has the id {run.id})")
             runs.append(run)
         except (OSError, ValueError) as error:
-            # A run of a sweep that waits, or failed before its first step, has a row with its state.
-            if point is None:
-                left_out.append(f"{name} is left out: {error}.")
-    if not runs and not any(sweep["runs"] for sweep in sweeps):
+            left_out.append(f"{name} is left out: {error}.")
+    if not runs:
         raise Mistake(f"{', '.join(map(str, paths))}: nothing to show yet. {' '.join(left_out)}".strip())
     return runs, sweeps, left_out
 
@@ -114,8 +111,8 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
         sweep["name"] = sweep["name"] or folder.resolve().name
         sweep["method"], sweep["metric"]["name"]
         for run in sweep["runs"]:
-            run["id"], run["state"], dict(run["parameters"])
-            run["path"] = (folder / run["folder"]).resolve()
+            run["state"], run["cause"], dict(run["parameters"])
+            run["path"] = (folder / run["id"]).resolve()
             if not run["path"].is_relative_to(folder.resolve()):
                 raise KeyError(f"the run {run['id']} lies outside of the sweep's folder")
     except (ValueError, KeyError, TypeError) as error:
@@ -179,57 +176,31 @@ def record_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _read(path: Path, name: str, point: Mapping[str, Any] | None) -> Run:
+def _read(path: Path, name: str) -> Run:
     """Reads a run. Raises ValueError with the reason why it has nothing to show."""
     record = record_of(path)
     config = record["config"] if isinstance(record.get("config"), Mapping) else None
-    versions = (record.get("process") or {}).get("versions") or {}
-    file = METRICS if (path / METRICS).exists() else EVALUATION
     try:
-        found = [_evaluation(path / file)] if file == EVALUATION else read_metrics(path / file)
         # What is null was not finite.
-        records = [{name: value for name, value in record.items() if value is not None} for record in found]
+        records = [
+            {name: value for name, value in record.items() if value is not None}
+            for record in read_metrics(path / METRICS)
+        ]
     except FileNotFoundError:
         records = []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Mistake(f"{file} is damaged ({error})") from error
+        raise Mistake(f"{METRICS} is damaged ({error})") from error
     if not records:
         raise Mistake("no metrics yet; a run writes its first line at the end of a step")
-    if file == EVALUATION:
-        state = State("evaluated", "evaluated", 0, None)
-    else:
-        state = state_of(path, config or {}, records[-1]["step"])
-    return Run(path, name, str(record.get("id", name)), config, versions, records, state, point)
-
-
-def _evaluation(path: Path) -> dict[str, Any]:
-    """Returns what `evaluate` found out about a model, by the names that a recipe gives such metrics."""
-    record: dict[str, Any] = {"step": 0}
-    for name, accuracy in json.loads(path.read_bytes()).items():
-        if isinstance(accuracy, Mapping):
-            kind = "greedy" if name == "greedy" else "sampled"
-            record |= {
-                f"eval/accuracy_{kind}": accuracy["mean"],
-                f"eval/solved_{kind}": accuracy.get("pass_at", {}).get("1"),
-            }
-            record |= {"eval/low": accuracy["low"], "eval/high": accuracy["high"]} if kind == "sampled" else {}
-    return record
+    state = state_of(path, config or {}, records[-1]["step"])
+    return Run(path, name, str(record.get("id", name)), config, records, state)
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in (RECORD, METRICS, EVALUATION))
+    return any((path / name).exists() for name in (RECORD, METRICS))
 
 
 def _runs_in(path: Path) -> list[Path]:
     """Returns the runs in a folder, without the earlier ones that were set aside in it."""
     folders = sorted(path.iterdir()) if path.is_dir() else []
     return [folder for folder in folders if not folder.name.startswith("old-") and _is_run(folder)]
-
-
-def _no_run(path: Path) -> Mistake:
-    message = f"{path}: no such folder"
-    if path.exists():
-        message = f"{path} is no run: the folder of a run holds {RECORD} and {METRICS}, that of a sweep {SWEEP}"
-    if near := _runs_in(path.parent)[:NEAR]:
-        message += f"; runs in {path.parent}: {', '.join(folder.name for folder in near)}"
-    return Mistake(message)

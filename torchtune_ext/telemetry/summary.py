@@ -13,7 +13,6 @@ from torchtune_ext.evaluation import accuracy
 from torchtune_ext.grading.environments import ENDINGS
 from torchtune_ext.groups import Group
 from torchtune_ext.sampling.records import EngineStats
-from torchtune_ext.telemetry.timeline import Timeline
 
 
 class Stopwatch:
@@ -25,13 +24,10 @@ class Stopwatch:
     Args:
         context: returns, for the name of a phase but not of a detail, a context that is open as long as the phase (for
             instance `Ranks.phase`). Ranks in one phase may well be in different details of it.
-        timeline: records when each phase and each detail began and ended.
     """
 
-    def __init__(
-        self, context: Callable[[str], AbstractContextManager] = nullcontext, timeline: Timeline | None = None
-    ) -> None:
-        self._context, self._timeline, self._inside = context, timeline, ""
+    def __init__(self, context: Callable[[str], AbstractContextManager] = nullcontext) -> None:
+        self._context, self._inside = context, ""
         self.seconds: dict[str, float] = defaultdict(float)  # since the last lap, by phase
         self._begin = time.monotonic()
 
@@ -47,10 +43,7 @@ class Stopwatch:
                     # The seconds of a phase include the work that it gives the device.
                     torch.cuda.synchronize()
         finally:
-            end = time.monotonic()
-            self.seconds[self._inside] += end - begin
-            if self._timeline is not None:
-                self._timeline.phase(self._inside, begin, end)
+            self.seconds[self._inside] += time.monotonic() - begin
             self._inside = outer
 
     def lap(self) -> dict[str, float]:

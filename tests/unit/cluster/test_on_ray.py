@@ -108,20 +108,18 @@ def test_settings_may_stand_anywhere_and_the_config_names_the_recipe(monkeypatch
     monkeypatch.setenv("RANK", "1")
     plan = planned("max_steps=3 --config grpo/tiny --train-cpus 2 seed=4 --engine-cpus 1 evaluation.every=1")
     assert plan.recipe == "grpo_full" and plan.words == ("max_steps=3", "seed=4", "evaluation.every=1")
-    assert (plan.request.kind, plan.request.ranks, plan.request.servers, plan.request.where) == ("cpus", 2, 1, "auto")
-    assert plan.path == plan.folder and plan.wait_s == on_ray.WAIT_S and not plan.waits_for_machines
+    assert (plan.request.kind, plan.request.ranks, plan.request.servers) == ("cpus", 2, 1)
+    assert plan.path == plan.folder and plan.wait_s is None
     # As under Slurm: what this shell says, but for what a machine and Ray say of themselves.
     assert plan.variables["OMP_NUM_THREADS"] == "3" and plan.variables["MY_TOKEN"] == "secret"
     assert plan.variables["CUDA_VISIBLE_DEVICES"] == "" and not {"RANK", "PATH", "HOME"} & plan.variables.keys()
-    gpus = planned(
-        f"--config run.yaml --recipe my.py {GPUS} --servers anywhere --wait 600 engine.tensor_parallel_size=2"
-    )
+    gpus = planned(f"--config run.yaml --recipe my.py {GPUS} --wait 600 engine.tensor_parallel_size=2")
     assert (gpus.recipe, gpus.path) == (
         "my.py",
         f"{gpus.folder}/run.yaml",
     ) and gpus.request.servers == gpus.request.each == 2
-    assert "CUDA_VISIBLE_DEVICES" not in gpus.variables and gpus.request.where == "anywhere"
-    assert gpus.wait_s == 600 and gpus.waits_for_machines and gpus.patience_s == 7 + 5 + 60
+    assert "CUDA_VISIBLE_DEVICES" not in gpus.variables
+    assert gpus.wait_s == 600 and gpus.patience_s == 7 + 5 + 60
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert planned("--config grpo/tiny --train-cpus 2 --engine-cpus 1").variables["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in planned(f"--config grpo/tiny {GPUS}").variables

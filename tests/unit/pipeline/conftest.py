@@ -2,7 +2,7 @@
 
 import pytest
 from letter_tokens import LetterTokenizer
-from told_engine import SAMPLES, SEED, Numbered, Places, Told
+from told_engine import SAMPLES, SEED, Numbered, Told
 
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.grading import Grader
@@ -26,7 +26,7 @@ def make(numbered_grader):
     def make(staleness=0, depth=None, at_once=True, batch=2, deadline_s=30.0, cursor=0, by=numbered_grader, task=None):
         engine, problems = Told(at_once), ProblemStream(task or Numbered(), SEED)
         problems.cursor = cursor
-        stream = GroupStream(engine, LetterTokenizer(), by, times=Places())
+        stream = GroupStream(engine, LetterTokenizer(), by)
         sampling, ledger = SamplingConfig(max_tokens=8), Ledger(batch, 10, staleness, depth)
         made.append(GroupSource(ledger, stream, problems, SAMPLES, sampling, SEED, deadline_s))
         return made[-1], engine

@@ -21,7 +21,7 @@ from torchtune_ext.telemetry.metrics import Metrics, read_metrics
 from torchtune_ext.telemetry.report import build_report
 
 LEFT = ("metrics.jsonl", "rollouts/step_000001.jsonl.gz", "checkpoints/step_000002/recipe.json", "engine.log", "fp8.txt",
-        "trace.json", "tensorboard/events", "evaluation.json", "report.html", "start/config.json")  # fmt: skip
+        "tensorboard/events", "evaluation.json", "report.html", "start/config.json")  # fmt: skip
 
 
 def leave_a_run(folder, text="one", left=LEFT):

@@ -13,7 +13,7 @@ from tables import every_row
 
 from torchtune_ext.sweep.check import words_of
 from torchtune_ext.sweep.file import grid, parameters_of, read_sweep
-from torchtune_ext.sweep.search import Pruner, planned, suggest, tries
+from torchtune_ext.sweep.search import Pruner, point_of
 
 REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text())
 
@@ -21,15 +21,7 @@ REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text())
 @pytest.mark.parametrize("case", REFERENCE["grids"], ids=lambda case: json.dumps(case["parameters"])[:40])
 def test_a_grid_is_that_of_wandb_in_its_order(case):
     parameters = parameters_of(case["parameters"])
-    assert grid(parameters) == [by_dotted_name(point) for point in case["points"]]
-
-
-def by_dotted_name(point):
-    flat = {}
-    for key, node in point.items():
-        value = node["value"]
-        flat |= {f"{key}.{below}": each for below, each in value.items()} if isinstance(value, dict) else {key: value}
-    return flat
+    assert grid(parameters) == [{key: node["value"] for key, node in point.items()} for point in case["points"]]
 
 
 def sweep_of(folder, method, runs, goal="maximize", **parameters):
@@ -42,16 +34,13 @@ def sweep_of(folder, method, runs, goal="maximize", **parameters):
 def test_random_points_follow_from_seed_and_number_and_lie_inside(tmp_path):
     pytest.importorskip("optuna")
     rates = {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1}
-    steps = {"distribution": "q_uniform", "min": 0, "max": 1, "q": 0.25}
-    sweep = sweep_of(
-        tmp_path, "random", 50, lr=rates, b={"values": [1, 2, 3]}, c={"value": 9}, d=steps, e={"min": 2, "max": 4}
-    )
-    points = planned(sweep, 0)
-    assert points == planned(sweep, 0) and points[0] != planned(sweep, 1)[0]
+    sweep = sweep_of(tmp_path, "random", 50, lr=rates, b={"values": [1, 2, 3]}, c={"value": 9}, e={"min": 2, "max": 4})
+    points = [point_of(sweep, 0, number) for number in range(50)]
+    assert points[:3] == [point_of(sweep, 0, number) for number in range(3)] and points[0] != point_of(sweep, 1, 0)
     assert len({point["lr"] for point in points}) == 50 and all(1e-5 <= point["lr"] <= 1e-1 for point in points)
     assert 15 < sum(point["lr"] < 1e-3 for point in points) < 35, "half of the magnitudes"
     assert {point["b"] for point in points} == {1, 2, 3} and {point["c"] for point in points} == {9}
-    assert {point["d"] for point in points} == {0.0, 0.25, 0.5, 0.75} and {point["e"] for point in points} == {2, 3, 4}
+    assert {point["e"] for point in points} == {2, 3, 4}
 
 
 @pytest.mark.parametrize("goal", ["maximize", "minimize"])
@@ -61,8 +50,8 @@ def test_a_search_that_learns_goes_where_it_is_better_and_repeats_itself(goal, t
     sweep = sweep_of(tmp_path, "bayes", 30, goal, lr=rates, kind={"values": ["a", "b"]}, samples={"values": [2, 4, 8]})
     results, points = [], []
     for number in range(30):
-        point = suggest(sweep, 3, number, results)
-        assert suggest(sweep, 3, number, results) == point
+        point = point_of(sweep, 3, number, results)
+        assert point_of(sweep, 3, number, results) == point
         value = -abs(math.log10(point["lr"]) + 3) + (point["kind"] == "b")
         results.append((point, value if goal == "maximize" else -value))
         points.append(point)
@@ -75,15 +64,15 @@ def test_runs_that_go_on_do_not_get_the_same_point(tmp_path):
     pytest.importorskip("optuna")
     sweep = sweep_of(tmp_path, "bayes", 10, a={"min": 0.0, "max": 1.0})
     results = [({"a": u}, -abs(u - 0.5)) for u in (0.1, 0.3, 0.5, 0.7, 0.9)]
-    point = suggest(sweep, 0, 5, results)
-    assert suggest(sweep, 0, 6, [*results, (point, None)]) != point
+    point = point_of(sweep, 0, 5, results)
+    assert point_of(sweep, 0, 6, [*results, (point, None)]) != point
 
 
 @every_row("early, values, stopped", [
     # Compared after 2, 6 and 18 values; of fewer than 2 * eta runs only the best one goes on.
     ({"min_iter": 2}, {"a": [0.3, 0.6], "b": [0.9, 0.5], "c": [0.1, 0.7], "d": [0.8]}, ["b"]),
     ({"min_iter": 1, "eta": 2}, {"a": [0.1], "b": [0.2], "c": [0.3], "d": [0.25]}, []),
-    ({"max_iter": 27, "s": 3}, {"a": [0.3], "b": [0.2]}, ["b"]),
+    ({"min_iter": 1}, {"a": [0.3], "b": [0.2]}, ["b"]),
 ])  # fmt: skip
 def test_a_run_stops_where_it_is_not_among_the_best(tmp_path, early, values, stopped):
     pytest.importorskip("optuna")
@@ -116,14 +105,3 @@ def test_a_macro_that_no_recipe_reads_is_named(tmp_path):
     for word in ("${args_no_hyphen}", "${args_json_file}", "${env}"):
         with pytest.raises(ValueError, match=re.escape(f"recipes read no {word}; there is ${{args_no_hyphens}}: ")):
             words(tmp_path, [word], {})
-
-
-def test_of_very_many_points_each_value_is_tried_before_the_start(tmp_path):
-    text = "parameters: {a: {min: 1, max: 60}, b: {values: [x, y, z]}, c: {min: 1, max: 9}}\n"
-    sweep = read_sweep(small_sweeps.write(tmp_path / "many.yaml", text))
-    points = tries(sweep, 0)
-    assert sweep.runs == 60 * 3 * 9 and len(points) < 100
-    assert {point["a"] for point in points} == set(range(1, 61)) and {point["b"] for point in points} == {"x", "y", "z"}
-    pytest.importorskip("optuna")
-    text = "run_cap: 500\nparameters: {a: {min: 0.0, max: 1.0}}\n"
-    assert len(tries(read_sweep(small_sweeps.write(tmp_path / "many.yaml", text, "random")), 0)) == 200

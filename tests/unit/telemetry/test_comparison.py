@@ -42,13 +42,8 @@ def test_the_page_holds_curves_and_results(two, tmp_path):
     assert [(each["letter"], each["label"]) for each in overview["settings"]] == [("A", "lr 1e-06"), ("B", "lr 3e-06")]
     assert overview["keys"] == [["optimizer.lr", "lr"]]
     assert [each["values"] for each in overview["settings"]] == [["1e-06"], ["3e-06"]]
-    rows = overview["rows"]
-    assert [(row["name"], row["state"], row["steps"]) for row in rows] == [
-        ("one", "finished", 60),
-        ("two", "finished", 60),
-    ]
-    assert rows[1]["result"]["value"] == pytest.approx(0.6872, abs=1e-4) and rows[1]["best"][1] == 60
-    assert (rows[1]["tokens"], rows[1]["seconds"]) == (60_000, 120.0)
+    assert [each["runs"] for each in overview["settings"]] == [["one"], ["two"]]
+    assert overview["settings"][1]["mean"]["value"] == pytest.approx(0.6872, abs=1e-4)
 
 
 def test_nothing_in_a_run_breaks_the_page(tmp_path):
@@ -65,21 +60,18 @@ def test_nothing_in_a_run_breaks_the_page(tmp_path):
         assert unsafe not in code
 
 
-def test_a_sweep_is_in_its_own_order_with_what_failed(tmp_path):
+def test_a_sweep_is_compared_without_what_failed(tmp_path):
     made = build_comparison([make_sweep(tmp_path / "sweep")])
     assert made.path == tmp_path / "sweep" / "report.html" and made.runs == 10
     assert made.verdict.startswith(
         "F (lr 0.0001, clip_high 0.3) has the highest held-out accuracy, 0.746 [0.696, 0.796]."
     )
     overview = overview_of(made)
-    assert overview["sweeps"] == [{"name": "tiny_lr", "method": "grid"}]
-    rows = overview["rows"]
-    assert [row["name"] for row in rows] == [f"run{i}{j}" for i in range(5) for j in range(2)] + ["bad0", "bad1"]
-    assert [row["state"] for row in rows].count("failed") == 2
-    assert rows[-1]["cause"] == f"loss is not finite {HOSTILE}" and rows[-1]["seconds"] == 3.0
-    assert rows[0]["parameters"] == {"optimizer.lr": 1e-5, "loss.clip_high": 0.2}
+    assert [each["runs"] for each in overview["settings"]] == [[f"run{i}{j}"] for i in range(5) for j in range(2)]
+    assert overview["notices"] == [f"bad{number} failed: loss is not finite {HOSTILE}." for number in range(2)]
     # The interval of a value is that of the evaluation which gave it.
-    assert rows[0]["result"]["high"] - rows[0]["result"]["low"] == pytest.approx(0.1, abs=1e-4)
+    mean = overview["settings"][0]["mean"]
+    assert mean["high"] - mean["low"] == pytest.approx(0.1, abs=1e-4)
 
 
 def test_what_failed_late_is_not_what_its_setting_came_to(tmp_path):
@@ -88,31 +80,27 @@ def test_what_failed_late_is_not_what_its_setting_came_to(tmp_path):
     record["runs"][1] |= {"state": "failed", "value": None, "cause": "out of memory"}
     (folder / "sweep.json").write_text(json.dumps(record))
     made = build_comparison([folder])
-    assert made.verdict == "A (lr 1e-05) has the highest held-out accuracy, 0.618 [0.568, 0.668]."
-    row = overview_of(made)["rows"][1]
-    assert (row["state"], row["cause"], row["steps"], row["result"]) == ("failed", "out of memory", 60, None)
+    assert made.verdict == "A (run00) has the highest held-out accuracy, 0.618 [0.568, 0.668]."
+    assert made.left_out == ["run10 failed: out of memory."]
 
 
-def test_a_sweep_of_which_nothing_ran_yet_or_everything_failed(tmp_path):
-    made = build_comparison([make_sweep(tmp_path / "sweep", rates=(), failed=3)])
-    assert made.runs == 0 and made.verdict == "No run has eval/accuracy_sampled yet."
-    make_sweep(tmp_path / "empty", rates=(), failed=0)
-    with pytest.raises(ValueError, match="empty: nothing to show yet"):
-        build_comparison([tmp_path / "empty"])
+def test_a_sweep_in_which_everything_failed_has_no_page(tmp_path):
+    with pytest.raises(ValueError, match="sweep: nothing to show yet. bad0 failed: loss is not finite"):
+        build_comparison([make_sweep(tmp_path / "sweep", rates=(), failed=3)])
 
 
 def test_less_is_better_where_a_sweep_says_so(tmp_path):
-    for name, rate in (("a", 1e-6), ("b", 2e-6)):
-        make_one(tmp_path / name, settings(rate), rollouts=False)
-    runs = [{"id": name, "folder": name, "parameters": {}, "state": "finished", "value": value} for name, value in (("a", 0.5), ("b", 0.3))]  # fmt: skip
+    for name, rate, loss in (("a", 1e-6, 0.5), ("b", 2e-6, 0.3)):
+        make_one(tmp_path / name, settings(rate), rollouts=False, **{"loss/total": loss})
+    runs = [{"id": name, "parameters": {}, "state": "finished", "cause": ""} for name in ("a", "b")]
     metric = {"name": "loss/total", "goal": "minimize"}
     (tmp_path / "sweep.json").write_text(
-        json.dumps({"format": 1, "name": "", "method": "bayes", "metric": metric, "parameters": {}, "runs": runs})
+        json.dumps({"format": 1, "name": "", "method": "bayes", "metric": metric, "runs": runs})
     )
     made = build_comparison([tmp_path])
-    assert (
-        made.verdict
-        == "B (lr 2e-06) has the lowest loss/total, 0.3. Perhaps better than A (lr 1e-06), by 0.2. One seed does not tell where another would end."
+    assert made.verdict == (
+        "B (lr 2e-06) has the lowest loss/total of the last tenth of the steps, 0.3. Perhaps better than A (lr 1e-06), by 0.2. "
+        "One seed does not tell where another would end."
     )
 
 
@@ -126,16 +114,16 @@ def test_the_command(two, tmp_path, capsys, monkeypatch):
     assert run_main(tmp_path) == 0 and (tmp_path / "report.html").exists()
     assert run_main(two[0]) == 0 and "class Browser" in (two[0] / "report.html").read_text(), "the page of one run"
     capsys.readouterr()
-    assert run_main(*two, "--max-mib", 3) == 1
-    assert "--max-mib: for the page of one run alone" in capsys.readouterr().err
+    assert run_main(*two, "--tokenizer", tmp_path) == 1
+    assert "--tokenizer: for the page of one run alone" in capsys.readouterr().err
 
 
 def test_paths_that_are_no_runs_are_named_with_those_near_them(two, tmp_path):
     (tmp_path / "empty").mkdir()
     for path, words in (
-        (tmp_path / "three", "three: no such folder; runs in .*: one, two"),
-        (tmp_path / "empty", "empty is no run: the folder of a run holds run.json and metrics.jsonl, .*: one, two"),
-        (two[1] / "metrics.jsonl", "metrics.jsonl is no run"),
+        (tmp_path / "three", "three is no folder of a run or of a sweep; runs in .*: one, two"),
+        (tmp_path / "empty", "empty is no folder of a run or of a sweep; runs in .*: one, two"),
+        (two[1] / "metrics.jsonl", "metrics.jsonl is no folder of a run"),
     ):
         with pytest.raises(ValueError, match=words):
             build_comparison([two[0], path], tmp_path / "page.html")
@@ -169,7 +157,7 @@ def test_a_run_with_nothing_to_show_is_named_and_passed_over(two, tmp_path):
 
 
 @every_row("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "name": "s", "method": "grid", "metric": null, "parameters": {}, "runs": []}',
-                                  '{"format": 1, "name": "s", "method": "grid", "metric": {"name": "m"}, "parameters": {}, "runs": [{"id": "x", "folder": "../../x", "parameters": {}, "state": "failed"}]}'])  # fmt: skip
+                                  '{"format": 1, "name": "s", "method": "grid", "metric": {"name": "m"}, "parameters": {}, "runs": [{"id": "../../x", "parameters": {}, "state": "failed", "cause": ""}]}'])  # fmt: skip
 def test_a_damaged_sweep_is_said(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ValueError, match="sweep.json is damaged .*name the folders of its runs instead"):
@@ -183,10 +171,8 @@ def test_a_sweep_of_another_format_is_refused(tmp_path):
         build_comparison([path.parent])
 
 
-def test_damaged_rollouts_settings_and_evaluations_cost_no_page(two, tmp_path):
-    (two[0] / "rollouts" / "step_000060.jsonl.gz").write_bytes(b"no gzip")
+def test_damaged_settings_cost_no_page(two, tmp_path):
     (two[0] / "run.json").write_text("{")
-    (two[1] / "evaluation.json").write_text("{")
     overview = overview_of(build_comparison(two, tmp_path / "page.html"))
     assert any("The settings of one are not known" in line for line in overview["notices"])
     assert [each["label"] for each in overview["settings"]] == ["one", "two"]
@@ -200,31 +186,7 @@ def test_a_page_stays_small(tmp_path, monkeypatch):
     overview = overview_of(build_comparison([tmp_path]))
     assert len(overview["steps"]) == 30 and {len(chart["lines"]) for chart in overview["charts"]} == {4}
     assert all(len(line["mean"]) == 30 for chart in overview["charts"] for line in chart["lines"])
-    assert len(overview["rows"]) == 6
-
-
-def make_evaluation(folder, mean, rewards=None):
-    """An evaluation of a model: a table and samples, but no metrics."""
-    make_one(
-        folder, {"seed": 0, "max_steps": 1, "optimizer": {"lr": 1}, "model_dir": f"models/{folder.name}"}, steps=20
-    )
-    (folder / "metrics.jsonl").unlink()
-    table = {"mean": mean, "low": mean - 0.05, "high": mean + 0.05, "pass_at": {"1": mean}}
-    greedy = {"mean": 0.9, "low": 0.8, "high": None}
-    (folder / "evaluation.json").write_text(
-        json.dumps({"model_dir": "x", "skipped": 0, "temperature 1": table, "greedy": greedy})
-    )
-    return folder
-
-
-def test_evaluations_of_models_are_compared_too(tmp_path):
-    for name, mean in (("base", 0.4), ("trained", 0.8)):
-        make_evaluation(tmp_path / name, mean)
-    made = build_comparison([tmp_path])
-    assert "B (model_dir models/trained) has the highest held-out accuracy, 0.8 [0.75, 0.85]" in made.verdict
-    assert overview_of(made)["charts"] == []
-    (tmp_path / "base" / "evaluation.json").write_text("{")
-    assert build_comparison([tmp_path]).left_out[0].startswith("base is left out: evaluation.json is damaged")
+    assert len(overview["settings"]) == 6
 
 
 def test_a_warm_up_beside_a_run_that_was_resumed_and_one_that_was_not_evaluated(tmp_path):
@@ -240,7 +202,7 @@ def test_a_warm_up_beside_a_run_that_was_resumed_and_one_that_was_not_evaluated(
     overview = overview_of(build_comparison([tmp_path]))
     assert "resumed: loss/kl_ref was not finite at 1 step, first at step 3." in overview["notices"]
     assert any("its seeds end at different steps (7, 60)" in line for line in overview["notices"])
-    assert [row["state"] for row in overview["rows"]] == ["finished", "stopped", "finished"]
+    assert overview["settings"][0]["runs"] == ["resumed", "short (stopped at step 7 of 60)"]
     titles = [chart["title"] for chart in overview["charts"]]
     # What the runs are compared by comes first.
     assert titles[:4] == ["Reward", "Held-out accuracy", "Completion length", "Negative log-likelihood"]

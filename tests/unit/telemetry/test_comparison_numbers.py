@@ -1,7 +1,5 @@
 """What the page of several runs computes: seeds and settings, intervals against published tables, and which one is better."""
 
-import gzip
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,6 @@ from torchtune_ext.telemetry.results import (
     Estimate,
     difference,
     mean_of_seeds,
-    paired_difference,
     t_quantile,
     tail,
     target_of,
@@ -80,14 +77,6 @@ def test_of_single_runs_the_errors_over_problems_add_up():
     assert difference([first], [Estimate(0.7)]).low is None
     # An accuracy without any spread says nothing of other problems.
     assert difference([Estimate(1.0, 1.0, 1.0)], [Estimate(0.5, 0.4, 0.6)]).low is None
-
-
-def test_a_paired_difference_is_the_mean_of_the_differences_of_problems():
-    first, second = {"a": 1.0, "b": 0.5, "c": 0.0, "d": 1.0}, {"a": 1.0, "b": 0.0, "c": 0.0, "d": 0.5}
-    found = paired_difference(first, second)
-    half = 1.95996 * np.std([0.0, 0.5, 0.0, 0.5], ddof=1) / 2
-    assert (found.value, found.high - found.value) == pytest.approx((0.25, half), rel=1e-4)
-    assert word_of(paired_difference(first, first)) == "tie"
 
 
 def test_seeds_and_folders_make_no_setting(tmp_path):
@@ -177,21 +166,3 @@ def test_an_exact_tie_is_no_lead_and_a_replay_has_no_reward_of_its_own(tmp_path)
     assert target_of(replays, []) is None
     verdict = verdict_of(replays, settings_of(replays)[1], None)
     assert verdict.headline.startswith("Nothing says which one is better")
-
-
-def test_evaluations_of_the_same_problems_are_paired(tmp_path):
-    """Both fail on the same hard problems, which makes the intervals of both wide, and not that of their difference."""
-    for name, level in (("base", 0.5), ("trained", 0.55)):
-        folder = make_one(tmp_path / name, {"seed": 0, "model_dir": name, "optimizer": {"lr": 1}}, steps=20)
-        (folder / "metrics.jsonl").unlink()
-        table = {"mean": level, "low": level - 0.2, "high": level + 0.2}
-        (folder / "evaluation.json").write_text(json.dumps({"temperature 1": table}))
-        path = folder / "rollouts" / "step_000020.jsonl.gz"
-        header, *lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-        groups = [json.loads(line) for line in lines]
-        for number, group in enumerate(groups):
-            for sample in group["samples"]:
-                sample["reward"] = [0.0, 0.5, 1.0][number] + (0.05 + 0.01 * number if name == "trained" else 0)
-        text = "\n".join([header, *map(json.dumps, groups), ""])
-        path.with_name("step_000000.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    assert "Better than A (model_dir base), by 0.06 [0." in compared(tmp_path)[1].headline

@@ -3,10 +3,8 @@
 import base64
 import gzip
 import json
-import logging
 
 import numpy as np
-import pytest
 from records import guessed, sampled
 from report_runs import byte_tokenizer
 
@@ -15,7 +13,6 @@ from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
 from torchtune_ext.tasks.task import Problem, Score, Turn
 from torchtune_ext.telemetry.excerpts import Limits, excerpts_of, sample_facts
-from torchtune_ext.telemetry.findings import Silent
 from torchtune_ext.telemetry.rollouts import RolloutStore, rollout_paths
 
 
@@ -72,24 +69,6 @@ def test_groups_with_a_signal_come_first_and_some_without_are_kept(tmp_path):
     assert spreads == sorted(spreads, reverse=True) and whole[0]["id"] == "loud-9" and whole[-1]["id"] == "loud-1"
 
 
-def test_the_latest_groups_without_a_signal_are_counted_by_cause(tmp_path):
-    first = [group("loud", [0.0, 1.0]), group("early", [1.0, 1.0])]
-    last = [group("easy", [1.0, 1.0]), group("nearly", [0.995, 0.995]), group("hard", [0.0, 0.0]), group("none", [None, None]),
-            group("alike", [0.5, 0.5], texts=["x", "x"]), group("other", [0.5, 0.5]), group("signal", [0.2, 0.4])]  # fmt: skip
-    paths = stored(tmp_path, {1: first, 9: last})
-    assert excerpts_of(paths, Limits(), latest=9).silent == Silent(
-        easy=2, hard=1, alike=1, other=1, highest=1.0, lowest=0.0
-    )
-    assert excerpts_of(paths, Limits(), latest=1).silent.easy == 3
-    assert excerpts_of({}, Limits(), latest=1).silent is None
-
-
-@pytest.mark.parametrize(("reward", "kind"), [(0.0, "hard"), (1.0, "easy"), (-1.0, "hard")])
-def test_where_all_rewards_of_a_run_are_equal_only_success_is_easy(tmp_path, reward, kind):
-    silent = excerpts_of(stored(tmp_path, {1: [group("a", [reward] * 4)]}), Limits()).silent
-    assert silent == Silent(**{kind: 1}, highest=reward, lowest=reward)
-
-
 def leave_a_tokenizer(folder, *texts):
     """One of bytes, of some words in `texts`, and of a special token."""
     tokenizer = byte_tokenizer(texts, size=280)
@@ -99,25 +78,17 @@ def leave_a_tokenizer(folder, *texts):
     return tokenizer
 
 
-def test_tokens_are_text_where_a_tokenizer_spells_the_samples(tmp_path, caplog):
-    right = leave_a_tokenizer(tmp_path / "right", "the cat sat on the mat, the end")
-    leave_a_tokenizer(tmp_path / "wrong", "zebras buzz fuzzily, zigzag")
-    texts = ["the cat 🙂 sat", "on the mat"]
-    tokens = [right.encode(text).ids + [right.token_to_id("<|end|>")] for text in texts]
-    paths = stored(tmp_path, {1: [group("g", [0.0, 1.0], texts=[texts[0], f"<think>\n{texts[1]}"], tokens=tokens)]})
-    found = excerpts_of(paths, Limits(), [tmp_path / "nowhere", tmp_path / "wrong", tmp_path / "right"])
-    assert caplog.records == []
-    excerpts_of(paths, Limits(), [tmp_path / "wrong"])
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "wrong" in caplog.text
-    assert found.pieces.keys() == {token for each in tokens for token in each}
+def test_tokens_are_text_where_there_is_a_tokenizer(tmp_path, caplog):
+    tokenizer = leave_a_tokenizer(tmp_path / "model", "the cat sat on the mat, the end")
+    texts = ["the cat sat", "on the mat"]
+    tokens = [tokenizer.encode(text).ids + [tokenizer.token_to_id("<|end|>")] for text in texts]
+    paths = stored(tmp_path, {1: [group("g", [0.0, 1.0], texts=texts, tokens=tokens)]})
+    found = excerpts_of(paths, Limits(), [tmp_path / "nowhere", tmp_path / "model"])
+    assert caplog.records == [] and found.pieces.keys() == {token for each in tokens for token in each}
     (shown,) = unpacked(found.blobs[1])
-    assert shown["read"] == right.decode([0, 1, 2], skip_special_tokens=False)
+    assert shown["read"] == tokenizer.decode([0, 1, 2], skip_special_tokens=False)
     for sample in shown["samples"]:
-        pieces = [sample.get("odd", {}).get(str(i), found.pieces[token]) for i, token in enumerate(sample["ids"])]
-        text = next(text for text in texts if text in sample["text"])
-        assert "".join(pieces) == text + "<|end|>"
-        # Only what makes up the smile is said once more, beside the pieces of the page.
-        assert len(sample.get("odd", {})) == (4 if "🙂" in text else 0)
+        assert "".join(found.pieces[token] for token in sample["ids"]) == sample["text"] + "<|end|>"
 
 
 def conversations(**rest):
@@ -165,24 +136,6 @@ def test_a_long_conversation_is_cut_message_by_message():
     shown = sample_facts(episode.over("max_turns"), 3600)["messages"]
     assert [m["content"] for m in shown[1::2]] == ["yes"] * 9
     assert all(200 < len(m["content"]) < 250 and "800 characters left out" in m["content"] for m in shown[::2])
-
-
-def test_the_turns_of_a_conversation_tell_its_tokenizer(tmp_path, caplog):
-    """The text of a conversation has roles, which nobody sampled."""
-    tokenizer = leave_a_tokenizer(tmp_path / "right", "0 1 2 3 4 5 6 7 8 9 higher lower")
-    leave_a_tokenizer(tmp_path / "wrong", "zebras buzz fuzzily, zigzag")
-    episode, end = Episode(), tokenizer.token_to_id("<|end|>")
-    for guess, answer in (("55", "higher"), ("62 lower", "")):
-        episode.sampled(sampled([*tokenizer.encode(guess).ids, end]).completion, guess)
-        episode.answered(Turn([{"role": "user", "content": answer}] if answer else [], done=not answer))
-        if answer:
-            episode.go_on([*episode.path, *tokenizer.encode(f"user {answer} assistant").ids], "")
-    group = Group(Problem("game", (), 58), np.arange(3), (episode.over("completed"),))
-    found = excerpts_of(stored(tmp_path, {1: [group]}), Limits(), [tmp_path / "wrong", tmp_path / "right"])
-    assert caplog.records == []
-    (sample,) = unpacked(found.blobs[1])[0]["samples"]
-    pieces = "".join(found.pieces[token] for token in sample["ids"])
-    assert pieces == "55<|end|>user higher assistant62 lower<|end|>"
 
 
 def test_without_its_tokenizer_a_page_has_numbers(tmp_path, caplog):

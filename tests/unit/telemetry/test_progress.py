@@ -27,23 +27,6 @@ def test_lines_in_a_log_are_sparse(capsys):
     assert lines[0] == "sample: 31 of 100 samples after 30 s, reward 0.250, length 50, 52 tok/s"
 
 
-def test_a_run_that_would_sample_for_days_says_so_once(capsys):
-    clock = Clock()
-    progress = Progress(total_steps=1000, bars=False)
-    first, second = progress.sampling(100), progress.sampling(100)
-    for bar in (first, second):
-        bar._clock, bar._start = clock, 0.0
-    clock.now = 1000.0
-    first.add(49)
-    second.add(100)
-    assert capsys.readouterr().out == ""
-    first.add()
-    # Half of a step in 1,000 s, and a thousand steps.
-    assert capsys.readouterr().out == (
-        "time:      at this rate 1,000 steps sample for 23 days; lower max_steps, prompts_per_step or sampling.max_tokens for less\n"
-    )
-
-
 def test_a_bar_shows_reward_length_and_speed():
     clock, file = Clock(), io.StringIO()
     with Bar("sample", 4, "sample", file, clock=clock) as bar:
@@ -101,20 +84,14 @@ STEP = {"time/step": 1.0, "groups/used": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("rewards", "words", "advice"),
+    ("rewards", "words"),
     [
-        (
-            {"reward/mean": 0.0, "reward/std": 0.0},
-            "all rewards are 0",
-            "too hard for the model: warm it up on this task",
-        ),
-        ({"reward/mean": 1.0, "reward/std": 0.0}, "all rewards are 1", "too easy by now"),
-        ({"reward/mean": 0.1, "reward/std": 1e-17}, "all rewards are 0.1", "tells no text from another"),
-        ({"reward/mean": 0.5, "reward/std": 0.5}, "rewards are equal in each group", "too easy or too hard"),
-        ({}, "no text was graded", "mend the grader"),
+        ({"reward/mean": 0.1, "reward/std": 1e-17}, "all rewards are 0.1"),
+        ({"reward/mean": 0.5, "reward/std": 0.5}, "rewards are equal in each group"),
+        ({}, "no text was graded"),
     ],
 )
-def test_a_step_without_a_signal_says_so_and_five_of_them_what_to_do(rewards, words, advice, caplog):
+def test_a_step_without_a_signal_says_so_and_five_of_them_what_to_do(rewards, words, caplog):
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)
     for step in range(1, 9):
@@ -124,7 +101,7 @@ def test_a_step_without_a_signal_says_so_and_five_of_them_what_to_do(rewards, wo
     assert caplog.messages[0].startswith(
         f"for 5 steps no group has had a signal, so nothing was learned from rewards: {words}. "
     )
-    assert advice in caplog.messages[0]
+    assert "too hard for the model (warm it up on this task first)" in caplog.messages[0]
     progress.summary(9, STEP | rewards | {"groups/used": 3.0})
     assert "no signal" not in file.getvalue().splitlines()[-1]
     for step in range(10, 15):

@@ -20,10 +20,6 @@ pytestmark = pytest.mark.skipif(MISSING, reason="needs chromium")
 STEPS = 60
 
 BEFORE = """
-  const rows = (grid) => {
-    const tops = [...grid.children].filter((card) => !card.classList.contains("wide")).map((card) => card.offsetTop);
-    return [...new Set(tops)].map((top) => tops.filter((other) => other === top).length);
-  };
   const order = ["about", "notices", "tiles", "lead", "pair", "charts", "rollouts", "configuration"].map((id) => document.getElementById(id).offsetTop);
   const folded = [...document.querySelectorAll("details.section:not([open])")].map((node) => node.id);
   for (const node of document.querySelectorAll("details")) node.open = true;
@@ -42,7 +38,7 @@ BEFORE = """
   });
 """
 PROBE = """
-    order, folded, all: [...document.querySelectorAll(".grid, .tiles")].map(rows),
+    order, folded,
     plots: [...document.querySelectorAll(".plot")].map((node) => node.querySelectorAll("path, circle, rect").length),
     state: text("#state"), about: text("#about"), notices: text("#notices"), said: text(".said"),
     tiles: Object.fromEntries([...document.querySelectorAll(".tile")].map((tile) => [tile.dataset.metric, [tile.querySelector("b").textContent, tile.querySelector(".note").textContent]])),
@@ -108,15 +104,6 @@ def test_it_fits_narrow_and_wide_light_and_dark(shown):
         assert copy["faults"] == [] and copy["trouble"] and copy["over"] <= 0, copy
         assert all(copy["plots"])
         assert copy["order"] == sorted(copy["order"]), "what tells most stands first"
-
-
-def test_no_row_ends_with_a_single_card(shown):
-    for (width, _), copy in shown[0].items():
-        assert any(sum(grid) == 7 for grid in copy["all"]), "seven cards are what leaves one over in threes"
-        for grid in copy["all"]:
-            assert grid == sorted(grid) and max(grid) - min(grid) <= 1, (width, copy["all"])
-            assert grid[-1] > 1 or max(grid) == 1, grid
-        assert any(max(grid) > 2 for grid in copy["all"]) == (width > 800)
 
 
 def test_a_tile_shows_the_number_of_its_legend(shown):

@@ -157,10 +157,7 @@ def test_a_disk_that_refuses_for_a_moment(tmp_path, caplog):
         assert (written is None) == (step in full)
     assert list(rollout_paths(tmp_path)) == [1, 2, 3, 7, 9, 10]
     assert len(list(store.folder.iterdir())) == 6  # nothing half
-    assert ["step_000004" in m for m in caplog.messages] == [True, False, False, False]
-    assert [m.split(";")[0] for m in caplog.messages if "again from" in m] == [
-        "rollouts are written again from step 7 on", "rollouts are written again from step 9 on",
-    ]  # fmt: skip
+    assert ["step_000004" in m for m in caplog.messages] == [True], "once is enough"
     caplog.clear()
     store.close()
     assert caplog.messages == [f"{store.folder} lacks 4 steps from 4 to 8: they could not be written"]

@@ -47,8 +47,6 @@ def names(found):
 
 def test_best_worst_and_widest_come_in_turn():
     assert names(chosen_groups(GROUPS, 3)) == [("best", "good"), ("worst", "bad"), ("widest", "wide")]
-    turns = [names(chosen_groups(GROUPS, 1, turn))[0] for turn in range(4)]
-    assert turns == [("best", "good"), ("worst", "bad"), ("widest", "wide"), ("best", "good")]
     # Then the second best. Nothing is shown twice, and there is no more than there is.
     assert names(chosen_groups(GROUPS, 9))[3:] == [("best", "narrow")]
     assert len({one.problem.id for _, one in chosen_groups(GROUPS, 9)}) == 4
@@ -95,18 +93,18 @@ def test_a_prompt_is_shown_as_the_model_read_it():
     assert row.prompt == "<|system|>of its own 3\ufffd"
 
 
-def test_versions_and_ages():
+def test_versions():
     old, new = sampled([1, 2], versions=[3, 4], text="a"), sampled([1], versions=[5], text="b")
     none = sampled([], text="")
     rows = sample_rows(1, [Group(Problem("p", (), 0), np.arange(1), (old, new, none))], 1)
-    assert {(row.completion, row.version, row.age) for row in rows} == {("a", 3, 2), ("b", 5, 0), ("", None, None)}
+    assert {(row.completion, row.version) for row in rows} == {("a", 3), ("b", 5), ("", None)}
 
 
 def test_a_conversation_is_shown_with_the_reward_of_each_turn():
     """What its environment answered is no token that was sampled."""
     (row,) = sample_rows(3, [Group(Problem("game", (), 58), np.arange(1), (guessed("max_turns", turns=(55, 58)),))], 1)
     assert row.completion == "assistant (reward 0): 55\nuser: higher\nassistant (reward 1): 58"
-    assert (row.finish, row.tokens, row.reward, row.version, row.age) == ("max_turns", 6, 1.0, 0, 1)
+    assert (row.finish, row.tokens, row.reward, row.version) == ("max_turns", 6, 1.0, 0)
 
 
 def test_the_columns_have_types_that_never_mix():
@@ -132,7 +130,7 @@ def test_the_store_hands_on_every_step_whatever_it_keeps(tmp_path):
 # ---------------------------------------------------------------- settings
 
 RUN = Run("id1", "name", 0.0, {"seed": 1}, {"command": "tune run", "config": None})
-OURS = Opening(None, RUN, None, LoggingConfig(project="mine", group="seeds", tags=("a", "b")))
+OURS = Opening(None, RUN, None, LoggingConfig(project="mine"))
 
 
 def test_variables_of_wandb_win_over_the_config(tmp_path):
@@ -141,12 +139,10 @@ def test_variables_of_wandb_win_over_the_config(tmp_path):
     config = found.pop("config")
     assert config == {"seed": 1, "process": {"command": "tune run", "config": None}}
     assert found == {
-        "dir": str(tmp_path), "project": "mine", "name": "name", "group": "seeds", "tags": ["a", "b"], "id": "id1",
-        "resume": "allow",
+        "dir": str(tmp_path), "project": "mine", "name": "name", "id": "id1", "resume": "allow",
     }  # fmt: skip
     variables = {
-        "WANDB_DIR": "dir", "WANDB_PROJECT": "project", "WANDB_NAME": "name", "WANDB_RUN_GROUP": "group",
-        "WANDB_TAGS": "tags", "WANDB_RUN_ID": "id", "WANDB_RESUME": "resume",
+        "WANDB_DIR": "dir", "WANDB_PROJECT": "project", "WANDB_NAME": "name", "WANDB_RUN_ID": "id", "WANDB_RESUME": "resume",
     }  # fmt: skip
     for variable, key in variables.items():
         assert found.keys() - arguments(opening, {variable: "x"}).keys() == {key}, variable
@@ -168,12 +164,8 @@ def test_a_fresh_run_does_not_resume_and_the_yaml_is_shown(tmp_path):
     [
         ({"project": "a/b"}, r"logging.project='a/b': W&B takes"),
         ({"project": ""}, "logging.project=''"),
-        ({"tags": ("a", "")}, r"logging.tags=\['a', ''\]: '' must have 1 to 64 characters"),
-        ({"tags": ("x" * 65,)}, "must have 1 to 64 characters"),
         ({"samples": -1}, "logging.samples=-1 must be a number of groups, or 0"),
         ({"samples_every": 0}, "logging.samples_every=0 must be at least 1"),
-        ({"artifacts": ("weights",)}, r"nothing is called 'weights'; choose from \['checkpoint', 'report'\]"),
-        ({"artifacts": ("report",)}, "add 'wandb' to logging.to"),
         ({"to": ("trackio",)}, r"nothing is called 'trackio'; choose from \['tensorboard', 'wandb'\]"),
     ],
 )
@@ -198,7 +190,7 @@ from torchtune_ext.telemetry.sinks import LoggingConfig
 
 folder = RunFolder(sys.argv[1])
 run = folder.begin({"seed": 1}, resuming=False)
-metrics = Metrics(folder.path, LoggingConfig(to=("wandb",), tags=("ours",)), run, status=lambda: 143)
+metrics = Metrics(folder.path, LoggingConfig(to=("wandb",)), run, status=lambda: 143)
 for step in (1, 2, 3):
     metrics.log(step, {"reward/mean": step / 4, "loss/total": float("nan"), "eval/accuracy_sampled": 0.1 * step})
 print("logged", flush=True)
@@ -219,11 +211,9 @@ def test_a_killed_run_stays_readable(tmp_path):
     pytest.importorskip("wandb")
     process = started(tmp_path, "die")
     assert process.stdout.readline() == "logged\n"
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    deadline = time.monotonic() + 20
-    while file.stat().st_size < 1000:
+    deadline = time.monotonic() + 60
+    while not wandb_reader.starts(tmp_path, 1, ended=False)[0].history:
         assert time.monotonic() < deadline, "W&B writes nothing while the run goes on"
-        time.sleep(0.1)
     process.kill()
     process.wait()
     (seen,) = wandb_reader.starts(tmp_path, 1, ended=False)

@@ -21,7 +21,6 @@ function tiles(overview) {
         el("span", { class: "unseen" }, " to ")) : null, el("b", {}, last)),
       el("div", { class: "note" }, averaged(reading), note ? el("span", {}, ` · ${note}`) : null)));
   }
-  balance(root, 164);
 }
 
 function charts(overview) {
@@ -48,7 +47,6 @@ function charts(overview) {
     draw(panel, sections.get(panel.section));
   }
   if (document.getElementById("configuration")) nav.append(el("a", { href: "#configuration" }, "Configuration"));
-  return sections;
 }
 
 // A good and a bad sample of one group, so that a reader has seen texts before curves: those with the highest and the lowest
@@ -74,7 +72,7 @@ function pair(step, groups, open) {
 async function rollouts(overview) {
   const root = document.getElementById("rollouts");
   if (!overview.rollouts.length) {
-    root.append(el("p", { class: "muted" }, overview.stored ? "This page was written without rollouts; they lie in the folder rollouts/ of the run." : "This run stored no rollouts."));
+    root.append(el("p", { class: "muted" }, "This run stored no rollouts."));
     return;
   }
   const kept = new Map(); // a few unpacked steps; a page may carry many
@@ -109,8 +107,7 @@ async function start(overview) {
   head(overview);
   tiles(overview);
   configuration(overview);
-  const sections = charts(overview);
-  await archive(overview, sections.get("Archive"));
+  charts(overview);
   await rollouts(overview);
 }
 

@@ -59,7 +59,6 @@ class Browser {
     this.groups = [];
     this.id = null; // of the group shown
     this.view = "text";
-    this.filter = "all";
     this.query = "";
     this.turn = 0; // counts loads and searches, so that a late answer is dropped
     this.build(root, overview);
@@ -71,8 +70,6 @@ class Browser {
     this.slider = el("input", { type: "range", min: 0, max: this.index.length - 1, value: 0, "aria-label": "step", oninput: () => this.go(+this.slider.value) });
     const button = (label, title, action) => el("button", { title, onclick: action }, label);
     this.search = el("input", { type: "search", placeholder: "search texts", "aria-label": "search in prompts and samples", oninput: () => this.find() });
-    this.filters = el("select", { "aria-label": "which groups", onchange: () => { this.filter = this.filters.value; this.list(); } },
-      ...[["all", "all groups"], ["signal", "with signal"], ["silent", "no signal"], ["failed", "with failures"]].map(([value, label]) => el("option", { value }, label)));
     this.views = [["text", "text"], ["tokens", "log-probs"]].map(([view, label]) => {
       const node = button(label, view === "text" ? "plain text" : "tokens, colored by how surprising they were", () => this.show(view));
       node.setAttribute("aria-pressed", String(view === this.view));
@@ -89,7 +86,7 @@ class Browser {
     root.append(el("div", { class: "browser" },
       el("div", { class: "controls" },
         el("div", { class: "step" }, button("‹", "step before (←)", () => this.go(this.place - 1)), this.slider, button("›", "next step (→)", () => this.go(this.place + 1)), this.output),
-        this.filters, this.search, el("span", {}, ...this.views.map(([, node]) => node)),
+        this.search, el("span", {}, ...this.views.map(([, node]) => node)),
         this.heatKey),
       this.said, this.elsewhere, el("div", { class: "columns" }, this.side, this.pane)),
       el("p", { class: "muted", style: "font-size:12.5px;margin-top:8px" },
@@ -98,7 +95,7 @@ class Browser {
   }
 
   key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea")) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input")) return;
     const around = (by) => {
       const shown = this.shown(), place = shown.findIndex((group) => group.id === this.id);
       if (shown[place + by]) this.pick(shown[place + by].id);
@@ -148,8 +145,7 @@ class Browser {
   }
 
   shown() {
-    const keep = { all: () => true, signal: (g) => g.signal, silent: (g) => !g.signal, failed: (g) => g.failed > 0 }[this.filter];
-    return this.groups.filter((group) => keep(group) && (!this.query || this.matches(group)));
+    return this.groups.filter((group) => !this.query || this.matches(group));
   }
 
   find() {
@@ -259,7 +255,7 @@ class Browser {
       if (rows.at(-1)?.turn !== turn || rows.at(-1).sampled !== sampled) {
         rows.push({ turn, sampled, ...this.speaker(sample, turn, sampled), body: el("pre", { class: this.pieces ? "text tokens" : "text tokens ids" }) });
       }
-      const piece = sample.odd?.[i] ?? this.pieces?.[id]; // an odd one is a part of a character, or ends one
+      const piece = this.pieces?.[id];
       const nats = sample.nats[i] / 1000, heat = sampled ? Math.min(1, nats / 4.6) ** 0.7 : 0; // full color at p = 1%
       const node = el("span", { class: "token", style: heat > 0.02 ? `background:rgba(var(--heat),${(0.75 * heat).toFixed(2)})` : null }, piece ?? String(id));
       const before = turns.slice(0, turn).reduce((sum, [start, stop]) => sum + stop - start, place - turns[turn][0]); // that were sampled

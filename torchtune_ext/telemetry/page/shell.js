@@ -8,26 +8,11 @@ async function unpack(id) {
 
 const sectionId = (name) => `section-${name.toLowerCase().replace(/\W+/g, "-")}`;
 
-// Cards of a grid, at least so many pixels wide, fill their rows: no row ends with a gap, and rows of fewer cards come first.
-function balance(grid, least) {
-  let width = 0;
-  onResize(grid, () => {
-    const cards = [...grid.children].filter((card) => !card.classList.contains("wide")), gap = parseFloat(getComputedStyle(grid).columnGap);
-    if (!cards.length || !grid.clientWidth || grid.clientWidth === width) return;
-    width = grid.clientWidth;
-    const rows = Math.ceil(cards.length / Math.max(1, Math.floor((width + gap) / (least + gap))));
-    const few = Math.floor(cards.length / rows), more = cards.length % rows; // so many rows have one card more than the others
-    grid.style.gridTemplateColumns = `repeat(${more ? few * (few + 1) : few}, minmax(0, 1fr))`;
-    cards.forEach((card, i) => { card.style.gridColumn = `span ${more ? (i < few * (rows - more) ? few + 1 : few) : 1}`; });
-  });
-}
-
 // A section of charts that can be folded, and the grid in it.
 function chartSection(name, open, hint = "") {
   const grid = el("div", { class: "grid" });
   document.getElementById("charts").append(el("details", { class: "section", id: sectionId(name), open },
     el("summary", {}, el("h2", {}, name), el("span", { class: "muted" }, hint)), grid));
-  balance(grid, 400);
   return grid;
 }
 

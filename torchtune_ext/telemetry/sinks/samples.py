@@ -35,11 +35,10 @@ class SampleRow:
     finish: str  # why the engine stopped: "stop", "length"; or how a conversation ended (`grading.environments`)
     tokens: int  # that were sampled
     version: int | None  # of the policy that sampled the first token; None: there is no token
-    age: int | None  # versions between that and the newest token of the step
 
 
 def sample_rows(
-    step: int, groups: Sequence[Group], number: int, turn: int = 0, spell: Callable[[Sequence[int]], str] | None = None
+    step: int, groups: Sequence[Group], number: int, spell: Callable[[Sequence[int]], str] | None = None
 ) -> list[SampleRow]:
     """Returns the rows of `number` groups, the samples of each from the best to the worst.
 
@@ -47,20 +46,16 @@ def sample_rows(
         step: the step of the groups.
         groups: all groups of the step, with rewards and advantages.
         number: of groups that are taken. They differ, so a step with fewer groups has fewer rows.
-        turn: with which kind the choice begins. Where it grows from table to table, a table of one group shows the best,
-            then the worst, then the widest.
         spell: the text of a prompt's tokens, with what a chat template adds. None: its messages stand there.
     """
-    versions = [sample.completion.versions for group in groups for sample in group.samples]
-    newest = max((int(each.max()) for each in versions if len(each)), default=0)
     return [
-        _row(step, chosen, group, sample, newest, spell)
-        for chosen, group in chosen_groups(groups, number, turn)
+        _row(step, chosen, group, sample, spell)
+        for chosen, group in chosen_groups(groups, number)
         for sample in spaced(by_reward(group), MAX_SAMPLES)
     ]
 
 
-def chosen_groups(groups: Sequence[Group], number: int, turn: int = 0) -> list[tuple[str, Group]]:
+def chosen_groups(groups: Sequence[Group], number: int) -> list[tuple[str, Group]]:
     """Returns (kind, group) for `number` groups: of the highest mean reward, of the lowest, of the widest spread, and again.
 
     Groups of which no sample was graded are taken only where there is no other, since their notes say why.
@@ -75,7 +70,7 @@ def chosen_groups(groups: Sequence[Group], number: int, turn: int = 0) -> list[t
     }
     kinds, picks = list(orders), []
     for place in range(min(number, len(rated))):
-        kind = kinds[(turn + place) % len(kinds)]
+        kind = kinds[place % len(kinds)]
         taken = {id(group) for _, group in picks}
         picks.append((kind, next(group for _, group in orders[kind] if id(group) not in taken)))
     return picks
@@ -87,10 +82,9 @@ def clean(text: str) -> str:
 
 
 def _row(
-    step: int, chosen: str, group: Group, sample: Sample, newest: int, spell: Callable[[Sequence[int]], str] | None
+    step: int, chosen: str, group: Group, sample: Sample, spell: Callable[[Sequence[int]], str] | None
 ) -> SampleRow:
     completion, outcome, score = sample.completion, sample.outcome, sample.score
-    version = int(completion.versions[0]) if len(completion.versions) else None
     if spell is not None:
         prompt = spell(group.prompt_tokens)
     else:
@@ -109,8 +103,7 @@ def _row(
         outcome=outcome.kind if outcome else "not graded",
         finish=str(completion.finish_reason),
         tokens=len(completion.sampled),
-        version=version,
-        age=None if version is None else newest - version,
+        version=int(completion.versions[0]) if len(completion.versions) else None,
     )
 
 

@@ -19,8 +19,6 @@ SINKS = {
     "tensorboard": "torchtune_ext.telemetry.sinks.tensorboard_sink.TensorBoard",
     "wandb": "torchtune_ext.telemetry.sinks.wandb_sink.WeightsAndBiases",
 }
-ARTIFACTS = ("checkpoint", "report")
-MAX_TAG = 64  # characters, by W&B's rule
 MAX_PROJECT = 128
 _NO_PROJECT = re.compile(r"[/\\#?%:]")  # W&B refuses these characters
 ACCURACY = "eval/accuracy_sampled"
@@ -34,11 +32,8 @@ class LoggingConfig:
     # Metrics also go to these: "wandb", "tensorboard", or a class of your own (my_module.MySink).
     to: tuple[str, ...] = ()
     project: str = "torchtune-ext"  # of W&B; the variable WANDB_PROJECT wins
-    group: str | None = None  # runs that belong together, as the seeds of one setting; WANDB_RUN_GROUP wins
-    tags: tuple[str, ...] = ()  # words to find the run by; WANDB_TAGS wins
     samples: int = 3  # groups in a table of samples: the best, the worst and the widest in turn; 0: no tables
     samples_every: int = 10  # steps from table to table; the first step has one, too
-    artifacts: tuple[str, ...] = ()  # "report", "checkpoint" (the newest): uploaded when the run ends by itself
 
     def __post_init__(self) -> None:
         check_sinks(self.to)
@@ -46,22 +41,12 @@ class LoggingConfig:
             raise Mistake(
                 rf"logging.project={self.project!r}: W&B takes 1 to {MAX_PROJECT} characters without any of / \ # ? % :"
             )
-        for tag in self.tags:
-            if not 1 <= len(tag) <= MAX_TAG:
-                raise Mistake(f"logging.tags={list(self.tags)}: {tag!r} must have 1 to {MAX_TAG} characters")
         if self.samples < 0:
             raise Mistake(f"logging.samples={self.samples} must be a number of groups, or 0 for no tables")
         if self.samples_every < 1:
             raise Mistake(
                 f"logging.samples_every={self.samples_every} must be at least 1; without tables: logging.samples=0"
             )
-        unknown = sorted(set(self.artifacts) - set(ARTIFACTS))
-        if unknown:
-            raise Mistake(
-                f"logging.artifacts={list(self.artifacts)}: nothing is called {unknown[0]!r}; choose from {list(ARTIFACTS)}"
-            )
-        if self.artifacts and "wandb" not in self.to:
-            raise Mistake(f"logging.artifacts={list(self.artifacts)} go to W&B alone: add 'wandb' to logging.to")
 
     def require_login(self) -> None:
         """Raises ValueError if metrics go to W&B, and nobody is logged in."""

@@ -1,4 +1,4 @@
-"""Weights & Biases: scalars, tables of samples, a summary, and what of the run's files the user has chosen."""
+"""Weights & Biases: scalars, tables of samples, and a summary. No file of the run is uploaded."""
 
 import dataclasses
 import logging
@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.folder import checkpoint_folders, step_of
 from torchtune_ext.telemetry.sinks.samples import SampleRow, clean
-from torchtune_ext.telemetry.sinks.settings import STOPPED, Opening
+from torchtune_ext.telemetry.sinks.settings import Opening
 from torchtune_ext.telemetry.sinks.wandb_login import CANNOT, cause_of, set_defaults
 
 log = logging.getLogger(__name__)
@@ -26,12 +25,12 @@ class WeightsAndBiases:
 
     def __init__(self, opening: Opening):
         set_defaults()
-        # Copies of tables and artifacts wait there for their upload. Without this they lie in the user's home.
+        # Copies of tables wait there for their upload. Without this they lie in the user's home.
         place = Path(os.environ.get("WANDB_DIR") or opening.run_dir) / "wandb"
         os.environ.setdefault("WANDB_DATA_DIR", str(place.absolute()))
         import wandb
 
-        self._wandb, self._opening, self._step = wandb, opening, 0
+        self._wandb, self._opening = wandb, opening
         try:
             self._run = wandb.init(**arguments(opening, os.environ))
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
@@ -45,7 +44,6 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._step = step
         self._run.log({"step": step, **values})
 
     def show(self, step: int, rows: Sequence[SampleRow]) -> None:
@@ -56,39 +54,11 @@ class WeightsAndBiases:
         self._run.summary.update(dict(facts))
 
     def close(self, status: int) -> None:
-        try:
-            if self._opening.settings.artifacts:
-                self._send_artifacts(status)
-        finally:
-            self._run.finish(exit_code=status)
+        self._run.finish(exit_code=status)
         # W&B writes in a process of its own, which says nothing of a full disk.
         folder = Path(os.environ.get("WANDB_DIR") or self._opening.run_dir)
         if folder.is_dir() and shutil.disk_usage(folder).free < FULL:
             log.warning("the disk of %s is full: what W&B wrote there last is probably lost", folder)
-
-    def _send_artifacts(self, status: int) -> None:
-        """Sends what the user has chosen. A run that was told to stop has no time for an upload."""
-        chosen = self._opening.settings.artifacts
-        if status in STOPPED:
-            log.warning("the run was stopped, so logging.artifacts=%s are not sent to W&B", list(chosen))
-            return
-        for name in chosen:
-            run_dir, step, kind = self._opening.run_dir, self._step, name
-            if name == "report":
-                path = _make_report(run_dir)
-            else:
-                path = next(reversed(checkpoint_folders(run_dir / "checkpoints")), None)
-                step, kind = step_of(path) if path else step, "model"
-            if path is None:
-                log.warning("logging.artifacts: the run has no %s yet, so none is sent to W&B", name)
-                continue
-            artifact = self._wandb.Artifact(f"{name}-{self._run.id}", type=kind, metadata={"step": step})
-            # "immutable" makes no copy: a checkpoint may be larger than what is free.
-            if path.is_dir():
-                artifact.add_dir(str(path), policy="immutable")
-            else:
-                artifact.add_file(str(path), policy="immutable")
-            self._run.log_artifact(artifact)
 
 
 def arguments(opening: Opening, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -99,8 +69,6 @@ def arguments(opening: Opening, environment: Mapping[str, str]) -> dict[str, Any
         "dir": ("WANDB_DIR", str(opening.run_dir)),
         "project": ("WANDB_PROJECT", settings.project),
         "name": ("WANDB_NAME", opening.name),
-        "group": ("WANDB_RUN_GROUP", settings.group),
-        "tags": ("WANDB_TAGS", list(settings.tags) or None),
         "id": ("WANDB_RUN_ID", run.id if run else None),
         "resume": ("WANDB_RESUME", None if opening.resume_step is None else "allow"),
     }
@@ -123,14 +91,3 @@ def shown_config(opening: Opening) -> dict[str, Any] | None:
         except OSError as error:
             log.warning("W&B will not show %s: %s", process["config"], error)
     return {**opening.run.config, "process": process}
-
-
-def _make_report(run_dir: Path) -> Path | None:
-    """Makes the report of the run as it stands now. None: there is none, which is logged with the cause."""
-    from torchtune_ext.telemetry.report import build_report  # only a run that sends it needs what makes it
-
-    try:
-        return build_report(run_dir).path
-    except (OSError, ValueError) as error:
-        log.warning("no report of %s: %s", run_dir, error)
-        return None

@@ -1,0 +1,14 @@
+"""Traces of torch's profiler are a record, not worth the run."""
+
+from torchtune_ext.run.folder import CONTENTS
+from torchtune_ext.telemetry.profile import Profile
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    profile = Profile([2], str(tmp_path), rank=0)
+    (tmp_path / "profile").touch()  # where its folder would be
+    for step in (1, 2):
+        profile.begin(step)
+        profile.close()
+    assert "the trace of step 2 was not written, and the run goes on" in caplog.text
+    assert "profile" in CONTENTS  # what the next run in this folder sets aside

@@ -1,0 +1,35 @@
+"""What happens inside the phases of a step: traces of torch's profiler."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class Profile:
+    """Writes what this process computes in the steps that the recipe's `profile` names: `profile/step_000003_rank_0.json.gz`,
+    which https://ui.perfetto.dev and chrome://tracing show. What is computed is the same; the step takes longer."""
+
+    def __init__(self, steps: Sequence[int], folder: str, rank: int):
+        self._steps, self._folder, self._rank = set(steps), Path(folder) / "profile", rank
+        self._open: tuple[torch.profiler.profile, int] | None = None
+
+    def begin(self, step: int) -> None:
+        if step in self._steps:
+            profiler = torch.profiler.profile()  # of all devices that torch was built for
+            profiler.start()
+            self._open = profiler, step
+
+    def close(self) -> None:
+        """Writes the trace of a step that has begun. Where that cannot be done, as on a full disk, a warning says so."""
+        if self._open is not None:
+            (profiler, step), self._open = self._open, None
+            profiler.stop()
+            try:
+                self._folder.mkdir(exist_ok=True)
+                profiler.export_chrome_trace(str(self._folder / f"step_{step:06d}_rank_{self._rank}.json.gz"))
+            except (OSError, RuntimeError) as error:
+                log.warning("profile: the trace of step %d was not written, and the run goes on: %s", step, error)
