@@ -16,6 +16,7 @@ are compared in pairs: the variants of one seed begin with the same model.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -73,7 +74,7 @@ def programs_of(run: Path) -> Programs:
     steps = [paths[min(paths)], paths[max(paths)]]
     first, last = ([_right(s) for g in read_rollouts(path) for s in g.samples if s.score is not None] for path in steps)
     archive = Archive.load(run / FILE)
-    best = [entry.source for machine in archive.machines() for entry in archive.best(BEST, machine)]
+    best = [entry.source for entry in sorted(archive, key=lambda entry: -entry.low)[:BEST]]
     return Programs(first, last, best, len(archive))
 
 
@@ -129,15 +130,10 @@ def right(samples: Sequence[str | None]) -> float:
 
 def generated(count: int) -> list[str]:
     """Programs that the warm-up learns from, the right ones of one thread."""
-    family = Family("dgemm", seed=1, broken=0.0)
-    programs = (family[i] for i in range(len(family)))
-    found: list[str] = []
-    for program in programs:
-        if "threads" not in program.techniques and "#pragma omp" not in program.source:
-            found.append(program.source)
-        if len(found) == count:
-            return found
-    return found
+    family = Family(seed=1, broken=0.0)
+    programs = (family[i] for i in itertools.count())
+    of_one_thread = (each.source for each in programs if "#pragma omp" not in each.source)
+    return list(itertools.islice(of_one_thread, count))
 
 
 def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str, dict[str, float]]:

@@ -43,7 +43,6 @@ COMMANDS = {
     "report of no run": Mistake("report .", r"\. is no folder of a run: it has no run.json; name one, an output_dir", status=1),
     "report of a run's folder": Mistake("report out/checkpoints", r"out/checkpoints is a folder of a run, not the run; name .*/out", status=1, prepare=lambda folder: ((folder / "out/checkpoints").mkdir(parents=True), (folder / "out/metrics.jsonl").touch())),
     "a knob that is not there": Mistake("knobs optimizer.weight_decy", r"optimizer.weight_decy is no recipe, and no knob of grpo_full; did you mean optimizer.weight_decay\?"),
-    "an archive that is not there": Mistake("archive nothing", r"torchtune-ext archive: .*nothing"),
 }
 
 KEYS = {

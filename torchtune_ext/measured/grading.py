@@ -129,18 +129,13 @@ class MeasuredTask:
                 off those. With fewer, training and timing take turns (`BenchGrader.alone`).
 
         Raises:
-            What `open_bench` raises, and what a task raises that measures programs of an earlier run again.
+            What `open_bench` raises.
         """
         for grader in opened:
             if isinstance(grader, BenchGrader):
                 # Only the first grader keeps this process off the cores.
                 return BenchGrader(self, grader.bench)
-        bench = open_bench(self.bench)
-        try:
-            return BenchGrader(self, bench, beside_training)
-        except BaseException:
-            bench.close()
-            raise
+        return BenchGrader(self, open_bench(self.bench), beside_training)
 
 
 class BenchGrader:
@@ -163,9 +158,6 @@ class BenchGrader:
         self._step = self._counts, self._queue  # what that call returned
         self._turns: tuple[int, ...] = ()  # cores on which training and timing take turns
         self._off = ExitStack()
-        # Before this process keeps off any cores: if it fails, nobody closes this object.
-        if hasattr(task, "measure_again"):
-            task.measure_again(bench)
         cores = getattr(bench, "timed_cores", ())  # those of a Ray cluster are not this process's
         if beside_training and cores:
             if len(os.sched_getaffinity(0) - set(cores)) >= 2:

@@ -205,7 +205,7 @@ def archive_of(path: Path) -> list[dict[str, Any]]:
     # Only the archive of a run needs these packages; a report of other runs does without.
     from torchtune_ext.measured.matmul.archive import Archive, size_in_words, techniques_in_words
 
-    elites = Archive.load(path).cells().values()
+    elites = list(Archive.load(path))
     limit = min(MAX_CHARACTERS, MAX_TOGETHER // max(1, len(elites)))
     problems = defaultdict(list)
     for entry in sorted(elites, key=lambda entry: -entry.low):
