@@ -289,8 +289,8 @@ def test_a_measured_task_is_rehearsed_with_its_own_settings(monkeypatch):
 
 
 def test_what_cannot_be_measured_is_said_under_the_key_of_the_task():
-    with pytest.raises(ValueError, match="^evaluation.task.bench: cache='/no/such/file': No such file"):
-        rehearse([None, Asked({"cache": "/no/such/file"})], GraderConfig())
+    with pytest.raises(ValueError, match="^evaluation.task.bench: no C compiler: nogcc not found"):
+        rehearse([None, Asked({"compiler": "nogcc"})], GraderConfig())
 
 
 class Spread:

@@ -48,7 +48,7 @@ class Matmul(MeasuredTask):
         prompt: "long", in words; "short" for a model that was warmed up on it (programs.py): "dgemm 256 256 256 blocking".
         show: the share of long prompts that show a program of the archive, to be improved.
         seed: of the choice of programs that prompts show.
-        bench: settings of the service that measures, fields of `BenchConfig`: cores, threads, budget_s, cache, address, ...
+        bench: settings of the service that measures, fields of `BenchConfig`: cores, threads, budget_s, address, ...
 
     Raises:
         ValueError: an argument is out of its range.
