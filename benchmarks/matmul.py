@@ -16,10 +16,12 @@ are compared in pairs: the variants of one seed begin with the same model.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
 import random
+import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +40,10 @@ from torchtune_ext.measured.check import (
 )
 from torchtune_ext.measured.child import ChildFailed  # noqa: E402
 from torchtune_ext.measured.kernels import Dgemm  # noqa: E402
-from torchtune_ext.measured.machine import choose_cores, fingerprint  # noqa: E402
+from torchtune_ext.measured.machine import alone_on, choose_cores, fingerprint, usable_cores  # noqa: E402
 from torchtune_ext.measured.matmul.archive import FILE, Archive  # noqa: E402
 from torchtune_ext.measured.matmul.programs import Family  # noqa: E402
-from torchtune_ext.measured.timing import Timer  # noqa: E402
+from torchtune_ext.measured.timing import LOCK_S, Timer  # noqa: E402
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
 
 STAGES = "[none, loop_order, blocking, vectorization, all]"
@@ -73,7 +75,7 @@ def programs_of(run: Path) -> Programs:
     steps = [paths[min(paths)], paths[max(paths)]]
     first, last = ([_right(s) for g in read_rollouts(path) for s in g.samples if s.score is not None] for path in steps)
     archive = Archive.load(run / FILE)
-    best = [entry.source for machine in archive.machines() for entry in archive.best(BEST, machine)]
+    best = [entry.source for entry in sorted(archive, key=lambda entry: -entry.low)[:BEST]]
     return Programs(first, last, best, len(archive))
 
 
@@ -105,7 +107,7 @@ class Again:
 
     def _once(self, source: str) -> float:
         if source == NUMPY:
-            return self.timer.time_numpy().gflops
+            return self._numpy()
         with self.checker.checked(source, extracted=True) as (verdict, library):
             if library is None:
                 return 0.0
@@ -118,6 +120,18 @@ class Again:
                     break
             return timing.gflops
 
+    def _numpy(self) -> float:
+        """One thread of OpenBLAS, which this process may run on the timed cores for."""
+        size, (a, b) = self.kernel.timed, (self.timer.rng.random(2 * [self.kernel.timed["m"]]) for _ in range(2))
+        with alone_on(self.checker.cores, LOCK_S):
+            os.sched_setaffinity(0, self.checker.cores)
+            try:
+                a @ b
+                seconds = median(timeit.repeat(lambda: a @ b, number=1, repeat=50))
+            finally:
+                os.sched_setaffinity(0, usable_cores() - set(self.checker.cores) or usable_cores())
+        return self.kernel.operations(size) / seconds / 1e9
+
 
 def mean_gflops(samples: Sequence[str | None], speeds: dict[str, float]) -> float:
     return fmean(0.0 if source is None else speeds[source] for source in samples)
@@ -129,15 +143,10 @@ def right(samples: Sequence[str | None]) -> float:
 
 def generated(count: int) -> list[str]:
     """Programs that the warm-up learns from, the right ones of one thread."""
-    family = Family("dgemm", seed=1, broken=0.0)
-    programs = (family[i] for i in range(len(family)))
-    found: list[str] = []
-    for program in programs:
-        if "threads" not in program.techniques and "#pragma omp" not in program.source:
-            found.append(program.source)
-        if len(found) == count:
-            return found
-    return found
+    family = Family(seed=1, broken=0.0)
+    programs = (family[i] for i in itertools.count())
+    of_one_thread = (each.source for each in programs if "#pragma omp" not in each.source)
+    return list(itertools.islice(of_one_thread, count))
 
 
 def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str, dict[str, float]]:

@@ -18,7 +18,7 @@ def made_up_entries(
     entries = []
     for i in range(count):
         kernel = kernels[i % len(kernels)]
-        program = Family(kernel, seed=seed, broken=0.0)[i]
+        program = Family(seed=seed, broken=0.0)[i]
         ratio = rng.lognormvariate(0.0, 0.3)
         for technique in sorted(program.techniques):
             ratio *= GAINS[technique] ** rng.uniform(0.3, 1.0)

@@ -48,7 +48,7 @@ class Few:
 class Recorded:
     """Has the interface of `Bench`. What becomes of a program is drawn from its text, its problem and what is permitted.
 
-    Where everything is permitted nothing is right, so a problem that comes there falls back. One program in ten is noisy.
+    Where everything is permitted nothing is right. One program in ten is noisy.
     """
 
     def submit(self, kernel, text, group=None, permitted=None) -> "Future[Result]":
@@ -87,7 +87,7 @@ class RecordedMatmul(Matmul):
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
         grading.open_bench = lambda config: Recorded()
-        stages.WINDOW, stages.FALL_WINDOW, stages.PATIENCE = 2, 2, 4
+        stages.WINDOW, stages.PATIENCE = 2, 4
         stages.STILL_RISING, stages.STILL_GAINING = 2.0, 100.0
 
 

@@ -42,7 +42,6 @@ COMMANDS = {
     "report of no run": Mistake("report .", r"\. is no folder of a run: it has no run.json; name one, an output_dir", status=1),
     "report of a run's folder": Mistake("report out/checkpoints", r"out/checkpoints is a folder of a run, not the run; name .*/out", status=1, prepare=lambda folder: ((folder / "out/checkpoints").mkdir(parents=True), (folder / "out/metrics.jsonl").touch())),
     "a knob that is not there": Mistake("knobs optimizer.weight_decy", r"optimizer.weight_decy is no recipe, and no knob of grpo_full; did you mean optimizer.weight_decay\?"),
-    "an archive that is not there": Mistake("archive nothing", r"torchtune-ext archive: .*nothing"),
 }
 
 KEYS = {
@@ -183,7 +182,7 @@ VALUES = {
     "bench.threads=0": full(f"task._component_={MATMUL} task.bench.threads=0", r"task.bench.threads=0 must be at least 1"),
     "bench.optimization=-O9": full(f"task._component_={MATMUL} task.bench.optimization=-O9", r"task.bench.optimization='-O9': use .*-O3"),
     "bench at the top": full(f"bench.threads=2 task._component_={MATMUL}", r"unknown key 'bench' in the config; did you mean 'task.bench'\?"),
-    "a cache in no folder": full(f"task._component_={MATMUL} task.prompt=short task.bench.cache=/no/such/file", r"task.bench: cache='/no/such/file': No such file or directory; name a file"),
+    "a compiler that is not there": full(f"task._component_={MATMUL} task.prompt=short task.bench.compiler=nogcc", r"task.bench: no C compiler: nogcc not found on PATH; install one"),
     "bench.core=[1]": full(f"task._component_={MATMUL} 'task.bench.core=[1]'", r"task.bench.core=\[1\]: there is no such setting; did you mean 'cores'\?"),
     "replay of nothing": full("replay=nothing", r"replay=nothing: there is no run.json; name the folder of a run"),
     "adapters.publish=merge": lora("adapters.publish=merge", r"adapters.publish='merge' is unknown; use 'auto', 'adapter' or 'merged'"),

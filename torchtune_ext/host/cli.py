@@ -20,7 +20,6 @@ from torchtune_ext.run.errors import nearest, shown
 OWN_WORDS = {
     "doctor": ("torchtune_ext.host.doctor", "check this environment and print what to change"),
     "bench": ("torchtune_ext.measured.cli", "compile, verify and time programs in C"),
-    "archive": ("torchtune_ext.measured.matmul.cli", "print the fastest programs of a run, or write them as files"),
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
     "gguf": ("torchtune_ext.host.gguf", "make a GGUF file a model directory: gguf FILE OUT"),
     "install-engine": ("torchtune_ext.host.engine_install", "install the vLLM of this machine beside this package"),

@@ -2,7 +2,7 @@
 
 Each text is a task of an asyncio loop, which lives in a thread. Checks run in parallel, in processes that can be killed;
 timings run one after the other, in a process of their own. A program that was measured before, or is under way, is not measured
-again (cache.py).
+again.
 
 What a program does wrong is its result, and is never tried again. What the machine does wrong (a process that was killed, a
 sandbox that failed, a deadline of ours that passed) is tried again `RETRIES` times. Then the future raises BenchError. A timing
@@ -11,8 +11,6 @@ that was disturbed is made once more, when no check runs beside it.
 
 import asyncio
 import atexit
-import hashlib
-import json
 import logging
 import math
 import os
@@ -22,23 +20,22 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
 import cloudpickle
 
-from torchtune_ext.measured.cache import Cache
-from torchtune_ext.measured.check import Checker, Deadlines, extract
+from torchtune_ext.measured.check import KILLED, Checker, Deadlines, extract
 from torchtune_ext.measured.child import START_S, ChildFailed
 from torchtune_ext.measured.compiler import LIBRARY, Compiler
 from torchtune_ext.measured.kernel import Kernel, prototype
 from torchtune_ext.measured.machine import alone_on, choose_cores, fingerprint, usable_cores, wait_until_idle
 from torchtune_ext.measured.probe import Wild
-from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result, version
+from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.measured.sandbox import PROBE_S, Limits, Sandbox, SandboxError
 from torchtune_ext.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS, Timer
 from torchtune_ext.run.errors import Mistake
@@ -53,6 +50,7 @@ OWN_S = 30.0  # seconds of our own work on a program at most: inputs, references
 CLOSE_S = 3.0  # seconds that processes get to end by themselves
 END_S = 40.0  # seconds for a service to end in good order
 CHECK, TIME = "check", "time"
+MAX_RESULTS = 16_384  # that are kept for equal programs; the oldest ones are dropped
 MAX_KERNELS = 8  # kernels for which a process keeps something
 TURN_S = 0.03  # between two timings; others who wait for the cores look every 0.02 s whether they are free
 # What is computed by numpy in the processes must not spread over the cores that are timed on.
@@ -257,14 +255,11 @@ class Bench(Service):
         self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
         d, limits = deadlines or Deadlines(), limits or Limits()
         self._fingerprint = fingerprint()
-        # What a result depends on, besides the kernel and the program.
-        settings = asdict(replace(config, workers=None, cores=None, compiler=None, cache=None))
-        self._conditions = [version(), toolchain.version, self._fingerprint, timed, settings, asdict(d), asdict(limits)]
-        self._cache = Cache(config.cache)
+        self._results: dict[Hashable, Result] = {}  # that another attempt would end in, too
         self._is_shared = bool(set(checked) & set(timed))
         workers = config.workers or len(checked)
         self._turns = Turns(workers)
-        self._under_way: dict[str, Job] = {}
+        self._under_way: dict[Hashable, Job] = {}
         self._counts: Counter[str] = Counter()
         make = partial(
             Checker,
@@ -316,13 +311,13 @@ class Bench(Service):
         finally:
             for pool in self._pools.values():
                 pool.close(self._ended or BenchError("the Bench could not start"), CLOSE_S)
-            self._cache.close()
 
     async def _measure(
         self, kernel: Kernel, sent: bytes, text: str, group: str | int | None, permitted: tuple[str, ...] | None
     ) -> Result:
-        key = self._key(kernel, text, permitted)
-        known, job = self._cache.get(key), self._under_way.get(key)
+        # What a result depends on.
+        key = kernel_key(kernel), prototype(kernel), kernel.naive, tuple(kernel.forbidden), extract(text), permitted
+        known, job = self._results.get(key), self._under_way.get(key)
         self._counts["cached"] += known is not None or job is not None
         if known is not None:
             return known
@@ -340,12 +335,7 @@ class Bench(Service):
         is_first, job.is_told = not job.is_told, True
         return replace(result, is_cached=not is_first)
 
-    def _key(self, kernel: Kernel, text: str, permitted: Sequence[str] | None) -> str:
-        """What a result depends on."""
-        words = [kernel_key(kernel), prototype(kernel), kernel.naive, list(kernel.forbidden), extract(text), permitted]
-        return hashlib.sha256(json.dumps([*self._conditions, *words]).encode()).hexdigest()
-
-    async def _work(self, key: str, job: Job, kernel: Kernel, sent: bytes, text: str, permitted: Any) -> Result:
+    async def _work(self, key: Hashable, job: Job, kernel: Kernel, sent: bytes, text: str, permitted: Any) -> Result:
         """Has a program checked, and timed if it is right."""
         seconds: Counter[str] = Counter()
         its = kernel_key(kernel), sent
@@ -363,7 +353,10 @@ class Bench(Service):
                     break
             found = {"techniques": checked.techniques, "seed": checked.seed, "fingerprint": self._fingerprint}
             result = replace(result, seconds=dict(seconds), **found)
-            self._cache.put(key, result)
+            if would_repeat(result):
+                self._results[key] = replace(result, is_cached=True)
+                if len(self._results) > MAX_RESULTS:
+                    del self._results[next(iter(self._results))]
             self._counts.update(done=1, noisy=result.outcome == NOISY)
             return result
         finally:
@@ -398,6 +391,12 @@ class Bench(Service):
             log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, answer.cause)
         self._counts["failed"] += 1
         raise BenchError(f"the {stage} of a program for {kernel} failed{attempts}: {answer.cause}")
+
+
+def would_repeat(result: Result) -> bool:
+    """Tells whether another attempt would end in the same way; other results say something about the machine at that moment."""
+    is_passing = result.outcome in ("timeout", NOISY) or result.note.startswith(KILLED)
+    return not is_passing and not (result.timing is not None and result.timing.disturbed)
 
 
 def kernel_key(kernel: Kernel) -> str:

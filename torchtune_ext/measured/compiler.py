@@ -29,7 +29,7 @@ class Compiler:
     """A C compiler of this machine."""
 
     path: str
-    version: str  # the first line of --version, part of the key of the cache
+    version: str  # the first line of --version
 
     @classmethod
     def find(cls, name: str | None = None) -> "Compiler":

@@ -15,7 +15,6 @@ from typing import Any
 
 from torchtune_ext.grading.calls import Outcome, checked
 from torchtune_ext.measured.bench import Bench
-from torchtune_ext.measured.cache import Cache
 from torchtune_ext.measured.check import OUTCOMES, Checker
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel
@@ -39,19 +38,18 @@ def open_bench(config: BenchConfig) -> Bench | RayBench:
 
 def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
     """Finds out in a second what would else go wrong when the engine has started, or at the first sample: no compiler, cores
-    that are not there, a cache that cannot be written, a machine that cannot lock programs in, a kernel whose own program does
-    not compile, fit the memory or end in time.
+    that are not there, a machine that cannot lock programs in, a kernel whose own program does not compile, fit the memory or
+    end in time.
 
     Where a Ray cluster measures, its machines find that out themselves.
 
     Raises:
-        ValueError, SandboxError: as `choose_cores`, `Cache` and `Checker` say.
+        ValueError, SandboxError: as `choose_cores` and `Checker` say.
     """
     if config.address is None:
         choose_cores(config.cores, config.threads)
         compiler = Compiler.find(config.compiler)
         settings = (compiler, config.optimization, config.threads, None, config.namespaces, config.sandbox)
-        Cache(config.cache).close()
         for kernel in kernels:
             try:
                 Checker(kernel, *settings).close()
@@ -129,18 +127,13 @@ class MeasuredTask:
                 off those. With fewer, training and timing take turns (`BenchGrader.alone`).
 
         Raises:
-            What `open_bench` raises, and what a task raises that measures programs of an earlier run again.
+            What `open_bench` raises.
         """
         for grader in opened:
             if isinstance(grader, BenchGrader):
                 # Only the first grader keeps this process off the cores.
                 return BenchGrader(self, grader.bench)
-        bench = open_bench(self.bench)
-        try:
-            return BenchGrader(self, bench, beside_training)
-        except BaseException:
-            bench.close()
-            raise
+        return BenchGrader(self, open_bench(self.bench), beside_training)
 
 
 class BenchGrader:
@@ -163,9 +156,6 @@ class BenchGrader:
         self._step = self._counts, self._queue  # what that call returned
         self._turns: tuple[int, ...] = ()  # cores on which training and timing take turns
         self._off = ExitStack()
-        # Before this process keeps off any cores: if it fails, nobody closes this object.
-        if hasattr(task, "measure_again"):
-            task.measure_again(bench)
         cores = getattr(bench, "timed_cores", ())  # those of a Ray cluster are not this process's
         if beside_training and cores:
             if len(os.sched_getaffinity(0) - set(cores)) >= 2:

@@ -108,7 +108,7 @@ class RayBench(Service):
         address: "auto" (the cluster that this machine is part of), or HOST:PORT of its head. This machine must be a member.
         resource: what the machines that measure carry.
         deadlines, limits, settings: those of each machine's `Bench`. `workers` and `cores` are chosen by each machine if they
-            are not given; `cache` is a file on each machine.
+            are not given.
 
     Raises:
         ValueError: a setting is out of range, or Ray is not installed.

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -24,7 +23,6 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "compiler": (str, "a name or a path, as gcc, or null for the one that is found"),
     "budget_s": (Real, "a number of seconds, as 10.0"),
     "namespaces": (bool, "true, false, or null for wherever they work"),
-    "cache": ((str, os.PathLike), "the path of a file, or null to keep results as long as the service lives"),
     "address": (str, "auto or HOST:PORT, or null for this machine"),
     "resource": (str, "a name, as bench_host"),
 }
@@ -86,7 +84,6 @@ class BenchConfig:
     budget_s: float = 10.0  # seconds for one timing
     namespaces: bool | None = None  # whether bubblewrap is used; None: wherever it works
     sandbox: str = "floor"  # "none" where every program comes from people you trust
-    cache: str | None = None  # a file that keeps results for later runs; None: as long as the service lives
     address: str | None = None  # of a Ray cluster, or "auto": the machines that measure; None: this machine
     resource: str = "bench_host"  # the Ray resource that such machines carry
 

@@ -18,23 +18,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NoReturn
 
-import cloudpickle
 import numpy as np
 
 from torchtune_ext.measured.check import Checker
-from torchtune_ext.measured.child import Call, Child, ChildFailed, Place, arena_size, lay_out
-from torchtune_ext.measured.kernel import Arrays, Kernel, Size
-from torchtune_ext.measured.machine import alone_on, kept_off, pin, stolen_ticks
+from torchtune_ext.measured.child import Call, Child, ChildFailed, lay_out
+from torchtune_ext.measured.machine import alone_on, kept_off, stolen_ticks
 from torchtune_ext.measured.probe import OWN_CPU_S, Look, Probe, Quiet
 from torchtune_ext.measured.results import Timing
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.verify import compare, draw_inputs, expect, explained
-from torchtune_ext.run.processes import Processes
 
 NARROW = 0.02  # the 95% intervals of the medians end this far from them, as a share, or nearer
 # A time of the reference above its quiet level by more than this share speaks of a neighbor, too.
@@ -48,7 +43,6 @@ MOST_LATE_CALLS = FIRST_CALLS + LEAST_CALLS  # of a program whose every call tak
 MIN_BLOCKS = 6  # of a timing; from fewer ratios no interval of their median reaches 95%
 BELIEVED = 1.05  # times as fast as the roofline allows; above, a figure is no speed
 LOCK_S = 600.0  # seconds to wait for another timing on the same cores
-THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # of the libraries that numpy is built with
 
 
 def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[float, float]:
@@ -164,13 +158,7 @@ class Timer:
                     raise SandboxError(f"processes of ours ended while a program was timed: {failed}") from failed
                 raise
 
-    def time_numpy(self) -> Timing:
-        """Times the kernel's `reference` in numpy with as many threads: for products of matrices that is OpenBLAS."""
-        child = NumpyChild(self.kernel, self.checker.cores, self.checker.threads)
-        with closing(child), alone_on(self.checker.cores, LOCK_S):
-            return self._time(child)
-
-    def _time(self, child: "Child | NumpyChild") -> Timing:
+    def _time(self, child: Child) -> Timing:
         give_up_at = time.monotonic() + self.budget_s
         self._calls(child, FIRST_CALLS)  # they map memory and start threads
         blocks: list[_Block] = []
@@ -186,7 +174,7 @@ class Timer:
                 is_enough = len(calm) >= MIN_BLOCKS or 2 * len(calm) >= len(blocks)
                 return self._timing(blocks, calm if is_enough else blocks)
 
-    def _block(self, child: "Child | NumpyChild", before: Look) -> tuple[_Block, Look]:
+    def _block(self, child: Child, before: Look) -> tuple[_Block, Look]:
         stolen = stolen_ticks(self.checker.cores)
         own = self._calls(child)
         try:
@@ -238,7 +226,7 @@ class Timer:
             is_noisy=2 * sum(block.is_disturbed and block.is_reference_disturbed for block in kept) > len(kept),
         )
 
-    def _calls(self, child: "Child | NumpyChild", most: int = BLOCK_CALLS) -> list[Call]:
+    def _calls(self, child: Child, most: int = BLOCK_CALLS) -> list[Call]:
         """Makes some calls, each with inputs of its own, and each checked."""
         kernel, size, seconds = self.kernel, self.kernel.timed, 0.0
         calls: list[Call] = []
@@ -252,47 +240,3 @@ class Timer:
             calls.append(call)
             seconds += call.seconds
         return calls
-
-
-class NumpyChild:
-    """Calls `kernel.reference` in another process on these cores, as `Child` calls the function of a library.
-
-    It is our own code, so nothing is locked in, and it reads the clock itself. Programs cannot see it.
-    """
-
-    def __init__(self, kernel: Kernel, cores: Sequence[int], threads: int) -> None:
-        self.arena_bytes = arena_size(kernel, kernel.timed)
-        target = cloudpickle.dumps(partial(_timed_reference, frozenset(cores), kernel))
-        variables = dict.fromkeys(THREADS, str(threads))
-        self._processes = Processes(target, 1, "numpy", "kernel", variables=variables)
-
-    def restless_s(self) -> float:
-        """Returns 0: it runs no code of a candidate."""
-        return 0.0
-
-    def place(self, places: Sequence[Place]) -> None:
-        """Does nothing: numpy's arrays lie where numpy puts them."""
-
-    def call(self, size: Size, inputs: Arrays, deadline_s: float) -> Call:
-        """Computes the reference once, in the data type of the inputs.
-
-        Raises:
-            SandboxError: it fails or does not end within `deadline_s`.
-        """
-        return self._processes.submit((size, inputs), deadline_s, _fail).result()
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._processes.close(SandboxError("numpy is not timed any more"))
-
-
-def _timed_reference(cores: frozenset[int], kernel: Kernel, size: Size, inputs: Arrays) -> Call:
-    """Runs in the process, whose threads of numpy began before it could be told its cores."""
-    pin(cores)
-    cpu, start = time.process_time(), time.perf_counter()
-    outputs = kernel.reference(size, inputs)
-    return Call(time.perf_counter() - start, time.process_time() - cpu, 0.0, outputs)
-
-
-def _fail(kind: str, cause: str) -> NoReturn:
-    raise SandboxError(f"numpy: {cause}")

@@ -13,17 +13,17 @@ pytest.importorskip("tree_sitter_c")
 from labelled_programs import preprocessed, techniques
 
 from torchtune_ext.measured.check import OUTCOMES, Checker, extract
-from torchtune_ext.measured.kernels import KERNELS
-from torchtune_ext.measured.matmul.programs import FAULTS, WRITERS, Family, break_by, fits
+from torchtune_ext.measured.kernels import Dgemm
+from torchtune_ext.measured.matmul.programs import FAULTS, Family, break_by, fits
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.techniques import TECHNIQUES
 
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 
-def distinct(kernel: str, count: int, broken: float = 0.0):
+def distinct(count: int, broken: float = 0.0):
     """The first programs of a family that differ."""
-    family, found = Family(kernel, broken=broken), {}
+    family, found = Family(broken=broken), {}
     for index in range(20 * count):
         program = family[index]
         found.setdefault(program.text, program)
@@ -33,20 +33,13 @@ def distinct(kernel: str, count: int, broken: float = 0.0):
 
 
 @pytest.fixture(scope="module")
-def checkers():
-    made = {}
-
-    def checker(kernel: str) -> Checker:
-        if kernel not in made:
-            try:
-                made[kernel] = Checker(KERNELS[kernel](96) if kernel == "dgemm" else KERNELS[kernel]())
-            except (ValueError, SandboxError) as error:
-                pytest.skip(str(error))
-        return made[kernel]
-
-    yield checker
-    for each in made.values():
-        each.close()
+def checker():
+    try:
+        made = Checker(Dgemm(96))
+    except (ValueError, SandboxError) as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
 
 
 def require(checker: Checker, program) -> None:
@@ -54,38 +47,33 @@ def require(checker: Checker, program) -> None:
     assert verdict.outcome == program.outcome, f"{program.outcome}: {verdict.note}\n{program.source}"
 
 
-@pytest.mark.parametrize("kernel", WRITERS)
-def test_a_program_is_a_function_of_its_index(kernel):
-    forwards = [Family(kernel, 3)[index] for index in range(60)]
-    family = Family(kernel, 3)
+def test_a_program_is_a_function_of_its_index():
+    forwards = [Family(3)[index] for index in range(60)]
+    family = Family(3)
     assert [family[index] for index in reversed(range(60))] == forwards[::-1]
-    assert [Family(kernel, 4)[index] for index in range(60)] != forwards
+    assert [Family(4)[index] for index in range(60)] != forwards
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="dgemm, gemv, stencil, reduction"):
-        Family("fft")
     with pytest.raises(ValueError, match="broken=1.5"):
         Family(broken=1.5)
 
 
-@pytest.mark.parametrize("kernel", WRITERS)
-def test_the_share_of_broken_programs(kernel):
-    outcomes = Counter(Family(kernel, broken=0.4)[index].outcome for index in range(1000))
+def test_the_share_of_broken_programs():
+    outcomes = Counter(Family(broken=0.4)[index].outcome for index in range(1000))
     # 1000 coins of 0.4 lie within five deviations of 15.5 of 400 but once in two million draws, and these are always the same.
     assert abs(1000 - outcomes["ok"] - 400) < 78
     assert set(outcomes) == set(OUTCOMES) - {"timeout"}
-    assert {Family(kernel, broken=0.0)[index].outcome for index in range(100)} == {"ok"}
+    assert {Family(broken=0.0)[index].outcome for index in range(100)} == {"ok"}
 
 
-@pytest.mark.parametrize("kernel", WRITERS)
-def test_a_program_is_found_in_its_answer(kernel):
-    for program in distinct(kernel, 60, broken=0.5):
+def test_a_program_is_found_in_its_answer():
+    for program in distinct(60, broken=0.5):
         assert extract(program.text) == (None if program.outcome == "format" else program.source)
 
 
 def test_dgemm_is_short_and_varied():
-    programs = distinct("dgemm", 300)
+    programs = distinct(300)
     assert len(programs) == 300
     lengths = [len(program.source) for program in programs]
     assert max(lengths) <= 640 and median(lengths) <= 340
@@ -94,21 +82,19 @@ def test_dgemm_is_short_and_varied():
 
 
 @needs_gcc
-@pytest.mark.parametrize("kernel", WRITERS)
-def test_the_reader_finds_the_techniques_that_were_put_in(kernel):
-    for program in distinct(kernel, 25):
-        assert techniques(preprocessed(program.source), KERNELS[kernel]()) == program.techniques, program.source
+def test_the_reader_finds_the_techniques_that_were_put_in():
+    for program in distinct(25):
+        assert techniques(preprocessed(program.source), Dgemm()) == program.techniques, program.source
 
 
-@pytest.mark.parametrize("kernel", WRITERS)
-def test_some_programs_end_as_they_say(kernel, checkers):
-    for program in [*distinct(kernel, 2), *distinct(kernel, 3, broken=1.0)]:
-        require(checkers(kernel), program)
+def test_some_programs_end_as_they_say(checker):
+    for program in [*distinct(2), *distinct(3, broken=1.0)]:
+        require(checker, program)
 
 
 @every_row("fault", FAULTS, ids=lambda fault: f"{fault.outcome} {fault.words} {fault.pattern[:12]}")
 def test_every_fault_fits_and_changes_something(fault):
-    hits = [program for kernel in WRITERS for program in distinct(kernel, 25) if fits(fault, program.source)]
+    hits = [program for program in distinct(60) if fits(fault, program.source)]
     assert hits
     for program in hits:
         broken = break_by(fault, program.source)
@@ -117,31 +103,27 @@ def test_every_fault_fits_and_changes_something(fault):
 
 @pytest.mark.long
 @needs_gcc
-@pytest.mark.parametrize("kernel", WRITERS)
-def test_all_techniques_of_many_programs(kernel):
-    for program in distinct(kernel, 400 if kernel == "dgemm" else 60):
-        assert techniques(preprocessed(program.source), KERNELS[kernel]()) == program.techniques, program.source
+def test_all_techniques_of_many_programs():
+    for program in distinct(400):
+        assert techniques(preprocessed(program.source), Dgemm()) == program.techniques, program.source
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernel", WRITERS)
-def test_good_programs_pass_the_checker(kernel, checkers):
-    for program in distinct(kernel, 150 if kernel == "dgemm" else 60):
-        require(checkers(kernel), program)
+def test_good_programs_pass_the_checker(checker):
+    for program in distinct(150):
+        require(checker, program)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernel", WRITERS)
-def test_broken_programs_end_as_they_say(kernel, checkers):
-    for program in distinct(kernel, 150 if kernel == "dgemm" else 60, broken=1.0):
-        require(checkers(kernel), program)
+def test_broken_programs_end_as_they_say(checker):
+    for program in distinct(150, broken=1.0):
+        require(checker, program)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.outcome} {fault.words} {fault.pattern[:12]}")
-def test_each_fault_ends_as_it_says(fault, checkers):
-    for kernel in WRITERS:
-        hits = [program for program in distinct(kernel, 60) if fits(fault, program.source)]
-        for program in hits[:: max(1, len(hits) // 6)]:
-            verdict = checkers(kernel).check_source(break_by(fault, program.source))
-            assert verdict.outcome == fault.outcome, f"{fault.words}: {verdict.note}\n{program.source}"
+def test_each_fault_ends_as_it_says(fault, checker):
+    hits = [program for program in distinct(60) if fits(fault, program.source)]
+    for program in hits[:: max(1, len(hits) // 6)]:
+        verdict = checker.check_source(break_by(fault, program.source))
+        assert verdict.outcome == fault.outcome, f"{fault.words}: {verdict.note}\n{program.source}"

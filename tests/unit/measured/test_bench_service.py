@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import CancelledError, wait
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -20,10 +21,12 @@ pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured import bench as benches
 from torchtune_ext.measured import probe, timing
-from torchtune_ext.measured.bench import Bench, BenchError, Result, check_program, time_program
-from torchtune_ext.measured.check import STAGES, Checker, Deadlines
+from torchtune_ext.measured.bench import Bench, BenchError, Result, check_program, time_program, would_repeat
+from torchtune_ext.measured.check import OUTCOMES, STAGES, Checker, Deadlines
 from torchtune_ext.measured.machine import alone_on
+from torchtune_ext.measured.results import NOISY
 from torchtune_ext.measured.sandbox import SandboxError
+from torchtune_ext.measured.timing import Timing
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
@@ -156,17 +159,21 @@ def test_equal_programs_are_measured_once(service):
     assert since(service, before, "done", "cached") == [1, 3]
 
 
-def test_a_file_keeps_results_for_a_run_that_goes_on(tmp_path):
-    file = tmp_path / "results.jsonl"
-    with bench(cache=file) as first:
-        found = outcome(first.submit(CalmReduction(), fenced(HONEST)))
-    with bench(cache=file) as second:
-        future = second.submit(CalmReduction(), fenced(HONEST))
-        assert outcome(future).timing == found.timing and outcome(future).is_cached
-    # A system call that ends a program behind one sandbox is allowed behind another.
-    for other in ({"optimization": "-O0"}, {"sandbox": "none"}):
-        with bench(cache=file, **other) as third:
-            assert not outcome(third.submit(CalmReduction(), fenced(HONEST))).is_cached
+def test_only_what_would_come_again_is_kept():
+    timing = Timing(1e-4, 1e-4, 1e-4, 30, 3.0, 2.0, 0.02, 0.5, 0, 0.0, True, False)
+    again = {word: would_repeat(Result("dgemm", word, "verify")) for word in (*OUTCOMES, NOISY)}
+    assert {word for word, kept in again.items() if not kept} == {"timeout", "noisy"}
+    assert would_repeat(Result("dgemm", "ok", "time", timing=timing))
+    assert not would_repeat(Result("dgemm", "ok", "time", timing=replace(timing, disturbed=0.5)))
+    assert not would_repeat(Result("dgemm", "runtime_error", "verify", "SIGKILL: it was killed, perhaps for memory"))
+
+
+def test_memory_of_results_has_a_bound(service, monkeypatch):
+    outcome(service.submit(CalmReduction(), variant(SUM.format("*total = 0;"))))
+    oldest, count = next(iter(service._results)), len(service._results)
+    monkeypatch.setattr(benches, "MAX_RESULTS", count)
+    outcome(service.submit(CalmReduction(), variant(SUM.format("*total = 0;"))))
+    assert oldest not in service._results and len(service._results) == count
 
 
 def test_what_has_not_begun_can_be_canceled(lonely):
@@ -337,11 +344,11 @@ def test_a_machine_on_which_nothing_can_be_timed_is_no_fault_of_the_program(serv
 # ---------------------------------------------------------------- the end, and bad input
 
 
-def test_close_leaves_nothing(tmp_path):
+def test_close_leaves_nothing():
     me = psutil.Process()
     before = {child.pid for child in me.children(recursive=True)}
     files = me.num_fds()
-    one = bench(workers=2, cache=tmp_path / "results.jsonl")
+    one = bench(workers=2)
     done = one.submit(CalmReduction(), fenced(HONEST))
     outcome(done)
     left = [one.submit(CalmReduction(), fenced(HANGS)), *(one.submit(CalmReduction(), variant()) for _ in range(5))]

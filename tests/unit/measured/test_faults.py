@@ -1,31 +1,21 @@
 """What the machine, or somebody at it, does wrong: a compiler or a process that is killed or stopped, no memory, a fork, Ctrl-C."""
 
-import argparse
 import os
 import shutil
-import subprocess
-import sys
 import time
-from contextlib import closing
 
-import numpy as np
 import pytest
 from calm_kernels import HONEST, CalmReduction, fenced
-from exploits import __file__ as exploits_file
 
 pytest.importorskip("tree_sitter_c")
 
-import torchtune_ext
-from torchtune_ext.host import cli as commands
 from torchtune_ext.measured import cli, machine
 from torchtune_ext.measured import compiler as compilers
-from torchtune_ext.measured.bench import Bench, BenchError
-from torchtune_ext.measured.cache import Cache
+from torchtune_ext.measured.bench import Bench, BenchError, would_repeat
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.kernels import Dgemm, Reduction
 from torchtune_ext.measured.results import Result, Timing
 from torchtune_ext.measured.sandbox import Sandbox, SandboxError
-from torchtune_ext.measured.timing import NumpyChild
 
 pytestmark = [pytest.mark.rest, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
 GCC = shutil.which("gcc")
@@ -57,9 +47,7 @@ def test_what_becomes_of_a_killed_compiler_is_not_kept(checker, monkeypatch, wha
     found = checker.check_source(HONEST)
     assert (found.outcome, found.stage) == ("compile_error", "compile")
     assert found.note.startswith("SIGKILL: the compiler was killed")
-    cache = Cache()
-    cache.put("a", Result("reduction", found.outcome, found.stage, found.note, None))
-    assert cache.get("a") is None
+    assert not would_repeat(found)
 
 
 @pytest.mark.parametrize("what", KILLED)
@@ -119,30 +107,6 @@ def test_the_lock_of_a_core_is_one_for_all_users_and_tells_who_holds_it(tmp_path
     assert asked and not any(flags & os.O_CREAT for flags in asked)
 
 
-class Sleeping(CalmReduction):
-    def reference(self, size, inputs):
-        time.sleep(60)
-
-
-def test_numpy_that_hangs_is_not_waited_for():
-    kernel = Sleeping()
-    with closing(NumpyChild(kernel, sorted(os.sched_getaffinity(0))[:1], 1)) as child:
-        start = time.monotonic()
-        with pytest.raises(SandboxError, match="numpy: no answer within 1 s"):
-            child.call(kernel.timed, {"x": np.ones(3)}, 1.0)
-        assert time.monotonic() - start < 30.0
-
-
-def test_numpy_computes_on_its_cores_only():
-    cores = sorted(os.sched_getaffinity(0))[-1:]
-    with closing(NumpyChild(Dgemm(8), cores, 2)) as child:
-        call = child.call(Dgemm(8).timed, {name: np.ones((8, 8)) for name in "AB"}, 60.0)
-        assert (call.outputs["C"] == 8).all() and call.seconds > 0
-        (pid,) = child._processes.pids()
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            assert os.sched_getaffinity(int(thread)) == set(cores)
-
-
 def quick_bench() -> Bench:
     try:
         return Bench(workers=1, budget_s=0.2, namespaces=False)
@@ -188,66 +152,9 @@ def _until(is_so, seconds: float = 20.0) -> bool:
 # ---------------------------------------------------------------- the command
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "words"),
-    [
-        (KeyboardInterrupt(), 130, "stopped"),
-        (OSError(28, "No space left on device"), 2, "No space left"),
-        (MemoryError(), 2, "MemoryError"),
-    ],
-)
-def test_the_command_ends_in_one_line(monkeypatch, capsys, error, status, words):
-    def measure(args):
-        raise error
-
-    monkeypatch.setattr(cli, "_measure", measure)
-    assert cli.main(argparse.Namespace()) == status
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b" \n", "is empty"),
-        (b"\x7fELF\0\0", "is no program in C: it is no text"),
-        (b"x" * (cli.MAX_BYTES + 1), "is no program in C: it is too long"),
-        (b"int x;\xff", "defines none of"),
-    ],
-)
-def test_a_file_that_is_no_program_is_told_in_one_line(tmp_path, capsys, content, words):
-    file = tmp_path / "a.c"
-    file.write_bytes(content)
-    assert commands.main(["bench", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert f"{file} {words}" in said and said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "words", [["-O2"], ["--optimization", "-O2"], ["--optimization=-O2"], ["--optimization", "O2"]]
-)
-def test_the_optimization_is_written_as_compilers_take_it(words):
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    found = parser.parse_args([*words, "a.c"])
-    assert (found.optimization, found.files) == ("-O2", ["a.c"])
-    assert parser.parse_args(["a.c"]).optimization == "-O3"
-
-
-def test_nobody_reads_on(tmp_path):
-    file = tmp_path / "a.c"
-    file.write_text("void dgemm(")
-    ours, theirs = os.pipe()
-    os.close(ours)
-    command = [sys.executable, "-m", "torchtune_ext", "bench", str(file)]
-    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=100)
-    os.close(theirs)
-    assert (done.returncode, done.stderr) == (2, "")
-
-
 def test_a_row_shows_the_error_and_no_interval_of_one_block():
-    def last(name: str = "a.c", outcome: str = "compile_error", **more) -> list[str]:
-        return cli.cells(name, Result("dgemm", outcome, "compile", **more))[-2:]
+    def last(outcome: str = "compile_error", **more) -> list[str]:
+        return cli.cells("a.c", Result("dgemm", outcome, "compile", **more))[-2:]
 
     note = "candidate.c: In function 'dgemm':\ncandidate.c:2:1: error: expected ';'"
     assert last(note=note)[1] == "candidate.c:2:1: error: expected ';'"
@@ -260,13 +167,3 @@ def test_a_row_shows_the_error_and_no_interval_of_one_block():
     assert last(outcome="ok", timing=Timing(**numbers, ratio_spread=0.0, **counts)) == ["?", ""]
     short = Timing(**{**numbers, "seconds": 1e-4}, ratio_spread=0.01, **counts)
     assert "larger --size" in last(outcome="ok", timing=short)[1]
-    assert last(cli.NUMPY, outcome="ok", timing=short)[1] == ""
-
-
-def test_the_exploits_are_run_in_a_clone_and_nowhere_else(monkeypatch, capsys, tmp_path):
-    run = {}
-    monkeypatch.setattr(cli.runpy, "run_path", lambda path: {"attack": lambda *these: run.update({path: these}) or 0})
-    assert commands.main(["bench", "--exploits"]) == 0 and list(run) == [exploits_file]
-    monkeypatch.setattr(torchtune_ext, "__file__", str(tmp_path / "torchtune_ext" / "__init__.py"))
-    assert commands.main(["bench", "--exploits"]) == 2
-    assert "in tests/exploits of the repository, not in the package: clone it" in capsys.readouterr().err

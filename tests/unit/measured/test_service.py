@@ -47,17 +47,12 @@ class Undecodable(CalmReduction):
     [
         ({"cores": [4093]}, CalmReduction(), r"cores=\[4093\]: use some of \["),
         ({"threads": 4000}, CalmReduction(), "threads=4000, but this process may run on"),
-        (
-            {"cache": "/no/such/file"},
-            CalmReduction(),
-            "bench.cache='/no/such/file': No such file or directory; name a file",
-        ),
         ({"compiler": "nogcc"}, CalmReduction(), "no C compiler: nogcc not found on PATH; install one"),
         ({}, Dgemm(1_000_000), "dgemm with m=1000000 n=1000000 k=1000000 cannot be measured here: no room for"),
         ({}, Broken(), "reduction with n=.* cannot be measured here: Broken.naive: .* ends with compile_error"),
         ({}, Undecodable(), "reduction with n=.* cannot be measured here: 'utf-8' codec can't decode"),
     ],
-    ids=["cores", "threads", "cache", "compiler", "size", "own program", "own error"],
+    ids=["cores", "threads", "compiler", "size", "own program", "own error"],
 )
 def test_what_cannot_be_measured_is_found_out_before_anything_starts(config, kernel, message):
     with pytest.raises((ValueError, SandboxError), match=message):

@@ -9,22 +9,20 @@ noise replaces nothing.
 
 import json
 import math
-import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import write_atomic
 
 FILE = "archive.jsonl"  # in the folder of a run
-FORMAT = 1
 # What reading a damaged file can raise: numbers may be too large, brackets nested too deeply, words in the place of numbers.
 _DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Cell:
+class Cell(NamedTuple):
     """Programs that are compared with each other."""
 
     machine: str  # its fingerprint: speeds of two machines are not compared
@@ -36,11 +34,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A program that is right, with its measured speed.
-
-    Raises:
-        ValueError: a number is not one that a measurement can give.
-    """
+    """A program that is right, with its measured speed."""
 
     machine: str
     kernel: str
@@ -53,11 +47,6 @@ class Entry:
     found: int  # when: the step of the run, or any number that grows
 
     def __post_init__(self) -> None:
-        for name in ("ratio", "gflops"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise Mistake(f"{name}={getattr(self, name)} must be a number above 0")
-        if not 0 <= self.spread < 1:
-            raise Mistake(f"spread={self.spread} is half of an interval as a share of the ratio: from 0 to below 1")
         # Whatever they were given as, so that equal entries are equal.
         object.__setattr__(self, "size", tuple((name, int(number)) for name, number in dict(self.size).items()))
         object.__setattr__(self, "techniques", tuple(sorted(set(self.techniques))))
@@ -88,6 +77,10 @@ class Archive:
         """The number of cells that hold a program."""
         return len(self._elites)
 
+    def __iter__(self) -> Iterator[Entry]:
+        """Yields the elites, in the order of their cells."""
+        return (entry for _, entry in sorted(self._elites.items()))
+
     def add(self, entry: Entry) -> bool:
         """Adds a program, if its cell is empty or the elite there surely slower. Returns whether it is now the elite."""
         elite = self._elites.get(entry.cell)
@@ -96,78 +89,21 @@ class Archive:
         self._elites[entry.cell] = entry
         return True
 
-    def cells(self) -> dict[Cell, Entry]:
-        """Returns the elite of each cell, in the order of the cells."""
-        return dict(sorted(self._elites.items()))
-
-    def machines(self) -> list[str]:
-        """Returns the fingerprints of the machines that anything was measured on."""
-        return sorted({cell.machine for cell in self._elites})
-
-    def best(self, count: int, machine: str, kernel: str | None = None) -> list[Entry]:
-        """Returns the fastest elites, each source once, by the lower ends of their intervals.
-
-        A maximum over noisy measurements is too good: measure these speeds again before you report them.
-
-        Args:
-            count: how many at most.
-            machine: its fingerprint. Speeds of several machines cannot be compared.
-            kernel: of this one only; None: of all.
-        """
-        chosen = [
-            entry for cell, entry in self.cells().items() if machine == cell.machine and kernel in (None, cell.kernel)
-        ]
-        by_source: dict[tuple[str, tuple, str], Entry] = {}
-        for entry in sorted(chosen, key=lambda entry: (-entry.low, entry.found)):
-            by_source.setdefault((entry.kernel, entry.size, entry.source), entry)
-        return list(by_source.values())[:count]
-
-    def neighbor_elite(self, cell: Cell, rng: random.Random, permitted: frozenset[str] | None = None) -> Entry | None:
-        """Draws the elite of a neighboring cell: one technique more or less, or the next band with the same techniques.
-
-        Args:
-            cell: it may be empty. Only cells of its problem and machine are its neighbors.
-            rng: draws among the neighbors, in the order of the cells.
-            permitted: the techniques that the elite may use; None: all.
-
-        Returns:
-            None if no neighboring cell holds such a program.
-        """
-        own = set(cell.techniques)
-        neighbors = []
-        for other, entry in self.cells().items():
-            if (other.machine, other.kernel, other.size) != (cell.machine, cell.kernel, cell.size):
-                continue
-            if permitted is not None and not permitted >= set(other.techniques):
-                continue
-            apart = len(own ^ set(other.techniques))
-            if apart == 1 or (apart == 0 and abs(other.band - cell.band) == 1):
-                neighbors.append(entry)
-        return rng.choice(neighbors) if neighbors else None
-
-    # One file --------------------------------------------------------------------------------------------------------
-
     def dumps(self) -> str:
-        """Makes the text of the file: a header, then an entry a line. The same archive gives the same text."""
-        header = json.dumps({"format": FORMAT, "entries": len(self)})
-        return "\n".join([header, *(json.dumps(asdict(entry)) for entry in self.cells().values()), ""])
+        """Makes the text of the file, an entry a line. The same archive gives the same text."""
+        return "".join(json.dumps(asdict(entry)) + "\n" for entry in self)
 
     @classmethod
     def loads(cls, text: str | bytes, name: str = "the archive") -> "Archive":
         """Reads what `dumps` made.
 
         Raises:
-            ValueError: it is damaged, cut off, or of another format.
+            ValueError: it is damaged.
         """
         try:
-            header, *records = map(json.loads, text.splitlines())
-            if not isinstance(header, dict) or header.get("format") != FORMAT:
-                raise Mistake(f"not of format {FORMAT}: read it with the version that wrote it")
-            if len(records) != header["entries"]:
-                raise Mistake(f"{len(records)} entries of {header['entries']}")
-            return cls(_entry(record) for record in records)
+            return cls(Entry(**json.loads(line)) for line in text.splitlines())
         except _DAMAGE as error:
-            raise Mistake(f"{name}: damaged or cut off ({error}); delete it to begin anew") from error
+            raise Mistake(f"{name}: damaged ({error}); delete it to begin anew") from error
 
     def save(self, path: Path) -> None:
         """Writes the file at once: a reader sees the old one or the new one, also when this process is killed.
@@ -183,7 +119,7 @@ class Archive:
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: it is damaged, or of another format.
+            ValueError: it is damaged.
         """
         return cls.loads(path.read_bytes(), str(path))
 
@@ -196,10 +132,3 @@ def techniques_in_words(techniques: Iterable[str]) -> str:
 def size_in_words(size: Iterable[tuple[str, int]]) -> str:
     """Makes "m=256 n=256" of (("m", 256), ("n", 256))."""
     return " ".join(f"{name}={number}" for name, number in size)
-
-
-def _entry(record: Mapping) -> Entry:
-    texts = [record["machine"], record["kernel"], record["source"], *record["techniques"]]
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("a number where a text should be")
-    return Entry(**{**record, "size": {str(name): number for name, number in record["size"]}})

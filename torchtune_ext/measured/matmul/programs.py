@@ -1,11 +1,11 @@
-"""The task of the warm-up: programs of a family, good and broken ones, each asked for by a stage that permits it.
+"""The task of the warm-up: programs for C = A B, good and broken ones, each asked for by a stage that permits it.
 
-Program i of a family is a pure function of (kernel, seed, i). What becomes of it is known by construction, and so are its
+Program i of a family is a pure function of (seed, i). What becomes of it is known by construction, and so are its
 techniques. The broken ones are there since a model that has never seen an error has nothing to learn from the checker. A model
 that learned them can begin: it writes programs that mostly compile and are mostly right, and knows the names of the stages. How
 fast they are it has not seen.
 
-Programs for dgemm have 320 characters in the median. With a tokenizer of 512 words that was made from 4,000 of them
+They have 320 characters in the median. With a tokenizer of 512 words that was made from 4,000 of them
 (`policy.scratch.make_tokenizer`), an answer has 73 tokens in the median and at most 147 (400 others).
 """
 
@@ -15,19 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtune_ext.measured.kernel import Kernel
-from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.matmul.prompts import short_messages
 from torchtune_ext.measured.matmul.stages import STAGES
-from torchtune_ext.measured.matmul.task import kernels_of
-from torchtune_ext.measured.matmul.writers import DGEMM, GEMV, REDUCTION, STENCIL, ZERO, Writer
+from torchtune_ext.measured.matmul.task import kernels_of, problem_of
+from torchtune_ext.measured.matmul.writers import WRITERS, ZERO
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Problem, Score
 
-# One program in 40 for dgemm is permitted by the first stage, and none is rarer: this many draws miss all of them with
-# a probability of e^-25.
+# One program in 40 is permitted by the first stage, and none is rarer: this many draws miss all of them with a probability of
+# e^-25.
 MOST_DRAWS = 1000
-WRITERS: Mapping[str, Mapping[Writer, int]] = {"dgemm": DGEMM, "gemv": GEMV, "stencil": STENCIL, "reduction": REDUCTION}
-"""The writers of each kernel, and how often each is chosen."""
 ENDLESS = 2**31 - 1  # the length of a family
 
 
@@ -43,39 +40,27 @@ class Fault:
     never_with: str = "\0"  # a source that has this is not sure to be wrong
 
 
-_HEADS = r"void (?:dgemm|gemv|stencil|reduction)\("
+_HEAD = r"(void dgemm\([^)]*\)\{\n)"
 # Bounds are wrong such that too little is computed: beyond an array a program may crash or only be wrong. Where vectors do most
 # of the work, some faults would touch but the edge, which not every size has.
 FAULTS = (
     Fault("a semicolon is missing", "compile_error", r";\n", r"\n"),
     Fault("the last brace is missing", "compile_error", r"\}\n$", r"\n", is_last=True),
-    Fault("a name is not declared", "compile_error", r"\b[Axu]\[", r"X["),
-    Fault("an argument is missing", "compile_error", rf"({_HEADS})int \w,", r"\1"),
-    Fault(
-        "a type of the signature is wrong", "compile_error", r"double\*(C|y|v|total)\)\{", r"float*\1){", is_last=True
-    ),
-    Fault("the function has another name", "compile_error", r"void (dgemm|gemv|stencil|reduction)\(", r"void f\1("),
+    Fault("a name is not declared", "compile_error", r"\bA\[", r"X["),
+    Fault("an argument is missing", "compile_error", r"(void dgemm\()int \w,", r"\1"),
+    Fault("a type of the signature is wrong", "compile_error", r"double\*C\)\{", r"float*C){", is_last=True),
+    Fault("the function has another name", "compile_error", r"void dgemm\(", r"void fdgemm("),
     Fault("rows are left out", "wrong_result", r"\b([iI])<m;", r"\1<m-1;", never_with="typedef"),
     Fault("the sum begins at 1", "wrong_result", r"\bl=0;l<k", r"l=1;l<k", never_with="typedef"),
     Fault("C is not zeroed", "wrong_result", re.escape(ZERO), r""),
-    Fault(
-        "adds to an output that holds anything", "wrong_result", r"(C\[i\*n\+j\]|y\[i\]|\*total)=(?=[st]\b)", r"\1+="
-    ),
+    Fault("adds to an output that holds anything", "wrong_result", r"C\[i\*n\+j\]=(?=[st]\b)", r"C[i*n+j]+="),
     Fault("B is read as its transpose", "wrong_result", r"\*B\[l\*n\+j\]", r"*B[j*k+l]", never_with="typedef"),
-    Fault("adds where it should multiply", "wrong_result", r"\]\*(?=[Bx]\[)", r"]+"),
+    Fault("adds where it should multiply", "wrong_result", r"\]\*(?=B\[)", r"]+"),
     Fault("the sum is in single precision", "wrong_result", r"double s=0;", r"float s=0;", never_with="typedef"),
-    Fault("a coefficient is wrong", "wrong_result", r"=\.5\*", r"=.6*"),
-    Fault("numbers are left out", "wrong_result", r"\b([iI])<n;", r"\1<n-1;"),
-    Fault("it writes to an input", "runtime_error", r"(void (?:dgemm|gemv)\([^)]*\)\{\n)", r"\1*(double*)A=0;\n"),
-    Fault("it writes to an input", "runtime_error", r"(void reduction\([^)]*\)\{\n)", r"\1*(double*)x=0;\n"),
-    Fault("it writes to an input", "runtime_error", r"(void stencil\([^)]*\)\{\n)", r"\1*(double*)u=0;\n"),
+    Fault("it writes to an input", "runtime_error", _HEAD, r"\1*(double*)A=0;\n"),
     Fault(
-        "it calls a library",
-        "forbidden",
-        r"(void dgemm\([^)]*\)\{\n)[\s\S]*",
-        r"\1cblas_dgemm(101,111,111,m,n,k,1,A,k,B,n,0,C,n);}\n",
+        "it calls a library", "forbidden", _HEAD + r"[\s\S]*", r"\1cblas_dgemm(101,111,111,m,n,k,1,A,k,B,n,0,C,n);}\n"
     ),
-    Fault("it reads the clock", "forbidden", r"(void (?:gemv|stencil|reduction)\([^)]*\)\{\n)", r"\1clock();\n"),
 )
 UNCLOSED = Fault("the block of code is not closed", "format", r"\A", "")
 
@@ -84,7 +69,6 @@ UNCLOSED = Fault("the block of code is not closed", "format", r"\A", "")
 class Program:
     """One program of a family."""
 
-    kernel: str
     source: str
     outcome: str  # what the checker says of `text`
     techniques: frozenset[str]  # that it uses, or did before it was broken
@@ -96,10 +80,9 @@ class Program:
 
 
 class Family:
-    """The programs for one kernel.
+    """The programs that are drawn with one seed.
 
     Args:
-        kernel: its name, a key of WRITERS.
         seed: programs of two seeds are drawn independently.
         broken: the share that is wrong in some way.
         weights: {name of a writer: how often it is chosen beside the others}; those not named are chosen as WRITERS says.
@@ -108,33 +91,26 @@ class Family:
         ValueError: an argument is out of its range.
     """
 
-    def __init__(
-        self, kernel: str = "dgemm", seed: int = 0, broken: float = 0.25, weights: Mapping[str, float] | None = None
-    ) -> None:
-        if kernel not in WRITERS:
-            raise Mistake(f"kernel={kernel!r}: there are programs for {', '.join(WRITERS)}")
+    def __init__(self, seed: int = 0, broken: float = 0.25, weights: Mapping[str, float] | None = None) -> None:
         if not 0.0 <= broken <= 1.0:
             raise Mistake(f"broken={broken} is a share of the programs: give a number from 0 to 1")
-        self.kernel, self.seed, self.broken = kernel, seed, broken
-        chosen = {writer.__name__: weight for writer, weight in WRITERS[kernel].items()}
+        chosen = {writer.__name__: weight for writer, weight in WRITERS.items()}
         if unknown := set(weights or {}) - set(chosen):
-            raise Mistake(
-                f"weights: no writer of {kernel} is named {', '.join(sorted(unknown))}; {', '.join(chosen)} are"
-            )
+            raise Mistake(f"weights: no writer is named {', '.join(sorted(unknown))}; {', '.join(chosen)} are")
         chosen |= weights or {}
         if min(chosen.values()) < 0 or not sum(chosen.values()) > 0:
             raise Mistake(f"weights={chosen} must not be negative, nor all 0")
-        self._writers, self._weights = list(WRITERS[kernel]), list(chosen.values())
+        self.seed, self.broken, self._weights = seed, broken, list(chosen.values())
 
     def __getitem__(self, index: int) -> Program:
-        rng = random.Random(f"{self.kernel}/{self.seed}/{index}")
-        (writer,) = rng.choices(self._writers, self._weights)
+        rng = random.Random(f"dgemm/{self.seed}/{index}")
+        (writer,) = rng.choices(list(WRITERS), self._weights)
         source, techniques = writer(rng)
         outcome = "ok"
         if rng.random() < self.broken:
             fault = _fault(rng, source)
             source, outcome = break_by(fault, source), fault.outcome
-        return Program(self.kernel, source, outcome, frozenset(techniques))
+        return Program(source, outcome, frozenset(techniques))
 
 
 def fits(fault: Fault, source: str) -> bool:
@@ -164,19 +140,18 @@ def _fault(rng: random.Random, source: str) -> Fault:
 class Programs:
     """Programs to learn from, asked for in the short words of `short_messages`.
 
-    Problem i depends only on (kernels, seed, broken, stages, new, weights) and i. Each stage is equally frequent, however few
-    programs it permits. The share `new` of its programs is permitted by no earlier stage (where there are such), and the
-    others are any that it permits. So a model learns what is new at each stage, and that nobody has to use it.
+    Problem i depends only on the arguments and i. Each stage is equally frequent, however few programs it permits. The share
+    `new` of its programs is permitted by no earlier stage, and the others are any that it permits. So a model learns what is
+    new at each stage, and that nobody has to use it.
 
     Args:
-        kernels: their names, keys of WRITERS, or {name: size} or {name: [size, ...]}. They are equally frequent, and so are
-            the sizes of one. Without a size it is the kernel's own.
+        sizes: of the matrices that are asked for; equally frequent.
         seed: problems of two seeds are drawn independently.
         broken: the share of the programs that is wrong in some way.
         stages: names of `stages.STAGES`, from the first to the last. Without "threads" no program has pragmas of
             OpenMP: a machine that gives one thread compiles without it, and they would be mere words.
         new: the share of a stage's programs that no earlier stage permits.
-        weights: {kernel: its `weights` of `Family`}.
+        weights: as in `Family`.
 
     Raises:
         ValueError: an argument is out of its range, or no program fits the stages.
@@ -184,38 +159,25 @@ class Programs:
 
     def __init__(
         self,
-        kernels: Sequence[str] | Mapping[str, int | Sequence[int] | None] = ("dgemm",),
+        sizes: int | Sequence[int] = 256,
         seed: int = 0,
         broken: float = 0.25,
         stages: Sequence[str] = tuple(STAGES),
         new: float = 0.5,
-        weights: Mapping[str, Mapping[str, float]] | None = None,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if not stages or not set(stages) <= set(STAGES) or list(stages) != [name for name in STAGES if name in stages]:
             raise Mistake(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once and in this order")
         if not 0.0 <= new <= 1.0:
             raise Mistake(f"new={new} is a share of the programs: give a number from 0 to 1")
         self.seed, self.stages, self.new = seed, tuple(stages), new
-        sized = kernels if isinstance(kernels, Mapping) else dict.fromkeys(kernels)
-        if not sized:
-            raise Mistake(f"kernels is empty: give some of {', '.join(WRITERS)}")
-        if unknown := set(weights or {}) - set(sized):
-            raise Mistake(f"weights: there are no programs for {', '.join(sorted(unknown))} among these kernels")
-        self.families = {name: Family(name, seed, broken, (weights or {}).get(name)) for name in sized}
-        self.choices = {
-            name: [KERNELS[name]()] if sizes is None else kernels_of({name: sizes}) for name, sizes in sized.items()
-        }
-        # Not every stage brings every kernel something new.
-        self.brings: dict[str, set[str]] = {}
-        for name in sized:
-            if any(self._draw(name, stage, False, 0, random.Random(seed)) is None for stage in self.stages):
+        self.family, self.kernels = Family(seed, broken, weights), kernels_of({"dgemm": sizes})
+        for stage in self.stages:
+            if any(self._draw(stage, is_new, 0, random.Random(seed)) is None for is_new in (False, new > 0)):
                 raise Mistake(
-                    f"stages={list(stages)}: of {MOST_DRAWS} programs for {name} the first of them permits none; leave it out, "
+                    f"stages={list(stages)}: of {MOST_DRAWS} programs {stage} permits none, or none that is new; leave it out, "
                     "or change the weights"
                 )
-            self.brings[name] = {
-                stage for stage in self.stages if self._draw(name, stage, True, 0, random.Random(seed)) is not None
-            }
 
     def __len__(self) -> int:
         return ENDLESS
@@ -224,9 +186,8 @@ class Programs:
         if not 0 <= index < ENDLESS:
             raise IndexError(f"program {index} of {ENDLESS}")
         kernel, program, stage = self._at(index)
-        size = "-".join(str(kernel.timed[name]) for name in kernel.size_names)
         # The answer is plain text, whose words need no tokens of their own (see make_tokenizer).
-        return Problem(f"{kernel.name}-{size}/{stage}/{index}", short_messages(kernel, stage), program.text)
+        return Problem(f"{problem_of(kernel)}/{stage}/{index}", short_messages(kernel, stage), program.text)
 
     def grade(self, problem: Problem, text: str) -> Score:
         """Refuses: what a program is worth is measured on a machine, by the task `Matmul`.
@@ -245,14 +206,13 @@ class Programs:
 
     def _at(self, index: int) -> tuple[Kernel, Program, str]:
         rng = random.Random(f"programs/{self.seed}/{index}")
-        name, stage = rng.choice(list(self.families)), rng.choice(self.stages)
-        kernel, is_new = rng.choice(self.choices[name]), rng.random() < self.new
-        return kernel, self._draw(name, stage, is_new and stage in self.brings[name], index, rng), stage
+        stage, kernel = rng.choice(self.stages), rng.choice(self.kernels)
+        return kernel, self._draw(stage, rng.random() < self.new, index, rng), stage
 
-    def _draw(self, kernel: str, stage: str, is_new: bool, index: int, rng: random.Random) -> Program | None:
+    def _draw(self, stage: str, is_new: bool, index: int, rng: random.Random) -> Program | None:
         """Draws a program that the stage permits, and no earlier one if it has to be new. Returns None if it finds none."""
         for _ in range(MOST_DRAWS):
-            program = self.families[kernel][index]
+            program = self.family[index]
             possible = self._permitting(program)
             if stage in possible[:1] if is_new else stage in possible:
                 return program

@@ -1,39 +1,28 @@
 """The messages that ask for a program: what to compute, at which size, with which signature, by which techniques.
 
-Optionally they show a program that is right, to be improved, and ask in the words of ParEval (Nichols et al., arXiv
-2401.12554), whose prompts are read from its own file where one is given. The package brings none of them along.
+Optionally they show a program that is right, to be improved.
 """
 
-import json
-import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from torchtune_ext.measured.kernel import Kernel, outputs_of, prototype
 from torchtune_ext.measured.matmul.archive import Entry
 from torchtune_ext.measured.matmul.stages import STAGES
 from torchtune_ext.measured.techniques import TECHNIQUES
-from torchtune_ext.run.errors import Mistake
-
-PAREVAL_NAMES = {"dgemm": "02_dense_la_gemm", "gemv": "04_dense_la_gemv"}
-"""The problems of ParEval that ask for a kernel of ours."""
-_COMMENT = re.compile(r"/\*(.*?)\*/", re.DOTALL)
 
 Messages = tuple[dict[str, str], ...]
 
 
-def messages(kernel: Kernel, stage: str, elite: Entry | None = None, question: str | None = None) -> Messages:
+def messages(kernel: Kernel, stage: str, elite: Entry | None = None) -> Messages:
     """Returns the messages for one problem.
 
     Args:
         kernel: what is asked for; `kernel.timed` is the size.
         stage: a name of `stages.STAGES`.
         elite: a program for this kernel to improve, and its speed.
-        question: what the function computes, in place of the kernel's own words: `pareval_question`.
     """
-    computes = f"It computes {kernel.question}." if question is None else f"This is what it computes:\n\n{question}"
     parts = [
-        f"Write a function in C, as fast as you can make it. {computes}",
+        f"Write a function in C, as fast as you can make it. It computes {kernel.question}.",
         f"```c\n{prototype(kernel)};\n```",
         _rules(kernel),
         _techniques(stage),
@@ -51,32 +40,6 @@ def short_messages(kernel: Kernel, stage: str) -> Messages:
     """Returns the same question in few tokens, for a model that was warmed up on its form: "dgemm 256 256 256 blocking"."""
     size = " ".join(str(kernel.timed[name]) for name in kernel.size_names)
     return ({"role": "user", "content": f"{kernel.name} {size} {stage}"},)
-
-
-def pareval_question(path: Path, kernel: str) -> str | None:
-    """Returns how ParEval asks for a kernel, with its example; None if it does not.
-
-    Args:
-        path: ParEval's `generation-prompts.json`: a list of objects with "name", "parallelism_model" and "prompt".
-        kernel: the name of a kernel.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a list of ParEval's prompts.
-    """
-    try:
-        prompts = json.loads(path.read_text(encoding="utf-8"))
-        serial = [each for each in prompts if each["parallelism_model"] == "serial"]
-        questions = [each["prompt"] for each in serial if each["name"] == PAREVAL_NAMES.get(kernel)]
-    except (TypeError, KeyError, ValueError) as error:
-        raise Mistake(f"{path}: not the prompts of ParEval ({error!r}); it is generation-prompts.json") from error
-    if not questions:
-        return None
-    comment = _COMMENT.search(questions[0])
-    if comment is None:
-        raise Mistake(f"{path}: the prompt of {PAREVAL_NAMES[kernel]} has no comment that says what to compute")
-    # The function of ParEval is one of C++; ours has the signature that follows.
-    return "\n".join(line.strip() for line in comment[1].strip().splitlines())
 
 
 def _rules(kernel: Kernel) -> str:

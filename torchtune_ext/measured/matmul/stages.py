@@ -4,9 +4,8 @@ Staged quality-diversity (arXiv 2602.12049) "progressively varies the permitted 
 basis". How it decides is not described in what is public; these rules are a design from that idea.
 
 A *visit* is one group of samples of a problem: the share of them that is right, and how fast those are. A problem goes on when
-both have settled: what the stage permits has been learned. It goes back when correctness has collapsed: the model has
-lost more than it can win. After each fall the next attempt at that stage waits twice as long, so a stage that is too hard
-costs less and less, and nothing swings to and fro.
+both have settled: what the stage permits has been learned. It never goes back: a stage permits all that the ones before it
+do, so what was right there still is.
 
 Everything is a function of what was observed: no clock, no randomness.
 """
@@ -45,13 +44,6 @@ STILL_GAINING = 0.1
 # it a share that stays a little below ENOUGH would hold a problem for ever.
 PATIENCE = 4 * WINDOW
 HALFWAY = 0.25
-# Visits, half a window, whose mean says that correctness has collapsed. Fewer would take bad luck for a collapse.
-FALL_WINDOW = 8
-# The share below which it has. Of 64 samples of a policy that is right a quarter of the time (HALFWAY), fewer than a tenth
-# are right with a probability of 1.5 in a thousand.
-COLLAPSED = 0.1
-# Falls after which the wait grows no more. Eight windows are 128 visits: a fall every 136 costs 6% of the visits.
-MAX_DOUBLINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +58,6 @@ class Visit:
 class _State:
     """Where one problem stands."""
 
-    falls: list[int]  # how often each stage was lost
     stage: int = 0
     visits: int = 0  # of this stage, since it was entered
     window: list[Visit] = field(default_factory=list)  # the last ones of this stage, at most WINDOW
@@ -74,7 +65,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A problem changes its stage."""
+    """A problem goes on to the next stage."""
 
     problem: str
     before: str
@@ -99,23 +90,19 @@ class Curriculum:
         return self.stages[self._problems[problem].stage if problem in self._problems else 0]
 
     def observe(self, problem: str, visit: Visit) -> Move | None:
-        """Takes in one group of a problem. Returns the move to another stage, if there is one.
+        """Takes in one group of a problem. Returns the move to the next stage, if there is one.
 
         A group that was sampled for another stage than the one its problem is at now (it was on its way when the stage
         changed) must not be given: it says nothing of this stage.
         """
-        state = self._problems.setdefault(problem, _State([0] * len(self.stages)))
+        state = self._problems.setdefault(problem, _State())
         state.visits += 1
         state.window = [*state.window, visit][-WINDOW:]
-        if state.stage > 0 and (reason := _collapsed(state)):
-            state.falls[state.stage] += 1
-            after = state.stage - 1
-        elif state.stage + 1 < len(self.stages) and (reason := _settled(state)):
-            after = state.stage + 1
-        else:
+        if state.stage + 1 == len(self.stages) or not (reason := _settled(state)):
             return None
-        before, state.stage, state.visits, state.window = state.stage, after, 0, []
-        return Move(problem, self.stages[before], self.stages[after], reason)
+        before = self.stages[state.stage]
+        state.stage, state.visits, state.window = state.stage + 1, 0, []
+        return Move(problem, before, self.stages[state.stage], reason)
 
     def state_dict(self) -> dict:
         """Returns all that it knows, JSON-able."""
@@ -138,24 +125,9 @@ class Curriculum:
         }
 
 
-def wait_before(falls: int) -> int:
-    """Returns how many visits a problem stays before it tries a stage that it has lost so often."""
-    return WINDOW * 2 ** min(falls, MAX_DOUBLINGS)
-
-
-def _collapsed(state: _State) -> str:
-    """Says that correctness is gone, if it is."""
-    last = state.window[-FALL_WINDOW:]
-    share = _mean([visit.correct for visit in last])
-    if len(last) < FALL_WINDOW or share >= COLLAPSED:
-        return ""
-    return f"{share:.0%} of the programs of the last {FALL_WINDOW} groups are right, fewer than {COLLAPSED:.0%}"
-
-
 def _settled(state: _State) -> str:
     """Says that the stage is learned, or that it has had its time, if so."""
-    wait = wait_before(state.falls[state.stage + 1])
-    if state.visits < wait:
+    if len(state.window) < WINDOW:
         return ""
     half = WINDOW // 2
     first, second = state.window[:half], state.window[half:]
@@ -165,7 +137,7 @@ def _settled(state: _State) -> str:
     gain = _mean(speeds[1]) - _mean(speeds[0]) if all(speeds) else 0.0
     if share >= ENOUGH and rise < STILL_RISING and gain < STILL_GAINING:
         return f"{share:.0%} are right and settled; the last {half} groups gained {gain:+.2f} doublings"
-    if share >= HALFWAY and state.visits >= max(PATIENCE, wait):
+    if share >= HALFWAY and state.visits >= PATIENCE:
         return f"{share:.0%} are right after {state.visits} groups, and it has had its time"
     return ""
 

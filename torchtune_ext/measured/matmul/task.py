@@ -13,17 +13,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import extract
 from torchtune_ext.measured.grading import MeasuredTask, measured_score
 from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.kernels import KERNELS
-from torchtune_ext.measured.machine import fingerprint
 from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry
-from torchtune_ext.measured.matmul.prompts import Messages, messages, pareval_question, short_messages
+from torchtune_ext.measured.matmul.prompts import messages, short_messages
 from torchtune_ext.measured.matmul.rewards import KINDS, reward
 from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Move, Visit
-from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import NOISY, Result
 from torchtune_ext.measured.techniques import uses
 from torchtune_ext.run.errors import Mistake
@@ -36,8 +33,6 @@ log = logging.getLogger(__name__)
 
 ALL = "all"  # the stage of a task without a curriculum
 PROMPTS = ("long", "short")
-OTHERS = ("refuse", "measure")
-MAX_MEASURED_AGAIN = 64  # programs of another machine, from the fastest
 
 
 class Matmul(MeasuredTask):
@@ -52,16 +47,11 @@ class Matmul(MeasuredTask):
         reward: how an outcome becomes a number: "log_speedup", "peak_share" or "published" (rewards.py).
         prompt: "long", in words; "short" for a model that was warmed up on it (programs.py): "dgemm 256 256 256 blocking".
         show: the share of long prompts that show a program of the archive, to be improved.
-        archive: file of an earlier run's archive to begin with; None: an empty one.
-        others: what becomes of programs in it that another machine has measured: "refuse" the file, or "measure" the fastest
-            ones again here, at the start.
-        pareval: the file generation-prompts.json of ParEval, whose words are used for the kernels that it asks for.
         seed: of the choice of programs that prompts show.
-        bench: settings of the service that measures, fields of `BenchConfig`: cores, threads, budget_s, cache, address, ...
+        bench: settings of the service that measures, fields of `BenchConfig`: cores, threads, budget_s, address, ...
 
     Raises:
-        ValueError: an argument is out of its range, or the archive is of other problems, or damaged.
-        FileNotFoundError: there is no such archive or file of ParEval.
+        ValueError: an argument is out of its range.
     """
 
     def __init__(
@@ -71,18 +61,11 @@ class Matmul(MeasuredTask):
         reward: str = "log_speedup",
         prompt: str = "long",
         show: float = 0.0,
-        archive: str | None = None,
-        others: str = "refuse",
-        pareval: str | None = None,
         seed: int = 0,
         bench: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(bench)
-        for name, value, choices in (
-            ("reward", reward, KINDS),
-            ("prompt", prompt, PROMPTS),
-            ("others", others, OTHERS),
-        ):
+        for name, value, choices in (("reward", reward, KINDS), ("prompt", prompt, PROMPTS)):
             if value not in choices:
                 raise Mistake(f"task.{name}={value!r}: choose one of {', '.join(choices)}")
         if not isinstance(show, int | float) or not 0.0 <= show <= 1.0:
@@ -105,12 +88,8 @@ class Matmul(MeasuredTask):
                 uses(kernel.naive, kernel)
         self._readable = {kernel.name for kernel in self.kernels if _is_readable(kernel)}
         self.curriculum = Curriculum(tuple(stages)) if stages is not None else None
-        self._questions = {
-            kernel.name: None if pareval is None else _read("pareval", pareval, pareval_question, kernel.name)
-            for kernel in self.kernels
-        }
         self.machine: str | None = None  # on which programs were measured last
-        self.archive = Archive() if archive is None else self._load(archive, others)
+        self.archive = Archive()
 
     def __len__(self) -> int:
         return len(self._names)
@@ -129,8 +108,8 @@ class Matmul(MeasuredTask):
         if self._prompt == "short":
             return Problem(f"{name}/{stage}", short_messages(kernel, stage), answer)
         elite = self._elite(kernel, stage, random.Random(f"{self._seed}/{cursor}"))
-        question: Messages = messages(kernel, stage, elite, self._questions[kernel.name])
-        return Problem(f"{name}/{stage}{'' if elite is None else '/improve'}", question, answer)
+        shown = "" if elite is None else "/improve"
+        return Problem(f"{name}/{stage}{shown}", messages(kernel, stage, elite), answer)
 
     def solution(self, problem: Problem) -> str:
         """Returns the kernel's own program, which is right, permitted at every stage, and slow."""
@@ -144,38 +123,11 @@ class Matmul(MeasuredTask):
 
     def permitted(self, problem: Problem) -> Collection[str] | None:
         """Returns the techniques of the problem's stage; None for a kernel of which they cannot be told."""
-        return self._permitted(self.kernel(problem).name, problem.answer["stage"])
-
-    def _permitted(self, kernel: str, stage: str) -> Collection[str] | None:
-        return STAGES[stage] if kernel in self._readable else None
+        return STAGES[problem.answer["stage"]] if self.kernel(problem).name in self._readable else None
 
     def score(self, problem: Problem, result: Result) -> Score:
         """Returns what a program is worth, and what was measured of it."""
         return measured_score(result, reward(result.outcome, result.timing, self._reward))
-
-    def measure_again(self, bench: Bench | RayBench) -> None:
-        """Measures programs that another machine has measured, where the archive may hold some (`others="measure"`).
-
-        Raises:
-            BenchError: the service has failed.
-        """
-        here = fingerprint()
-        foreign = sorted(
-            (each for each in self.archive.cells().values() if each.machine != here), key=lambda each: -each.low
-        )
-        waiting = [
-            (
-                entry,
-                bench.submit(
-                    self._of(entry), f"```c\n{entry.source}\n```", permitted=self._permitted(entry.kernel, ALL)
-                ),
-            )
-            for entry in foreign[:MAX_MEASURED_AGAIN]
-        ]
-        for entry, future in waiting:
-            result = future.result()
-            if result.timing is not None:
-                self._keep(self._of(entry), entry.source, measured_score(result, 0.0), entry.found)
 
     # What was observed -----------------------------------------------------------------------------------------------
 
@@ -239,59 +191,30 @@ class Matmul(MeasuredTask):
 
     def _metrics(self, moves: int) -> Iterator[tuple[str, float]]:
         yield "archive/cells", float(len(self.archive))
-        if self.machine is not None and (best := self.archive.best(1, self.machine)):
-            yield "archive/best_speedup", best[0].ratio
+        # Speeds of two machines are not compared.
+        if here := [entry for entry in self.archive if entry.machine == self.machine]:
+            yield "archive/best_speedup", max(here, key=lambda entry: entry.low).ratio
         if self.curriculum is not None:
             at = [self.curriculum.stage(name) for name in self._names]
             yield from ((f"stage/{stage}", float(at.count(stage))) for stage in self.curriculum.stages)
             yield "stage/moves", float(moves)
 
     def _elite(self, kernel: Kernel, stage: str, rng: random.Random) -> Entry | None:
-        """Draws whether a program is shown, and which: the elite of a cell that neighbors one that is filled."""
-        if rng.random() >= self._show or self.machine is None:
+        """Draws whether a program is shown, and which: an elite of the machine that measured last, which the stage permits."""
+        if rng.random() >= self._show:
             return None
-        size = tuple(kernel.timed.items())
-        cells = [
-            cell
-            for cell in self.archive.cells()
-            if (cell.machine, cell.kernel, cell.size) == (self.machine, kernel.name, size)
-            and STAGES[stage] >= set(cell.techniques)
+        problem = self.machine, kernel.name, tuple(kernel.timed.items())
+        elites = [
+            entry
+            for entry in self.archive
+            if (entry.machine, entry.kernel, entry.size) == problem and STAGES[stage] >= set(entry.techniques)
         ]
-        if not cells:
-            return None
-        cell = rng.choice(cells)
-        return self.archive.neighbor_elite(cell, rng, STAGES[stage]) or self.archive.cells()[cell]
-
-    def _of(self, entry: Entry) -> Kernel:
-        """Returns the kernel of an entry."""
-        return self._problems[problem_name(entry.kernel, dict(entry.size))]
-
-    def _load(self, path: str, others: str) -> Archive:
-        archive = _read("archive", path, Archive.load)
-        for cell in archive.cells():
-            if (name := problem_name(cell.kernel, dict(cell.size))) not in self._problems:
-                raise Mistake(
-                    f"task.archive={path}: it has programs for {name}, and the task asks for {', '.join(self._names)}; "
-                    "name the archive of a run with the same kernels and sizes"
-                )
-        here = fingerprint()
-        if others == "refuse" and (foreign := [name for name in archive.machines() if name != here]):
-            raise Mistake(
-                f"task.archive={path}: measured on {foreign[0]}, and this machine is {here}; its speeds mean nothing here. "
-                "Set task.others=measure to measure its fastest programs again"
-            )
-        if here in archive.machines():
-            self.machine = here
-        return archive
-
-
-def problem_name(kernel: str, size: Mapping[str, int]) -> str:
-    """Returns "dgemm-256-256-256"."""
-    return "-".join([kernel, *map(str, size.values())])
+        return rng.choice(elites) if elites else None
 
 
 def problem_of(kernel: Kernel) -> str:
-    return problem_name(kernel.name, kernel.timed)
+    """Returns "dgemm-256-256-256"."""
+    return "-".join([kernel.name, *map(str, kernel.timed.values())])
 
 
 def kernels_of(mapping: Mapping[str, int | Sequence[int]]) -> list[Kernel]:
@@ -332,21 +255,6 @@ def _kernel(kind: Callable[[int], Kernel], name: str, size: int) -> Kernel:
             f"task.kernels.{name}={size}: {error or type(error).__name__}; a kernel is made by a class that takes a size"
         ) from error
     return kernel
-
-
-def _read(name: str, path: str, read: Callable[..., Any], *more: str) -> Any:
-    """Reads a file that a setting names. Its errors name the setting."""
-    try:
-        return read(Path(path), *more)
-    except FileNotFoundError as error:
-        raise Mistake(f"task.{name}={path}: there is no such file; name one, or null for none") from error
-    except OSError as error:
-        raise Mistake(
-            f"task.{name}={path}: {error.strerror}; name a file that can be read, or null for none"
-        ) from error
-    except ValueError as error:
-        # It begins with the path.
-        raise Mistake(f"task.{name}={error}") from error
 
 
 def _is_readable(kernel: Kernel) -> bool:

@@ -47,6 +47,7 @@ function charts(overview) {
     draw(panel, sections.get(panel.section));
   }
   if (document.getElementById("configuration")) nav.append(el("a", { href: "#configuration" }, "Configuration"));
+  return sections;
 }
 
 // A good and a bad sample of one group, so that a reader has seen texts before curves: those with the highest and the lowest
@@ -107,7 +108,7 @@ async function start(overview) {
   head(overview);
   tiles(overview);
   configuration(overview);
-  charts(overview);
+  await archive(overview, charts(overview).get("Archive"));
   await rollouts(overview);
 }
 
