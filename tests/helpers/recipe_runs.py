@@ -119,6 +119,7 @@ class WildTalk(Talk):
 # A run of conversations. A random model seldom samples the end of a turn: a fifth of all tokens end one here.
 TALKS = ["task._component_=letters.Talks", "evaluation.task._component_=letters.Talks", "grader.workers=8"]
 TALKS += [f"sampling.stop_token_ids={[*range(2, 320, 5)]}"]
+CREDITED_TALKS = [*TALKS, "advantage.credit=turn"]
 
 CONFIG = """
 output_dir: ???

@@ -53,9 +53,18 @@ def kl_run(full_workplace, served):
 
 
 @pytest.fixture(scope="session")
-def lora_workplace(tmp_path_factory):
+def lora_workplace(tmp_path_factory, lora_served):
     """A folder in which `reference`, a run of three steps on adapters, has ended well."""
     folder = runs.make_workplace(tmp_path_factory.mktemp("lora"))
     (folder / "lora.yaml").write_text(runs.CONFIG.replace(FULL_MODEL, LORA_MODEL))
-    runs.run(folder, "grpo_lora", "output_dir=reference", config="lora.yaml")
+    runs.run(folder, "grpo_lora", "output_dir=reference", lora_served, config="lora.yaml")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def talks_workplace(tmp_path_factory, served):
+    """A folder in which `run`, a run of three steps of conversations, has ended well."""
+    folder = runs.make_workplace(tmp_path_factory.mktemp("talks"))
+    output = runs.run(folder, "grpo_full", "output_dir=run", *runs.CREDITED_TALKS, served)
+    assert "conversations of up to 4 turns, 8 at a time" in output
     return folder

@@ -1,15 +1,7 @@
-"""Faults while the engine samples for later steps: real runs, real processes, and nothing of them is left.
+"""A run that samples for later steps recovers from its faults, and nothing of them is left. Faults that end a run: tests/chaos."""
 
-The first run recovers from its faults. The others end, one after the other in the same folder; each goes on from what the one
-before has saved, and in the end every problem of the run has been trained once.
-"""
-
-import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,7 +11,7 @@ import psutil
 import pytest
 import recipe_runs as runs
 from async_runs import AHEAD, GROUPS, STALENESS, problem_of, require_ahead, stored
-from chaos_run import RESUME, Round, Run, digests, left_in, left_outside
+from chaos_run import Round, Run, left_in, left_outside
 from waiting import wait_until
 
 from torchtune_ext.telemetry.metrics import read_metrics
@@ -33,8 +25,6 @@ PROBE_S = 5.0  # seconds until an engine that does not answer is given up
 WATCHED = [f"engine.probe_deadline_s={PROBE_S}", "engine.probe_interval_s=1"]
 GRADERS = ["task._component_=faulty_task.Hanging", "grader.workers=2"]
 FAULTY = [*AHEAD, *BUSY, *WATCHED, *GRADERS]
-STEPS = 12  # of the runs that end
-ENDS_S = 60.0  # seconds that a run has to end: closing its parts may take so long (run/stop.py)
 
 
 @pytest.fixture(scope="module")
@@ -52,27 +42,6 @@ def recovers(workplace, tmp_path):
     home.end()
 
 
-@pytest.fixture(scope="module")
-def ends(workplace, tmp_path_factory):
-    """The runs that end share a folder on a small disk, where this machine allows one."""
-    home = Round(workplace, tmp_path_factory.mktemp("round"))
-    home.output_dir.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=96m", "none", str(home.output_dir)]
-    mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
-    yield home
-    home.end()
-    if mounted:
-        subprocess.run(["umount", "--lazy", str(home.output_dir)], check=True)
-
-
-@pytest.fixture
-def hears_ctrl_c():
-    """What is started by a shell in the background ignores SIGINT, and so does what it starts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def wait_for_step(run: Run, step: int) -> None:
     """Waits until this step has its metrics."""
     wait_until(lambda: run.watch.logged() >= step or run.process.poll() is not None, 240)
@@ -82,12 +51,6 @@ def wait_for_step(run: Run, step: int) -> None:
 def require_nothing_left(home: Round) -> None:
     assert home.left_running() == []
     assert left_outside(home.temp, home.shared) == [] and left_in(home.output_dir) == []
-
-
-def on_their_way(run: Path) -> int:
-    """How many groups the newest checkpoint has to look after, finished or not."""
-    newest = max((run / "checkpoints").glob("step_*"))
-    return len(json.loads((newest / "recipe.json").read_text())["source"]["cursors"])
 
 
 def over_publication(run: Path, version: int) -> tuple[int, int]:
@@ -145,80 +108,3 @@ def test_a_frozen_and_a_killed_engine_at_publications_and_a_hanging_grader(workp
 
     require_ahead(folder, steps)
     require_nothing_left(recovers)
-
-
-def start(home: Round, *args: str) -> Run:
-    """Goes on with the run of this folder, or begins it."""
-    for earlier in home.runs:
-        if earlier.process.poll() is None:
-            earlier.process.kill()  # its test has failed, and the next one needs the folder
-            earlier.process.wait(10)
-    return home.start(*FAULTY, f"max_steps={STEPS}", "checkpoints.keep_last=20", RESUME, *args)
-
-
-@pytest.mark.long
-def test_a_full_disk_is_named_and_damages_nothing(ends):
-    """The metrics of the step still fit, its checkpoint with the groups on their way does not."""
-    if not os.path.ismount(ends.output_dir):
-        pytest.skip("only root may mount a small file system; tests of checkpoints with file-size limits stand for it")
-    balloon, checkpoints = ends.output_dir / "balloon", ends.output_dir / "checkpoints"
-    run = start(ends)
-    wait_for_step(run, 2)
-    run.process.send_signal(signal.SIGSTOP)  # so that it needs no space while the rest of it is taken
-    with balloon.open("wb") as file:
-        room = os.statvfs(ends.output_dir)
-        os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize - (64 << 10))
-    run.process.send_signal(signal.SIGCONT)
-    before = {path.name: digests(path) for path in checkpoints.glob("step_*")}
-    assert run.wait(ENDS_S) == 2, run.output()
-    assert re.search(r"step_\d+ was not saved: .*No space left on device", run.output()), run.output()[-3000:]
-    assert before and all(digests(checkpoints / name) == files for name, files in before.items())
-    assert on_their_way(ends.output_dir) == (STALENESS + 1) * GROUPS
-    require_nothing_left(ends)
-    balloon.unlink()
-
-
-@pytest.mark.long
-def test_a_group_that_never_ends_is_named(ends):
-    """A text holds its grader for longer than anybody waits. All that may be sampled before it is trained comes, then nothing."""
-    number, silence_s = 6 * GROUPS + 2, 10.0
-    hang = ends.workplace / f"hang_{problem_of(number)}"
-    hang.touch()
-    run = start(ends, f"rollouts.deadline_s={silence_s}", "grader.timeout_s=3000")
-    wait_until(lambda: not hang.exists() or run.process.poll() is not None, 240)
-    hung = time.monotonic()
-    assert run.wait(240) == 1, run.output()
-    took = time.monotonic() - hung
-    said = re.search(
-        r"error: no completion and no grade came for (\d+) s \(rollouts\.deadline_s=10\), while 1 group is waited for: "
-        rf"group {number} \(version \d+\): submitted (\d+) s ago, 1 of 2 texts are not graded\. Look at the engine's log",
-        run.output(),
-    )
-    assert said, run.output()[-3000:]
-    silent, submitted = map(int, said.groups())
-    assert silence_s <= silent <= submitted <= time.monotonic() - run.started
-    assert took < silence_s + ENDS_S
-    require_nothing_left(ends)
-
-
-@pytest.mark.long
-def test_ctrl_c_while_groups_are_on_their_way(ends, hears_ctrl_c):
-    run = start(ends)
-    wait_for_step(run, 8)
-    os.killpg(run.pid, signal.SIGINT)
-    assert run.wait(ENDS_S) == 130, run.output()
-    assert re.search(
-        rf"Stopped by Ctrl-C\. It was at step \d+ of {STEPS}\. The newest checkpoint is .*step_\d+;", run.output()
-    )
-    assert "Traceback" not in run.output(), run.output()
-    assert runs.metrics(ends.output_dir)[-1]["async/running"] > 0
-    assert on_their_way(ends.output_dir) >= GROUPS
-    require_nothing_left(ends)
-
-
-@pytest.mark.long
-def test_in_the_end_every_problem_was_trained_once(ends):
-    run = start(ends)
-    assert run.wait(240) == 0, run.output()
-    require_ahead(ends.output_dir, STEPS)
-    require_nothing_left(ends)

@@ -22,14 +22,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return runs.make_workplace(tmp_path_factory.mktemp("talks"))
+def workplace(talks_workplace):
+    return talks_workplace
 
 
 @pytest.fixture(scope="module")
-def run(workplace, served):
-    output = runs.run(workplace, "grpo_full", "output_dir=run", *runs.TALKS, served)
-    assert "conversations of up to 4 turns, 8 at a time" in output
+def run(workplace):
     return workplace / "run"
 
 
@@ -112,19 +110,20 @@ def test_turns_behind_what_a_template_leaves_of_older_ones(workplace, served):
 
 
 def test_a_replay_ends_with_the_same_weights(run, workplace):
-    output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=run", *runs.TALKS)
+    output = runs.run(workplace, "grpo_full", "output_dir=again", "replay=run", *runs.CREDITED_TALKS)
     assert "Set otherwise" not in output, output
     assert weights(workplace / "again") == weights(run)
 
 
 def test_killed_between_two_turns_and_resumed_equals_uninterrupted(run, workplace, served):
-    command = runs.command("grpo_full", "output_dir=killed", "resume_from_checkpoint=True", *runs.TALKS, served)
+    words = ["output_dir=killed", "resume_from_checkpoint=True", *runs.CREDITED_TALKS, served]
+    command = runs.command("grpo_full", *words)
     process = subprocess.Popen(command, cwd=workplace, env=runs.environment(), stdout=subprocess.DEVNULL)
     runs.wait_for_steps(workplace / "killed", 2, process)
     time.sleep(random.Random(0).random() / 4)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    runs.run(workplace, "grpo_full", "output_dir=killed", "resume_from_checkpoint=True", *runs.TALKS, served)
+    runs.run(workplace, "grpo_full", *words)
     assert weights(workplace / "killed") == weights(run)
 
 

@@ -20,7 +20,7 @@ from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-RANK, ALPHA = 4, 8.0
+RANK = 4
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG = EngineConfig(
     dtype="float32",
@@ -30,30 +30,17 @@ CONFIG = EngineConfig(
     lora_targets=TARGETS,
     max_failures=2,
 )
-PEFT = {"r": RANK, "lora_alpha": ALPHA, "target_modules": list(TARGETS)}
+PEFT = {"r": RANK, "lora_alpha": 2.0 * RANK, "target_modules": list(TARGETS)}
 PROMPTS, SAMPLING = tiny_model.prompts(3, 50), SamplingConfig(max_tokens=24, seed=2)
 
 
-def adapter(seed: int, scale: float = 0.1) -> dict[str, torch.Tensor]:
-    """PEFT tensors of a random adapter on every linear layer."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for name, weight in tiny_model.build(0).named_parameters():
-        if weight.dim() == 2 and "layers" in name:
-            stem = "base_model.model." + name.removesuffix(".weight")
-            tensors[f"{stem}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=generator) * scale
-            tensors[f"{stem}.lora_B.weight"] = torch.randn(weight.shape[0], RANK, generator=generator) * scale
-    return tensors
+def adapter(seed: int) -> dict[str, torch.Tensor]:
+    return tiny_model.adapter(RANK, TARGETS, seed)[0]
 
 
 def merged(tensors: dict[str, torch.Tensor], seed: int = 0):
     """The reference: the model with the adapter added to its weights."""
-    model = tiny_model.build(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            stem = "base_model.model." + name.removesuffix(".weight")
-            if f"{stem}.lora_A.weight" in tensors:
-                weight += ALPHA / RANK * tensors[f"{stem}.lora_B.weight"] @ tensors[f"{stem}.lora_A.weight"]
-    return model
+    return tiny_model.merged(seed, tensors, PEFT)
 
 
 @pytest.fixture(scope="module")

@@ -45,15 +45,6 @@ def model_dir(models, tmp_path_factory):
     return tiny_model.save(models[0], tmp_path_factory.mktemp("model"))
 
 
-def with_model_b(model_dir, models, folder, config):
-    """An engine that samples with model B, version 1, while model A is on the disk."""
-    with Engine(model_dir, config, str(folder)) as engine:
-        engine.start()
-        engine.wait_ready(240)
-        engine.publish(models[1].named_parameters(), 1)
-        yield engine
-
-
 @pytest.fixture(scope="module")
 def fault(tmp_path_factory):
     """The file that names the next fault of the client."""
@@ -67,7 +58,12 @@ def fault(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(model_dir, models, tmp_path_factory, fault):
-    yield from with_model_b(model_dir, models, tmp_path_factory.mktemp("run"), CONFIG)
+    """An engine that samples with model B, version 1, while model A is on the disk."""
+    with Engine(model_dir, CONFIG, str(tmp_path_factory.mktemp("run"))) as engine:
+        engine.start()
+        engine.wait_ready(240)
+        engine.publish(models[1].named_parameters(), 1)
+        yield engine
 
 
 def sample_and(engine, action, prompts=None):
@@ -125,15 +121,6 @@ def test_sampling_goes_on_with_the_current_weights(engine, models, of, kill):
     assert not Path(f"/proc/{pid}").exists() and not Path(f"/proc/{client}").exists()
 
 
-@pytest.mark.rest  # the kill of test_one_that_is_killed_in_the_midst_of_sampling_loses_nothing, without requests
-def test_death_while_idle_is_noticed_too(engine, models):
-    pid = engine_pid(engine)
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: engine_pid(engine) != pid)
-    groups = engine.sample(tiny_model.prompts(1, 20), 2, SamplingConfig(max_tokens=8, seed=1))
-    assert set(groups[0][0].versions) == {1}
-
-
 def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models):
     """The engine dies while it loads: after the restart it has the weights that were being published."""
     lane = engine._pool.lanes[0]
@@ -150,16 +137,6 @@ def test_a_failed_update_restarts_the_engine_with_the_new_weights(engine, models
     c = engine.sample(prompts, 1, SamplingConfig(max_tokens=16, seed=1))[0][0]
     assert set(c.versions) == {2}
     assert np.abs(tiny_model.logprobs(models[0], prompts[0], c.tokens) - c.logprobs).max() < 1e-4
-
-
-@pytest.mark.rest
-def test_a_client_frozen_at_a_publication_is_noticed_in_time(engine, models, caplog):
-    version, core = engine.version + 1, engine._pool.lanes[0].core
-    os.kill(core.group, signal.SIGSTOP)
-    struck = time.monotonic()
-    engine.publish(models[0].named_parameters(), version)
-    assert "the engine did not answer is_paused within 2 s" in caplog.text
-    assert time.monotonic() - struck < 240 and engine.version == version and engine._pool.lanes[0].core is not core
 
 
 @pytest.mark.parametrize("moment", ["before", "in the load"])
@@ -216,32 +193,6 @@ def test_the_janitor_dies_then_the_engine_and_nothing_leaks(engine, caplog):
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before and len(os.listdir("/proc/self/task")) <= threads)
 
 
-@pytest.mark.rest  # with stand-ins for engines: tests/unit/sampling/test_restarts.py
-def test_three_failures_in_a_row_are_final(engine):
-    lane = engine._pool.lanes[0]
-
-    def strike():
-        for _ in range(3):
-            wait_until(lambda: lane.core is not None and lane.core.calls and engine_pid(engine), 240)
-            pid = engine_pid(engine)
-            os.kill(pid, signal.SIGKILL)
-            wait_until(lambda pid=pid: engine_pid(engine) != pid)
-
-    error = sample_and(engine, strike)
-    assert isinstance(error, EngineFailed)
-    assert "failed 3 times in a row" in str(error) and "(client) " in str(error).split("engine's log")[1]
-    with pytest.raises(EngineFailed, match="3 times"):
-        engine.sample([[1]], 1, SamplingConfig(max_tokens=1))
-
-
-@pytest.mark.rest
-def test_a_folder_without_a_model_is_no_start(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with Engine(str(tmp_path / "empty"), CONFIG, str(tmp_path)) as engine:
-        with pytest.raises(EngineFailed, match="did not start"):
-            engine.start()
-
-
 def test_a_first_start_that_fails_says_why(tmp_path, model_dir):
     with Engine(model_dir, replace(CONFIG, kv_cache_bytes=1000), str(tmp_path)) as engine:
         engine.start()
@@ -249,24 +200,6 @@ def test_a_first_start_that_fails_says_why(tmp_path, model_dir):
             engine.wait_ready(240)
     with pytest.raises(ValueError, match="probe_deadline_s is 0"):
         EngineConfig(probe_deadline_s=0)
-
-
-@pytest.mark.rest
-def test_close_while_a_lost_engine_restarts(model_dir, tmp_path):
-    """`close` ends the processes that come up, and all the rest."""
-    with Engine(model_dir, CONFIG, str(tmp_path)) as engine:
-        engine.start()
-        engine.wait_ready(240)
-        lost = engine_pid(engine)
-        os.kill(lost, signal.SIGKILL)
-        wait_until(lambda: engine_pid(engine) not in (0, lost))
-        coming_up, folder, janitor = engine_pid(engine), engine._janitor.folder, engine._janitor.pid
-        time.sleep(1.0)  # in vLLM's hands by now
-        started = time.monotonic()
-        engine.close()
-        assert time.monotonic() - started < 10
-    # The engine was a child of its client, so that init has to fetch its status.
-    wait_until(lambda: not any(Path(path).exists() for path in (f"/proc/{coming_up}", f"/proc/{janitor}", folder)))
 
 
 TRAINER = """

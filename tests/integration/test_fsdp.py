@@ -10,42 +10,52 @@ import recipe_runs as runs
 import torch
 from tiny_runs import write_tiny_model
 
-GRADIENTS = """
-import json
+GROUPS = """
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
+
+from torchtune_ext.groups import Group, Sample
+from torchtune_ext.sampling.records import Completion
+from torchtune_ext.tasks.task import Problem
+
+
+def groups_of(shapes):
+    rng, made = np.random.default_rng(0), []
+    for g, (prompt, lengths) in enumerate(shapes):
+        samples = tuple(
+            Sample(
+                Completion(rng.integers(0, 300, n).astype(np.int32), rng.normal(-4, 1, n).astype(np.float32), np.zeros(n, np.int32), "stop"),
+                advantage=float(rng.normal()), trained=True,
+            )
+            for n in lengths
+        )
+        if g == 1:  # a conversation whose second turn forgets a part of its first, and whose third goes on from all
+            turns = replace(samples[0].completion, turns=((0, 6), (9, 12), (14, 20)), kept=(4, 7, 12))
+            samples = (replace(samples[0], completion=turns), samples[1])
+        made.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
+    return made
+"""
+
+GRADIENTS = """
+import json
+from pathlib import Path
+
 import torch
+from rollouts import groups_of
 from torch.distributed.tensor import DTensor
 
-from torchtune_ext.packing import Layout
-from torchtune_ext.groups import Group, Sample
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import pack
+from torchtune_ext.packing import Layout, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors
 from torchtune_ext.policy.lora import base_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name
-from torchtune_ext.sampling.records import Completion
-from torchtune_ext.tasks.task import Problem
+from torchtune_ext.training.distributed import close_ranks, init_ranks
 from torchtune_ext.training.learner import Learner, reference_of
 
-rng = np.random.default_rng(0)
-groups = []
-for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9])]):
-    samples = tuple(
-        Sample(
-            Completion(rng.integers(0, 300, n).astype(np.int32), rng.normal(-4, 1, n).astype(np.float32), np.zeros(n, np.int32), "stop"),
-            advantage=float(rng.normal()), trained=True,
-        )
-        for n in lengths
-    )
-    if g == 1:  # a conversation whose second turn forgets a part of its first, and whose third goes on from all
-        turns = replace(samples[0].completion, turns=((0, 6), (9, 12), (14, 20)), kept=(4, 7, 12))
-        samples = (replace(samples[0], completion=turns), samples[1])
-    groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
+groups = groups_of([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9])])
 loss = PolicyLoss(constraint="kl", delta=1e-4, top_k=8, importance="tis", kl_coef=0.2, entropy_coef=0.01)
 
 
@@ -77,11 +87,13 @@ def gradients(ranks, folder, checkpointing, row_tokens, lora, fp8):
     return found.loss, found.metrics, grads, sent, rounding
 
 
-def main(ranks):
-    for name, case in json.loads(Path("cases.json").read_text()).items():
-        result = gradients(ranks, **case)
-        if ranks.is_main:
-            torch.save(result, f"{name}_{ranks.world_size}.pt")
+# All on one rank, then all on two: what takes time is to import PyTorch, and not the few rows.
+ranks = init_ranks("cpu")
+for name, case in json.loads(Path("cases.json").read_text()).items():
+    result = gradients(ranks, **case)
+    if ranks.is_main:
+        torch.save(result, f"{name}_{ranks.world_size}.pt")
+close_ranks()
 """
 
 
@@ -105,19 +117,6 @@ CASES = {
     }.items()
 }
 
-# All on one rank, then all on two: what takes time is to import PyTorch, and not the few rows.
-LAUNCH = """
-import dora
-import gradients
-
-from torchtune_ext.training.distributed import close_ranks, init_ranks
-
-ranks = init_ranks("cpu")
-gradients.main(ranks)
-dora.main(ranks)
-close_ranks()
-"""
-
 
 def start(folder, words):
     done = subprocess.run(
@@ -134,15 +133,14 @@ def start(folder, words):
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
-    """A folder in which both scripts have run on one rank and on two."""
+    """A folder in which the script has run on one rank and on two."""
     folder = tmp_path_factory.mktemp("ranks")
     for name, shape in MODELS.items():
         write_tiny_model(folder / name, **shape)
-    scripts = {"gradients.py": GRADIENTS, "dora.py": DORA, "ranks.py": LAUNCH, "cases.json": json.dumps(CASES)}
-    for name, text in scripts.items():
+    for name, text in {"rollouts.py": GROUPS, "gradients.py": GRADIENTS, "cases.json": json.dumps(CASES)}.items():
         (folder / name).write_text(text)
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
-        start(folder, [*launcher, "ranks.py"])
+        start(folder, [*launcher, "gradients.py"])
     return folder
 
 
@@ -162,123 +160,30 @@ def test_two_ranks_equal_one(computed, case):
     assert all(torch.equal(one[3][n].float(), two[3][n].float()) for n in one[3])
 
 
-DORA = """
-import numpy as np
-import torch
-from torch.distributed.tensor import DTensor
-
-from torchtune_ext.groups import Group, Sample
-from torchtune_ext.packing import pack
-from torchtune_ext.policy import from_config
-from torchtune_ext.policy.lora import adapted_modules
-from torchtune_ext.policy.builder import build_policy
-from torchtune_ext.policy.sharded import fill, whole
-from torchtune_ext.policy.hf_model import HFModel, clean_name
-from torchtune_ext.sampling.records import Completion
-from torchtune_ext.tasks.task import Problem
-
-CHANGES = (0.001, -0.001, 0.002, 0.003)
-options = dict(lora_attn_modules=["q_proj", "v_proj", "output_proj"], apply_lora_to_mlp=True, lora_rank=4, use_dora=True)
-rng = np.random.default_rng(0)
-tokens = rng.integers(0, 300, 240).astype(np.int32)
-sample = Sample(Completion(tokens, np.zeros(240, np.float32), np.zeros(240, np.int32), "stop"), advantage=1.0, trained=True)
-row = pack([Group(Problem("p", (), None), tokens[:9], (sample,))], 512)[0][0]
-
-
-def gradients(ranks, checkpointing):
-    torch.manual_seed(0)
-    source = HFModel("plain")
-    policy = build_policy(
-        lambda: from_config("plain", **options), source, ranks.device, torch.bfloat16, ranks.world_size, checkpointing
-    )
-    seen, first = {}, {}
-
-    def keep(module, args, out):
-        seen.setdefault(module, (args[0].detach(), out.detach()))
-
-    for name, module in adapted_modules(policy.model).items():
-        module.register_forward_hook(keep)
-        first[name] = whole(module.magnitude).clone()
-    for change in CHANGES:
-        for name, module in adapted_modules(policy.model).items():
-            fill(module.magnitude, first[name] * (1 + change))
-        seen.clear()
-        policy(row.to(ranks.device)).logprobs_L.sum().backward()
-        for name, module in adapted_modules(policy.model).items():
-            x, found = (t.double().flatten(0, -2) for t in seen[module])
-            base = x @ whole(module.weight).double().T
-            bias = 0.0 if module.bias is None else whole(module.bias).double()
-            answer = ((found - bias - base) * base).sum() / base.pow(2).sum()
-            step = 2.0**-7 * 2.0 ** (base * (1 + change) + bias).abs().log2().floor()  # a rounding has variance step^2 / 12
-            sigma = (base * step).pow(2).sum().div(12).sqrt() / base.pow(2).sum()
-            assert sigma < 1e-4, (name, sigma)
-            assert abs(answer - change) < 5 * sigma, f"{name}: {change} acts as {answer:.5f}, sigma {sigma:.5f}"
-    return {
-        clean_name(n): p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        for n, p in policy.model.named_parameters() if p.requires_grad
-    }
-
-
-def main(ranks):
-    for checkpointing in (0, 1):
-        result = gradients(ranks, bool(checkpointing))
-        if ranks.is_main:
-            torch.save(result, f"answer{checkpointing}_{ranks.world_size}.pt")
-"""
-
-
-@pytest.mark.parametrize("checkpointing", [0, 1])
-def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude_on_any_number_of_ranks(computed, checkpointing):
-    """Against the float64 product of each layer's input and weight, to which a fresh adapter adds nothing."""
-    one, two = (torch.load(computed / f"answer{checkpointing}_{ranks}.pt") for ranks in (1, 2))
-    assert {g.dtype for g in one.values()} == {torch.float32} and one.keys() == two.keys()
-    # Both ranks have the same row, and the mean of equal gradients is exact.
-    assert all(torch.allclose(one[n], two[n], rtol=1e-5, atol=1e-6 * one[n].abs().max()) for n in one)
-
-
 MESH = """
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
+from rollouts import groups_of
 from torch.distributed.tensor import DTensor
 
-from torchtune_ext.packing import Layout
-from torchtune_ext.groups import Group, Sample
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import pack
+from torchtune_ext.packing import Layout, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.lora import adapter_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.sharded import whole
-from torchtune_ext.sampling.records import Completion
-from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import RanksConfig, close_ranks, init_ranks
 from torchtune_ext.training.manifest import Identity
-from torchtune_ext.training.learner import Learner
-from torchtune_ext.training.learner import ScheduleConfig, make_schedule
+from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule
 from torchtune_ext.training.checkpoints import Checkpoints
 
 folder, lora = sys.argv[1], json.loads(sys.argv[2])
 source, saved = HFModel(folder), Path("c")
-rng = np.random.default_rng(0)
-groups = []
-for g, (prompt, lengths) in enumerate([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9]), (8, [11, 7])] * 3):
-    samples = tuple(
-        Sample(
-            Completion(rng.integers(0, 300, n).astype(np.int32), rng.normal(-4, 1, n).astype(np.float32), np.zeros(n, np.int32), "stop"),
-            advantage=float(rng.normal()), trained=True,
-        )
-        for n in lengths
-    )
-    if g == 1:  # a conversation whose second turn forgets a part of its first, and whose third goes on from all
-        turns = replace(samples[0].completion, turns=((0, 6), (9, 12), (14, 20)), kept=(4, 7, 12))
-        samples = (replace(samples[0], completion=turns), samples[1])
-    groups.append(Group(Problem(f"p{g}", (), None), rng.integers(0, 300, prompt).astype(np.int32), samples))
+groups = groups_of([(9, [5, 1, 12]), (4, [20, 3]), (15, [2, 2, 2, 2]), (6, [9]), (8, [11, 7])] * 3)
 rows, _ = pack(groups, 40, layout=Layout(4))
 assert len(rows) > 4, "several rows for a rank: the copies sum their gradients with the last one"
 
@@ -416,6 +321,7 @@ close_ranks()
 )
 def test_a_mesh_of_two_copies_in_two_parts_trains_publishes_and_resumes_as_one_rank(tmp_path, lora, shape):
     runs.make_workplace(tmp_path, **shape)
+    (tmp_path / "rollouts.py").write_text(GROUPS)
     (tmp_path / "mesh.py").write_text(MESH)
     arguments = ["mesh.py", str(tmp_path / "model"), json.dumps(lora)]
     four = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]

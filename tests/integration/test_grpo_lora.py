@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import recipe_runs as runs
 import torch
-from forked_runs import refused
 from learners import alone
 from safetensors.torch import load_file
 
@@ -195,18 +194,3 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         fault.write_text("the adapter is forgotten")
         with pytest.raises(Disagreement, match="the engine has the adapter that was sent and samples without it"):
             publisher.publish(3)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["model.lora_rank=0"], "model.lora_rank=0 must be at least 1"),
-        (["model.lora_attn_modules=[q_proj,o_proj]"], "names ['o_proj'], which no layer has; there are ['k_proj'"),
-        (["adapters.publish=adapter", "model.use_dora=True"], "use adapters.publish=merged"),
-        (["model.quantize_base=True"], "NF4 holds weights of a multiple of 16384 values, and not those of"),
-    ],
-)
-def test_bad_input_is_named_before_the_first_sample(workplace, args, message):
-    output = refused(workplace, "grpo_lora", "output_dir=bad", *args, config="lora.yaml")
-    assert message in output, output[-3000:]
-    assert not (workplace / "bad").exists()  # nothing has begun

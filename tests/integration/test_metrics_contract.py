@@ -73,25 +73,19 @@ def warmup(full_workplace):
 
 
 @pytest.fixture(scope="module")
-def async_run(full_workplace):
+def async_run(full_workplace, served):
     """A run of three steps whose engine samples ahead, with the model that it begins with as a teacher beside the rewards."""
     teacher = ["teacher.model_dir=model", "loss.teacher_coef=0.5"]
-    runs.run(full_workplace, "grpo_async", "output_dir=async", "staleness=1", *teacher)
+    runs.run(full_workplace, "grpo_async", "output_dir=async", "staleness=1", *teacher, served)
     return full_workplace / "async"
 
 
 @pytest.fixture(scope="module")
-def conversations(full_workplace, served):
-    credit = "advantage.credit=turn"
-    runs.run(full_workplace, "grpo_full", "output_dir=talks", "max_steps=1", credit, *runs.TALKS, served)
-    return full_workplace / "talks"
-
-
-@pytest.fixture(scope="module")
-def all_runs(full_workplace, kl_run, lora_workplace, async_run, warmup, conversations):
-    """Runs that write, between them, all that there is: on all weights, with a reference, on adapters, ahead, supervised, of
-    conversations."""
-    return [full_workplace / "reference", kl_run, lora_workplace / "reference", async_run, warmup, conversations]
+def all_runs(full_workplace, kl_run, lora_workplace, async_run, warmup, talks_workplace):
+    """Runs that write, between them, all that there is: on all weights, with a reference, on adapters, of conversations, ahead,
+    supervised."""
+    in_turns = (full_workplace / "reference", kl_run, lora_workplace / "reference", talks_workplace / "run")
+    return [*in_turns, async_run, warmup]
 
 
 # A sum of two details, beside the phases: the seconds that a step waited for groups.

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import recipe_runs as runs
-from forked_runs import refused
 from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -124,28 +123,3 @@ def test_adapters_over_a_base_in_fp8(workplace, name, flow, publish, settings):
     assert all(0 < line["mismatch/mean_abs"] < 0.2 for line in lines)
     whole = 2 * (parameters(workplace) - IN_FP8) + IN_FP8
     assert all((line["publish/bytes"] > whole) == (publish == "merged") for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "args", "message"),
-    [
-        ("grpo_full", ["precision=fp8_unify"], "precision.flow='fp8_unify' is unknown; did you mean 'fp8_unified'"),
-        ("grpo_full", ["precision.skip=[o_proj]"], "which has no FP8: give precision.flow=fp8_unified, too"),
-        ("grpo_full", ["precision.flow=fp8_rollout", "precision.skips=[o_proj]"], "did you mean 'skip'"),
-        ("grpo_full", ["precision=fp8_unified", "dtype=float32"], "FP8 stands beside bfloat16; set dtype=bfloat16"),
-        (
-            "grpo_full",
-            ["precision={flow: fp8_unified, backend: deep_gemm}"],
-            "precision.backend=deep_gemm cannot run fprop of model.layers.0.",
-        ),
-        (
-            "grpo_lora",
-            ["precision=fp8_unified", "adapters.publish=merged", *ADAPTER],
-            "set adapters.publish=adapter, or precision=bf16",
-        ),
-    ],
-    ids=["flow", "no flow", "key", "float32", "backend", "merged"],
-)
-def test_bad_settings_end_before_the_engine_starts(workplace, recipe, args, message):
-    output = refused(workplace, recipe, "output_dir=bad", *BFLOAT16, *args)
-    assert message in output and not (workplace / "bad" / "engine.log").exists()

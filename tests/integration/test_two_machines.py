@@ -124,22 +124,6 @@ def test_weights_reach_a_server_that_shares_no_memory(engine, models, machine):
     assert engine._courier._sender.group == sender and engine.stats().restarts == 0
 
 
-def test_a_publication_in_flight_marks_every_token(engine, models):
-    prompts = tiny_model.prompts(2, 20)
-    engine.publish(models[0].named_parameters(), 1)
-    under_way = [engine.submit(prompt, 4, SamplingConfig(max_tokens=900, seed=8)) for prompt in prompts]
-    # What was asked for later is answered: those before it have tokens of version 1.
-    engine.sample(prompts, 1, SamplingConfig(max_tokens=20))
-    engine.publish(models[1].named_parameters(), 2)
-    for prompt, group in zip(prompts, under_way, strict=True):
-        for c in group.result(60):
-            split = int((c.versions == 1).sum())
-            assert 0 < split < 900 and set(c.versions[split:]) == {2}
-            by_old, by_new = (tiny_model.logprobs(model, prompt, c.tokens) for model in models)
-            assert np.abs(by_old[:split] - c.logprobs[:split]).max() < 1e-4
-            assert np.abs(by_new[split:] - c.logprobs[split:]).max() < 1e-4
-
-
 def test_an_adapter_travels_the_same_way(engine, models):
     tensors, peft = tiny_model.adapter(RANK, TARGETS)
     merged = tiny_model.merged(0, tensors, peft)
@@ -155,24 +139,15 @@ def test_an_adapter_travels_the_same_way(engine, models):
     assert engine.checksums() == [sums(models[0])[0] | taken]
 
 
-@pytest.mark.parametrize(
-    ("spoiled", "said"),
-    [
-        (lambda name, t: None if "k_proj" in name else t, "published weights leave out"),
-        (
-            lambda name, t: t[:-1] if name.endswith("down_proj.weight") else t,
-            r"published \S*down_proj.weight in the shape \[\[63, 128\]\], and the engine holds \[64, 128\]",
-        ),
-        (lambda name, t: t.to(torch.float8_e4m3fn) if "up_proj" in name else t, "the lists of layers differ"),
-    ],
-)
-def test_what_the_server_cannot_take_is_refused_there(server, models, tmp_path, spoiled, said):
-    named = [(name, spoiled(name, tensor.detach())) for name, tensor in models[1].named_parameters()]
+def test_what_the_server_cannot_take_is_refused_there(server, models, tmp_path):
+    named = [(name, tensor.detach()) for name, tensor in models[1].named_parameters()]
+    named = [(name, tensor[:-1] if name.endswith("down_proj.weight") else tensor) for name, tensor in named]
     with Engine("", connection(server, max_failures=1), str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready(120)
+        said = r"published \S*down_proj.weight in the shape \[\[63, 128\]\], and the engine holds \[64, 128\]"
         with pytest.raises(EngineFailed, match=said):
-            engine.publish([(name, tensor) for name, tensor in named if tensor is not None], 1)
+            engine.publish(named, 1)
     with Engine("", connection(server), str(tmp_path)) as engine:  # and the server takes what is right
         engine.start()
         engine.wait_ready(120)
@@ -251,26 +226,6 @@ def test_a_trainer_that_is_killed_in_a_transfer_leaves_the_server_to_the_next(se
         assert time.monotonic() - began < 30 and engine.checksums() == sums(models[0])
         prompts = tiny_model.prompts(2, 20)
         assert worst(models[0], prompts, engine.sample(prompts, 2, SamplingConfig(max_tokens=32, seed=1))) < 1e-4
-
-
-def test_without_the_key_nothing_is_open_over_the_link(server, tmp_path, monkeypatch):
-    for path in ("/update_weights", "/init_weight_transfer_engine", "/collective_rpc", "/inference/v1/generate"):
-        for wrong in (None, KEY + "0"):
-            assert server.ask(path, "POST", wrong)[0] == 401
-    monkeypatch.setenv(KEY_VARIABLE, "guessed")
-    with Engine("", connection(server), str(tmp_path)) as engine:
-        engine.start()
-        with pytest.raises(EngineFailed, match=f"refuses the key in {KEY_VARIABLE}"):
-            engine.wait_ready(30)
-
-
-@pytest.mark.parametrize("asked", ["shm", "nccl"])
-def test_a_server_without_the_wanted_backend_is_refused(server, tmp_path, asked):
-    with Engine("", connection(server, transfer=asked), str(tmp_path)) as engine:
-        engine.start()
-        said = f'takes weights by gloo, and engine.transfer is {asked}; start it like this: .*"backend": "{asked}"'
-        with pytest.raises(EngineFailed, match=said):
-            engine.wait_ready(120)
 
 
 def test_blocks_in_fp8_travel_with_their_scales(machine, tmp_path):

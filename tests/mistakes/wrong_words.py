@@ -172,6 +172,7 @@ VALUES = {
     "precision=fp4": full("precision=fp4", r"precision.flow='fp4' is unknown; "),
     "precision=fp8_unifid": full("precision=fp8_unifid", r"precision.flow='fp8_unifid' is unknown; did you mean 'fp8_unified'\?"),
     "FP8 beside float32": full("precision=fp8_unified", r"precision.flow=fp8_unified with dtype=float32: FP8 stands beside bfloat16; set dtype=bfloat16, or precision=bf16"),
+    "FP8 of merged adapters": lora("precision=fp8_unified dtype=bfloat16 engine.dtype=bfloat16 adapters.publish=merged", r"set adapters.publish=adapter, or precision=bf16"),
     "FP8 options without FP8": full("'precision={flow: bf16, skip: [lm_head]}'", r"precision.skip=.* with precision.flow=bf16, which has no FP8"),
     "staleness=-1": full("staleness=-1", r"staleness=-1 must be a whole number, 0 or more"),
     "depth above staleness": full("staleness=1 depth=3", r"depth=3 is above staleness=1: .*; set depth to at most 1, or staleness to at least 3"),

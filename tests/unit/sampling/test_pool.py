@@ -2,91 +2,24 @@
 with real ones: tests/integration/test_engine_pool.py."""
 
 import asyncio
-import itertools
-from dataclasses import replace
 
-import numpy as np
 import psutil
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import fake_pools  # noqa: E402
-import virtual_time  # noqa: E402
-from fake_cores import CONFIG, until, weights  # noqa: E402
+from fake_cores import until, weights  # noqa: E402
 from fake_pools import run, states  # noqa: E402
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.lane import State  # noqa: E402
-from torchtune_ext.sampling.pool import Pool  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed, Priority  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def tokens(groups):
-    return [[c.tokens.tolist() for c in group] for group in groups]
-
-
 # -- who gets which group ------------------------------------------------------------------------------------------------
-
-
-def simulate(monkeypatch, choose, every_s):
-    """Latencies of 64 groups of 8 on 4 engines, and the prompts computed twice. Lengths are lognormal, and a prompt has a length
-    of its own: easy questions have short answers. Everything runs through `Pool` itself, in virtual time."""
-    rng = np.random.default_rng(5)
-    scale = rng.lognormal(0.0, 0.8, 64)
-    lengths = np.clip(40 * scale[:, None] * rng.lognormal(0.0, 0.4, (64, 8)), 1, 1000).astype(int)
-
-    async def main():
-        seeds = {}
-        bench = fake_pools.PoolBench(
-            monkeypatch,
-            4,
-            lambda call: int(lengths[seeds[call.seed]]),
-            config=replace(CONFIG, probe_interval_s=1e6),
-            limit=24,
-        )
-        with monkeypatch.context() as patch:
-            if choose is not None:
-                patch.setattr(Pool, "_choose", choose)
-            await bench.start()
-            groups = [bench.group([i] * 200, 8, 1000) for i in range(64)]
-            seeds |= {seed: (i, s) for i, group in enumerate(groups) for s, seed in enumerate(group.seeds)}
-            loop, took = asyncio.get_running_loop(), {}
-
-            async def timed(i, group):
-                # They come in one by one, as a run that samples ahead submits them.
-                await asyncio.sleep(every_s * i)
-                began = loop.time()
-                await bench.pool.draw(group)
-                took[i] = loop.time() - began
-
-            await asyncio.gather(*(timed(i, group) for i, group in enumerate(groups)))
-        twice = sum(len(core.prompts) for core in bench.now) - 64
-        await bench.pool.close()
-        bench.buffers.close()
-        return [took[i] for i in range(64)], twice
-
-    return virtual_time.run(main(), monkeypatch)
-
-
-@pytest.mark.parametrize(("every_s", "percentile"), [(0.1, 90), (0.0, 100)], ids=["one by one", "all at once"])
-def test_pool_routing_beats_hashing_and_round_robin(monkeypatch, every_s, percentile):
-    """Of groups that come one by one the p90 of the latency, of a whole step its end. The bound is an order and no figure: who
-    looks at the load may not be slower than who does not. While nothing has finished, all groups look the same, and to look at
-    the load is to take turns."""
-    turns, places = itertools.count(), iter(np.random.default_rng(1).integers(0, 4, 64).tolist())
-    ways = {
-        "least": None,
-        "round robin": lambda pool: pool.lanes[next(turns) % 4],
-        "hash": lambda pool: pool.lanes[next(places)],
-    }
-    latencies = {name: simulate(monkeypatch, way, every_s) for name, way in ways.items()}
-    slow = {name: float(np.percentile(took, percentile)) for name, (took, _) in latencies.items()}
-    assert slow["least"] < slow["hash"] and slow["least"] <= slow["round robin"]
-    assert every_s == 0.0 or slow["least"] < slow["round robin"]
-    assert latencies["least"][1] == 0  # prompts computed twice
 
 
 def test_a_group_of_the_pool_stays_together(monkeypatch):
@@ -141,42 +74,6 @@ def test_the_turns_of_a_conversation_stay_with_the_engine_that_has_its_prefix(mo
 
 
 # -- a lost engine -------------------------------------------------------------------------------------------------------
-
-
-def test_pool_requests_of_a_lost_engine_go_to_others_with_the_same_seeds(monkeypatch):
-    async def drawn(bench, strike):
-        groups = [bench.group([i] * 30, 5, 40) for i in range(9)]
-        work = [asyncio.ensure_future(bench.pool.draw(group)) for group in groups]
-        if strike:
-            await until(lambda: all(len(core.calls) >= 4 for core in bench.now))
-            bench.now[1].kill()
-            await bench.now[1].stop()
-        return tokens(await asyncio.gather(*work))
-
-    def scenario(strike):
-        async def body(bench):
-            found = await drawn(bench, strike)
-            if strike:
-                await until(lambda: bench.pool.lanes[1].serves)
-                assert bench.pool.stats().restarts == 1 and bench.pool.stats().healthy == 3
-            return found
-
-        return body
-
-    monkeypatch.setattr(fake_pools, "STEP_S", 0.002)
-    length = lambda call: 20  # noqa: E731
-    assert run(scenario(True), monkeypatch, 3, length, limit=8) == run(scenario(False), monkeypatch, 3, length, limit=8)
-
-
-def test_one_engine_of_a_pool_waits_for_its_own_restart(monkeypatch):
-    async def scenario(bench):
-        work = asyncio.ensure_future(bench.pool.draw(bench.group(n=3, max_tokens=30)))
-        await until(lambda: len(bench.now[0].calls) == 3)
-        bench.now[0].kill()
-        await bench.now[0].stop()
-        assert len(await work) == 3 and bench.pool.stats().restarts == 1
-
-    run(scenario, monkeypatch, 1, lambda call: 5)
 
 
 def test_a_pool_goes_on_with_what_is_left_and_fails_when_none_is(monkeypatch, caplog):
@@ -252,45 +149,6 @@ def test_an_engine_of_the_pool_that_is_lost_in_a_publication_comes_back_with_it(
         bench.lives[1][1].go_on.set()
         await until(lambda: states(bench)[1] is State.HEALTHY)
         assert bench.lives[1][1].loads == [([2], [2], 2)]
-
-    run(scenario, monkeypatch, 2)
-
-
-def test_a_new_life_in_the_pool_with_other_weights_does_not_serve(monkeypatch, caplog):
-    """It takes what it is told and says that all is well, but its tensors are not those that were sent."""
-
-    async def scenario(bench):
-        await bench.publish(weights(1), 1)
-        lies = []
-
-        def liar(core, number):
-            if not lies:
-                lies.append(core)
-                checksums = core.checksums
-
-                async def wrong():
-                    return [sums | {"b": 1} for sums in await checksums()]
-
-                core.checksums = wrong
-
-        bench.prepare_core = liar
-        bench.now[1].kill()
-        await until(lambda: len(bench.lives[1]) == 3 and states(bench)[1] is State.HEALTHY)
-        assert lies[0].loads and lies[0].drawn == 0
-        assert "it does not hold the weights of version 1 as they were published: 1 of the 2 tensors" in caplog.text
-
-    run(scenario, monkeypatch, 2)
-
-
-def test_an_engine_of_the_pool_that_was_not_told_stops_the_publication(monkeypatch):
-    async def scenario(bench):
-        async def forget():
-            return 0.0, 0.0
-
-        bench.pool.lanes[1].load = forget
-        with pytest.raises(EngineFailed, match="engine 1 was not told of version 1; it holds 0"):
-            await bench.publish(weights(1), 1)
-        assert states(bench) == [State.HEALTHY, State.STALE]
 
     run(scenario, monkeypatch, 2)
 

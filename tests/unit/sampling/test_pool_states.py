@@ -17,7 +17,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from torchtune_ext.sampling import weight_buffer  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.lane import NEXT, Health, State  # noqa: E402
+from torchtune_ext.sampling.lane import Health, State  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,13 +50,6 @@ def test_no_way_of_a_pool_leads_from_dead_to_serving_without_a_proof(events):
         proven = event == "right" or proven and health.state not in (State.DEAD, State.STALE, State.RESTARTING)
         assert not health.serves or proven
         assert before is not State.RETIRED or health.state is State.RETIRED
-
-
-def test_the_table_of_states_of_a_pool():
-    assert set(NEXT) == set(State)
-    assert {state for state, after in NEXT.items() if State.HEALTHY in after} == {State.STALE, State.SUSPECT}
-    assert {state for state, after in NEXT.items() if State.SUSPECT in after} == {State.HEALTHY}
-    assert NEXT[State.DEAD] == {State.RESTARTING, State.RETIRED} and not NEXT[State.RETIRED]
 
 
 @every_row("seed", range(8))
