@@ -10,7 +10,7 @@ What the machine needs:
 
 * `pip install -e .`, the package without an engine: it brings torch 2.13.0, which the package index has for CUDA 13 and with
   triton (`scaled_mm` wants torch 2.10 or later, built for CUDA 12.9 or later). A bare checkout will do as well, beside torch,
-  torchtune 0.6.1 and torchao 0.15 or later.
+  torchtune 0.6.1 and torchao 0.15.
 * For DeepGEMM, if wanted, nvcc (CUDA_HOME), with which it compiles each new shape at its first call, and one of these builds:
   the copy inside a GPU build of vLLM (0.32 for torch 2.13: `pip install -e ".[vllm]"`; 0.26 for torch 2.11), or
   `pip install --no-deps sgl-deep-gemm apache-tvm-ffi`. Of sgl-deep-gemm, 0.1.5.post1 with apache-tvm-ffi 0.1.11 has the symbols

@@ -19,9 +19,6 @@ if importlib.util.find_spec("torchtune_ext") is None:  # a bare checkout: kernel
     import torchtune_ext
 
     torchtune_ext.__path__.append(sys.path.pop())
-    from torchtune_ext.host import torchao_compat
-
-    torchao_compat.apply()
 
 from torchtune.models.qwen2 import qwen2  # noqa: E402
 

@@ -106,8 +106,7 @@ def listing(words: Sequence[str]) -> list[Section]:
     if "." in word and word.partition(".")[0] not in {knob.name for knob in knobs}:
         return _of_path(word)
     recipes = [each.name for each in recipe_files(folder("recipes"), folder("configs"))]
-    top = [knob.name for knob in knobs if "." not in knob.name]
-    near = nearest(word, [*recipes, *top]) or nearest(word, [knob.name for knob in knobs])
+    near = nearest(word, [*recipes, *sorted((knob.name for knob in knobs), key=lambda name: name.count("."))])
     hint = f"did you mean {near}?" if near else f"`torchtune-ext knobs {recipe}` lists the knobs"
     raise Mistake(f"{word} is no recipe, and no knob of {recipe}; {hint}")
 

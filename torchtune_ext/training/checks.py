@@ -19,12 +19,10 @@ from torchtune_ext.objective.loss import Needs, needs_of
 from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.run.errors import Mistake, blame
-from torchtune_ext.run.output import labelled, say
 from torchtune_ext.sampling.engine_args import CPU_BLOCK, engine_configs
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import ConversationTask, GradesItself, Problem, Task
-from torchtune_ext.training.collectives import rank
 
 LOOKED_AT, LOOK_S = 64, 1.0  # prompts that are measured at most, and seconds that this takes at most
 # Two tokenizers that give this the same ids are taken to be the same.
@@ -205,7 +203,8 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
 def check_prompts(
     tasks: Mapping[str, Task | None], tokenizer: ChatTokenizer, sampling: SamplingConfig, engine: EngineConfig
 ) -> None:
-    """Compares some prompts with the room that the engine has for them, and says where some are longer.
+    """Compares some prompts with the room that the engine has for them. Single ones that are longer are left out while the run
+    goes on (`rollouts.bad_problems`).
 
     Args:
         tasks: by the keys of their nodes.
@@ -237,19 +236,6 @@ def check_prompts(
                 f"sampling.max_tokens={sampling.max_tokens} leaves room for a prompt of {room} in engine.max_model_len="
                 f"{engine.max_model_len}, and the {len(lengths)} prompts of {key} that were looked at have {span} tokens; set "
                 f"engine.max_model_len={sampling.max_tokens + longest}, or a lower max_tokens"
-            )
-        if longest > room and rank() == 0:
-            over, fits = sum(length > room for length in lengths), sampling.max_tokens + longest
-            say(
-                labelled(
-                    [
-                        (
-                            "prompts",
-                            f"{over} of the {len(lengths)} of {key} that were looked at have more than {room} tokens, up to "
-                            f"{longest}, and cannot be used (rollouts.bad_problems); engine.max_model_len={fits} holds them",
-                        )
-                    ]
-                )
             )
 
 

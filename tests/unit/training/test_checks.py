@@ -1,7 +1,6 @@
 """The parts of a run are tried: those that are right pass, those that are wrong are named. Whole runs: tests/mistakes."""
 
 import json
-import re
 from collections import namedtuple
 from dataclasses import replace
 from functools import partial
@@ -179,7 +178,7 @@ def test_held_out_problems_that_are_trained_on_are_told(monkeypatch):
         checks.trained_too(Rows("a", "b"), Rows("b", "a"))
 
 
-def test_a_task_of_which_some_prompts_fit_passes_and_says_so(model_dir, capsys):
+def test_a_task_of_which_some_prompts_fit_passes(model_dir):
     tokenizer, task = ChatTokenizer(model_dir), Arithmetic(level=[1, 10])
     lengths = checks.prompt_lengths(task, tokenizer, "task")
     assert len(lengths) <= checks.LOOKED_AT and min(lengths) < max(lengths)
@@ -188,12 +187,6 @@ def test_a_task_of_which_some_prompts_fit_passes_and_says_so(model_dir, capsys):
         check = partial(checks.check_prompts, {"task": task}, tokenizer, SamplingConfig(max_tokens=8), engine)
         if fits:
             check()
-            assert re.search(
-                rf"^prompts: +\d+ of the {len(lengths)} of task that were looked at have more than {room} tokens, up to "
-                rf"{max(lengths)}, and cannot be used .rollouts.bad_problems.; engine.max_model_len={8 + max(lengths)} holds them$",
-                capsys.readouterr().out,
-                re.MULTILINE,
-            )
         else:
             with pytest.raises(
                 ValueError, match=rf"set engine.max_model_len={8 + max(lengths)}, or a lower max_tokens"
