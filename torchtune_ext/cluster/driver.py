@@ -45,9 +45,7 @@ class Plan:
     path: str  # what each machine has to see: the folder, or in it the config if it is the user's own
     variables: Mapping[str, str]  # of the environment of trainer and servers, with the key that the servers ask for
     patience_s: float  # seconds that the trainer has to end after a signal
-    wait_s: (
-        float | None
-    )  # seconds to wait for a place; None: for what is in use, and not for machines that are not there
+    wait_s: float | None  # seconds to wait for a place; None: WAIT_S, if the machines that are there may hold it
 
 
 @dataclass(eq=False, slots=True)

@@ -135,11 +135,6 @@ def by_reward(group: Group) -> list[Sample]:
     )
 
 
-def answer_of(group: Group) -> str:
-    answer = group.problem.answer
-    return answer if isinstance(answer, str) else json.dumps(answer, default=repr)
-
-
 def _spread(group: Group) -> float:
     rewards = rewards_of(group)
     return float(np.std(rewards)) if rewards else 0.0
@@ -173,13 +168,15 @@ def pieces_of(tokenizer: "Tokenizer", ids: Iterable[int]) -> dict[int, str]:
 
 
 def _group_record(group: Group, limits: Limits, tokenizer: "Tokenizer | None") -> dict[str, Any]:
-    rewards, characters = rewards_of(group), 8 * limits.max_tokens
+    rewards, answer, characters = rewards_of(group), group.problem.answer, 8 * limits.max_tokens
     # A chat template adds to the messages, a system line of its own for instance.
     read = tokenizer and tokenizer.decode(group.prompt_tokens.tolist(), skip_special_tokens=False)
     return {
         "id": group.problem.id,
-        "messages": messages_of(group, characters),
-        "answer": answer_of(group),
+        "messages": [
+            {"role": m["role"], "content": cut_text(str(m["content"]), characters)} for m in group.problem.messages
+        ],
+        "answer": answer if isinstance(answer, str) else json.dumps(answer, default=repr),
         "read": read and cut_text(read, characters),
         "prompt_tokens": len(group.prompt_tokens),
         "count": len(group.samples),
@@ -193,10 +190,6 @@ def _group_record(group: Group, limits: Limits, tokenizer: "Tokenizer | None") -
             _sample_record(sample, limits.max_tokens) for sample in spaced(by_reward(group), limits.samples_per_group)
         ],
     }
-
-
-def messages_of(group: Group, limit: int) -> list[dict[str, str]]:
-    return [{"role": m["role"], "content": cut_text(str(m["content"]), limit)} for m in group.problem.messages]
 
 
 def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:

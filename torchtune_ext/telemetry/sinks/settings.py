@@ -32,7 +32,7 @@ class LoggingConfig:
     # Metrics also go to these: "wandb", "tensorboard", or a class of your own (my_module.MySink).
     to: tuple[str, ...] = ()
     project: str = "torchtune-ext"  # of W&B; the variable WANDB_PROJECT wins
-    samples: int = 3  # groups in a table of samples: the best, the worst and the widest in turn; 0: no tables
+    samples: int = 3  # groups in a table of samples: the best, the worst, the widest; 0: no tables
     samples_every: int = 10  # steps from table to table; the first step has one, too
 
     def __post_init__(self) -> None:
