@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from tables import every_row
 
 from torchtune_ext.measured import machine
-from torchtune_ext.measured.cli import _numbers
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.machine import alone_on, choose_cores, kept_off, usable_cores
 from torchtune_ext.measured.probe import CHUNK, DISTURBED_MEMORY, DISTURBED_REGISTERS, KEPT_S, Look, Probe, Quiet
@@ -252,9 +251,3 @@ def test_time_that_the_host_takes_is_read_for_these_cores_alone():
     before = machine.stolen_ticks([0])
     assert before >= 0 and machine.stolen_ticks([]) == 0 and machine.stolen_ticks([0]) >= before
     assert str(os.cpu_count()) in machine.fingerprint()
-
-
-def test_numbers_of_cores():
-    assert _numbers("2,3") == [2, 3]
-    with pytest.raises(ValueError, match="--cores '2-3': write numbers with commas between them"):
-        _numbers("2-3")
