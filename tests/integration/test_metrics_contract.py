@@ -73,10 +73,10 @@ def warmup(full_workplace):
 
 
 @pytest.fixture(scope="module")
-def async_run(full_workplace, served):
+def async_run(full_workplace):
     """A run of three steps whose engine samples ahead, with the model that it begins with as a teacher beside the rewards."""
     teacher = ["teacher.model_dir=model", "loss.teacher_coef=0.5"]
-    runs.run(full_workplace, "grpo_async", "output_dir=async", "staleness=1", *teacher, served)
+    runs.run(full_workplace, "grpo_async", "output_dir=async", "staleness=1", *teacher)
     return full_workplace / "async"
 
 
