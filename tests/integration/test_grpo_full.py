@@ -56,9 +56,7 @@ def test_a_run_leaves_metrics_rollouts_checkpoints_and_a_report(workplace):
     assert overview["steps"] == [0, 1, 2, 3] and [entry["step"] for entry in overview["rollouts"]] == [1, 2, 3]
     assert overview["state"]["text"] == "finished, 3 steps"
     facts = {label: (value, note) for label, value, note in overview["facts"]}
-    assert (
-        facts["Task"] == ("Letters", "") and facts["Device"] == ("CPU", "") and facts["Model"][1].startswith("qwen2, ")
-    )
+    assert facts["Task"] == ("Letters", "") and facts["Device"] == ("CPU", "")
     assert 'id="pieces"' in page, "the newest checkpoint holds the tokenizer, which spells what was sampled"
     assert overview["series"]["reward/mean"] == [
         None,

@@ -146,6 +146,19 @@ def require_equal(run, reference):
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
+def test_programs_are_mended_in_conversations(workplace):
+    """The environment's compiler and test judge what the model writes, in each turn, and the run trains on all of it."""
+    alone = (line for line in RUN.splitlines(True) if not line.startswith(("  stages", "  show")))
+    task = "torchtune_ext.measured.matmul.CompileAndFix"
+    (workplace / "mend.yaml").write_text("".join(alone).replace("few_programs.RecordedMatmul", task))
+    # Colder, all of its programs are right; hotter, none.
+    words = ["output_dir=mend", "max_steps=3", "row_tokens=4096", "grader.workers=2", "sampling.temperature=1.25"]
+    runs.run(workplace, "grpo_full", *words, "task.max_turns=2", config="mend.yaml")
+    lines = runs.metrics(workplace / "mend")[1:]
+    assert all(0 < line["reward/compiled"] and 0 < line["reward/mean"] < 1 for line in lines)
+    assert max(line["episode/turns"] for line in lines) > 1 and max(line["mismatch/mean_abs"] for line in lines) < 1e-4
+
+
 def test_the_run_moves_through_the_stages_and_keeps_programs(workplace):
     """Else the comparisons below would compare nothing."""
     run = workplace / "reference"
@@ -157,7 +170,7 @@ def test_the_run_moves_through_the_stages_and_keeps_programs(workplace):
     assert len(archive) >= 5 and {entry.machine for entry in archive} == {few_programs.MACHINE}
     assert len({entry.found for entry in archive}) > 1
     found = few_programs.outcomes(group for path in rollout_paths(run).values() for group in read_rollouts(path))
-    assert found["ok"] > 20 and found["wrong_result"] and found["noisy"], found
+    assert found["ok"] > 20 and found["wrong_result"], found
 
 
 # Killed after a step whose observations no checkpoint has, and while a checkpoint is written.

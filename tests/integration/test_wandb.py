@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import subprocess
 
 import pytest
@@ -107,7 +108,7 @@ def test_both_starts_are_one_run_with_its_place_and_its_settings(watched):
     assert config["task"]["_component_"] == "noted.Noted" and config["sampling"]["max_tokens"] == 12
     assert config["max_grad_norm"] == 1.0, "a default"
     assert config["process"]["command"] == process["command"] and process["command"].endswith("max_steps=2")
-    assert process["command"].endswith(" ".join(typed))
+    assert process["command"].endswith(shlex.join(typed))
     assert config["process"]["yaml"] == (run_dir.parent / "run.yaml").read_text()
     assert seen[1].whole["config"]["max_steps"] == 3
 

@@ -41,7 +41,7 @@ COMMANDS = {
     "evaluate a config for training": Mistake("run evaluate --config run.yaml", r"this config has 11 keys that the recipe does not know .* so it is written for another one, grpo_full; begin with a copy"),
     "report of no run": Mistake("report .", r"\. is no folder of a run: it has no run.json; name one, an output_dir", status=1),
     "report of a run's folder": Mistake("report out/checkpoints", r"out/checkpoints is a folder of a run, not the run; name .*/out", status=1, prepare=lambda folder: ((folder / "out/checkpoints").mkdir(parents=True), (folder / "out/metrics.jsonl").touch())),
-    "a knob that is not there": Mistake("knobs optimizer.weight_decy", r"optimizer.weight_decy is no recipe, and no knob of grpo_full; did you mean optimizer.weight_decay\?"),
+    "a knob that is not there": Mistake("knobs optimizer.weight_decy", r"optimizer.weight_decy is no recipe, and no knob of grpo_full; `torchtune-ext knobs grpo_full optimizer` lists the knobs"),
 }
 
 KEYS = {

@@ -107,7 +107,8 @@ def listing(words: Sequence[str]) -> list[Section]:
         return _of_path(word)
     recipes = [each.name for each in recipe_files(folder("recipes"), folder("configs"))]
     near = nearest(word, [*recipes, *sorted((knob.name for knob in knobs), key=lambda name: name.count("."))])
-    hint = f"did you mean {near}?" if near else f"`torchtune-ext knobs {recipe}` lists the knobs"
+    of = f"{recipe} {word.partition('.')[0]}" if "." in word else recipe
+    hint = f"did you mean {near}?" if near else f"`torchtune-ext knobs {of}` lists the knobs"
     raise Mistake(f"{word} is no recipe, and no knob of {recipe}; {hint}")
 
 

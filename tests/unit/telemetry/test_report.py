@@ -150,7 +150,7 @@ def test_command_line(tmp_path, capsys):
     assert "rollouts of 4 of 4 stored steps" in capsys.readouterr().out
     for words, message in (
         ((tmp_path / "nowhere",), "no such folder"),
-        ((tmp_path,), "holds no metrics: name the folder of a training run, its output_dir"),
+        ((tmp_path,), "is no folder of a run: it has no run.json; name one, an output_dir"),
         ((run, "--tokenizer", tmp_path), "no tokenizer.json"),
     ):
         assert run_main(*words) == 1
