@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from public_configs import PUBLIC, write_config
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tables import every_row
 from torchtune.models import llama3, llama3_1, llama3_2, qwen2_5
 from transformers import (
@@ -18,6 +18,7 @@ from transformers import (
     Olmo2Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3ForCausalLM,
     SmolLM3Config,
 )
 
@@ -26,6 +27,7 @@ from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.families import FAMILIES
 from torchtune_ext.policy.hf_model import HFModel, load_weights
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.training.export import export_model
 
 VOCAB, LENGTH = 80, 512
@@ -55,6 +57,10 @@ CASES = {
     "qwen2": (Qwen2Config, {"rope_parameters": PLAIN}),
     "qwen2, untied": (Qwen2Config, {"rope_parameters": PLAIN, "tie_word_embeddings": False}),
     "qwen3": (Qwen3Config, {"rope_parameters": PLAIN, "head_dim": 32}),
+    "qwen3, untied": (  # heads of half the width, all with the same keys
+        Qwen3Config,
+        {"rope_parameters": PLAIN, "head_dim": 8, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    ),
     "smollm3": (SmolLM3Config, {"rope_parameters": PLAIN, "no_rope_layers": [0, 1]} | SPECIAL),
     "mistral": (MistralConfig, {"rope_parameters": PLAIN, "head_dim": 32, "sliding_window": None}),
     "mistral, untied": (
@@ -107,6 +113,23 @@ def test_logprobs_are_those_of_transformers_and_weights_go_both_ways(case, tmp_p
     returned = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).state_dict()
     assert stored.keys() == returned.keys()
     assert all(torch.equal(stored[name], returned[name]) for name in stored)
+
+
+def test_a_norm_out_of_place_would_show(tmp_path):
+    kind, changes = CASES["qwen3"]
+    want = logprobs(save(tmp_path, kind, **changes))
+    for name in ("q_norm", "k_norm"):
+        ours = loaded(tmp_path)
+        setattr(ours.layers[1].attn, name, None)
+        assert (logprobs(ours) - want).abs().max() > 100 * LIMIT
+
+
+def test_a_tied_checkpoint_may_also_store_its_output_head(tmp_path):
+    theirs = save(tmp_path, *CASES["qwen2"][:1], **CASES["qwen2"][1])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": torch.zeros_like(tensors["model.embed_tokens.weight"])}, file)
+    assert (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
 
 
 def test_weights_that_a_folder_holds_twice_are_read_once(tmp_path):
@@ -203,6 +226,22 @@ def test_published_sizes_are_those_of_torchtunes_builders(name, tmp_path):
 def test_a_shorter_rope_table_may_be_asked_for(tmp_path):
     model = on_meta(partial(from_config, str(write_config(tmp_path, "Qwen3-1.7B")), max_seq_len=100))
     assert model.max_seq_len == 100 and len(model.layers[0].attn.pos_embeddings.cache) == 100
+
+
+def test_a_model_from_nothing(tmp_path):
+    shape = Shape(model_type="qwen3", hidden_size=64, head_dim=64, num_hidden_layers=2, num_attention_heads=2,
+                  num_key_value_heads=1, intermediate_size=48, vocab_size=400, max_position_embeddings=600)  # fmt: skip
+    write_model(tmp_path, make_tokenizer(["some text\n"] * 9, ["x"], [], 400), shape, seed=0)
+    theirs, ours = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), loaded(tmp_path)
+    assert isinstance(theirs, Qwen3ForCausalLM) and ours.layers[0].attn.head_dim == 64
+    assert (logprobs(ours) - logprobs(theirs)).abs().max() < LIMIT
+    for change, message in (
+        ({"model_type": "qwen9"}, r"shape.model_type='qwen9' is unknown; known: \['qwen2', 'qwen3'\]"),
+        ({"model_type": "qwen2", "head_dim": 64}, "shape.head_dim=64 must be hidden_size / num_attention_heads"),
+        ({"model_type": "qwen3", "head_dim": 48}, "heads of 48 .* make it a multiple of 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Shape(**change)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}

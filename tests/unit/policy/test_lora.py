@@ -84,14 +84,18 @@ def test_a_full_rank_adapter_does_what_full_training_does():
     assert len({round(x, 6) for x in losses[1]}) == 3, "nothing was learned"
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def write(folder, **more):
+    """A model whose layers NF4 can hold: whole groups of 256 blocks of 64 values."""
     text = ["Write about something. Go on. The quick brown fox jumps over the lazy dog.\n"] * 8
     shape = Shape(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=256,
-                  max_position_embeddings=128, vocab_size=400)  # fmt: skip
-    folder = tmp_path_factory.mktemp("source") / "model"
+                  max_position_embeddings=128, vocab_size=400, **more)  # fmt: skip
     write_model(folder, make_tokenizer(text, ["x"], [], 400), shape, seed=3)
     return HFModel(folder)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("source") / "model")
 
 
 def policy_of(source, dtype=torch.float32, **options):
@@ -131,39 +135,39 @@ def test_a_fresh_adapter_changes_nothing_and_switched_off_it_is_gone(source, opt
     assert (off - before).abs().max() <= bound
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_merged_weights_are_base_plus_scaled_product(source, dora):
-    policy, _ = policy_of(source, use_dora=dora)
-    move(policy.model)
-    stored = load_file(source.path / "model.safetensors")
-    merged = dict(lora.merged_hf_tensors(policy.model, source, torch.float32))
-    for name, module in lora.adapted_modules(policy.model).items():
-        hf_name, _ = source.to_hf(f"{name}.weight", module.lora_b.weight)
-        want, bound = merged_by_hand(stored[hf_name], module)
-        assert ((merged[hf_name].double() - want).abs() <= bound).all(), name
-
-
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
-def test_peft_computes_the_same_from_the_saved_adapter(source, tmp_path, options):
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_adapters_are_what_peft_makes_of_them(source, tmp_path, family, options):
+    """PEFT over the base, the merged model, and W + s B A all give our log-probs; what has no adapter is as it was."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
+    if family == "qwen3":
+        source = write(tmp_path / "qwen3", model_type=family, head_dim=128)
     policy, spec = policy_of(source, **options)
     move(policy.model)
-    export_adapter(tmp_path, policy.model, source, spec, merged=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
     if spec.quantized:  # the adapter belongs to the model that NF4 left
         base.load_state_dict(dict(lora.base_hf_tensors(policy.model, source, torch.float32)), strict=False)
+    stored = load_file(source.path / "model.safetensors")
+    merged = dict(lora.merged_hf_tensors(policy.model, source, torch.float32))
+    assert stored.keys() == merged.keys()
+    for name, module in lora.adapted_modules(policy.model).items():
+        hf_name, _ = source.to_hf(f"{name}.weight", module.lora_b.weight)
+        del stored[hf_name]
+        want, bound = merged_by_hand(base.get_parameter(hf_name), module)
+        assert ((merged[hf_name].double() - want).abs() <= bound).all(), name
+    assert all(torch.equal(merged[name], tensor) for name, tensor in stored.items())
+
+    export_adapter(tmp_path, policy.model, source, spec, merged=torch.float32)
+    whole_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     with_adapter = peft.PeftModel.from_pretrained(base, tmp_path).eval()
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     group = unpacked.make_groups(np.random.default_rng(1), [(9, [14])])[0]
     row = pack([group], 64)[0][0]
-    ids = torch.tensor(np.concatenate([group.prompt_tokens, group.samples[0].completion.tokens]), dtype=torch.long)[
-        None
-    ]
+    ids = torch.tensor([[*group.prompt_tokens, *group.samples[0].completion.tokens]])
     with torch.no_grad():
         ours = policy(row).logprobs_L
-        for other in (with_adapter, merged):
+        for other in (with_adapter, whole_model):
             logp = other(ids).logits[0, 8:-1].log_softmax(-1).gather(1, ids[0, 9:, None])[:, 0]
             assert (logp - ours).abs().max() < adapters.PEFT_BOUND
 

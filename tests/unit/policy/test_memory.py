@@ -98,21 +98,16 @@ def test_ranks_share_what_fsdp_shards(tmp_path):
 @every_row(
     "name, builder",
     [
-        ("Qwen2.5-0.5B-Instruct", "qwen2_5.qwen2_5_0_5b"),
         ("Qwen2.5-1.5B", "qwen2_5.qwen2_5_1_5b_base"),
         ("Qwen2.5-Coder-3B-Instruct", "qwen2_5.qwen2_5_3b"),
-        ("Qwen2.5-7B-Instruct", "qwen2_5.qwen2_5_7b_instruct"),
         ("Qwen2.5-Math-7B", "qwen2_5.qwen2_5_7b_base"),
-        ("Qwen2.5-Coder-14B-Instruct", "qwen2_5.qwen2_5_14b_base"),
-        ("Qwen2.5-32B", "qwen2_5.qwen2_5_32b_base"),
         ("Qwen2.5-72B-Instruct", "qwen2_5.qwen2_5_72b_instruct"),
-        ("Llama-3.1-8B-Instruct", "llama3_1.llama3_1_8b"),
         ("Llama-3.1-70B-Instruct", "llama3_1.llama3_1_70b"),
-        ("Llama-3.2-1B-Instruct", "llama3_2.llama3_2_1b"),
         ("Llama-3.2-3B", "llama3_2.llama3_2_3b"),
     ],
 )
 def test_published_sizes_are_those_of_torchtune(tmp_path, name, builder):
+    """Of names whose config.json is not in `PUBLIC`, which test_families.py compares."""
     module, _, function = builder.partition(".")
     theirs = on_meta(getattr(importlib.import_module(f"torchtune.models.{module}"), function))
     (tmp_path / "config.json").write_text(json.dumps(published_config(name)))
