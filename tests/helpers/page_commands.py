@@ -1,14 +1,9 @@
-"""What the pages of docs/ show: their commands, as a shell would take them apart, their blocks, and what the commands make."""
+"""What the pages of docs/ show: their commands, as a shell would take them apart, and their blocks."""
 
-import ast
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-
-from omegaconf import OmegaConf
-
-from torchtune_ext.run.catalog import config_files, folder
 
 PROGRAMS = ("tune", "torchtune-ext", "hf", "python", "vllm", "make", "pytest")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
@@ -79,37 +74,3 @@ def run_command(command: Command) -> RunCommand | None:
     recipe, option, config, *overrides = rest
     assert option == "--config" and not any(word.startswith("-") for word in overrides), command.line
     return RunCommand(recipe, config, overrides, processes)
-
-
-def read_by(node):
-    """What a config reads: paths, and data sets of the hub as the call that loads them, Math('aime2024')."""
-    if isinstance(node, dict):
-        kind = str(node.get("_component_")).rpartition(".")[2]
-        if kind in ("Math", "GSM8K") and "path" not in node:
-            yield f"{kind}({node['dataset' if kind == 'Math' else 'split']!r})"
-        for key, value in node.items():
-            if isinstance(value, str) and key not in ("_component_", "output_dir", "address"):
-                yield from [value] if "/" in value and "${" not in value else []
-            else:
-                yield from read_by(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from read_by(value)
-
-
-def made_by(command):
-    """What a command of the page makes, in the words of `read_by`."""
-    program, word = command.words[:2]
-    if (program, word) == ("hf", "download") and command.words[3] == "--local-dir":
-        owner, name = command.words[2].split("/")
-        assert command.words[4] == f"models/{name}" and owner in ("Qwen", "meta-llama"), command.line
-        return {command.words[4]}
-    if (program, word) == ("make", "pretrained"):
-        return {"models/SmolLM2-135M-Instruct"}
-    if (program, word) == ("torchtune-ext", "clue"):
-        return {command.option("--out")}
-    if (run := run_command(command)) and run.recipe == "warmup_sft":
-        return {f"{OmegaConf.load(config_files(folder('configs'))[run.config]).output_dir}/model"}
-    if (program, word) == ("python", "-c"):
-        return {ast.unparse(node) for node in ast.walk(ast.parse(command.words[2])) if isinstance(node, ast.Call)}
-    return set()

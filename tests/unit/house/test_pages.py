@@ -112,15 +112,6 @@ def test_the_page_lists_the_families_that_are_known(first_run):
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ["model_type", *FAMILIES]
 
 
-def test_the_requirements_say_what_was_never_run_on_a_gpu(repo_root):
-    waiting = (repo_root / "benchmarks" / "README.md").read_text().partition("## Waiting for a GPU")[2]
-    needed = (repo_root / "README.md").read_text().partition("## Requirements")[2]
-    assert "Nothing below was ever run through" in waiting and "on several **nothing yet**" in needed, (
-        "both change when something was run"
-    )
-    assert "benchmarks/README.md#waiting-for-a-gpu" in needed
-
-
 def test_the_step_that_readme_shows_is_the_recipes(repo_root):
     (shown,) = [text for language, text in blocks(repo_root / "README.md") if text.startswith("with watch")]
     recipe = iter((repo_root / "recipes" / "grpo.py").read_text().splitlines())
@@ -162,15 +153,6 @@ def test_every_message_that_troubleshooting_quotes_is_written_somewhere(repo_roo
     assert len(quoted) > 20
     unknown = [piece for piece in quoted if piece not in known and piece.strip(" ;:,.()") not in known]
     assert not unknown
-
-
-def test_a_message_that_nobody_writes_is_found(repo_root):
-    assert "the engine did not stop: " not in literals(repo_root)
-    assert pieces("rank ... gives no sign of life for ... s (last: ...); the others") == [
-        "gives no sign of life for",
-        "s (last:",
-        "); the others",
-    ]
 
 
 @every_row("name", PAGES)

@@ -1,28 +1,16 @@
 """The words of the puzzles: read back from the text, by a reader that shares nothing with the generator.
 
-The reader turns a prompt into facts and clues in plain strings, and knows the rules only as the prompt states them.
-With it, small puzzles are solved by trying every possible night. The public puzzles, where they are present, show that
-both the wording and its meaning are theirs.
+The reader turns a prompt into facts and clues in plain strings, and knows the rules only as the prompt states them. The public
+puzzles, where they are present, show that both the wording and its meaning are theirs.
 """
 
 from dataclasses import replace
 
 import pytest
-from clue_reader import Translator, check_by_trying, needs_public, public_puzzles, read
+from clue_reader import Translator, needs_public, public_puzzles, read
 
 from torchtune_ext.tasks.temporal_clue.prompt import prompt, question
 from torchtune_ext.tasks.temporal_clue.puzzle import whole_world
-
-# ---- the reader
-
-
-# ---- every possible night
-
-
-# ---- from the reader's words to the generator's records
-
-
-# ---- tests
 
 
 @needs_public
@@ -57,14 +45,3 @@ def test_public_puzzles_have_the_gold_answers_and_no_others():
         assert all(clue.holds(world) for clue in clues), number
         everything = whole_world(replace(translate.scenario, truth=world))
         assert solver.find(clues, solver.differs(everything)) is None, number
-
-
-@needs_public
-def test_small_public_puzzles_solved_by_trying_every_night():
-    tried = 0
-    for puzzle in public_puzzles():
-        r = read(puzzle["prompt"])
-        if len(r.rooms) ** (len(r.times) * (1 + len(r.suspects) + len(r.weapons))) <= 2**10:
-            check_by_trying(puzzle["prompt"], puzzle["solution"], minimal=True, whole=True)
-            tried += 1
-    assert tried >= 15
