@@ -12,7 +12,6 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, whi
 
 from reasoning_gym.factory import DATASETS, has_curriculum
 
-from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.reasoning_gym import BY_HASH, UNFIT, WINDOW, ReasoningGym, ReasoningGymCurriculum, held_out
 from torchtune_ext.tasks.task import Score
@@ -146,12 +145,3 @@ def test_a_curriculum_rises_and_resumes(tmp_path):
     assert again.levels == {"chain_sum": 1}
     with pytest.raises(ValueError, match="task.generators: the checkpoint has chain_sum"):
         ReasoningGymCurriculum("gcd").load_state_dict(task.state_dict())
-
-
-def test_a_text_is_graded_in_a_process_that_can_be_killed():
-    """The answer goes there with all that its generator says of the question."""
-    task = ReasoningGym(SUMS)
-    problem = task[0]
-    with Grader(task) as grader:
-        outcomes = grader.grade([(problem, problem.answer), (problem, "x")])
-    assert [outcome.score.reward for outcome in outcomes] == [1.0, 0.0]

@@ -51,6 +51,8 @@ def ranks(problem, texts):
         os._exit(3)
     if "array" in texts:
         return np.arange(len(texts))
+    if "few" in texts:
+        return [1.0]
     found = [Score(float(sorted(texts).index(text)), note="|".join(texts)) for text in texts]
     return [None if text == "odd" else score for text, score in zip(texts, found)]
 
@@ -203,7 +205,7 @@ def test_a_judge_gets_all_texts_of_a_problem(folder):
 
 def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_others(folder):
     task = Jsonl(group_grader="mine.ranks", path="questions.jsonl")
-    words = ["raises", "hangs", "dies", "array"]
+    words = ["raises", "hangs", "dies", "array", "few"]
     with Grader(task, workers=2, timeout_s=1.0) as grader:
         bad = {word: grader.submit(task[0], "a", word, "b") for word in words}
         good = grader.submit(task[1], "b", "a")
@@ -221,6 +223,7 @@ def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_oth
             "infra_failed",
             r"mine.ranks \(mine.py:\d+\) returned ndarray for 3 texts; return a list with a number",
         ),
+        ("few", "infra_failed", r"\) returned 1 values for 3 texts; return a list with a number for each$"),
     ):
         assert [(outcome.kind, outcome.score) for outcome in found[word]] == [(kind, None)] * 3
         assert all(re.search(cause, outcome.cause) for outcome in found[word])

@@ -12,7 +12,7 @@ from tables import every_row
 
 from torchtune_ext.grading import Grader, GraderConfig, rehearse
 from torchtune_ext.tasks.jsonl import Jsonl
-from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.tasks.task import Problem
 
 
 def test_scores_come_back_in_order():
@@ -105,37 +105,6 @@ def test_a_note_comes_back_and_is_cut():
     assert short.score.note == "xxxxx" and len(long.score.note) == 2000
 
 
-class Judge(Scripted):
-    """Rewards a text by its rank among those of its problem."""
-
-    def grade_group(self, problem, texts):
-        if "hangs" in texts:
-            time.sleep(60)
-        if "raises" in texts:
-            raise ValueError("no judge")
-        if "few" in texts:
-            return [Score(1.0, {})]
-        return [Score(float(sorted(texts).index(text)), {}) for text in texts]
-
-
-def test_a_judge_sees_the_whole_group():
-    with Grader(Judge(), workers=2, timeout_s=1.0) as grader:
-        assert grader.compares
-        ranks = grader.submit(PROBLEM, "b", "c", "a")
-        bad = {word: grader.submit(PROBLEM, word, "a") for word in ("hangs", "raises", "few")}
-        assert [outcome.score.reward for outcome in ranks.result(timeout=20)] == [1.0, 2.0, 0.0]
-        kinds = {word: {outcome.kind for outcome in future.result(timeout=20)} for word, future in bad.items()}
-        assert kinds == {"hangs": {"timed_out"}, "raises": {"infra_failed"}, "few": {"infra_failed"}}
-        assert "Judge.grade_group (test_grading.py:" in bad["few"].result()[0].cause
-        assert (
-            bad["few"].result()[0].cause.endswith("returned 1 values for 2 texts; return a list with a number for each")
-        )
-        # Alone, a text is a group of one.
-        assert grader.grade([(PROBLEM, "z")])[0].score.reward == 0.0
-    with Grader(Scripted()) as grader:
-        assert not grader.compares
-
-
 def test_failures_are_logged_with_their_causes(caplog):
     with caplog.at_level(logging.WARNING):
         graded(["raises a"] * 3 + ["raises b", "reward 1"])
@@ -178,14 +147,6 @@ def test_knobs_and_tasks_that_cannot_work_raise():
 
     with Grader(DiesOnLoading()) as grader, pytest.raises(RuntimeError, match="could not start .*exit code 9"):
         grader.grade([(PROBLEM, "reward 1")])
-
-
-def test_ten_thousand_texts_come_back_in_order():
-    """How fast: benchmarks/grading.py."""
-    items = [(PROBLEM, f"reward {i % 2} " + " " * 800) for i in range(10_000)]
-    with Grader(Scripted(), workers=2) as grader:
-        outcomes = grader.grade(items)
-    assert [outcome.score.reward for outcome in outcomes] == [0.0, 1.0] * 5_000
 
 
 def test_a_grader_that_fails_on_an_empty_text_is_told_before_the_run(tmp_path, monkeypatch, capsys):

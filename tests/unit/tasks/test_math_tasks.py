@@ -11,7 +11,6 @@ from tables import every_row
 
 pytest.importorskip("math_verify")
 
-from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.gsm8k import GSM8K
 from torchtune_ext.tasks.jsonl import Jsonl
 from torchtune_ext.tasks.math import DATASETS, PROMPT, Math
@@ -159,18 +158,6 @@ def test_gsm8k(tmp_path):
         assert task.grade(task[0], text).reward == reward
     with pytest.raises(ValueError, match="split='valid': GSM8K has 'train' and 'test'"):
         GSM8K("valid")
-
-
-def test_a_grader_of_ones_own(path, tmp_path, monkeypatch):
-    (tmp_path / "my_grader.py").write_text(
-        "def half(problem, text):\n    return 0.5 if problem.answer in text else 0\n\nlimit = 3\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    task = Jsonl("my_grader.half", path=path, prompt="Say {question}", solution="why")
-    with Grader(task) as grader:
-        outcomes = grader.grade([(task[0], "2"), (task[0], "3"), (task[2], "6")])
-    assert [outcome.score.reward for outcome in outcomes] == [0.5, 0.0, 0.5]
-    assert task.solution(task[0]) == "One and one." and task[0].messages[0]["content"] == "Say 1+1?"
 
 
 def test_answers_of_any_type_reach_the_grader(path):
