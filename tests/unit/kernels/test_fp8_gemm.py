@@ -27,17 +27,9 @@ FUNCTIONS = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
 # width, MLP width, heads, heads of keys and values, width of a head: the models' config.json
 MODELS = {
     "qwen2.5-0.5b": (896, 4864, 14, 2, 64),
-    "qwen2.5-1.5b": (1536, 8960, 12, 2, 128),
-    "qwen2.5-3b": (2048, 11008, 16, 2, 128),
     "qwen2.5-7b": (3584, 18944, 28, 4, 128),
-    "qwen2.5-14b": (5120, 13824, 40, 8, 128),
     "qwen2.5-32b": (5120, 27648, 40, 8, 128),
-    "qwen3-0.6b": (1024, 3072, 16, 8, 128),
-    "qwen3-1.7b": (2048, 6144, 16, 8, 128),
     "qwen3-4b": (2560, 9728, 32, 8, 128),
-    "qwen3-8b": (4096, 12288, 32, 8, 128),
-    "qwen3-14b": (5120, 17408, 40, 8, 128),
-    "qwen3-32b": (5120, 25600, 64, 8, 128),
 }
 
 
