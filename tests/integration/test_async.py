@@ -14,13 +14,10 @@ import pytest
 import recipe_runs as runs
 import tiny_model
 import torch
-from async_runs import AHEAD, GROUPS, PROBLEMS, STALENESS, problem_of, require_ahead, stored
+from async_runs import AHEAD, GROUPS, PROBLEMS, STALENESS, require_ahead, stored
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
-from torchtune_ext.source import step_seed
 from torchtune_ext.telemetry.rollouts import rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -85,25 +82,6 @@ def test_zero_steps_ahead_is_the_run_that_samples_and_trains_in_turns(request, w
     ours = [{name: v for name, v in line.items() if not name.startswith("async/")} for line in lines]
     assert ours == runs.metrics(want)
     assert weights(got) == weights(want) != {}
-
-
-@pytest.mark.rest
-def test_the_groups_of_a_step_are_what_its_policy_says_to_its_problems(full_workplace, tmp_path):
-    """An engine that was started with the checkpoint of step 2 draws what the run drew in step 3."""
-    groups = stored(full_workplace / "reference")[3]
-    config = EngineConfig(dtype="float32", max_model_len=128, kv_cache_bytes=16777216)
-    tokenizer = ChatTokenizer(str(full_workplace / "model"))
-    checkpoint = full_workplace / "reference" / "checkpoints" / "step_000002"
-    with Engine(str(checkpoint), config, str(tmp_path), version=2) as engine:
-        engine.start()
-        engine.wait_ready()
-        sampling = SamplingConfig(max_tokens=12, seed=step_seed(0, 3), stop_token_ids=tokenizer.stop_token_ids)
-        found = engine.sample([g.prompt_tokens.tolist() for g in groups], 4, sampling)
-    order = [f"letters-{problem_of(number)}" for number in range(2 * GROUPS, 3 * GROUPS)]
-    assert [g.problem.id for g in groups] == order
-    assert [[c.tokens.tolist() for c in group] for group in found] == [
-        [s.completion.tokens.tolist() for s in group.samples] for group in groups
-    ]
 
 
 def test_a_run_that_is_shorter_than_it_may_be_ahead(full_workplace, served):

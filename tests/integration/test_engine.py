@@ -352,27 +352,3 @@ def test_publish_refuses_what_cannot_be_right(engine, models):
     with pytest.raises(ValueError, match="empty"):
         engine.publish([], engine.version + 2)
     engine.publish(models[0].named_parameters(), engine.version + 3)  # the buffer is whole again
-
-
-@pytest.mark.rest
-def test_bfloat16_and_a_fresh_engine(models, model_dirs, tmp_path):
-    """bfloat16 agrees with float32 to 0.01 in the mean; publishing B equals starting with B."""
-    config = EngineConfig(dtype="bfloat16", max_model_len=512, kv_cache_bytes=32 << 20)
-    prompts, sampling = tiny_model.prompts(3, 60), SamplingConfig(max_tokens=48, seed=3)
-    with Engine(model_dirs[1], config, str(tmp_path), version=7) as engine:
-        engine.start()
-        engine.wait_ready(240)
-        fresh = flat(engine.sample(prompts, 4, sampling))
-        assert {v for c in fresh for v in c.versions} == {7}
-        difference = [
-            np.abs(tiny_model.logprobs(models[1], prompts[i // 4], c.tokens) - c.logprobs).mean()
-            for i, c in enumerate(fresh)
-        ]
-        assert np.mean(difference) < 0.01
-        for model, version in ((models[0], 8), (models[1], 9)):
-            engine.publish(((n, p.bfloat16()) for n, p in model.named_parameters()), version)
-            published = flat(engine.sample(prompts, 4, sampling))
-            same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(fresh, published, strict=True)]
-            assert all(same) if model is models[1] else not any(same)
-    with pytest.raises(RuntimeError, match="not running"):
-        engine.sample(prompts, 1, sampling)

@@ -68,26 +68,18 @@ def same_as_reference(folder, run):
     return all(torch.equal(want[name], got[name]) for name in want)
 
 
-@pytest.mark.parametrize(
-    ("number", "name", "status"),
-    [
-        (signal.SIGINT, "Ctrl-C", 130),
-        # The same but for name and status, which tests/unit/run/test_stop.py has.
-        pytest.param(signal.SIGHUP, "SIGHUP", 129, marks=pytest.mark.long),
-    ],
-)
-def test_ctrl_c_says_where_the_run_stands_and_how_to_go_on(workplace, number, name, status):
-    run = f"output_dir=at_once_{status}"
-    found, said = stopped(workplace, number, 3, run, "max_steps=400", "logging.to=[wandb]")
-    assert found == status and "Traceback" not in said, said
+def test_ctrl_c_says_where_the_run_stands_and_how_to_go_on(workplace, served):
+    words = ["output_dir=at_once", "max_steps=400", "logging.to=[wandb]", served]
+    status, said = stopped(workplace, signal.SIGINT, 3, *words)
+    assert status == 130 and "Traceback" not in said, said
     assert re.search(
-        rf"Stopped by {name}\. It was at step \d+ of 400\. The newest checkpoint is .*step_\d+; go on from there with resume_from_checkpoint=True",
+        r"Stopped by Ctrl-C\. It was at step \d+ of 400\. The newest checkpoint is .*step_\d+; go on from there with resume_from_checkpoint=True",
         said,
     ), said
     assert "wandb sync" in said.split("Run summary")[-1], "the run was not closed for W&B"  # its last words
     assert said.index("wandb sync") < said.index("Stopped by"), "W&B was closed by the end of the interpreter"
-    (seen,) = wandb_reader.starts(workplace / f"at_once_{status}", 1)
-    assert seen.whole["exit_code"] == status and seen.whole["summary"]["state"] == f"stopped by {name}"
+    (seen,) = wandb_reader.starts(workplace / "at_once", 1)
+    assert seen.whole["exit_code"] == 130 and seen.whole["summary"]["state"] == "stopped by Ctrl-C"
 
 
 def test_ctrl_c_while_it_sets_up(workplace):
@@ -101,8 +93,11 @@ def test_ctrl_c_while_it_sets_up(workplace):
     while not (run_dir / "engine.log").exists():
         assert time.monotonic() < deadline and process.poll() is None, log.read_text()
         time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     assert process.wait(180) == 130
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert children and not alive, f"left running: {alive}"
     said = log.read_text()
     assert (
         "Stopped by Ctrl-C. It had not begun its first step, and there is no checkpoint yet, so the next start begins anew"

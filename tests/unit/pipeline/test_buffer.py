@@ -189,14 +189,6 @@ def test_passing_stops_where_a_group_would_get_too_old():
     assert ledger.take() == dict.fromkeys([5, *range(11, 20)], 1)
 
 
-def test_a_passing_that_is_refused_would_break_the_bound(monkeypatch):
-    monkeypatch.setattr(Ledger, "_in_time", lambda *_: True)
-    ledger = at_risk()
-    assert list(ledger.take()) == [5, *range(11, 15), *range(16, 21)]
-    finished(ledger, 15)
-    assert ledger.advance(2) == [15] and ledger.dropped == 1
-
-
 @cache
 def servable(due: tuple[int, ...], step: int, batch: int) -> bool:
     """Whether any way to choose `batch` groups a step, from `step` on, trains all in time; by trying all of them."""

@@ -58,11 +58,6 @@ class Slow:
         return Score(float(len(text)), {})
 
 
-class Ranks(Slow):
-    def grade_group(self, problem, texts):
-        return [Score(float(sorted(texts).index(text)), {}) for text in texts]
-
-
 @pytest.fixture(scope="module")
 def grader():
     with Grader(Slow(), workers=2, timeout_s=20.0) as grader:
@@ -133,14 +128,6 @@ def test_a_stream_that_is_closed_ends_what_it_waits_for(engine, grader):
     assert {index for index, _ in islice(stream, 2)} == {1, 2}
     stream.close()
     assert [future.cancelled() for future in engine.futures] == [True, False, False]
-
-
-def test_a_judge_gets_whole_groups(engine):
-    engine.script = [(p, s, text) for p in range(3) for s, text in ((1, "a"), (0, "b"))]
-    seen = Seen()
-    with Grader(Ranks(), timeout_s=20.0) as judge:
-        groups = in_order(stream_of(engine, judge, seen))
-    assert [rewards(group) for group in groups] == [[1.0, 0.0]] * 3 and sorted(seen) == [0.0] * 3 + [1.0] * 3
 
 
 def test_what_the_engine_refuses_is_raised_at_once(engine, grader):

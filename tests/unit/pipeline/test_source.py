@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 from letter_tokens import completion
-from told_engine import PROBLEMS, SAMPLES, SEED, Call, Numbered, Told
+from told_engine import PROBLEMS, SAMPLES, SEED, Call, Numbered
 from waiting import wait_until
 
 from torchtune_ext.buffer import Ledger
@@ -222,14 +222,6 @@ def test_a_refill_has_its_own_seeds_and_goes_on_with_the_problems(make, caplog):
     source.open(version=1)
     assert names(source.take(2)[0]) == [call(n).problem for n in (6, 7)]
     assert [(made.step, made.refill, made.place) for made in engine.calls[6:]] == [(2, 0, 0), (2, 0, 1)]
-
-
-@pytest.mark.parametrize("refill", [0, 1])
-def test_texts_that_could_not_be_graded_are_logged(make, caplog, refill):
-    source, engine = make(at_once=False)
-    engine.submit = lambda *args: (Told.submit(engine, *args), engine.calls[-1].answer("broken", "broken"))[0]
-    source.take(2, refill=refill)
-    assert "4 of 4 texts infra_failed" in caplog.text and "a broken text" in caplog.text
 
 
 def test_a_refill_has_a_deadline(make):

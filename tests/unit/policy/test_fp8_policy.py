@@ -2,16 +2,13 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import unpacked
 from fp8_models import (
     BF16,
     CPU,
     F32,
-    GROUPS,
     IN,
     activations,
     cosine,
@@ -27,14 +24,12 @@ from torchtune_ext.kernels.fp8_quantize import (
     BLOCK,
     FP8,
 )
-from torchtune_ext.packing import pack
 from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.fp8 import linear as fp8_linear
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config
 from torchtune_ext.policy.fp8.plan import fp8_hf_tensors
 from torchtune_ext.policy.hf_model import named_hf_tensors
-from torchtune_ext.policy.logprobs import PackedPolicy
 
 
 @pytest.fixture(scope="module")
@@ -59,25 +54,6 @@ def test_gradient_of_a_policy_loss_whatever_its_scale(source):
     # with a floor of 1e-4 (DeepGEMM's) nothing would be left of a gradient that is smaller by 1e-5
     tiny = {name: grad.clone() for name, grad in gradients(policy, rows, 1e-5)[0].items()}
     assert cosine(full, tiny) > 0.99 and cosine(found, tiny) > 0.999
-
-
-def test_packed_rows_score_like_single_samples(source):
-    """Apart from rounding in front of a layer, which moves a few values to the neighboring code."""
-    groups = unpacked.make_groups(np.random.default_rng(0), GROUPS)
-    policy, gaps = policy_of(source), []
-    rows = pack(groups, 256)[0]
-    _, scored = gradients(policy, rows)
-    packed = unpacked.packed_logprobs_by_sample(rows, scored, groups)
-    in_full = PackedPolicy(policy_of(source, None).model)
-    rounding = []
-    for group, sample in unpacked.trained_samples(groups):
-        (row,) = pack([type(group)(group.problem, group.prompt_tokens, (sample,))], 256)[0]
-        with torch.no_grad():
-            alone = policy(row).logprobs_L
-            rounding.append((alone - in_full(row).logprobs_L).abs())
-        gaps.append((alone - packed[id(sample)]).abs())
-    assert torch.cat(gaps).median() < 1e-5
-    assert torch.cat(gaps).mean() < 0.01 * torch.cat(rounding).mean()
 
 
 def test_checkpointing_changes_no_bit(source):
