@@ -146,14 +146,6 @@ def install(tmp_path, run, fresh):
     return call
 
 
-def test_install_takes_the_cpu_build_that_pip_knows_before_the_cuda_build(tmp_path, install):
-    status, installed, rest, printed = install(
-        torch_index(tmp_path / "both", "2.13.0", "2.13.0+cpu"), "file:///nowhere"
-    )
-    assert (status, installed, rest) == (0, ["torch-2.13.0+cpu.dist-info"], True), printed
-    assert "nowhere" not in printed
-
-
 def test_install_adds_the_index_of_cpu_builds_where_pip_has_only_the_cuda_build(tmp_path, install):
     further = torch_index(tmp_path / "cpu", "2.13.0+cpu")
     status, installed, rest, printed = install(torch_index(tmp_path / "cuda", "2.13.0"), further)
