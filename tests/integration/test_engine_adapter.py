@@ -104,6 +104,7 @@ def test_adapters_published_in_flight_mark_every_token(engine):
         assert all(own.max() < 1e-4 and other.mean() > 1e-2 for own, other in apart.values())
 
 
+@pytest.mark.rest  # with stand-ins for engines: tests/unit/sampling/test_lane.py
 def test_a_new_engine_finds_base_and_adapter(engine):
     prompts, tensors = tiny_model.prompts(2, 30), adapter(6)
     engine.publish(tiny_model.build(1).named_parameters(), engine.version + 1)

@@ -153,6 +153,45 @@ def test_an_engine_of_the_pool_that_is_lost_in_a_publication_comes_back_with_it(
     run(scenario, monkeypatch, 2)
 
 
+def test_a_new_life_in_the_pool_with_other_weights_does_not_serve(monkeypatch, caplog):
+    """It takes what it is told and says that all is well, but its tensors are not those that were sent."""
+
+    async def scenario(bench):
+        await bench.publish(weights(1), 1)
+        lies = []
+
+        def liar(core, number):
+            if not lies:
+                lies.append(core)
+                checksums = core.checksums
+
+                async def wrong():
+                    return [sums | {"b": 1} for sums in await checksums()]
+
+                core.checksums = wrong
+
+        bench.prepare_core = liar
+        bench.now[1].kill()
+        await until(lambda: len(bench.lives[1]) == 3 and states(bench)[1] is State.HEALTHY)
+        assert lies[0].loads and lies[0].drawn == 0
+        assert "it does not hold the weights of version 1 as they were published: 1 of the 2 tensors" in caplog.text
+
+    run(scenario, monkeypatch, 2)
+
+
+def test_an_engine_of_the_pool_that_was_not_told_stops_the_publication(monkeypatch):
+    async def scenario(bench):
+        async def forget():
+            return 0.0, 0.0
+
+        bench.pool.lanes[1].load = forget
+        with pytest.raises(EngineFailed, match="engine 1 was not told of version 1; it holds 0"):
+            await bench.publish(weights(1), 1)
+        assert states(bench) == [State.HEALTHY, State.STALE]
+
+    run(scenario, monkeypatch, 2)
+
+
 def test_an_engine_of_the_pool_that_refuses_weights_is_stale_until_it_takes_them(monkeypatch):
     async def scenario(bench):
         bench.now[1].fail = ValueError("not with me")
