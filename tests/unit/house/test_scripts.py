@@ -70,7 +70,8 @@ def test_quickstart_stops_at_the_first_failure(tmp_path, run):
 
 def test_install_takes_the_engine_of_the_machine(tmp_path, run):
     env = tmp_path / "env"
-    program(env / "bin" / "python", RECORD + 'case "$*" in *torch.version*) echo "$CUDA" ;; esac\n')
+    answers = 'case "$*" in *torch.version*) echo "$CUDA" ;; *--dry-run*) exit "$MISSING" ;; esac\n'
+    program(env / "bin" / "python", RECORD + answers)
     settings = {"VENV": str(env), "PYTHON": sys.executable, "EXTRAS": "dev"}
     rest = [
         "--no-deps -r torchtune_ext/requirements/cpu.txt",
@@ -79,8 +80,8 @@ def test_install_takes_the_engine_of_the_machine(tmp_path, run):
         "-c torchtune_ext/requirements/constraints.txt reasoning-gym",
     ]
 
-    def steps(cuda):
-        status, called, printed = run("install.sh", CUDA=cuda, **settings)
+    def steps(cuda, missing="0"):
+        status, called, printed = run("install.sh", CUDA=cuda, MISSING=missing, TORCH_INDEX="its index", **settings)
         # Ray's command of that name must not stand, whatever has been installed last.
         assert (called[-1] == "python -m torchtune_ext doctor --mend-tune") == (status == 0)
         return status, [line.partition(" install ")[2] for line in called if " install " in line], printed
@@ -90,6 +91,10 @@ def test_install_takes_the_engine_of_the_machine(tmp_path, run):
     assert (status, called) == (0, [asked, "torch==2.13.0+cpu", *rest])
     lines = printed.splitlines()
     assert "install: this project, " in printed and lines[-1].startswith("install: done. Next: . ") and len(lines) <= 8
+    status, called, printed = steps("None", missing="1")
+    there = asked.replace("torch==", "--extra-index-url its index torch==")
+    assert (status, called) == (0, [asked, there, "torch==2.13.0", *rest])
+    assert "built for CUDA and 4 GB larger; it runs on a CPU, too" in printed
 
     program(tmp_path / "bin" / "nvidia-smi", RECORD)
     assert steps("13.0")[:2] == (0, ["torch==2.13.0", "-e .[vllm,dev]", rest[-1]])
@@ -151,13 +156,6 @@ def test_install_adds_the_index_of_cpu_builds_where_pip_has_only_the_cuda_build(
     status, installed, rest, printed = install(torch_index(tmp_path / "cuda", "2.13.0"), further)
     assert (status, installed, rest) == (0, ["torch-2.13.0+cpu.dist-info"], True), printed
     assert f"pip's indexes have no torch 2.13.0+cpu, adding {further} (TORCH_INDEX)" in printed
-
-
-def test_install_takes_the_cuda_build_where_there_is_no_other_and_says_its_size(tmp_path, install):
-    further = torch_index(tmp_path / "other", "2.12.0+cpu")
-    status, installed, rest, printed = install(torch_index(tmp_path / "cuda", "2.13.0"), further)
-    assert (status, installed, rest) == (0, ["torch-2.13.0.dist-info"], True), printed
-    assert "built for CUDA and 4 GB larger; it runs on a CPU, too" in printed
 
 
 def test_install_without_a_network_says_so(install):
