@@ -8,7 +8,7 @@ from tables import every_row
 pytest.importorskip("math_verify")
 
 from torchtune_ext.tasks.answers import MathGrader, equal
-from torchtune_ext.tasks.values import without_unit
+from torchtune_ext.tasks.values import changes_value, joined_values, without_unit, word_behind
 
 GRADER = MathGrader()
 COUNT = 200  # of answers that name several candidates
@@ -85,6 +85,42 @@ def test_many_words_cost_no_time():
 
 
 # ---- lists
+
+
+@every_row(
+    "text, values",
+    [
+        ("It is 3 or 4", ["3", "4"]),
+        ("3 if even, 4 if odd", ["3", "4"]),
+        ("3 but maybe 4", ["3", "4"]),
+        ("She has 3 but needs 4.", ["4"]),
+        ("2, 3 and 5", ["2", "3", "5"]),
+        ("2,3,5", ["2", "3", "5"]),
+        ("A: 3 B: 4", ["3", "4"]),
+        ("$x = 3$, $x = 4$.", ["$x = 3$", "$x = 4$"]),
+        ("3 apples and 4 pears", ["3", "4"]),
+        ("five or 6", ["five", "6"]),
+        ("18 - 3 = 15", ["15"]),
+        ("the sum of 3 and 4 is 7", ["7"]),
+        ("She sold 3 and 4, so 7 in all.", ["7"]),
+        ("It is 3. It is 4.", ["4"]),
+        ("3\n4", ["4"]),
+        ("It is 1,234,567.", ["1,234,567"]),
+        ("$18 every day", ["18"]),
+        ("or so", []),
+    ],
+)
+def test_the_values_that_a_sentence_joins(text, values):
+    assert joined_values(text) == values
+
+
+def test_the_word_behind_the_last_number():
+    assert word_behind("it is 5 squared") == "squared" and word_behind("5 \\text{ Tenths}") == "tenths"
+    assert word_behind("5 per cent of it") == "percent" and word_behind("it is 5.") == word_behind("") == ""
+    assert (
+        word_behind("it rang 22 times.") == "" and word_behind("5 times") == word_behind("it is 5 times six") == "times"
+    )
+    assert changes_value("squared") and changes_value("tenths") and not changes_value("seconds")
 
 
 @every_row(
