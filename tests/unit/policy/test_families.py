@@ -126,7 +126,8 @@ def test_a_norm_out_of_place_would_show(tmp_path):
 
 
 def test_a_tied_checkpoint_may_also_store_its_output_head(tmp_path):
-    theirs = save(tmp_path, *CASES["qwen2"][:1], **CASES["qwen2"][1])
+    kind, changes = CASES["qwen2"]
+    theirs = save(tmp_path, kind, **changes)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"lm_head.weight": torch.zeros_like(tensors["model.embed_tokens.weight"])}, file)
