@@ -89,7 +89,7 @@ class Config:
     max_mismatch: Any = "auto"  # mean |trainer - sampler log-prob| that stops the run; "auto": by the rounding
     checkpoints: nodes.CheckpointConfig = nodes.CheckpointConfig()  # how often they are written, and how many are kept
     resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
-    ranks: nodes.RanksConfig = nodes.RanksConfig()  # how ranks share the weights and watch each other
+    ranks: nodes.RanksConfig = nodes.RanksConfig()  # how ranks share the weights and wait for each other
     logging: nodes.LoggingConfig = nodes.LoggingConfig()  # where metrics go besides the run's folder: W&B, TensorBoard
     profile: list[int] = field(default_factory=list)  # steps whose work torch's profiler traces, as in [3, 4]
     dry_run: Any = False  # True: check the settings and say whether the run fits here; "4x80": 4 GPUs of 80 GB
@@ -148,8 +148,8 @@ class GRPORecipe:
         # What hands out the groups of a step: sampled as far ahead as `staleness` and `depth` allow, or those of a
         # replay.
         self.source = parts.source(self.engine, self.graders)
-        # It tells the other ranks what this one is doing, and graders that measure time when the trainer computes.
-        self.watch = parts.stopwatch(self.graders, lambda: self.step)
+        # It tells graders that measure time when the trainer computes.
+        self.watch = parts.stopwatch(self.graders)
         self.build_learner()
 
         # Metrics and rollouts of a run that goes on are cut to its checkpoint, once nothing can be wrong with it.
@@ -161,7 +161,7 @@ class GRPORecipe:
         # Only rank 0 has an engine. The others sleep until it is ready: in the first publication they would wait
         # busily.
         engines = [each for each in (self.engine, self.teacher) if each]
-        waited = self.ranks.from_main("wait for the engine", lambda: [engine.wait_ready() for engine in engines])
+        waited = self.ranks.from_main(lambda: [engine.wait_ready() for engine in engines])
         if self.engine:
             say_ready(max(waited))
             parts.precision.write_receipt(cfg.output_dir, self.policy)

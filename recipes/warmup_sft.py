@@ -110,7 +110,7 @@ class WarmupRecipe:
             cfg.compile,
         )
         optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
-        self.watch = Stopwatch(self.ranks.phase)
+        self.watch = Stopwatch()
         self.learner = Learner(
             self.policy,
             NLLLoss(),

@@ -74,7 +74,7 @@ FAULTS = (
     Fault("janitor_kill", "goes on", ("engine", "sampling", "publishing", "evaluation")),
     Fault("janitor_core_kill", "goes on", ("sampling", "training", "grading", "publishing")),
     Fault("rank_kill", "ends", SAVED, (1, 137), r"(?i)SIGKILL", ranks=2),
-    Fault("rank_stop", "ends", SAVED, (76,), r"rank [01] .*no sign of life", ranks=2, within_s=90.0),
+    Fault("rank_stop", "ends", SAVED, (1,), r"ranks\.deadline_s", ranks=2, within_s=120.0),
     Fault("agent_kill", "ends", ("engine", *SAVED), (137,), ranks=2),
     Fault("sigterm", "ends", (*SET_UP, *STEP), (143,), STOP.format(signal="SIGTERM")),
     Fault("sigint", "ends", (*SET_UP, *STEP), (130,), STOP.format(signal="Ctrl-C")),
@@ -355,7 +355,7 @@ class Play:
             "janitor_kill": lambda run: os.kill(self.find(run, "janitor"), signal.SIGKILL),
             "janitor_core_kill": self.kill_janitor_and_core,
             "rank_kill": lambda run: os.kill(run.trainer(self.rng.randrange(2)), signal.SIGKILL),
-            "rank_stop": lambda run: os.kill(run.trainer(self.rng.randrange(2)), signal.SIGSTOP),
+            "rank_stop": lambda run: os.kill(run.trainer(1), signal.SIGSTOP),
             "agent_kill": lambda run: os.kill(run.pid, signal.SIGKILL),
             "sigterm": lambda run: os.kill(run.pid, signal.SIGTERM),
             "sigint": lambda run: os.killpg(run.pid, signal.SIGINT),  # as Ctrl-C does

@@ -51,7 +51,7 @@ engine:
   probe_interval_s: 1
   probe_deadline_s: 5
 checkpoints: {every: 1, keep_last: 2, stop_grace_s: 25}
-ranks: {deadline_s: 10}
+ranks: {deadline_s: 30}
 """
 STEPS, UPDATES, GRADER_TIMEOUT_S = 4, 2, 4.0  # as above: max_steps, updates_per_step
 RESUME = "resume_from_checkpoint=True"

@@ -6,8 +6,9 @@ Ray says which machines and GPUs they get (cluster/placement.py), and what runs 
 (cluster/driver.py). All of it ends with this command, and this command with any of it.
 
 Ray Train is not used. Its `TorchTrainer` calls a function in a thread of its workers, where Python delivers no signals (so a
-run could not save on SIGTERM), makes the process group itself (so ranks would have no watch over each other), tries to start a
-trainer that finds no place for ever, and has a placement group of its own (so Ray could not place trainer and servers at once).
+run could not save on SIGTERM), makes the process group itself (ours waits longer for rank 0 than for others), tries to start
+a trainer that finds no place for ever, and has a placement group of its own (so Ray could not place trainer and servers at
+once).
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The parts of a GRPO run before it starts: made from its settings, and tried with each other. No process starts and no weights
 are loaded until the methods of `Parts` are called."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -175,22 +175,10 @@ class Parts:
             deadline_s=cfg.rollouts.deadline_s,
         )
 
-    def stopwatch(self, graders: Sequence[Grader], step: Callable[[], int]) -> Stopwatch:
-        """Returns what measures the phases of a step, and tells the other ranks of them.
-
-        A grader that measures time has cores of its own; where there are too few, it takes turns with the training.
-
-        Args:
-            step: returns the step that the run is at.
-        """
-
-        @contextmanager
-        def phase(name: str) -> Iterator[None]:
-            turn = graders[0].alone() if graders and name == "train" else nullcontext()
-            with self.ranks.phase(name, step()), turn:
-                yield
-
-        return Stopwatch(phase)
+    def stopwatch(self, graders: Sequence[Grader]) -> Stopwatch:
+        """Returns what measures the phases of a step. A grader that measures time has cores of its own; where there are too
+        few, it takes turns with the training."""
+        return Stopwatch(lambda name: graders[0].alone() if graders and name == "train" else nullcontext())
 
     def publisher(self, engine: Engine | None, learner: Learner) -> "tuple[Agreement, Publisher | Replay]":
         """Returns the gate that compares trainer and engine, and what sends weights and lets a canary pass that gate."""

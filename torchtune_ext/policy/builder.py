@@ -101,7 +101,7 @@ def _mesh(device: torch.device, world_size: int, shards: int) -> DeviceMesh:
         )
     if shards == world_size:
         return init_device_mesh(device.type, (world_size,))
-    # `init_device_mesh` would give its groups the time limit that torch has for all, and not that of this run.
+    # `init_device_mesh` would give its groups the time limit that torch has for all, and not `ranks.deadline_s`.
     numbers = torch.arange(world_size).view(-1, shards)
     limit = torch.distributed.group.WORLD._get_backend(device).options._timeout
     groups = [

@@ -30,7 +30,6 @@ WITH_TRACEBACK = "TORCHTUNE_EXT_TRACEBACK"  # set to 1, this variable of the env
 # Seconds that another rank than 0 waits before it speaks. If rank 0 has the same mistake, torchrun ends the others meanwhile.
 OTHER_RANKS_WAIT_S = 5.0
 FAILED = 1  # the exit status of a failure
-LOST_RANK_STATUS = 76  # exit status of a rank that ends because another one is lost or never arrives
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = ("site-packages", "dist-packages")
 

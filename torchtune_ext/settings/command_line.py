@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.catalog import config_files, config_name, config_path, folder, owner, recipe_files
-from torchtune_ext.run.errors import LOST_RANK_STATUS, STATUS, Mistake, nearest
+from torchtune_ext.run.errors import STATUS, Mistake, nearest
 from torchtune_ext.run.parent import how_it_ended
 
 # Words of torchrun that a run may need; `tune run` takes them before the recipe.
@@ -139,11 +139,13 @@ def quiet_end() -> Iterator[None]:
         if not isinstance(failures, dict) or not failures:
             raise
 
-        # torchrun ends the others by SIGTERM, and what does not end so, a rank that is stopped, by SIGKILL. A rank that had
-        # missed a sign of life was before it. Else, of two that ended about then, one that was killed took the other along.
+        # torchrun ends the others by SIGTERM, and 30 s later by SIGKILL what does not end so, a rank that is stopped. Of two
+        # that ended at about the same time, one that was killed took the other along.
+        begin = min(failure.timestamp for failure in failures.values())
+
         def order(item: tuple[int, Any]) -> tuple:
             code = item[1].exitcode
-            return code != LOST_RANK_STATUS, code == -signal.SIGTERM, code > 0, item[1].timestamp
+            return code == -signal.SIGTERM, item[1].timestamp > begin + 5, code > 0, item[1].timestamp
 
         rank, first = min(failures.items(), key=order)
         status = first.exitcode if first.exitcode > 0 else 128 - first.exitcode

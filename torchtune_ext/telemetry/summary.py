@@ -22,8 +22,7 @@ class Stopwatch:
     the phases without a slash add up to the step, and details to their phase except for what no detail covers.
 
     Args:
-        context: returns, for the name of a phase but not of a detail, a context that is open as long as the phase (for
-            instance `Ranks.phase`). Ranks in one phase may well be in different details of it.
+        context: returns, for the name of a phase but not of a detail, a context that is open as long as the phase.
     """
 
     def __init__(self, context: Callable[[str], AbstractContextManager] = nullcontext) -> None:

@@ -1,6 +1,9 @@
-"""Runs an action on every rank. A failure on one is a failure on all, so that no rank waits for one that gave up."""
+"""Joins the ranks, and runs an action on every rank. A failure on one is a failure on all, so that no rank waits for one that
+gave up."""
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +14,26 @@ from torchtune_ext.run.errors import FileMistake
 
 T = TypeVar("T")
 FAILURES = (Exception, CheckpointException)  # the exception of DCP derives from BaseException, so it is named here
+POLL_S = 0.05  # seconds between two looks of a rank that waits for rank 0, at most
+_store: dist.Store | None = None  # of the rendezvous; it is global, as the process group is
+_meetings = 0  # how often rank 0 was waited for
+
+
+def join(backend: str, deadline_s: float) -> None:
+    """Joins the process group that torchrun set up.
+
+    In a collective the ranks wait `deadline_s` seconds at most for one that does not come. Rank 0, which samples and evaluates
+    meanwhile, is waited for before the collective, and without a limit (`wait_for_main`).
+
+    Raises:
+        ValueError (of torch): a variable that torchrun sets is missing.
+        RuntimeError (of torch): the ranks do not find each other within `deadline_s` seconds.
+    """
+    global _store
+    limit = timedelta(seconds=deadline_s)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    _store = dist.PrefixStore("torchtune_ext", store)
 
 
 def rank() -> int:
@@ -21,6 +44,20 @@ def rank() -> int:
 def distributed() -> bool:
     """Tells whether the run has more than one rank."""
     return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def wait_for_main() -> None:
+    """Sleeps until rank 0 calls it, too. Rank 0 waits for nobody."""
+    global _meetings
+    _meetings += 1
+    if rank() == 0:
+        _store.set(str(_meetings), "")
+        return
+    # A blocking wait of the store would leave signals to the end of it.
+    pause_s = 0.001
+    while not _store.check([str(_meetings)]):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S)
 
 
 def gathered(value: T) -> list[T]:
@@ -54,7 +91,7 @@ def together(action: Callable[[], T]) -> T:
 
 
 def from_main(make: Callable[[], T]) -> T:
-    """Runs `make` on rank 0 only, and returns its result on every rank. A collective.
+    """Runs `make` on rank 0 only, and returns its result on every rank, pickled. The others sleep meanwhile. A collective.
 
     Raises:
         OSError or ValueError: `make` raised it on rank 0.
@@ -66,11 +103,22 @@ def from_main(make: Callable[[], T]) -> T:
         except (OSError, ValueError) as error:
             box[1] = error
     if distributed():
+        wait_for_main()
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     value, error = box
     if error is not None:
         raise error
     return value
+
+
+def on_any(flag: bool) -> bool:
+    """Tells whether the flag is true on any rank. The others sleep until rank 0 is here, too. A collective."""
+    if not distributed():
+        return bool(flag)
+    wait_for_main()
+    highest = torch.tensor([int(flag)], dtype=torch.int32)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return bool(highest.item())
 
 
 def true_cause(error: BaseException) -> BaseException:

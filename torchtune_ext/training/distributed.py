@@ -4,11 +4,8 @@ import gc
 import os
 import socket
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,29 +14,23 @@ from torchtune import training
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent
-from torchtune_ext.training.collectives import from_main, gathered
+from torchtune_ext.training.collectives import from_main, gathered, join, on_any
 
-if TYPE_CHECKING:
-    from torchtune_ext.training.watch import Limits, Watch
-
-# Seconds that a rank may wait in a collective for one that lives: rank 0 samples and evaluates meanwhile.
-GROUP_S = 4 * 3600.0
 T = TypeVar("T")
-_watches: "list[Watch]" = []  # the watch of this process, at most one; it is global, as the process group is
 
 
 @dataclass(frozen=True, slots=True)
 class RanksConfig:
     """The node `ranks:` of a recipe, for what concerns several of them."""
 
-    deadline_s: float = 300.0  # seconds without a sign of life after which a rank is given up
+    deadline_s: float = 600.0  # seconds that ranks which compute wait for one that does not come
     shard_within: int | None = None  # ranks that share one copy of the weights, as those of a machine do; null: all
 
     def __post_init__(self) -> None:
         if not 0 < self.deadline_s < float("inf"):
             raise Mistake(
-                f"ranks.deadline_s={self.deadline_s} must be a number greater than 0: the seconds that a rank may give no "
-                "sign of life"
+                f"ranks.deadline_s={self.deadline_s} must be a number greater than 0: the seconds that ranks which compute "
+                "wait for one that does not come"
             )
         if self.shard_within is not None and self.shard_within < 1:
             raise Mistake(
@@ -69,7 +60,6 @@ class Ranks:
     rank: int
     world_size: int  # number of ranks
     device: torch.device
-    watch: "Watch | None" = None  # the watch over the other ranks; None where there are none
     hosts: tuple[str, ...] = ()  # the machine of every rank, where there are several ranks
     shard_within: int | None = None  # ranks that share one copy of the weights; None: all
 
@@ -86,35 +76,13 @@ class Ranks:
         """Returns the value of rank 0 on every rank. It is pickled. A collective."""
         return from_main(lambda: value)
 
-    def from_main(self, phase: str, make: Callable[[], T]) -> T:
-        """Returns what `make` returns on rank 0, on every rank. It is pickled. The others sleep meanwhile. A collective.
-
-        Args:
-            phase: names for the watch what only rank 0 does.
-
-        Raises:
-            OSError or ValueError: `make` raised it on rank 0.
-        """
-
-        def named() -> T:
-            with self.phase(phase):
-                return make()
-
-        return from_main(named)
+    def from_main(self, make: Callable[[], T]) -> T:
+        """Returns what `make` returns on rank 0, on every rank (`collectives.from_main`). A collective."""
+        return from_main(make)
 
     def any(self, flag: bool) -> bool:
         """Tells whether the flag is true on any rank. A collective."""
-        if self.world_size == 1:
-            return bool(flag)
-        highest = torch.tensor([int(flag)], dtype=torch.int32)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        return bool(highest.item())
-
-    def phase(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
-        """Names what this rank does inside `with ranks.phase("sample", 3):`, for messages of ranks that wait for it."""
-        if self.watch is None:
-            return nullcontext()
-        return self.watch.phase(name if step is None else f"{name}, step {step}")
+        return on_any(flag)
 
     def share(self, items: list) -> list:
         """Returns this rank's share of a list. The length of the list must be a multiple of the number of ranks."""
@@ -126,9 +94,8 @@ def init_ranks(
     config: RanksConfig | None = None,
     engine_beside: bool = False,
     output_dir: str | None = None,
-    **limits: float,
 ) -> Ranks:
-    """Joins the process group that torchrun set up, if there is one, and begins the watch over the other ranks.
+    """Joins the process group that torchrun set up, if there is one.
 
     A rank that torchrun started is killed when torchrun ends, also when torchrun gets SIGKILL.
 
@@ -137,11 +104,10 @@ def init_ranks(
         config: the node `ranks:`; None for the defaults.
         engine_beside: an engine samples while this process trains; on a CPU a core is left to it.
         output_dir: the folder that the run writes, which ranks on several machines must see. None: it is not looked at.
-        limits: other times of the watch in seconds, by their names in `watch.Limits`.
 
     Raises:
-        ValueError: the device is unknown or missing, a limit is out of its range, `shard_within` does not divide the ranks, a
-            variable of torchrun is not set, or a machine does not see the folder.
+        ValueError: the device is unknown or missing, `shard_within` does not divide the ranks, a variable of torchrun is not
+            set, or a machine does not see the folder.
     """
     config = config or RanksConfig()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -159,18 +125,12 @@ def init_ranks(
         return Ranks(rank, world_size, here, shard_within=config.shard_within)
     # Only a run of several ranks needs these.
     from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, require_shared
-    from torchtune_ext.training.watch import Limits
 
-    watch_limits = Limits(config.deadline_s, **limits)
-    watch = make_watch(rank, world_size, watch_limits)
     choose_interface()
-    _watches.append(watch)
-    # The watch starts before the process group is made, so that it also reports ranks that do not arrive.
-    watch.start()
     # gloo moves tensors on the CPU, NCCL those on GPUs.
     backend = training.get_distributed_backend(here.type, offload_ops_to_cpu=here.type != "cpu")
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_S))
+        join(backend, config.deadline_s)
     except RuntimeError as error:
         error.add_note(
             f"The ranks did not find each other. gloo listens on {os.environ.get('GLOO_SOCKET_IFNAME', 'the host name')}: set "
@@ -180,9 +140,8 @@ def init_ranks(
         raise
     hosts = hosts_of_ranks()
     if output_dir is not None:
-        with watch.phase("look for the folder"):
-            require_shared(hosts, output_dir)
-    return Ranks(rank, world_size, here, watch, hosts, config.shard_within)
+        require_shared(hosts, output_dir)
+    return Ranks(rank, world_size, here, hosts, config.shard_within)
 
 
 def local_device(device: str) -> torch.device:
@@ -224,32 +183,6 @@ def leave_a_core() -> int | None:
     return None
 
 
-def make_watch(rank: int, world_size: int, limits: "Limits") -> "Watch":
-    """Makes a watch with its own connection to the rendezvous store, because a connection serves one caller at a time.
-
-    Raises:
-        ValueError: a variable that torchrun sets is missing.
-    """
-    from torchtune_ext.training.watch import Watch
-
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise Mistake(f"WORLD_SIZE={world_size}, but {missing[0]} is not set; start the run with torchrun")
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # If torchrun does not hold the store, rank 0 does. With `multi_tenant`, all connections of a process to one port
-    # share a store.
-    connect = partial(
-        dist.TCPStore, host, port, is_master=rank == 0 and not agents, wait_for_workers=False, multi_tenant=not agents,
-        timeout=timedelta(seconds=limits.deadline_s),
-    )  # fmt: skip
-    prefix = f"torchtune_ext/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    holder = "torchrun" if agents else "rank 0"
-    here = agents and os.environ.get("GROUP_RANK") == "0"
-    where = f"the rendezvous store at {host}:{port} ({holder} has it)"
-    return Watch(rank, world_size, limits, lambda: dist.PrefixStore(prefix, connect()), where, here)
-
-
 def reduce(values: dict[str, float]) -> dict[str, float]:
     """Returns the sum of each value over the ranks that have it, and of `*_max` the maximum. A collective."""
     whole: dict[str, float] = {}
@@ -261,7 +194,7 @@ def reduce(values: dict[str, float]) -> dict[str, float]:
 
 
 def close_ranks() -> None:
-    """Ends the process group and the watch after a run that went well. A collective.
+    """Ends the process group after a run that went well. A collective.
 
     It waits for every rank first, so that no rank leaves while another one is still in a collective. It must be called
     when nothing holds the model any more, because sharded weights keep the group alive. A gloo thread that is still
@@ -269,10 +202,6 @@ def close_ranks() -> None:
     """
     if dist.is_initialized():
         dist.barrier()
-        while _watches:
-            _watches.pop().close()
-            # Rank 0 may hold the store that the watches of the other ranks use, so it waits until they are closed.
-            dist.barrier()
         gc.collect()
         dist.destroy_process_group()
         gc.collect()

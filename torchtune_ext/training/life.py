@@ -67,6 +67,13 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             neighbor = stop.requested and several and isinstance(error, RuntimeError | ConnectionError)
             if not (stop.raised or neighbor):
                 stop.status = status_of(error) or FAILED
+                # So says gloo. On GPUs NCCL's watchdog ends the process, and says which collective it was.
+                if several and "Timed out waiting" in str(error):
+                    error.add_note(
+                        "Another rank did not come here within ranks.deadline_s: it was stopped or swapped out, it hangs, or "
+                        "its machine is gone (`py-spy dump --pid PID` shows where it stands). Mend that, or raise "
+                        "ranks.deadline_s if it needs so long"
+                    )
                 if works and stop.speaks:
                     error.add_note(stop.standing())
                 raise

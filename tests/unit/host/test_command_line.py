@@ -11,8 +11,10 @@ def test_the_end_of_torchrun_has_the_status_of_the_first_rank(tmp_path, capsys):
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-    def failure(rank, exitcode):
-        return ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file=str(tmp_path / "none"))
+    def failure(rank, exitcode, later=0):
+        failed = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file=str(tmp_path / "none"))
+        failed.timestamp += later
+        return failed
 
     for error, status, said in (
         (ChildFailedError("grpo.py", {1: failure(1, -15), 0: failure(0, 2)}), 2, ""),
@@ -23,9 +25,9 @@ def test_the_end_of_torchrun_has_the_status_of_the_first_rank(tmp_path, capsys):
             "rank 1 was killed by SIGKILL, perhaps by the kernel's out-of-memory killer (see dmesg)",
         ),
         (
-            ChildFailedError("grpo.py", {0: failure(0, -9), 1: failure(1, 76)}),  # rank 0 was stopped, and so killed
-            76,
-            "rank 1 ended with exit code 76",
+            ChildFailedError("grpo.py", {0: failure(0, -9, 30), 1: failure(1, 1)}),  # rank 0 was stopped, and so killed
+            1,
+            "rank 1 ended with exit code 1",
         ),
         (SignalException("stopped", signal.SIGTERM), 143, ""),
         (SignalException("stopped", signal.SIGINT), 130, ""),

@@ -18,7 +18,6 @@ from torchtune_ext.policy.builder import _mesh
 from torchtune_ext.training import machines
 from torchtune_ext.training.collectives import gathered
 from torchtune_ext.training.distributed import (
-    GROUP_S,
     Ranks,
     RanksConfig,
     close_ranks,
@@ -103,7 +102,7 @@ def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatc
     def action():
         ranks = init_ranks("cpu", output_dir=str(tmp_path / "run"))
         # It computes on a GPU, as far as it knows.
-        ranks = Ranks(ranks.rank, 3, torch.device("cuda", 0), ranks.watch, ranks.hosts)
+        ranks = Ranks(ranks.rank, 3, torch.device("cuda", 0), ranks.hosts)
         found = [
             ranks.broadcast({"rank": ranks.rank}),
             ranks.any(ranks.rank == 2),
@@ -119,15 +118,15 @@ def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatc
     assert across(action) == [[{"rank": 0}, True, False, [0, 1, 2], {"a": 3.0, "b": 3.0, "b_max": 2.0, "c": 5.0}]] * 3
 
 
-def test_groups_of_a_mesh_wait_as_long_as_the_run(across):
+def test_groups_of_a_mesh_wait_as_long_as_that_of_all_ranks(across):
     def action():
-        ranks = init_ranks("cpu", RanksConfig(shard_within=1))
+        ranks = init_ranks("cpu", RanksConfig(deadline_s=77.0, shard_within=1))
         mesh = _mesh(ranks.device, ranks.world_size, ranks.shards)
         assert mesh.mesh.tolist() == [[0], [1], [2]] and mesh.mesh_dim_names == ("copies", "shards")
         groups = [dist.group.WORLD, mesh.get_group("copies"), mesh.get_group("shards")]
         return [group._get_backend(ranks.device).options._timeout.total_seconds() for group in groups]
 
-    assert across(action) == [[GROUP_S] * 3] * 3, "also groups of a part of the ranks"
+    assert across(action) == [[77.0] * 3] * 3, "also groups of a part of the ranks"
 
 
 def test_while_only_rank_0_does_something_the_others_sleep(across, tmp_path):
@@ -135,26 +134,25 @@ def test_while_only_rank_0_does_something_the_others_sleep(across, tmp_path):
 
     def action():
         ranks = init_ranks("cpu")
-        ranks.from_main("first", lambda: None)
+        ranks.from_main(lambda: None)
 
         def make():
-            assert ranks.watch._phase == "wait for the engine"
             time.sleep(1.0)
             done.touch()
             return 1.5
 
         busy = time.process_time()
-        value = ranks.from_main("wait for the engine", make)
+        value = ranks.from_main(make)
         slept = time.process_time() - busy < 0.5
 
         def refuse():
             raise ValueError("the server holds another model")
 
         with pytest.raises(ValueError, match="the server holds another model"):
-            ranks.from_main("wait for the engine", refuse)
-        return [value, done.exists(), slept, ranks.watch._phase]
+            ranks.from_main(refuse)
+        return [value, done.exists(), slept]
 
-    assert across(action) == [[1.5, True, True, ""]] * 3, "what rank 0 says no to is said on every rank, too"
+    assert across(action) == [[1.5, True, True]] * 3, "what rank 0 says no to is said on every rank, too"
 
 
 def test_the_ranks_of_a_run_wait_for_its_engine_together():
