@@ -12,7 +12,7 @@ sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 stop() {
     echo "pretrained: $1
-Two other ways to the model: put $file into models/ and call this again, or
+Two other ways to the model: put $name.Q4_1.gguf into models/ and call this again, or
     hf download HuggingFaceTB/$name --local-dir models/$name" >&2
     exit 1
 }
