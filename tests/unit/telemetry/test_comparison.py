@@ -94,9 +94,7 @@ def test_less_is_better_where_a_sweep_says_so(tmp_path):
         make_one(tmp_path / name, settings(rate), rollouts=False, **{"loss/total": loss})
     runs = [{"id": name, "parameters": {}, "state": "finished", "cause": ""} for name in ("a", "b")]
     metric = {"name": "loss/total", "goal": "minimize"}
-    (tmp_path / "sweep.json").write_text(
-        json.dumps({"format": 1, "name": "", "method": "bayes", "metric": metric, "runs": runs})
-    )
+    (tmp_path / "sweep.json").write_text(json.dumps({"format": 1, "name": "", "metric": metric, "runs": runs}))
     made = build_comparison([tmp_path])
     assert made.verdict == (
         "B (lr 2e-06) has the lowest loss/total of the last tenth of the steps, 0.3. Perhaps better than A (lr 1e-06), by 0.2. "
@@ -156,8 +154,8 @@ def test_a_run_with_nothing_to_show_is_named_and_passed_over(two, tmp_path):
         build_comparison([tmp_path / "new", tmp_path / "odd"], tmp_path / "page.html")
 
 
-@every_row("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "name": "s", "method": "grid", "metric": null, "parameters": {}, "runs": []}',
-                                  '{"format": 1, "name": "s", "method": "grid", "metric": {"name": "m"}, "parameters": {}, "runs": [{"id": "../../x", "parameters": {}, "state": "failed", "cause": ""}]}'])  # fmt: skip
+@every_row("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "name": "s", "metric": null, "parameters": {}, "runs": []}',
+                                  '{"format": 1, "name": "s", "metric": {"name": "m"}, "parameters": {}, "runs": [{"id": "../../x", "parameters": {}, "state": "failed", "cause": ""}]}'])  # fmt: skip
 def test_a_damaged_sweep_is_said(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ValueError, match="sweep.json is damaged .*name the folders of its runs instead"):
