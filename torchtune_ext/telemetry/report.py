@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.telemetry.comparison import build_comparison
 from torchtune_ext.telemetry.excerpts import LIMITS, Excerpts, Limits, excerpts_of, pack, short
@@ -50,20 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help=f"folder of a run (it holds metrics.jsonl); {several}")
     default = "RUN/report.html; of a sweep or a folder of runs, report.html in it; of several, comparison.html here"
     parser.add_argument("--out", metavar="FILE", help=f"the page to write (default: {default})")
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", help="model folder with the tokenizer of the run (default: its newest checkpoint)"
-    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Writes the page. Returns 0, or 1 after a message that says why a run cannot be read."""
     try:
         if len(args.runs) > 1 or is_several(args.runs[0]):
-            if args.tokenizer:
-                raise Mistake("--tokenizer: for the page of one run alone; leave it out, or name one run")
             page = build_comparison(args.runs, args.out)
         else:
-            page = build_report(args.runs[0], args.out, tokenizer=args.tokenizer)
+            page = build_report(args.runs[0], args.out)
     except (OSError, ValueError) as error:
         print(f"torchtune-ext report: {error}", file=sys.stderr)
         return 1
@@ -71,25 +66,15 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def build_report(
-    run_dir: str | Path,
-    out: str | Path | None = None,
-    limits: Limits = LIMITS,
-    tokenizer: str | Path | None = None,
-) -> Report:
+def build_report(run_dir: str | Path, out: str | Path | None = None, limits: Limits = LIMITS) -> Report:
     """Writes the page of `run_dir` to `out`. Raises FileNotFoundError and ValueError, which say the cause and the fix."""
     run_dir = Path(run_dir)
     records = _metrics_of(run_dir)
     out = Path(out) if out is not None else run_dir / "report.html"
     paths, run = rollout_paths(run_dir), record_of(run_dir)
-    if tokenizer is not None and not Path(tokenizer, "tokenizer.json").exists():
-        raise FileMistake(f"--tokenizer {tokenizer}: no tokenizer.json there; name a model folder that has one")
-    tokenizers = [tokenizer] if tokenizer is not None else _tokenizers(run_dir, node_of(run, "config"))
-    excerpts = excerpts_of(paths, limits, tokenizers)
+    excerpts = excerpts_of(paths, limits, _tokenizers(run_dir, node_of(run, "config")))
     overview = _overview(run_dir, run, records, excerpts) | {"stored": len(paths)}
     data = {"overview": pack(overview)} | {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
-    if excerpts.pieces:
-        data["pieces"] = pack(excerpts.pieces)
     if (archive := run_dir / "archive.jsonl").exists():
         data["archive"] = pack(archive_of(archive))
     num_bytes = write_page(out, overview["name"], "report", SCRIPTS, data)

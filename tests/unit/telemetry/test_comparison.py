@@ -112,8 +112,6 @@ def test_the_command(two, tmp_path, capsys, monkeypatch):
     assert run_main(tmp_path) == 0 and (tmp_path / "report.html").exists()
     assert run_main(two[0]) == 0 and "class Browser" in (two[0] / "report.html").read_text(), "the page of one run"
     capsys.readouterr()
-    assert run_main(*two, "--tokenizer", tmp_path) == 1
-    assert "--tokenizer: for the page of one run alone" in capsys.readouterr().err
 
 
 def test_paths_that_are_no_runs_are_named_with_those_near_them(two, tmp_path):

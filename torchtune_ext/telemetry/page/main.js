@@ -82,14 +82,13 @@ async function rollouts(overview) {
     if (kept.size > 12) kept.delete(kept.keys().next().value);
     return kept.get(step) ?? unpack(`rollouts-${step}`);
   };
-  const browser = new Browser(root, overview, load, document.getElementById("pieces") ? await unpack("pieces") : null);
+  const browser = new Browser(root, overview, load);
   cursor.onPick = async (step, id) => { await browser.goStep(step, id); root.scrollIntoView({ behavior: "smooth" }); };
   const newest = overview.rollouts.findLast(({ signals }) => signals);
   if (newest) pair(newest.step, await load(newest.step), cursor.onPick);
-  const asked = new URLSearchParams(location.hash.slice(1)); // report.html#step=40&group=3&view=tokens&find=word
+  const asked = new URLSearchParams(location.hash.slice(1)); // report.html#step=40&group=3&find=word
   const step = asked.get("step")?.trim() ? Number(asked.get("step")) : NaN;
   await (Number.isNaN(step) ? browser.go(overview.rollouts.length - 1) : browser.goStep(step));
-  if (asked.get("view") === "tokens") browser.show("tokens");
   const group = browser.groups[+asked.get("group")];
   if (asked.has("group") && group) browser.pick(group.id);
   if (asked.has("find")) { browser.search.value = asked.get("find"); browser.find(); }
