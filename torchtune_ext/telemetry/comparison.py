@@ -25,7 +25,6 @@ from torchtune_ext.telemetry.results import (
     Target,
     target_of,
     verdict_of,
-    word_of,
 )
 from torchtune_ext.telemetry.runs import Run, Setting, find_runs, is_several, settings_of, short_keys
 
@@ -104,8 +103,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
                 "runs": [_named(runs[number]) for number in setting.runs],
                 "seeds": len(verdict.seeds.get(place, ())),
                 "mean": verdict.means.get(place),
-                "lead": verdict.leads.get(place),
-                "word": word_of(verdict.leads[place]) if place in verdict.leads else None,
+                "close": place in verdict.close,
             }
             for place, setting in enumerate(settings)
         ],

@@ -97,8 +97,8 @@ def test_less_is_better_where_a_sweep_says_so(tmp_path):
     (tmp_path / "sweep.json").write_text(json.dumps({"format": 1, "name": "", "metric": metric, "runs": runs}))
     made = build_comparison([tmp_path])
     assert made.verdict == (
-        "B (lr 2e-06) has the lowest loss/total of the last tenth of the steps, 0.3. Perhaps better than A (lr 1e-06), by 0.2. "
-        "One seed does not tell where another would end."
+        "B (lr 2e-06) has the lowest loss/total of the last tenth of the steps, 0.3. A (lr 1e-06) may be as good: the intervals "
+        "overlap, or are not known. One seed does not tell where another would end."
     )
 
 
