@@ -6,7 +6,6 @@ Of several runs, or of a sweep, `telemetry.comparison` makes the page.
 import argparse
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.runs import METRICS, is_several, record_of
 
-SCRIPTS = ("charts", "shell", "tables", "archive", "rollouts", "main")  # of the page, in this order
+SCRIPTS = ("charts", "shell", "rollouts", "main")  # of the page, in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,38 +74,11 @@ def build_report(run_dir: str | Path, out: str | Path | None = None, limits: Lim
     excerpts = excerpts_of(paths, limits, _tokenizers(run_dir, node_of(run, "config")))
     overview = _overview(run_dir, run, records, excerpts) | {"stored": len(paths)}
     data = {"overview": pack(overview)} | {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
-    if (archive := run_dir / "archive.jsonl").exists():
-        data["archive"] = pack(archive_of(archive))
     num_bytes = write_page(out, overview["name"], "report", SCRIPTS, data)
     return Report(out, num_bytes, records[-1]["step"], len(excerpts.blobs), len(paths))
 
 
 # ---------------------------------------------------------------- what the page shows
-
-
-def archive_of(path: Path) -> list[dict[str, Any]]:
-    """Returns what the page shows of an archive, JSON-able: for each problem and machine its programs, the fastest first.
-
-    Returns:
-        `kernel`, `size`, `machine`: the problem, for people. `programs`: of each its `techniques` in words, its speed as a
-        `ratio` to the naive program, the ends `low` and `high` of the interval of that, `gflops`, the step that `found` it, and
-        its `source`.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    # Only the archive of a run needs the packages that programs are read with; a report of other runs does without.
-    from torchtune_ext.measured.matmul.archive import Archive, size_in_words, techniques_in_words
-
-    problems = defaultdict(list)
-    for entry in sorted(Archive.load(path), key=lambda entry: -entry.low):
-        program = {name: getattr(entry, name) for name in ("ratio", "low", "high", "gflops", "found", "source")}
-        program["techniques"] = techniques_in_words(entry.techniques)
-        problems[entry.kernel, size_in_words(entry.size), entry.machine].append(program)
-    return [
-        {"kernel": kernel, "size": size, "machine": machine, "programs": programs}
-        for (kernel, size, machine), programs in sorted(problems.items())
-    ]
 
 
 def _metrics_of(run_dir: Path) -> list[dict[str, Any]]:

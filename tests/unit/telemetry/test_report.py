@@ -3,6 +3,7 @@
 import argparse
 import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -151,3 +152,9 @@ def test_command_line(tmp_path, capsys):
     ):
         assert run_main(*words) == 1
         assert message in capsys.readouterr().err
+
+
+def test_a_report_does_without_what_programs_are_read_with():
+    """tree-sitter is an extra. A report of another run must not need it."""
+    code = "import sys, torchtune_ext.telemetry.report; print([name for name in sys.modules if 'matmul' in name or 'tree_sitter' in name])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -28,7 +28,7 @@ function bar(sample, largest) {
     sample.note ? el("div", { class: "note" }, sample.note) : null);
 }
 
-const promptOf = (messages, marked) => messages.flatMap((m) => [el("div", { class: "role" }, m.role), el("pre", { class: "text" }, ...marked(m.content))]);
+const promptOf = (messages) => messages.flatMap((m) => [el("div", { class: "role" }, m.role), el("pre", { class: "text" }, m.content)]);
 
 const BODIES = ".sample > .text, .sample > .turns";
 
@@ -36,8 +36,8 @@ const BODIES = ".sample > .text, .sample > .turns";
 const conversation = (rows) => el("div", { class: "turns" }, ...rows.map(({ role, reward, body }) => el("div", { class: role === "assistant" ? "turn" : "turn answer" },
   el("div", { class: "role" }, role), body, reward == null ? null : el("div", { class: "earned", title: "reward of this turn" }, fixed(reward)))));
 
-function textOf(sample, marked = (text) => [text]) {
-  const pre = (text) => el("pre", { class: "text" }, ...marked(text));
+function textOf(sample) {
+  const pre = (text) => el("pre", { class: "text" }, text);
   return sample.messages ? conversation(sample.messages.map(({ role, reward, content }) => ({ role, reward, body: pre(content) }))) : pre(sample.text);
 }
 
@@ -57,7 +57,6 @@ class Browser {
     this.place = 0; // in this.index
     this.groups = [];
     this.id = null; // of the group shown
-    this.query = "";
     this.turn = 0; // counts loads, so that a late answer is dropped
     this.build(root, overview);
   }
@@ -67,14 +66,12 @@ class Browser {
     this.output = el("output");
     this.slider = el("input", { type: "range", min: 0, max: this.index.length - 1, value: 0, "aria-label": "step", oninput: () => this.go(+this.slider.value) });
     const button = (label, title, action) => el("button", { title, onclick: action }, label);
-    this.search = el("input", { type: "search", placeholder: "search this step", "aria-label": "search in prompts and samples of this step", oninput: () => this.find() });
     this.said = el("p", { class: "said", role: "status", hidden: true });
     this.side = el("div", { class: "groups" });
     this.pane = el("div", { class: "detail-pane" });
     root.append(el("div", { class: "browser" },
       el("div", { class: "controls" },
-        el("div", { class: "step" }, button("‹", "step before (←)", () => this.go(this.place - 1)), this.slider, button("›", "next step (→)", () => this.go(this.place + 1)), this.output),
-        this.search),
+        el("div", { class: "step" }, button("‹", "step before (←)", () => this.go(this.place - 1)), this.slider, button("›", "next step (→)", () => this.go(this.place + 1)), this.output)),
       this.said, el("div", { class: "columns" }, this.side, this.pane)),
       el("p", { class: "muted", style: "font-size:12.5px;margin-top:8px" },
         `Rollouts of ${this.index.length}${stored} steps are in this page${stored && "; the rest lie in the folder rollouts/ of the run"}. Keys: ← → step, j k group.`));
@@ -84,7 +81,7 @@ class Browser {
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input")) return;
     const around = (by) => {
-      const shown = this.shown(), place = shown.findIndex((group) => group.id === this.id);
+      const shown = this.groups, place = shown.findIndex((group) => group.id === this.id);
       if (shown[place + by]) this.pick(shown[place + by].id);
     };
     const actions = { ArrowLeft: () => this.go(this.place - 1), ArrowRight: () => this.go(this.place + 1), j: () => around(1), k: () => around(-1) };
@@ -117,32 +114,12 @@ class Browser {
     return going;
   }
 
-  matches(group) {
-    const query = this.query.toLowerCase();
-    const has = (text) => text.toLowerCase().includes(query);
-    return has(group.id) || group.messages.some((m) => has(m.content)) || group.samples.some((s) => has(s.text));
-  }
-
-  shown() {
-    return this.groups.filter((group) => !this.query || this.matches(group));
-  }
-
-  find() {
-    clearTimeout(this.timer);
-    this.timer = setTimeout(() => {
-      this.query = this.search.value.trim();
-      this.list();
-    }, 200);
-  }
-
   list() {
-    const shown = this.shown();
-    if (!shown.some((group) => group.id === this.id)) this.id = shown[0]?.id ?? null;
+    if (!this.groups.some((group) => group.id === this.id)) this.id = this.groups[0]?.id ?? null;
     const every = this.groups.flatMap((group) => group.rewards).filter((reward) => reward != null);
     const low = Math.min(0, ...every), high = Math.max(low + 1e-9, ...every);
     const part = this.groups.length < this.total ? `${this.groups.length} of the step's ${this.total} groups` : `${this.total} groups`;
-    this.side.replaceChildren(el("div", { class: "head" }, `${part}; ${this.signals} of ${this.total} have a signal, these come first`), ...shown.map((group) => this.entry(group, low, high)));
-    if (!shown.length) this.side.append(el("p", { class: "empty" }, "No group fits."));
+    this.side.replaceChildren(el("div", { class: "head" }, `${part}; ${this.signals} of ${this.total} have a signal, these come first`), ...this.groups.map((group) => this.entry(group, low, high)));
     this.detail();
   }
 
@@ -171,7 +148,7 @@ class Browser {
     const group = this.groups.find((other) => other.id === this.id);
     if (!group) return this.pane.replaceChildren(el("p", { class: "empty" }, "No group is chosen."));
     const also = this.index.flatMap((entry, place) => (place !== this.place && entry.ids.includes(group.id) ? [[place, entry.step]] : []));
-    const prompt = el("div", { class: "prompt" }, ...promptOf(group.messages, (text) => this.marked(text)));
+    const prompt = el("div", { class: "prompt" }, ...promptOf(group.messages));
     const largest = Math.max(1e-9, ...group.samples.map((sample) => Math.abs(sample.advantage ?? 0)));
     const hidden = group.count - group.samples.length;
     const children = [
@@ -185,12 +162,8 @@ class Browser {
       ...this.folded(group.samples).map(([sample, count]) => this.sample(sample, largest, count)),
       hidden > 0 ? el("p", { class: "muted", style: "margin-top:10px" }, `${hidden} more samples of this group are in the run's folder.`) : null];
     this.pane.replaceChildren(...children.filter((child) => child != null));
-    if (!this.marksPrompt(group)) clip(prompt, 200);
+    clip(prompt, 200);
     for (const body of this.pane.querySelectorAll(BODIES)) clip(body, 340);
-  }
-
-  marksPrompt(group) {
-    return Boolean(this.query) && group.messages.some((m) => m.content.toLowerCase().includes(this.query.toLowerCase()));
   }
 
   // Equal texts with equal rewards are one, with their number.
@@ -205,16 +178,6 @@ class Browser {
 
   sample(sample, largest, count) {
     return el("article", { class: sample.trained ? "sample" : "sample unused" }, count > 1 ? el("div", { class: "verdict" }, `${count} ×`) : null, bar(sample, largest),
-      textOf(sample, (text) => this.marked(text)));
-  }
-
-  // Text nodes with the matches of the search in <mark>.
-  marked(text) {
-    if (!this.query) return [text];
-    const parts = [], low = text.toLowerCase(), query = this.query.toLowerCase();
-    if (low.length !== text.length) return [text]; // a case fold that changes lengths: places would be off
-    let from = 0;
-    for (let at; (at = low.indexOf(query, from)) >= 0; from = at + query.length) parts.push(text.slice(from, at), el("mark", {}, text.slice(at, at + query.length)));
-    return [...parts, text.slice(from)];
+      textOf(sample));
   }
 }
