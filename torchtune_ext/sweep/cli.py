@@ -10,16 +10,14 @@ Exit status: 0 at the end, 1 if no run has finished, 2 for bad input, 128 and th
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchtune_ext.host import plugin
 from torchtune_ext.run.errors import FAILED, Mistake
-from torchtune_ext.run.output import columns, say
-from torchtune_ext.run.terminal import BOLD, styled
-from torchtune_ext.sweep.file import Sweep, read_sweep, sweep_file
-from torchtune_ext.sweep.runner import ORDER, Runner, SweepFolder, SweepRun, shown
+from torchtune_ext.run.output import say
+from torchtune_ext.sweep.file import read_sweep, sweep_file
+from torchtune_ext.sweep.runner import Runner, SweepFolder
 
 FOLDER = Path("runs", "sweeps")
 
@@ -70,39 +68,14 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     variables = {} if on_gpu else {"OMP_NUM_THREADS": str(threads)}
     runner = Runner(folder, args.jobs, lambda point: words_of(sweep, point, folder.words), variables)
     ended = runner.run()
-    say(f"\n{table(sweep, folder.runs)}\n")
     if not ended:
         again = f"torchtune-ext sweep {args.file} --resume{f' --out {args.out}' if args.out else ''}"
         say(f"Stopped with {runner.left} of {len(folder.runs)} runs to do: {again} goes on")
         return 128 + runner.stopped_by
-    if any(run.value is not None and run.state != "failed" for run in folder.runs):
-        from torchtune_ext.telemetry.comparison import build_comparison
+    if not any(run.state == "finished" for run in folder.runs):
+        say("No run has finished, so none is the best")
+        return FAILED
+    from torchtune_ext.telemetry.comparison import build_comparison
 
-        page = build_comparison([folder.path])
-        say(f"{page.verdict}\nreport: {page.path}")
-    else:
-        say(f"No run has a {sweep.metric}, so none is the best.")
-    return 0 if any(run.state == "finished" for run in folder.runs) else FAILED
-
-
-def table(sweep: Sweep, runs: Sequence[SweepRun]) -> str:
-    """Returns the table, the best run first. One that failed stands behind all that finished."""
-    names = sweep.varied
-    sign = -1 if sweep.maximize else 1
-    ranked = sorted(runs, key=lambda run: (ORDER.index(run.state), run.value is None, sign * (run.value or 0.0)))
-    rows = [["run", *names, sweep.metric, "95% interval", "state", "seconds"]]
-    rows += [
-        [
-            run.id,
-            *(shown(run.parameters[name]) for name in names),
-            "-" if run.value is None else f"{run.value:.4f}",
-            "-" if run.interval is None else "{:.4f} to {:.4f}".format(*run.interval),
-            run.state,
-            f"{run.seconds:.0f}",
-        ]
-        for run in ranked
-    ]
-    lines = columns(rows).split("\n")
-    if ranked and ranked[0].value is not None:
-        lines[1] = styled(lines[1], BOLD, sys.stdout)
-    return "\n".join([*lines, *(f"{run.id}: {run.cause}" for run in runs if run.cause)])
+    say(build_comparison([folder.path]).summary())
+    return 0

@@ -17,11 +17,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained, write_atomic
@@ -30,14 +30,9 @@ from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent, environment
 from torchtune_ext.run.stop import NAMES
 from torchtune_ext.sweep.file import Point, Sweep
-from torchtune_ext.telemetry.metrics import read_metrics
-from torchtune_ext.telemetry.panels import PANELS
-from torchtune_ext.telemetry.runs import METRICS, SWEEP, SWEEP_FORMAT, read_sweep_record
+from torchtune_ext.telemetry.runs import SWEEP, SWEEP_FORMAT, read_sweep_record
 
 FILE, LOCK, OUTPUT = "sweep.yaml", "sweep.lock", "output.log"
-# A metric with an interval -> the metrics of its ends.
-INTERVALS = {panel.band[0]: panel.band[1:] for panel in PANELS if panel.band}
-ORDER = ("finished", "failed", "running", "waiting")  # of the states of runs, in the table
 TO_DO = ("running", "waiting")
 LOOK_S = 0.5  # seconds between two looks at a run
 END_S = 600.0  # seconds that a run has to end after SIGTERM: the end of its step, its checkpoint, its cleanup
@@ -50,11 +45,8 @@ class SweepRun:
 
     id: str  # also the name of its folder
     parameters: Point
-    state: str = "waiting"  # one of ORDER
-    value: float | None = None  # the last that it logged of the metric
-    interval: Sequence[float] | None = None  # the 95% interval of the value, where the recipe logs one
-    cause: str = ""  # why it failed, or has no value: one line
-    seconds: float = 0.0  # how long it ran, all its starts together that were not killed
+    state: str = "waiting"  # or "running", "finished", "failed"
+    cause: str = ""  # why it failed: one line
 
 
 class SweepFolder:
@@ -221,8 +213,7 @@ class Runner:
                 _kill(process)
             if process.poll() is not None:
                 del self._running[run.id]
-                run.seconds = round(run.seconds + time.monotonic() - began_at, 1)
-                self._note(run, process.returncode)
+                self._note(run, process.returncode, time.monotonic() - began_at)
 
     def _start(self, run: SweepRun) -> None:
         place = self.folder.path / run.id
@@ -250,40 +241,25 @@ class Runner:
         at = ", ".join(f"{name}={shown(run.parameters[name])}" for name in self.sweep.varied)
         say(f"{run.id} ({number} of {runs}) {begins}: {at or 'no parameter varies'}; its output: {place / OUTPUT}")
 
-    def _note(self, run: SweepRun, status: int) -> None:
+    def _note(self, run: SweepRun, status: int, seconds: float) -> None:
         """Notes what became of a run."""
-        place, metric = self.folder.path / run.id, self.sweep.metric
-        records = history(place, metric)
-        last = records[-1] if records else {}
-        interval = [last.get(end) for end in INTERVALS.get(metric, ())]
-        run.value, run.interval = last.get(metric), interval if interval and None not in interval else None
         if status == 0:
-            run.state, run.cause = "finished", "" if records else f"it logged no {metric}"
+            run.state = "finished"
         elif self._signals:
             run.state = "waiting"
         else:
-            run.state, run.cause = "failed", cause(place / OUTPUT, status)
+            run.state, run.cause = "failed", cause(self.folder.path / run.id / OUTPUT, status)
         self.folder.save()
         if run.state == "waiting":
             say(f"{run.id} ended where it was; --resume goes on with it")
         else:
-            reads = "" if run.value is None else f", {metric} {run.value:.4g}"
-            why = f": {run.cause}" if run.cause else ""
-            say(f"{run.id} {run.state} after {run.seconds:.0f} s{reads}{why}")
+            say(f"{run.id} {run.state} after {seconds:.0f} s{f': {run.cause}' if run.cause else ''}")
 
 
 def _kill(process: subprocess.Popen) -> None:
     """Ends a run and all that it has started in its group."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def history(folder: Path, metric: str) -> list[dict[str, Any]]:
-    """Returns the records of a run that have a metric, in order: none where it wrote no metrics."""
-    with suppress(FileNotFoundError, ValueError):
-        records = read_metrics(folder / METRICS)
-        return [each for each in records if isinstance(each.get(metric), int | float) and math.isfinite(each[metric])]
-    return []
 
 
 def shown(value: object) -> str:

@@ -13,7 +13,6 @@ import pytest
 import small_sweeps
 import waiting
 
-from torchtune_ext.sweep.cli import table
 from torchtune_ext.sweep.file import read_sweep
 from torchtune_ext.sweep.runner import SweepFolder
 
@@ -56,17 +55,13 @@ def test_a_sweep_runs_every_point_once_and_keeps_a_record(tmp_path, capsys, monk
     assert found["format"] == 1 and found["name"] == "lr" and found["words"] == ["steps=2"]
     assert found["metric"] == {"name": "eval/accuracy_sampled", "goal": "maximize"}
     assert [run["parameters"]["lr"] for run in found["runs"]] == [0.1, 0.2, 0.3]
-    assert all(run["state"] == "finished" and run["value"] == 2 * run["parameters"]["lr"] for run in found["runs"])
-    assert [run["interval"] for run in found["runs"]] == [
-        pytest.approx([mean - 0.01, mean + 0.01]) for mean in (0.2, 0.4, 0.6)
-    ]
+    assert all(run["state"] == "finished" for run in found["runs"])
     assert sorted(line[0] for line in starts(tmp_path)) == ["run_01", "run_02", "run_03"]
     # No agent has started these runs: their folder is said to them. With an account they stand together.
     assert {tuple(line[3:]) for line in starts(tmp_path)} == {("None", "lr")}
     assert (tmp_path / "out" / "sweep.yaml").read_text() == file.read_text()
     said = capsys.readouterr().out
     assert "run_01 (1 of 3) starts: lr=0.1" in said and "finished after" in said
-    assert table(folder.sweep, folder.runs).splitlines()[1].split()[:2] == ["run_03", "0.3"]
     folder.close()
 
 
@@ -75,13 +70,10 @@ def test_a_run_that_fails_is_a_result(tmp_path, capsys):
     runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=1")
     assert runner.run()
     failed, fine = folder.runs
-    assert failed.state == "failed" and failed.value is None
+    assert failed.state == "failed"
     assert failed.cause == "optimizer.lr=-1.0 must be 0 or more (status 2)"
     assert fine.state == "finished"
-    _, first, second, why = table(folder.sweep, folder.runs).splitlines()
-    assert (
-        first.startswith("run_02") and second.startswith("run_01") and why.startswith("run_01: optimizer.lr=-1.0 must")
-    )
+    assert "run_01 failed after 0 s: optimizer.lr=-1.0 must be 0 or more" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

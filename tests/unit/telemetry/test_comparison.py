@@ -106,8 +106,10 @@ def test_the_command(two, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_main(*two) == 0
     out = capsys.readouterr().out
-    assert (
-        out.startswith("comparison.html: ") and "2 runs of 2 settings" in out and "B (lr 3e-06) has the highest" in out
+    assert "comparison.html: " in out and "2 runs of 2 settings" in out and "B (lr 3e-06) has the highest" in out
+    first, second, *_ = out.strip().splitlines()[1:]
+    assert first.split()[:4] == ["B", "lr", "3e-06", "0.6872"] and second.startswith("A  lr 1e-06"), (
+        "the best one first"
     )
     assert run_main(tmp_path) == 0 and (tmp_path / "report.html").exists()
     assert run_main(two[0]) == 0 and "class Browser" in (two[0] / "report.html").read_text(), "the page of one run"
