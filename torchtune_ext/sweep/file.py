@@ -35,9 +35,8 @@ class Sweep:
     command: Sequence[Any]
     metric: str  # what runs are compared by
     maximize: bool  # W&B minimizes where a file says nothing
-    parameters: Mapping[
-        str, Sequence[Any]
-    ]  # the values of each, which is a setting by its dotted name ("optimizer.lr")
+    # The values of each parameter, which is a setting by its dotted name ("optimizer.lr").
+    parameters: Mapping[str, Sequence[Any]]
 
     @property
     def points(self) -> list[Point]:

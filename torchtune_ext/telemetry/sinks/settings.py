@@ -48,9 +48,7 @@ class LoggingConfig:
     def require_login(self) -> None:
         """Raises ValueError if metrics go to W&B, and nobody is logged in."""
         if "wandb" in self.to:
-            from torchtune_ext.telemetry.sinks.wandb_sink import require_login
-
-            require_login()
+            sink_class("wandb").require_login()
 
     def shows(self, step: int) -> bool:
         """Tells whether the samples of `step` are shown."""

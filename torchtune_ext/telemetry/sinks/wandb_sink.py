@@ -54,6 +54,34 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
+    @staticmethod
+    def require_login() -> None:
+        """Asks W&B's server, where there is one to ask, whether it accepts the key. On a terminal W&B asks for a key itself.
+
+        Raises:
+            ValueError: W&B knows no key, or its server does not answer in time or refuses the key.
+        """
+        offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled", "shared")
+        if offline or int(os.environ.get("RANK", 0)) or (sys.stdin is not None and sys.stdin.isatty()):
+            return
+        set_defaults()
+        import wandb
+
+        try:
+            fault = "" if wandb.login(prompt=False) else "it has no API key"
+        except Exception as error:
+            fault = cause_of(error)
+        if fault:
+            # Left to itself, W&B waits at exit for its own process, also for one that still waits for the server.
+            closing = threading.Thread(target=wandb.teardown, name="wandb-teardown", daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)
+            for child in psutil.Process().children():
+                with suppress(psutil.NoSuchProcess):  # it ends just now, as it was asked to
+                    if child.name() == "wandb-core":
+                        child.kill()
+            raise Mistake(CANNOT.format(fault))
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
@@ -85,34 +113,6 @@ def cause_of(error: Exception) -> str:
     text = " ".join(str(error).split()).partition(" For further information")[0].rstrip(".")
     refused = text.partition("validation error for Settings ")[2]
     return f"it does not take a setting, which may be a variable WANDB_...: {refused}" if refused else text
-
-
-def require_login() -> None:
-    """Asks W&B's server whether it accepts the key, where there is a server to ask. On a terminal W&B asks for a key itself.
-
-    Raises:
-        ValueError: W&B knows no key, or its server does not answer in time or refuses the key.
-    """
-    offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled", "shared")
-    if offline or int(os.environ.get("RANK", 0)) or (sys.stdin is not None and sys.stdin.isatty()):
-        return
-    set_defaults()
-    import wandb
-
-    try:
-        fault = "" if wandb.login(prompt=False) else "it has no API key"
-    except Exception as error:
-        fault = cause_of(error)
-    if fault:
-        # Left to itself, W&B waits at exit for its own process, also for one that still waits for the server.
-        closing = threading.Thread(target=wandb.teardown, name="wandb-teardown", daemon=True)
-        closing.start()
-        closing.join(CLOSE_S)
-        for child in psutil.Process().children():
-            with suppress(psutil.NoSuchProcess):  # it ends just now, as it was asked to
-                if child.name() == "wandb-core":
-                    child.kill()
-        raise Mistake(CANNOT.format(fault))
 
 
 def arguments(opening: Opening, environment: Mapping[str, str]) -> dict[str, Any]:
