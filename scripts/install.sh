@@ -85,5 +85,5 @@ fi
 $pip install -c torchtune_ext/requirements/constraints.txt reasoning-gym >>"$log" 2>&1 ||
     echo "install: no reasoning-gym, which needs a C compiler and Python's headers (apt install gcc python3-dev); docs/tasks.md"
 # Ray has a command `tune`, too, and the one that is installed later wins.
-step "torchtune's command \`tune\`" "$VENV/bin/python" -m torchtune_ext doctor --mend-tune
+step "torchtune's command \`tune\`" $pip install --force-reinstall --no-deps torchtune==0.6.1
 echo "install: done. Next: . $VENV/bin/activate, then torchtune-ext doctor; or make quickstart"

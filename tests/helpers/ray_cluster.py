@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from itertools import count
 
 import psutil
@@ -57,7 +58,12 @@ class RayCluster:
 
     def processes(self) -> list[psutil.Process]:
         """All processes that the cluster has started and that are alive, actors and what these started included."""
-        return [each for each in self._all() if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        alive = []
+        for each in self._all():
+            with suppress(psutil.NoSuchProcess):
+                if each.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(each)
+        return alive
 
     def _all(self) -> list[psutil.Process]:
         try:

@@ -192,9 +192,11 @@ def test_a_raylet_that_is_killed_ends_the_run_with_the_cause_and_leaves_a_checkp
 
 def test_a_cluster_without_the_gpus_says_what_it_has(full_workplace, cluster):
     began_at = time.monotonic()
-    status, said = ray(full_workplace, cluster, "--train-gpus", "8", "--engine-gpus", "8", "output_dir=nowhere")
+    status, said = ray(
+        full_workplace, cluster, "--train-gpus", "8", "--engine-gpus", "8", "--wait", "2", "output_dir=nowhere"
+    )
     assert status == 2 and time.monotonic() < began_at + 60, said
-    assert "error: --train-gpus 8 --engine-gpus 8: no place within 0 s for 8, 1, 1, 1, 1, 1, 1, 1, 1 GPUs" in said
+    assert "error: --train-gpus 8 --engine-gpus 8: no place within 2 s for 8, 1, 1, 1, 1, 1, 1, 1, 1 GPUs" in said
     assert (
         "has 0 GPUs on 0 machines, of which 0 are free; ask for less" in said
         and not (full_workplace / "nowhere").exists()
@@ -248,20 +250,6 @@ def test_a_command_that_is_killed_leaves_nothing_running_and_the_step_is_saved(s
     run.ended()
     lines = runs.metrics(run.run_dir)
     assert newest(run.run_dir).name == f"step_{lines[-1]['step']:06d}"
-
-
-@pytest.mark.long
-def test_ranks_on_two_machines_are_those_of_one(full_workplace, cluster):
-    raylet = cluster.add("CPU")
-    try:
-        more = ["--train-cpus", "2", "--engine-cpus", "1", "output_dir=two_machines"]
-        status, said = ray(full_workplace, cluster, *more)
-        assert status == 0, said
-        assert re.search(r"trainer:   2 ranks on \S+, \S+\n", said), said
-        runs.run(full_workplace, "grpo_full", "output_dir=two_ranks", ranks=2)
-        require_same(full_workplace / "two_ranks", full_workplace / "two_machines")
-    finally:
-        cluster.lose(raylet)
 
 
 @pytest.mark.long

@@ -135,21 +135,6 @@ def test_each_step_has_a_table_of_samples_under_a_key_of_its_own(watched):
             assert group.problem.messages[0]["content"] in row["prompt"] and row["prompt"].startswith("<|im_start|>")
 
 
-def test_the_summary_says_what_became_of_the_run(watched):
-    run_dir, seen, *_ = watched
-    lines = read_metrics(run_dir / "metrics.jsonl")
-    accuracy = {line["step"]: line["eval/accuracy_sampled"] for line in lines if "eval/accuracy_sampled" in line}
-    best = max(accuracy, key=accuracy.get)
-    for one, last in zip(seen, (2, 3), strict=True):
-        assert one.whole["summary"]["state"] == "finished" and one.whole["summary"]["eval/last_step"] == last
-    summary = seen[1].whole["summary"]
-    assert summary["eval/best_step"] == best and summary["eval/best"] == pytest.approx(accuracy[best])
-    assert summary["eval/last"] == pytest.approx(accuracy[3]) and summary["total/steps"] == 3
-    # The whole run counts, and not the part since it was resumed.
-    assert summary["total/sampled_tokens"] == sum(line.get("length/tokens", 0) for line in lines)
-    assert summary["total/seconds"] == pytest.approx(sum(line.get("time/step", 0) for line in lines))
-
-
 def test_no_file_of_the_run_is_uploaded(watched):
     assert all(one.artifacts == {} for one in watched[1])
 
@@ -166,7 +151,7 @@ def test_a_crash_is_a_failure_for_wandb(workplace):
     (seen,) = wandb_reader.starts(workplace / "crash", 1)
     assert "no such luck" in said
     assert seen.whole["exit_code"] == 1 and seen.whole["state"] == "failed"
-    assert seen.whole["summary"]["state"] == "failed" and sorted(seen.history) == [1, 2]
+    assert sorted(seen.history) == [1, 2]
 
 
 @pytest.mark.rest

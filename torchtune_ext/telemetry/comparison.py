@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtune_ext.run.output import columns
 from torchtune_ext.telemetry.excerpts import cut_text, pack, short
 from torchtune_ext.telemetry.findings import nonfinite, reading_of
 from torchtune_ext.telemetry.page_file import write_page
@@ -23,9 +24,9 @@ from torchtune_ext.telemetry.results import (
     LOW,
     REWARD,
     Target,
+    Verdict,
     target_of,
     verdict_of,
-    word_of,
 )
 from torchtune_ext.telemetry.runs import Run, Setting, find_runs, is_several, settings_of, short_keys
 
@@ -56,13 +57,15 @@ class Comparison:
     num_bytes: int
     runs: int  # in the page
     settings: int  # that the runs are of
-    verdict: str  # which one is better, and whether that can be told
+    table: str  # of the settings, the best one first
+    verdict: str  # which one is best, and which may be as good
     left_out: Sequence[str]  # a sentence for each run that has nothing to show
 
     def summary(self) -> str:
         """Returns the lines for the terminal."""
         runs = f"{self.runs} run{'s' * (self.runs != 1)} of {self.settings} setting{'s' * (self.settings != 1)}"
-        return "\n".join([f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {runs}", *self.left_out, self.verdict])
+        page = f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {runs}"
+        return "\n".join([*self.left_out, "", self.table, "", self.verdict, page])
 
 
 def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None) -> Comparison:
@@ -104,8 +107,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
                 "runs": [_named(runs[number]) for number in setting.runs],
                 "seeds": len(verdict.seeds.get(place, ())),
                 "mean": verdict.means.get(place),
-                "lead": verdict.leads.get(place),
-                "word": word_of(verdict.leads[place]) if place in verdict.leads else None,
+                "close": place in verdict.close,
             }
             for place, setting in enumerate(settings)
         ],
@@ -116,7 +118,20 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
     }
     out = Path(out or "comparison.html")
     num_bytes = write_page(out, name, "comparison", SCRIPTS, {"overview": pack(overview)})
-    return Comparison(out, num_bytes, len(runs), len(settings), verdict.headline, left_out)
+    return Comparison(
+        out, num_bytes, len(runs), len(settings), _table(settings, ranking, verdict), verdict.headline, left_out
+    )
+
+
+def _table(settings: Sequence[Setting], ranking: Sequence[int], verdict: Verdict) -> str:
+    """Returns what each setting came to, for the terminal."""
+    rows = [["", "setting", "result", "95% interval", "seeds"]]
+    for place in ranking:
+        mean, seeds = verdict.means.get(place), len(verdict.seeds.get(place, ()))
+        interval = "-" if mean is None or mean.low is None else f"{mean.low:.4g} to {mean.high:.4g}"
+        setting = settings[place]
+        rows.append([setting.letter, setting.label, "-" if mean is None else f"{mean.value:.4g}", interval, str(seeds)])
+    return columns(rows)
 
 
 def curves_of(

@@ -33,7 +33,7 @@ class Limits:
     max_steps: int = 80  # This many steps have rollouts, evenly spaced, first and last among them.
     groups_per_step: int = 12  # Those with a signal go first, evenly spaced over the reward spread.
     samples_per_group: int = 16  # They are evenly spaced over the reward, best and worst among them.
-    max_tokens: int = 2000  # The middle of a sample that is longer is left out.
+    max_characters: int = 16_000  # The middle of a text that is longer is left out.
     max_mib: float = 16.0  # All rollouts in the page together take no more.
 
 
@@ -46,7 +46,6 @@ class Excerpts:
 
     blobs: dict[int, str] = field(default_factory=dict)  # step -> its groups, as `pack` makes them
     index: list[dict[str, Any]] = field(default_factory=list)  # what each of these steps holds
-    pieces: dict[int, str] = field(default_factory=dict)  # id -> its text, of all ids in the page; empty: not known
 
 
 def excerpts_of(paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[str | Path] = ()) -> Excerpts:
@@ -59,7 +58,7 @@ def excerpts_of(paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[
     """
     excerpts = Excerpts()
     steps = spaced(sorted(paths), limits.max_steps)
-    left, ids, tokenizer = limits.max_mib * 2**20, set(), tokenizer_of(tokenizers)
+    left, tokenizer = limits.max_mib * 2**20, tokenizer_of(tokenizers)
     for number, step in enumerate(steps):
         groups = groups_of(paths[step])
         if not groups:
@@ -76,9 +75,6 @@ def excerpts_of(paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[
         excerpts.index.append(
             {"step": step, "groups": len(groups), "signals": signals, "ids": [r["id"] for r in records]}
         )
-        ids.update(token for record in records for sample in record["samples"] for token in sample["ids"])
-    if tokenizer is not None:
-        excerpts.pieces = pieces_of(tokenizer, ids)
     return excerpts
 
 
@@ -140,7 +136,7 @@ def _spread(group: Group) -> float:
     return float(np.std(rewards)) if rewards else 0.0
 
 
-# ---------------------------------------------------------------- tokens as text
+# ---------------------------------------------------------------- prompts as the model reads them
 
 
 def tokenizer_of(folders: Iterable[str | Path]) -> "Tokenizer | None":
@@ -152,23 +148,15 @@ def tokenizer_of(folders: Iterable[str | Path]) -> "Tokenizer | None":
             if path.exists():
                 return Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 (the library raises nothing narrower for a damaged file)
-            log.warning("%s cannot be read (%s): tokens are shown as numbers", path, error)
+            log.warning("%s cannot be read (%s): prompts are shown as messages alone", path, error)
     return None
-
-
-def pieces_of(tokenizer: "Tokenizer", ids: Iterable[int]) -> dict[int, str]:
-    """Returns the text of each id. It is decoded behind an ASCII token, because some tokenizers drop the space at the start of
-    a text. An id that is a part of a character has the text that a decoder writes for one."""
-    anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1]
-    prefix = len(tokenizer.decode([anchor], skip_special_tokens=False))
-    return {token: tokenizer.decode([anchor, token], skip_special_tokens=False)[prefix:] for token in sorted(ids)}
 
 
 # ---------------------------------------------------------------- records of the page
 
 
 def _group_record(group: Group, limits: Limits, tokenizer: "Tokenizer | None") -> dict[str, Any]:
-    rewards, answer, characters = rewards_of(group), group.problem.answer, 8 * limits.max_tokens
+    rewards, answer, characters = rewards_of(group), group.problem.answer, limits.max_characters
     # A chat template adds to the messages, a system line of its own for instance.
     read = tokenizer and tokenizer.decode(group.prompt_tokens.tolist(), skip_special_tokens=False)
     return {
@@ -186,9 +174,7 @@ def _group_record(group: Group, limits: Limits, tokenizer: "Tokenizer | None") -
         "mean": short(fmean(rewards)) if rewards else None,
         "spread": short(_spread(group)),
         "rewards": [short(reward) for reward in rewards],
-        "samples": [
-            _sample_record(sample, limits.max_tokens) for sample in spaced(by_reward(group), limits.samples_per_group)
-        ],
+        "samples": [sample_facts(sample, characters) for sample in spaced(by_reward(group), limits.samples_per_group)],
     }
 
 
@@ -227,21 +213,6 @@ def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
             for message, reward in sample.rated_messages
         ]
     return facts
-
-
-def _sample_record(sample: Sample, num_tokens: int) -> dict[str, Any]:
-    completion = sample.completion
-    count = len(completion.tokens)
-    head = count if count <= num_tokens else num_tokens // 2
-    keep = np.r_[0:head, max(head, count - num_tokens // 2) : count] if count > num_tokens else np.arange(count)
-    logprobs = np.nan_to_num(completion.logprobs[keep].astype(np.float64), nan=-99.0, posinf=0.0, neginf=-99.0)
-    return sample_facts(sample, len(sample.text) if count <= num_tokens else 8 * num_tokens) | {
-        "ids": completion.tokens[keep].tolist(),
-        # They are thousandths of nats, and positive.
-        "nats": np.rint(-1000 * logprobs).astype(int).tolist(),
-        # Tokens were left out here.
-        "gap": head if count > num_tokens else None,
-    }
 
 
 def finite(value: float) -> float | None:

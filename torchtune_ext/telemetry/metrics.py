@@ -22,7 +22,7 @@ from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import Run
 from torchtune_ext.telemetry.sinks import LoggingConfig as LoggingConfig
 from torchtune_ext.telemetry.sinks import Opening, Sink
-from torchtune_ext.telemetry.sinks.settings import ACCURACY, sink_class, state_of, totals
+from torchtune_ext.telemetry.sinks.settings import sink_class
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,6 @@ class Metrics:
                     self.close()
                     raise
                 self._drop(name, error)
-        self._summarize("running")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line for `step`. Several lines of one step are allowed; readers merge them.
@@ -115,8 +114,6 @@ class Metrics:
         self._append(json.dumps(record, allow_nan=False) + "\n")
         self._last_step = step
         self._tell(lambda sink: sink.log(step, numbers))
-        if record.get(ACCURACY) is not None:
-            self._summarize("running")
 
     def show(self, step: int, groups: Sequence[Group]) -> None:
         """Shows a few samples of a step where a sink can and the settings ask for it. Groups have rewards and advantages."""
@@ -128,19 +125,13 @@ class Metrics:
             self._tell(lambda sink: sink.show(step, rows))
 
     def close(self) -> None:
-        """Finishes the sinks: says what became of the run. The file needs no closing to be readable."""
+        """Finishes the sinks, which learn the exit status. The file needs no closing to be readable."""
         status = self._status()
-        self._summarize(state_of(status))
         self._tell(lambda sink: sink.close(status))
         self._sinks.clear()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-    def _summarize(self, state: str) -> None:
-        if self._sinks:
-            facts = {**totals(read_metrics(self.path)), "state": state}
-            self._tell(lambda sink: sink.summarize(facts))
 
     def _tell(self, tell: Callable[[Sink], None]) -> None:
         """Calls each sink. One that raises is dropped, and the run goes on."""

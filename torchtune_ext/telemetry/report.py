@@ -6,13 +6,12 @@ Of several runs, or of a sweep, `telemetry.comparison` makes the page.
 import argparse
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.telemetry.comparison import build_comparison
 from torchtune_ext.telemetry.excerpts import LIMITS, Excerpts, Limits, excerpts_of, pack, short
@@ -24,7 +23,7 @@ from torchtune_ext.telemetry.panels import panels_for
 from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.runs import METRICS, is_several, record_of
 
-SCRIPTS = ("charts", "shell", "tables", "archive", "rollouts", "main")  # of the page, in this order
+SCRIPTS = ("charts", "shell", "rollouts", "main")  # of the page, in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help=f"folder of a run (it holds metrics.jsonl); {several}")
     default = "RUN/report.html; of a sweep or a folder of runs, report.html in it; of several, comparison.html here"
     parser.add_argument("--out", metavar="FILE", help=f"the page to write (default: {default})")
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", help="model folder with the tokenizer of the run (default: its newest checkpoint)"
-    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Writes the page. Returns 0, or 1 after a message that says why a run cannot be read."""
     try:
         if len(args.runs) > 1 or is_several(args.runs[0]):
-            if args.tokenizer:
-                raise Mistake("--tokenizer: for the page of one run alone; leave it out, or name one run")
             page = build_comparison(args.runs, args.out)
         else:
-            page = build_report(args.runs[0], args.out, tokenizer=args.tokenizer)
+            page = build_report(args.runs[0], args.out)
     except (OSError, ValueError) as error:
         print(f"torchtune-ext report: {error}", file=sys.stderr)
         return 1
@@ -71,57 +65,20 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def build_report(
-    run_dir: str | Path,
-    out: str | Path | None = None,
-    limits: Limits = LIMITS,
-    tokenizer: str | Path | None = None,
-) -> Report:
+def build_report(run_dir: str | Path, out: str | Path | None = None, limits: Limits = LIMITS) -> Report:
     """Writes the page of `run_dir` to `out`. Raises FileNotFoundError and ValueError, which say the cause and the fix."""
     run_dir = Path(run_dir)
     records = _metrics_of(run_dir)
     out = Path(out) if out is not None else run_dir / "report.html"
     paths, run = rollout_paths(run_dir), record_of(run_dir)
-    if tokenizer is not None and not Path(tokenizer, "tokenizer.json").exists():
-        raise FileMistake(f"--tokenizer {tokenizer}: no tokenizer.json there; name a model folder that has one")
-    tokenizers = [tokenizer] if tokenizer is not None else _tokenizers(run_dir, node_of(run, "config"))
-    excerpts = excerpts_of(paths, limits, tokenizers)
+    excerpts = excerpts_of(paths, limits, _tokenizers(run_dir, node_of(run, "config")))
     overview = _overview(run_dir, run, records, excerpts) | {"stored": len(paths)}
     data = {"overview": pack(overview)} | {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
-    if excerpts.pieces:
-        data["pieces"] = pack(excerpts.pieces)
-    if (archive := run_dir / "archive.jsonl").exists():
-        data["archive"] = pack(archive_of(archive))
     num_bytes = write_page(out, overview["name"], "report", SCRIPTS, data)
     return Report(out, num_bytes, records[-1]["step"], len(excerpts.blobs), len(paths))
 
 
 # ---------------------------------------------------------------- what the page shows
-
-
-def archive_of(path: Path) -> list[dict[str, Any]]:
-    """Returns what the page shows of an archive, JSON-able: for each problem and machine its programs, the fastest first.
-
-    Returns:
-        `kernel`, `size`, `machine`: the problem, for people. `programs`: of each its `techniques` in words, its speed as a
-        `ratio` to the naive program, the ends `low` and `high` of the interval of that, `gflops`, the step that `found` it, and
-        its `source`.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    # Only the archive of a run needs the packages that programs are read with; a report of other runs does without.
-    from torchtune_ext.measured.matmul.archive import Archive, size_in_words, techniques_in_words
-
-    problems = defaultdict(list)
-    for entry in sorted(Archive.load(path), key=lambda entry: -entry.low):
-        program = {name: getattr(entry, name) for name in ("ratio", "low", "high", "gflops", "found", "source")}
-        program["techniques"] = techniques_in_words(entry.techniques)
-        problems[entry.kernel, size_in_words(entry.size), entry.machine].append(program)
-    return [
-        {"kernel": kernel, "size": size, "machine": machine, "programs": programs}
-        for (kernel, size, machine), programs in sorted(problems.items())
-    ]
 
 
 def _metrics_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,23 +1,20 @@
-"""What runs came to, with 95% intervals, and which setting is better, if that can be told.
+"""What runs came to, with 95% intervals, and which setting is best.
 
-Of several seeds, a mean has the t-interval and a difference of two means Welch's (Biometrika 34, 1947), which does not take the
-spread of two settings for equal. Of one run, the interval is over held-out problems; the standard errors of two runs add up,
-which is rather too wide, since runs fail on the same problems.
-
-Where m pairs are looked at, each interval is of the level 1 - 0.05 / m (Bonferroni), so that all of them hold together in 95
-of 100 cases; only then the pair that looks best may be picked.
+The mean of several seeds has the t-interval; the interval of one run is over held-out problems. Two settings whose intervals do
+not overlap differ: that asks for more than an interval of their difference would, which leaves room for picking the best one of
+many.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import NormalDist, fmean, stdev, variance
+from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 
-from torchtune_ext.evaluation import Z, partly_right
+from torchtune_ext.evaluation import partly_right
 from torchtune_ext.telemetry.findings import reading_of
 from torchtune_ext.telemetry.heading import flat
 from torchtune_ext.telemetry.runs import Run, Setting
@@ -57,20 +54,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What each setting came to, by its place, and which one is better."""
+    """What each setting came to, by its place, and which one is best."""
 
     headline: str
     seeds: Mapping[int, Sequence[Estimate]]  # a result for each seed
     means: Mapping[int, Estimate]  # of those settings that have a result
     best: int | None = None
-    leads: Mapping[int, Estimate] = field(default_factory=dict)  # how much worse than the best one each other one is
-
-
-def word_of(lead: Estimate) -> str:
-    """Returns what may be said of a setting beside the best one: "worse", "tie" or "unknown"."""
-    if lead.low is None:
-        return "unknown" if lead.value else "tie"
-    return "worse" if lead.low > 0 else "tie"
+    close: Sequence[int] = ()  # those that may be as good as the best one
 
 
 # ---------------------------------------------------------------- of one run
@@ -131,29 +121,19 @@ def differently_judged(runs: Sequence[Run], target: Target) -> list[str]:
 
 
 def mean_of_seeds(seeds: Sequence[Estimate]) -> Estimate:
-    """Returns the mean over seeds with its t-interval; of one seed its own number, with the interval over problems."""
+    """Returns the mean over seeds with its t-interval; of one seed its own number, with the interval over problems. Where
+    nothing varies, nothing says how far the mean may be off."""
     if len(seeds) == 1:
         return seeds[0]
     values = [seed.value for seed in seeds]
-    return _around(fmean(values), t_quantile(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values)))
+    mean, half = fmean(values), t_quantile(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half) if half else Estimate(mean)
 
 
-def difference(first: Sequence[Estimate], second: Sequence[Estimate], pairs: int = 1) -> Estimate:
-    """Returns the mean of `first` minus that of `second`: with Welch's interval where both have several seeds, with that over
-    problems where both have one. `pairs`: how many differences are looked at together."""
-    value = fmean(each.value for each in first) - fmean(each.value for each in second)
-    upper = 1 - 0.05 / (2 * pairs)
-    if len(first) == len(second) == 1:
-        widths = [0.0 if each.low is None else each.high - each.low for each in (first[0], second[0])]
-        half = NormalDist().inv_cdf(upper) * math.hypot(*widths) / (2 * Z) if all(widths) else 0.0
-        return _around(value, half)
-    if min(len(first), len(second)) < 2:
-        return Estimate(value)
-    a, b = (variance([each.value for each in seeds]) / len(seeds) for seeds in (first, second))
-    if not a + b:
-        return Estimate(value)
-    freedom = (a + b) ** 2 / (a**2 / (len(first) - 1) + b**2 / (len(second) - 1))
-    return _around(value, t_quantile(upper, freedom) * math.sqrt(a + b))
+def apart(first: Estimate, second: Estimate) -> bool:
+    """Tells whether the intervals of both are known and do not overlap."""
+    known = first.low is not None and second.low is not None
+    return known and (first.high < second.low or second.high < first.low)
 
 
 def t_quantile(p: float, freedom: float) -> float:
@@ -184,16 +164,16 @@ def verdict_of(runs: Sequence[Run], settings: Sequence[Setting], target: Target 
         why = f"{', '.join(keys)} differ, so that {target.metric} is not the same number in all of them"
         return Verdict(f"They are not compared: {why}.", seeds, means)
     best = (max if target.higher else min)(means, key=lambda place: means[place].value)
-    pairs = math.comb(len(means), 2)
-    leads = {}
-    for other in means:
-        if other != best:
-            first, second = (best, other) if target.higher else (other, best)
-            leads[other] = difference(seeds[first], seeds[second], pairs)
-    headline = _headline(settings, target, means, best, leads)
-    if leads and any(len(seeds[place]) == 1 for place in means):
+    close = [other for other in means if other != best and not apart(means[other], means[best])]
+    most = "highest" if target.higher else "lowest"
+    headline = f"{_named([settings[best]])} has the {most} {target.words}, {means[best]}."
+    if close:
+        headline += (
+            f" {_named([settings[other] for other in close])} may be as good: the intervals overlap, or are not known."
+        )
+    if len(means) > 1 and any(len(seeds[place]) == 1 for place in means):
         headline += " One seed does not tell where another would end."
-    return Verdict(headline, seeds, means, best, leads)
+    return Verdict(headline, seeds, means, best, close)
 
 
 def _seeds(setting: Setting, runs: Sequence[Run], target: Target) -> list[Estimate]:
@@ -206,25 +186,7 @@ def _seeds(setting: Setting, runs: Sequence[Run], target: Target) -> list[Estima
             for repeats in by_seed.values()]  # fmt: skip
 
 
-def _headline(
-    settings: Sequence[Setting], target: Target, means: Mapping[int, Estimate], best: int, leads: Mapping[int, Estimate]
-) -> str:
-    most = "highest" if target.higher else "lowest"
-    sentences = [f"{_named([settings[best]])} has the {most} {target.words}, {means[best]}."]
-    for word, beginning in (("worse", "Better than"), ("tie", "Tied with"), ("unknown", "Perhaps better than")):
-        others = [other for other, lead in leads.items() if word_of(lead) == word]
-        if others:
-            by = f", by {leads[others[0]]}" if len(leads) == 1 else ""
-            sentences.append(f"{beginning} {_named([settings[other] for other in others])}{by}.")
-    return " ".join(sentences)
-
-
 def _named(settings: Sequence[Setting]) -> str:
     if len(settings) > NAMED:
         return f"{len(settings)} others"
     return ", ".join(f"{setting.letter} ({setting.label})" for setting in settings)
-
-
-def _around(value: float, half: float) -> Estimate:
-    """Where nothing varies, nothing says how far the value may be off."""
-    return Estimate(value, value - half, value + half) if half else Estimate(value)

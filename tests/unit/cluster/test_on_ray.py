@@ -10,7 +10,7 @@ import fp8_models
 import pytest
 from tables import every_row
 
-from torchtune_ext.cluster.driver import engine_words, route, server_words
+from torchtune_ext.cluster.driver import WAIT_S, Request, engine_words, route, server_words
 from torchtune_ext.host import cli, on_ray
 from torchtune_ext.host.cli import main
 from torchtune_ext.run.catalog import config_files, folder
@@ -109,7 +109,7 @@ def test_settings_may_stand_anywhere_and_the_config_names_the_recipe(monkeypatch
     plan = planned("max_steps=3 --config grpo/tiny --train-cpus 2 seed=4 --engine-cpus 1 evaluation.every=1")
     assert plan.recipe == "grpo_full" and plan.words == ("max_steps=3", "seed=4", "evaluation.every=1")
     assert (plan.request.kind, plan.request.ranks, plan.request.servers) == ("cpus", 2, 1)
-    assert plan.path == plan.folder and plan.wait_s is None
+    assert plan.path == plan.folder and plan.wait_s == WAIT_S
     # As under Slurm: what this shell says, but for what a machine and Ray say of themselves.
     assert plan.variables["OMP_NUM_THREADS"] == "3" and plan.variables["MY_TOKEN"] == "secret"
     assert plan.variables["CUDA_VISIBLE_DEVICES"] == "" and not {"RANK", "PATH", "HOME"} & plan.variables.keys()
@@ -123,6 +123,11 @@ def test_settings_may_stand_anywhere_and_the_config_names_the_recipe(monkeypatch
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert planned("--config grpo/tiny --train-cpus 2 --engine-cpus 1").variables["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in planned(f"--config grpo/tiny {GPUS}").variables
+
+
+def test_the_trainer_and_each_server_are_a_bundle():
+    asked = Request("gpus", 8, 2, each=4)
+    assert asked.bundles() == [8, 4, 4] and asked.words() == "--train-gpus 8 --engine-gpus 8"
 
 
 def test_the_server_has_the_settings_of_the_run(monkeypatch, tmp_path, capsys):

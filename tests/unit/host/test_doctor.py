@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -110,8 +111,14 @@ TROUBLE = {
         "pip uninstall -y torchvision torchaudio",
     ),
     "no tune": ({"programs": {"tune": None}}, WARN, "tune", "none is first", "python -m torchtune_ext"),
-    "Ray's tune": ({"tune": "from ray.tune.cli.scripts"}, FAIL, "tune", "another program's", "doctor --mend-tune"),
-    "tune went with Ray": ({"tune": ""}, FAIL, "tune", "missing", "torchtune-ext doctor --mend-tune"),
+    "Ray's tune": (
+        {"tune": "from ray.tune.cli.scripts"},
+        FAIL,
+        "tune",
+        "another program's",
+        "--force-reinstall --no-deps torchtune",
+    ),
+    "tune went with Ray": ({"tune": ""}, FAIL, "tune", "missing", "--force-reinstall --no-deps torchtune"),
     "tune of another environment": ({"first": "other"}, WARN, "tune", "other is first", "activate this environment"),
     "no hook": ({"hook": False}, WARN, "start-up hook", "not active", "torchtune-ext"),
     "torch does not import": ({"torch": ""}, FAIL, "import torch", "ImportError: x", "torch==2.13.0+cpu"),
@@ -160,7 +167,7 @@ def test_a_cpu_build_of_torchvision_is_fine(look):
 def test_exit_status(look, machine, status, monkeypatch, capsys):
     findings = look(**machine)
     monkeypatch.setattr(doctor, "findings_here", lambda: findings)
-    assert doctor.main(SimpleNamespace(mend_tune=False)) == status
+    assert doctor.main(SimpleNamespace()) == status
     assert "recipes" in capsys.readouterr().out
 
 
@@ -191,3 +198,20 @@ def test_probe_has_a_deadline_and_reports_the_last_line():
 
 def test_installed_versions_sees_this_environment():
     assert doctor.installed_versions()["pytest"] == pytest.__version__
+
+
+def test_the_tune_beside_our_own_command_is_looked_at(tmp_path, monkeypatch):
+    for scheme in ("env", "user"):
+        (tmp_path / scheme).mkdir()
+    known = {sysconfig.get_default_scheme(): tmp_path / "env", "posix_user": tmp_path / "user"}
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(known[scheme]))
+    assert doctor.own_tune() == tmp_path / "env" / "tune"
+    (tmp_path / "user" / "torchtune-ext").touch()
+    assert doctor.own_tune() == tmp_path / "user" / "tune"
+
+
+def test_torchtunes_script_is_told_from_rays(tmp_path):
+    theirs, rays = tmp_path / "theirs", tmp_path / "rays"
+    theirs.write_text("import sys\nfrom torchtune._cli.tune import main\nsys.exit(main())\n")
+    rays.write_text("import sys\nfrom ray.tune.cli.scripts import cli\nsys.exit(cli())\n")
+    assert [doctor.is_torchtunes(path) for path in (theirs, rays, tmp_path / "none")] == [True, False, False]

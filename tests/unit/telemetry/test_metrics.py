@@ -18,7 +18,6 @@ from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, Metrics, cut_metrics
 from torchtune_ext.telemetry.report import build_report
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.sinks import LoggingConfig
-from torchtune_ext.telemetry.sinks.settings import state_of
 
 
 def strict_lines(path):
@@ -166,7 +165,6 @@ def test_a_sink_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
                     self.file.write(f"{step},{values.get('reward')}\\n")
 
                 def show(self, step, rows): ...
-                def summarize(self, facts): ...
 
                 def close(self, status):
                     self.file.close()
@@ -201,14 +199,11 @@ class FailingSink:
     def show(self, step, rows):
         self._come("show")
 
-    def summarize(self, facts):
-        self._come("summarize")
-
     def close(self, status):
         self._come("close")
 
 
-@pytest.mark.parametrize("at", ["__init__", "log", "show", "summarize", "close"])
+@pytest.mark.parametrize("at", ["__init__", "log", "show", "close"])
 def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch, caplog, at):
     monkeypatch.setattr(module, "sink_class", lambda name: FailingSink)
     monkeypatch.setattr(FailingSink, "at", at)
@@ -224,52 +219,37 @@ def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch, capl
 class RecordingSink(FailingSink):
     def __init__(self, opening):
         super().__init__(opening)
-        self.opening, self.shown, self.facts, self.status = opening, [], {}, None
+        self.opening, self.shown, self.status = opening, [], None
 
     def show(self, step, rows):
         self.shown.append(step)
-
-    def summarize(self, facts):
-        self.facts = facts
 
     def close(self, status):
         self.status = status
 
 
-def test_a_sink_hears_of_the_whole_run_and_how_it_ends(tmp_path, monkeypatch):
+def test_a_sink_hears_where_the_run_begins_and_how_it_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "sink_class", lambda name: RecordingSink)
     settings = LoggingConfig(to=("tensorboard",), samples=2, samples_every=3)
 
     def lines(metrics, steps):
         for step in steps:
             metrics.show(step, [])
-            metrics.log(step, {"length/tokens": 100.0, "eval/accuracy_sampled": {2: 0.75, 5: 0.5}.get(step, math.nan)})
-            metrics.log(step, {"time/step": 2.0})
+            metrics.log(step, {"length/tokens": 100.0})
 
     metrics = Metrics(tmp_path, settings)
     sink = metrics._sinks["tensorboard"]
     lines(metrics, range(1, 5))
-    assert sink.facts["state"] == "running" and sink.facts["eval/best_step"] == 2
     metrics.close()
-    assert sink.shown == [1, 3] and sink.status == 0 and sink.facts["state"] == "finished"
+    assert sink.shown == [1, 3] and sink.status == 0
 
-    # The run goes on from step 3: the steps that are made again count once.
+    # The run goes on from step 3.
     metrics = Metrics(tmp_path, settings, resume_step=3, status=lambda: 130)
     sink = metrics._sinks["tensorboard"]
     assert sink.opening.resume_step == 3
     lines(metrics, range(3, 7))
     metrics.close()
-    assert sink.status == 130 and sink.facts == {
-        "state": "stopped by Ctrl-C", "total/steps": 6, "total/sampled_tokens": 600, "total/seconds": 12.0,
-        "eval/best": 0.75, "eval/best_step": 2, "eval/last": 0.5, "eval/last_step": 5,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("status", "state"), [(0, "finished"), (1, "failed"), (2, "failed"), (143, "stopped by SIGTERM"), (137, "failed")]
-)
-def test_the_state_follows_the_exit_status(status, state):
-    assert state_of(status) == state
+    assert sink.status == 130
 
 
 def test_full_disk_is_an_error_and_the_lines_before_stay_valid(tmp_path):

@@ -30,12 +30,6 @@ BEFORE = """
     row.querySelector(".earned")?.textContent ?? "", row.querySelectorAll("[style]").length]);
   document.querySelector(`.group[data-id="game"]`).click();
   const turns = read(), ending = document.querySelector(".detail-pane .bar").textContent;
-  [...document.querySelectorAll(".controls button")].find((node) => node.textContent === "log-probs").click();
-  const tokens = read();
-  const tips = [...document.querySelector(".detail-pane .sample").querySelectorAll(".token")].slice(2, 4).map((node) => {
-    node.dispatchEvent(new PointerEvent("pointermove", { bubbles: true }));
-    return text(".hover-tip");
-  });
 """
 PROBE = """
     order, folded,
@@ -45,7 +39,7 @@ PROBE = """
     legends: Object.fromEntries(["Reward", "Completion length", "Entropy"].map((title) => [title, [...legend(title).querySelectorAll(".number")].map((node) => node.textContent)])),
     when: legend("Entropy").querySelector(".at").textContent, lead: legend("Reward").querySelector("svg").getBoundingClientRect().height,
     pair: [...document.querySelectorAll("#pair .sample")].map((node) => [node.querySelector(".verdict").textContent, node.querySelector(".reward").textContent, node.querySelector("pre").textContent]),
-    turns, ending, tokens, tips,
+    turns, ending,
     groups: [...document.querySelectorAll(".group")].map((node) => node.classList.contains("silent")),
 """
 
@@ -140,11 +134,5 @@ def test_a_conversation_stands_there_turn_by_turn(shown):
     for copy in shown[0].values():
         assert copy["turns"] == [
             [False, "assistant", "55", "0.000", 0], [True, "user", HOSTILE, "", 0], [False, "assistant", "58", "1.000", 0],
-        ]  # fmt: skip
-        assert copy["tokens"] == [
-            [False, "assistant", "559", "0.000", 3], [True, "user", "202122", "", 0], [False, "assistant", "589", "1.000", 3],
-        ], "the tokens of the environment have no color of a log-prob"  # fmt: skip
-        assert copy["tips"] == [
-            "id 9  token 2\nlog-prob −3.000  p 4.98%  version 0", "id 20  token 3\nof the environment, not sampled",
         ]  # fmt: skip
         assert all(words in copy["ending"] for words in ("max turns", "2 turns", "6 tokens", "log-prob -2"))

@@ -122,13 +122,3 @@ class Archive:
             ValueError: it is damaged.
         """
         return cls.loads(path.read_bytes(), str(path))
-
-
-def techniques_in_words(techniques: Iterable[str]) -> str:
-    """Makes "blocking, loop order" of ("blocking", "loop_order")."""
-    return ", ".join(techniques).replace("_", " ") or "none"
-
-
-def size_in_words(size: Iterable[tuple[str, int]]) -> str:
-    """Makes "m=256 n=256" of (("m", 256), ("n", 256))."""
-    return " ".join(f"{name}={number}" for name, number in size)

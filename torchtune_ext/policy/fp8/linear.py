@@ -45,19 +45,13 @@ CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Fp8Config:
-    """How linear layers compute in FP8.
+    """How linear layers compute in FP8."""
 
-    Args:
-        backend: computes the GEMMs: auto, scaled_mm, deep_gemm, torchao, or reference.
-        save_activations: what a layer keeps for WGrad. "fp8" keeps the columns, "full" keeps x itself and quantizes it in the
-            backward.
-        backward: "full" computes DGrad and WGrad in the compute dtype, with W and x as they are.
-        skip: names layers that are left alone, by Hugging Face's names: "down_proj", "model.layers.0.mlp.down_proj".
-    """
-
-    backend: str = "auto"
+    backend: str = "auto"  # computes the GEMMs: auto, scaled_mm, deep_gemm, torchao, or reference
+    # What a layer keeps for WGrad: "fp8" keeps the columns, "full" keeps x itself and quantizes it in the backward.
     save_activations: str = "fp8"
-    backward: str = "fp8"
+    backward: str = "fp8"  # "full" computes DGrad and WGrad in the compute dtype, with W and x as they are
+    # Layers that are left alone, by Hugging Face's names: "down_proj", "model.layers.0.mlp.down_proj".
     skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

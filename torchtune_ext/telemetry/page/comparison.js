@@ -18,7 +18,7 @@ function verdict({ settings, verdict: headline, target, best, ranking, keys }) {
   if (there.length < 2 && !keys.length) return;
   const ends = there.flatMap(({ mean: { value, low, high } }) => [value, low ?? value, high ?? value]);
   const axis = [Math.min(...ends), Math.max(...ends)];
-  const word = (row) => (row.setting === best ? "best" : row.word);
+  const word = (row) => (row.setting === best ? "best" : row.close ? "may be as good" : "");
   const values = keys.map(([key, short], i) => {
     const value = (row) => row.values[i];
     return { label: dotted(short), title: key, kind: "code", value, cell: value };
@@ -30,8 +30,6 @@ function verdict({ settings, verdict: headline, target, best, ranking, keys }) {
     number("95% interval", "of several seeds, or of one over held-out problems", (row) => row.mean?.low, (row) => interval(row.mean)),
     { label: "", kind: "strip-cell", cell: (row) => (row.mean ? [whisker(row.mean, axis, look(row.setting).color)] : "") },
     { label: "", value: word, cell: (row) => word(row) && [el("span", { class: row.setting === best ? "chip good" : "chip" }, word(row))] },
-    number("worse by", "how far the best one is from it", (row) => row.lead?.value, (row) => digits(row.lead?.value)),
-    number("interval of that", "all of them hold together at 95%", (row) => row.lead?.low, (row) => interval(row.lead)),
   ];
   const letter = { label: "", kind: "key", value: (row) => row.setting, cell: (row) => [named(row.setting, row.letter)] };
   const runs = { label: "runs", kind: "words", cell: (row) => row.runs.join(", ") };

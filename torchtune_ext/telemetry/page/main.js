@@ -47,7 +47,6 @@ function charts(overview) {
     draw(panel, sections.get(panel.section));
   }
   if (document.getElementById("configuration")) nav.append(el("a", { href: "#configuration" }, "Configuration"));
-  return sections;
 }
 
 // A good and a bad sample of one group, so that a reader has seen texts before curves: those with the highest and the lowest
@@ -57,7 +56,7 @@ function pair(step, groups, open) {
     const [good, ...others] = group.samples.filter(({ reward }) => reward != null).sort((a, b) => b.advantage - a.advantage), bad = others.at(-1);
     if (!(good?.advantage > bad?.advantage)) continue;
     const root = document.getElementById("pair"), largest = Math.max(Math.abs(good.advantage), Math.abs(bad.advantage));
-    const prompt = el("div", { class: "prompt" }, ...promptOf(group.messages, (text) => [text]));
+    const prompt = el("div", { class: "prompt" }, ...promptOf(group.messages));
     const one = (kind, sample, words) => el("article", { class: `sample ${kind}` }, el("div", { class: "verdict" }, words), bar(sample, largest), textOf(sample));
     root.hidden = false;
     root.append(el("h2", {}, "A good and a bad sample"), el("div", { class: "panel" },
@@ -82,17 +81,15 @@ async function rollouts(overview) {
     if (kept.size > 12) kept.delete(kept.keys().next().value);
     return kept.get(step) ?? unpack(`rollouts-${step}`);
   };
-  const browser = new Browser(root, overview, load, document.getElementById("pieces") ? await unpack("pieces") : null);
+  const browser = new Browser(root, overview, load);
   cursor.onPick = async (step, id) => { await browser.goStep(step, id); root.scrollIntoView({ behavior: "smooth" }); };
   const newest = overview.rollouts.findLast(({ signals }) => signals);
   if (newest) pair(newest.step, await load(newest.step), cursor.onPick);
-  const asked = new URLSearchParams(location.hash.slice(1)); // report.html#step=40&group=3&view=tokens&find=word
+  const asked = new URLSearchParams(location.hash.slice(1)); // report.html#step=40&group=3
   const step = asked.get("step")?.trim() ? Number(asked.get("step")) : NaN;
   await (Number.isNaN(step) ? browser.go(overview.rollouts.length - 1) : browser.goStep(step));
-  if (asked.get("view") === "tokens") browser.show("tokens");
   const group = browser.groups[+asked.get("group")];
   if (asked.has("group") && group) browser.pick(group.id);
-  if (asked.has("find")) { browser.search.value = asked.get("find"); browser.find(); }
   if (!Number.isNaN(step)) root.scrollIntoView();
 }
 
@@ -108,7 +105,7 @@ async function start(overview) {
   head(overview);
   tiles(overview);
   configuration(overview);
-  await archive(overview, charts(overview).get("Archive"));
+  charts(overview);
   await rollouts(overview);
 }
 

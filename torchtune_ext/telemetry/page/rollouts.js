@@ -28,7 +28,7 @@ function bar(sample, largest) {
     sample.note ? el("div", { class: "note" }, sample.note) : null);
 }
 
-const promptOf = (messages, marked) => messages.flatMap((m) => [el("div", { class: "role" }, m.role), el("pre", { class: "text" }, ...marked(m.content))]);
+const promptOf = (messages) => messages.flatMap((m) => [el("div", { class: "role" }, m.role), el("pre", { class: "text" }, m.content)]);
 
 const BODIES = ".sample > .text, .sample > .turns";
 
@@ -36,8 +36,8 @@ const BODIES = ".sample > .text, .sample > .turns";
 const conversation = (rows) => el("div", { class: "turns" }, ...rows.map(({ role, reward, body }) => el("div", { class: role === "assistant" ? "turn" : "turn answer" },
   el("div", { class: "role" }, role), body, reward == null ? null : el("div", { class: "earned", title: "reward of this turn" }, fixed(reward)))));
 
-function textOf(sample, marked = (text) => [text]) {
-  const pre = (text) => el("pre", { class: "text" }, ...marked(text));
+function textOf(sample) {
+  const pre = (text) => el("pre", { class: "text" }, text);
   return sample.messages ? conversation(sample.messages.map(({ role, reward, content }) => ({ role, reward, body: pre(content) }))) : pre(sample.text);
 }
 
@@ -51,16 +51,13 @@ function clip(body, height) {
 }
 
 class Browser {
-  constructor(root, overview, load, pieces) {
+  constructor(root, overview, load) {
     this.index = overview.rollouts;
     this.load = load; // step -> promise of its groups
-    this.pieces = pieces; // id -> its text; null: the tokenizer is not known
     this.place = 0; // in this.index
     this.groups = [];
     this.id = null; // of the group shown
-    this.view = "text";
-    this.query = "";
-    this.turn = 0; // counts loads and searches, so that a late answer is dropped
+    this.turn = 0; // counts loads, so that a late answer is dropped
     this.build(root, overview);
   }
 
@@ -69,38 +66,25 @@ class Browser {
     this.output = el("output");
     this.slider = el("input", { type: "range", min: 0, max: this.index.length - 1, value: 0, "aria-label": "step", oninput: () => this.go(+this.slider.value) });
     const button = (label, title, action) => el("button", { title, onclick: action }, label);
-    this.search = el("input", { type: "search", placeholder: "search texts", "aria-label": "search in prompts and samples", oninput: () => this.find() });
-    this.views = [["text", "text"], ["tokens", "log-probs"]].map(([view, label]) => {
-      const node = button(label, view === "text" ? "plain text" : "tokens, colored by how surprising they were", () => this.show(view));
-      node.setAttribute("aria-pressed", String(view === this.view));
-      return [view, node];
-    });
-    this.heatKey = el("span", { class: "heat-key", hidden: true, title: "background of a token: its log-prob" }, "p = 1", el("i"), "p < 1%");
     this.said = el("p", { class: "said", role: "status", hidden: true });
-    this.elsewhere = el("div", { class: "elsewhere", hidden: true });
     this.side = el("div", { class: "groups" });
     this.pane = el("div", { class: "detail-pane" });
-    this.tip = document.body.appendChild(el("div", { class: "hover-tip", hidden: true }));
-    this.pane.addEventListener("pointermove", (event) => this.hover(event));
-    this.pane.addEventListener("pointerleave", () => { this.tip.hidden = true; });
     root.append(el("div", { class: "browser" },
       el("div", { class: "controls" },
-        el("div", { class: "step" }, button("‹", "step before (←)", () => this.go(this.place - 1)), this.slider, button("›", "next step (→)", () => this.go(this.place + 1)), this.output),
-        this.search, el("span", {}, ...this.views.map(([, node]) => node)),
-        this.heatKey),
-      this.said, this.elsewhere, el("div", { class: "columns" }, this.side, this.pane)),
+        el("div", { class: "step" }, button("‹", "step before (←)", () => this.go(this.place - 1)), this.slider, button("›", "next step (→)", () => this.go(this.place + 1)), this.output)),
+      this.said, el("div", { class: "columns" }, this.side, this.pane)),
       el("p", { class: "muted", style: "font-size:12.5px;margin-top:8px" },
-        `Rollouts of ${this.index.length}${stored} steps are in this page${stored && "; the rest lie in the folder rollouts/ of the run"}. Keys: ← → step, j k group, t text or log-probs.`));
+        `Rollouts of ${this.index.length}${stored} steps are in this page${stored && "; the rest lie in the folder rollouts/ of the run"}. Keys: ← → step, j k group.`));
     document.addEventListener("keydown", (event) => this.key(event));
   }
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input")) return;
     const around = (by) => {
-      const shown = this.shown(), place = shown.findIndex((group) => group.id === this.id);
+      const shown = this.groups, place = shown.findIndex((group) => group.id === this.id);
       if (shown[place + by]) this.pick(shown[place + by].id);
     };
-    const actions = { ArrowLeft: () => this.go(this.place - 1), ArrowRight: () => this.go(this.place + 1), j: () => around(1), k: () => around(-1), t: () => this.show(this.view === "text" ? "tokens" : "text") };
+    const actions = { ArrowLeft: () => this.go(this.place - 1), ArrowRight: () => this.go(this.place + 1), j: () => around(1), k: () => around(-1) };
     if (actions[event.key]) { event.preventDefault(); actions[event.key](); }
   }
 
@@ -118,7 +102,6 @@ class Browser {
     this.signals = signals;
     this.id = id ?? (loaded.some((group) => group.id === this.id) ? this.id : null);
     this.list();
-    if (this.query) this.searchAll();
   }
 
   // The nearest step that the page has; if it is another one, the page says so.
@@ -131,54 +114,12 @@ class Browser {
     return going;
   }
 
-  show(view) {
-    this.view = view;
-    this.heatKey.hidden = view === "text";
-    for (const [name, node] of this.views) node.setAttribute("aria-pressed", String(name === view));
-    this.detail();
-  }
-
-  matches(group) {
-    const query = this.query.toLowerCase();
-    const has = (text) => text.toLowerCase().includes(query);
-    return has(group.id) || group.messages.some((m) => has(m.content)) || group.samples.some((s) => has(s.text));
-  }
-
-  shown() {
-    return this.groups.filter((group) => !this.query || this.matches(group));
-  }
-
-  find() {
-    clearTimeout(this.timer);
-    this.timer = setTimeout(() => {
-      this.query = this.search.value.trim();
-      this.list();
-      this.searchAll();
-    }, 200);
-  }
-
-  async searchAll() {
-    const turn = ++this.turn, query = this.query, hits = [];
-    this.elsewhere.hidden = !query;
-    if (!query) return;
-    this.elsewhere.replaceChildren("searching the other steps …");
-    for (const [place, entry] of this.index.entries()) {
-      const count = (await this.load(entry.step)).filter((group) => this.matches(group)).length;
-      if (turn !== this.turn || query !== this.query) return;
-      if (count) hits.push(el("button", { "aria-pressed": String(place === this.place), onclick: () => this.go(place) }, `${entry.step} (${count})`));
-    }
-    const few = hits.slice(0, 60);
-    this.elsewhere.replaceChildren(hits.length ? "groups that match, by step:" : "no group in this page matches", ...few, hits.length > 60 ? ` and ${hits.length - 60} steps more` : "");
-  }
-
   list() {
-    const shown = this.shown();
-    if (!shown.some((group) => group.id === this.id)) this.id = shown[0]?.id ?? null;
+    if (!this.groups.some((group) => group.id === this.id)) this.id = this.groups[0]?.id ?? null;
     const every = this.groups.flatMap((group) => group.rewards).filter((reward) => reward != null);
     const low = Math.min(0, ...every), high = Math.max(low + 1e-9, ...every);
     const part = this.groups.length < this.total ? `${this.groups.length} of the step's ${this.total} groups` : `${this.total} groups`;
-    this.side.replaceChildren(el("div", { class: "head" }, `${part}; ${this.signals} of ${this.total} have a signal, these come first`), ...shown.map((group) => this.entry(group, low, high)));
-    if (!shown.length) this.side.append(el("p", { class: "empty" }, "No group fits."));
+    this.side.replaceChildren(el("div", { class: "head" }, `${part}; ${this.signals} of ${this.total} have a signal, these come first`), ...this.groups.map((group) => this.entry(group, low, high)));
     this.detail();
   }
 
@@ -204,11 +145,10 @@ class Browser {
   }
 
   detail() {
-    this.tip.hidden = true;
     const group = this.groups.find((other) => other.id === this.id);
     if (!group) return this.pane.replaceChildren(el("p", { class: "empty" }, "No group is chosen."));
     const also = this.index.flatMap((entry, place) => (place !== this.place && entry.ids.includes(group.id) ? [[place, entry.step]] : []));
-    const prompt = el("div", { class: "prompt" }, ...promptOf(group.messages, (text) => this.marked(text)));
+    const prompt = el("div", { class: "prompt" }, ...promptOf(group.messages));
     const largest = Math.max(1e-9, ...group.samples.map((sample) => Math.abs(sample.advantage ?? 0)));
     const hidden = group.count - group.samples.length;
     const children = [
@@ -222,19 +162,15 @@ class Browser {
       ...this.folded(group.samples).map(([sample, count]) => this.sample(sample, largest, count)),
       hidden > 0 ? el("p", { class: "muted", style: "margin-top:10px" }, `${hidden} more samples of this group are in the run's folder.`) : null];
     this.pane.replaceChildren(...children.filter((child) => child != null));
-    if (!this.marksPrompt(group)) clip(prompt, 200);
+    clip(prompt, 200);
     for (const body of this.pane.querySelectorAll(BODIES)) clip(body, 340);
   }
 
-  marksPrompt(group) {
-    return Boolean(this.query) && group.messages.some((m) => m.content.toLowerCase().includes(this.query.toLowerCase()));
-  }
-
-  // Equal texts with equal rewards are one, with their number; in the view of log-probs each stands for itself.
+  // Equal texts with equal rewards are one, with their number.
   folded(samples) {
     const of = new Map();
     for (const sample of samples) {
-      const key = this.view === "text" ? JSON.stringify([sample.text, sample.reward, sample.finish, sample.outcome, sample.trained]) : of.size;
+      const key = JSON.stringify([sample.text, sample.reward, sample.finish, sample.outcome, sample.trained]);
       of.set(key, [of.get(key)?.[0] ?? sample, (of.get(key)?.[1] ?? 0) + 1]);
     }
     return [...of.values()];
@@ -242,55 +178,6 @@ class Browser {
 
   sample(sample, largest, count) {
     return el("article", { class: sample.trained ? "sample" : "sample unused" }, count > 1 ? el("div", { class: "verdict" }, `${count} ×`) : null, bar(sample, largest),
-      this.view === "text" ? textOf(sample, (text) => this.marked(text)) : this.tokens(sample));
-  }
-
-  tokens(sample) {
-    const turns = sample.turns ?? [[0, sample.total]], rows = [], limits = [], left = sample.total - sample.ids.length;
-    for (const [version, count] of sample.versions) limits.push([version, (limits.at(-1)?.[1] ?? 0) + count]);
-    sample.ids.forEach((id, i) => {
-      const place = sample.gap != null && i >= sample.gap ? i + left : i, turn = turns.findLastIndex(([start]) => start <= place);
-      const sampled = place < turns[turn][1];
-      if (i === sample.gap) rows.at(-1).body.append(el("span", { class: "gap" }, ` [… ${left} tokens left out …] `));
-      if (rows.at(-1)?.turn !== turn || rows.at(-1).sampled !== sampled) {
-        rows.push({ turn, sampled, ...this.speaker(sample, turn, sampled), body: el("pre", { class: this.pieces ? "text tokens" : "text tokens ids" }) });
-      }
-      const piece = this.pieces?.[id];
-      const nats = sample.nats[i] / 1000, heat = sampled ? Math.min(1, nats / 4.6) ** 0.7 : 0; // full color at p = 1%
-      const node = el("span", { class: "token", style: heat > 0.02 ? `background:rgba(var(--heat),${(0.75 * heat).toFixed(2)})` : null }, piece ?? String(id));
-      const before = turns.slice(0, turn).reduce((sum, [start, stop]) => sum + stop - start, place - turns[turn][0]); // that were sampled
-      node.about = { id, nats: sampled ? nats : null, place, piece, version: limits.find(([, stop]) => before < stop)?.[0] };
-      rows.at(-1).body.append(node);
-    });
-    return sample.turns ? conversation(rows) : rows[0]?.body ?? el("pre", { class: "text" });
-  }
-
-  // Who wrote a turn of a conversation, or the answer to it, and the reward of the turn.
-  speaker({ messages }, turn, sampled) {
-    if (!messages) return {};
-    const own = messages.flatMap(({ role }, i) => (role === "assistant" ? [i] : []));
-    if (sampled) return { role: "assistant", reward: messages[own[turn]].reward };
-    return { role: [...new Set(messages.slice(own[turn] + 1, own[turn + 1]).map(({ role }) => role))].join(", ") };
-  }
-
-  hover(event) {
-    const about = event.target.about;
-    this.tip.hidden = !about;
-    if (!about) return;
-    const { id, nats, place, version } = about, p = Math.exp(-nats), piece = about.piece == null ? "" : `${JSON.stringify(about.piece)}  `;
-    const sampled = nats == null ? "of the environment, not sampled" : `log-prob ${nats ? "−" : ""}${nats.toFixed(3)}  p ${p < 0.001 ? p.toExponential(1) : `${+(100 * p).toPrecision(3)}%`}  version ${version ?? "–"}`;
-    this.tip.textContent = `${piece}id ${id}  token ${place}\n${sampled}`;
-    this.tip.style.left = `${Math.min(event.clientX + 12, innerWidth - this.tip.offsetWidth - 8)}px`;
-    this.tip.style.top = `${event.clientY + 18}px`;
-  }
-
-  // Text nodes with the matches of the search in <mark>.
-  marked(text) {
-    if (!this.query) return [text];
-    const parts = [], low = text.toLowerCase(), query = this.query.toLowerCase();
-    if (low.length !== text.length) return [text]; // a case fold that changes lengths: places would be off
-    let from = 0;
-    for (let at; (at = low.indexOf(query, from)) >= 0; from = at + query.length) parts.push(text.slice(from, at), el("mark", {}, text.slice(at, at + query.length)));
-    return [...parts, text.slice(from)];
+      textOf(sample));
   }
 }

@@ -3,9 +3,8 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Mistake
@@ -21,8 +20,6 @@ SINKS = {
 }
 MAX_PROJECT = 128
 _NO_PROJECT = re.compile(r"[/\\#?%:]")  # W&B refuses these characters
-ACCURACY = "eval/accuracy_sampled"
-STOPPED = {130: "Ctrl-C", 143: "SIGTERM", 129: "SIGHUP"}  # the exit statuses of `run/stop.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +48,7 @@ class LoggingConfig:
     def require_login(self) -> None:
         """Raises ValueError if metrics go to W&B, and nobody is logged in."""
         if "wandb" in self.to:
-            from torchtune_ext.telemetry.sinks.wandb_login import require_login
-
-            require_login()
+            sink_class("wandb").require_login()
 
     def shows(self, step: int) -> bool:
         """Tells whether the samples of `step` are shown."""
@@ -116,29 +111,5 @@ class Sink(Protocol):
     def show(self, step: int, rows: "Sequence[SampleRow]") -> None:
         """Takes samples of a step, before the scalars of the step."""
 
-    def summarize(self, facts: Mapping[str, Any]) -> None:
-        """Takes what there is to say of the whole run so far (`totals`). It comes again when that changes."""
-
     def close(self, status: int) -> None:
         """Finishes. `status` is the exit status that the process will have: 0, or how the run failed or was stopped."""
-
-
-def totals(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what there is to say of a whole run by its metrics, those before a resume among them. What the run does not
-    measure (accuracy, sampled tokens) is left out."""
-    facts: dict[str, Any] = {"total/steps": records[-1]["step"] if records else 0}
-    if evaluated := [record for record in records if record.get(ACCURACY) is not None]:
-        for name, record in (("best", max(evaluated, key=itemgetter(ACCURACY))), ("last", evaluated[-1])):
-            facts |= {f"eval/{name}": record[ACCURACY], f"eval/{name}_step": record["step"]}
-    if tokens := sum(record.get("length/tokens") or 0.0 for record in records):
-        facts["total/sampled_tokens"] = int(tokens)
-    if seconds := sum(record.get("time/step") or 0.0 for record in records):
-        facts["total/seconds"] = seconds
-    return facts
-
-
-def state_of(status: int) -> str:
-    """Returns what became of a run whose process ends with `status`: "finished", "stopped by Ctrl-C", ... or "failed"."""
-    if status in STOPPED:
-        return f"stopped by {STOPPED[status]}"
-    return "failed" if status else "finished"

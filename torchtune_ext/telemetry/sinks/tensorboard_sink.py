@@ -1,7 +1,6 @@
 """TensorBoard: scalars in `RUN/tensorboard`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torchtune_ext.telemetry.sinks.samples import SampleRow
 from torchtune_ext.telemetry.sinks.settings import Opening
@@ -23,9 +22,6 @@ class TensorBoard:
 
     def show(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Shows no samples: TensorBoard has no tables, and the report has all of them."""
-
-    def summarize(self, facts: Mapping[str, Any]) -> None:
-        """Has no summary."""
 
     def close(self, status: int) -> None:
         self._writer.close()

@@ -1,20 +1,31 @@
-"""Weights & Biases: scalars, tables of samples, and a summary. No file of the run is uploaded."""
+"""Weights & Biases: scalars and tables of samples. No file of the run is uploaded."""
 
 import dataclasses
 import logging
 import os
 import shutil
+import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.telemetry.sinks.samples import SampleRow, clean
 from torchtune_ext.telemetry.sinks.settings import Opening
-from torchtune_ext.telemetry.sinks.wandb_login import CANNOT, cause_of, set_defaults
 
 log = logging.getLogger(__name__)
 
+CANNOT = (
+    "logging.to names 'wandb', which cannot start: {}. Without an account or a network: WANDB_MODE=offline keeps the run in "
+    "its folder, and `wandb sync` sends it later. Otherwise run `wandb login`, or take 'wandb' out of logging.to"
+)
+CLOSE_S = 1.0  # seconds that W&B's own process has to end
+WRITE_S = 2  # seconds from one write of W&B's file to the next
+FINISH_S = 600  # seconds that the last upload may take, where WANDB_FINISH_TIMEOUT says nothing else
 FULL = 2**16  # bytes that are free on a disk that counts as full
 TABLE = "samples/step_{:06d}"  # a key for each step: W&B shows only the newest table of a key
 COLUMNS = [field.name for field in dataclasses.fields(SampleRow)]
@@ -43,6 +54,34 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
+    @staticmethod
+    def require_login() -> None:
+        """Asks W&B's server, where there is one to ask, whether it accepts the key. On a terminal W&B asks for a key itself.
+
+        Raises:
+            ValueError: W&B knows no key, or its server does not answer in time or refuses the key.
+        """
+        offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled", "shared")
+        if offline or int(os.environ.get("RANK", 0)) or (sys.stdin is not None and sys.stdin.isatty()):
+            return
+        set_defaults()
+        import wandb
+
+        try:
+            fault = "" if wandb.login(prompt=False) else "it has no API key"
+        except Exception as error:
+            fault = cause_of(error)
+        if fault:
+            # Left to itself, W&B waits at exit for its own process, also for one that still waits for the server.
+            closing = threading.Thread(target=wandb.teardown, name="wandb-teardown", daemon=True)
+            closing.start()
+            closing.join(CLOSE_S)
+            for child in psutil.Process().children():
+                with suppress(psutil.NoSuchProcess):  # it ends just now, as it was asked to
+                    if child.name() == "wandb-core":
+                        child.kill()
+            raise Mistake(CANNOT.format(fault))
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
@@ -50,15 +89,30 @@ class WeightsAndBiases:
         table = self._wandb.Table(columns=list(COLUMNS), data=[list(dataclasses.astuple(row)) for row in rows])
         self._run.log({"step": step, TABLE.format(step): table})
 
-    def summarize(self, facts: Mapping[str, Any]) -> None:
-        self._run.summary.update(dict(facts))
-
     def close(self, status: int) -> None:
         self._run.finish(exit_code=status)
         # W&B writes in a process of its own, which says nothing of a full disk.
         folder = Path(os.environ.get("WANDB_DIR") or self._opening.run_dir)
         if folder.is_dir() and shutil.disk_usage(folder).free < FULL:
             log.warning("the disk of %s is full: what W&B wrote there last is probably lost", folder)
+
+
+def set_defaults() -> None:
+    """Sets variables of W&B that the user has not set.
+
+    W&B reads its variables when it is used for the first time, so this comes before.
+    """
+    # W&B would wait forever for the end of the upload, and hold the machine.
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_S))
+    # W&B would write its file every 15 s, and a run that is killed would lose as much.
+    os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", str(WRITE_S))
+
+
+def cause_of(error: Exception) -> str:
+    """Returns an error of W&B in one line. Its settings, variables of the environment among them, are checked by pydantic."""
+    text = " ".join(str(error).split()).partition(" For further information")[0].rstrip(".")
+    refused = text.partition("validation error for Settings ")[2]
+    return f"it does not take a setting, which may be a variable WANDB_...: {refused}" if refused else text
 
 
 def arguments(opening: Opening, environment: Mapping[str, str]) -> dict[str, Any]:
