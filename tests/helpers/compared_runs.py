@@ -73,7 +73,7 @@ def make_sweep(folder, rates=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3), failed=2, clips=(0.
         runs.append({"id": f"bad{number}", "parameters": {"optimizer.lr": 0.1, "loss.clip_high": 0.2},
                      "state": "failed", "value": None, "cause": f"loss is not finite {HOSTILE}", "seconds": 3.0})  # fmt: skip
     record = {
-        "format": 1, "name": "tiny_lr", "metric": {"name": "eval/accuracy_sampled", "goal": "maximize"},
+        "format": 1, "name": "tiny_lr", "method": "grid", "metric": {"name": "eval/accuracy_sampled", "goal": "maximize"},
         "command": ["tune", "run", "grpo_full"], "parameters": {"optimizer.lr": {"values": list(rates)}, "loss.clip_high": {"values": list(clips)}},
         "runs": runs,
     }  # fmt: skip

@@ -7,19 +7,19 @@ PROGRAM = Path(__file__).with_name("swept_program.py")
 METRIC = "metric: {name: eval/accuracy_sampled, goal: maximize}\n"
 
 
-def write(path: Path, text: str) -> Path:
+def write(path: Path, text: str, method: str = "grid") -> Path:
     """Writes a sweep's file; `text` has its parameters and what else it says."""
-    path.write_text(f"method: grid\n{METRIC}{text}")
+    path.write_text(f"method: {method}\n{METRIC}{text}")
     return path
 
 
-def runner(file: Path, folder: Path, jobs: int = 1, *further: str):
+def runner(file: Path, folder: Path, jobs: int = 1, *further: str, seed: int = 0):
     """A runner, and the folder that it works in, which has begun."""
     from torchtune_ext.sweep.file import read_sweep
     from torchtune_ext.sweep.runner import Runner, SweepFolder
 
     sweep = read_sweep(file)
-    place = SweepFolder(folder, sweep, further, resume=(folder / "sweep.json").exists())
+    place = SweepFolder(folder, sweep, further, seed, resume=(folder / "sweep.json").exists())
     place.begin()
     made = Runner(
         place,

@@ -17,6 +17,7 @@ from torchtune_ext.host.cli import main
 from torchtune_ext.run.folder import read_record
 from torchtune_ext.sweep.check import check
 from torchtune_ext.sweep.file import read_sweep, sweep_files
+from torchtune_ext.sweep.search import point_of
 from torchtune_ext.telemetry.metrics import read_metrics
 
 SCHEMA = Path(sys.prefix) / "wandb_sweeps" / "sweeps" / "config" / "schema.json"
@@ -34,14 +35,15 @@ def warmed_up(tmp_path_factory):
 
 
 def points_of(name):
+    """The file of a sweep, and what is known of its points before the first result."""
     sweep = read_sweep(FILES[name])
-    return sweep, sweep.points
+    return sweep, [point_of(sweep, 0, number) for number in range(1 if sweep.method == "bayes" else sweep.runs)]
 
 
 def test_there_are_sweeps_over_what_one_asks_first():
     assert list(FILES) == ["sweeps/tiny_clip", "sweeps/tiny_lr", "sweeps/tiny_samples", "sweeps/tiny_staleness"]
     sweep, points = points_of("sweeps/tiny_lr")
-    assert len(points) == 8 and 1.0e-3 in [point["optimizer.lr"] for point in points]
+    assert sweep.runs == 8 and 1.0e-3 in [point["optimizer.lr"] for point in points]
 
 
 @pytest.mark.skipif(not SCHEMA.is_file(), reason="W&B's schema is not here: `make test` brings it")
@@ -124,11 +126,11 @@ def test_two_runs_of_an_agent_side_by_side_do_not_touch_each_other(pair, warmed_
         assert not list(folder.glob("old-*")) and (folder / "checkpoints" / "step_000001").is_dir()
         assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [0, 1]
         sweep, points = points_of(name)
-        for each in sweep.varied:
+        for each in sweep.drawn:
             node = record["config"]
-            for key in each.split("."):
+            for key in each.name.split("."):
                 node = node[key]
-            assert node == points[-1][each]
+            assert node == points[-1][each.name]
     said = capfd.readouterr().out
     assert all(f"files:     runs/side/{run_id};" in said for run_id in ids)
     if pair[0] != "sweeps/tiny_clip":

@@ -18,17 +18,19 @@ from torchtune_ext.run.errors import FAILED, Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.sweep.file import read_sweep, sweep_file
 from torchtune_ext.sweep.runner import Runner, SweepFolder
+from torchtune_ext.sweep.search import point_of
 
 FOLDER = Path("runs", "sweeps")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what `torchtune-ext sweep` takes; `cli` hands on whatever else is there."""
-    parser.usage = "torchtune-ext sweep FILE [--jobs N] [--resume] [--out DIR] [key=value ...]"
+    parser.usage = "torchtune-ext sweep FILE [--jobs N] [--resume] [--out DIR] [--seed N] [key=value ...]"
     parser.add_argument("file", metavar="FILE", help="a sweep in W&B's format, or the name of one of ours")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
     parser.add_argument("--resume", action="store_true", help="go on with a sweep that was stopped or killed")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/sweeps/NAME)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random points (0)")
 
 
 def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
@@ -48,29 +50,29 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
         key = word.partition("=")[0]
         if word.startswith("-"):
             raise Mistake(f"there is no option {key}; see torchtune-ext sweep --help")
-        if key in sweep.parameters:
+        if key in {each.name for each in sweep.parameters}:
             raise Mistake(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
     if args.jobs < 1:
         raise Mistake(f"--jobs {args.jobs} must be 1 or more")
-    folder = SweepFolder(args.out or FOLDER / sweep.path.stem, sweep, words, args.resume)
+    folder = SweepFolder(args.out or FOLDER / sweep.path.stem, sweep, words, args.seed, args.resume)
     # These import torch, which is not needed to say what is wrong with a file.
     import torch
 
     from torchtune_ext.sweep.check import check, words_of
 
-    cfg = check(sweep, sweep.points[0], folder.words, folder.path)
+    cfg = check(sweep, point_of(sweep, folder.seed, 0), folder.words, folder.path)
     folder.begin()
     on_gpu = getattr(cfg, "device", "auto") != "cpu" and torch.cuda.is_available()
     threads = max(1, len(os.sched_getaffinity(0)) // args.jobs)
     goal = "maximized" if sweep.maximize else "minimized"
-    what = f"{len(folder.runs)} runs, {sweep.metric} {goal}, {args.jobs} at a time"
+    what = f"{sweep.method}, {sweep.runs} runs, {sweep.metric} {goal}, {args.jobs} at a time"
     say(f"sweep {sweep.name}: {what}; files: {folder.path}")
     variables = {} if on_gpu else {"OMP_NUM_THREADS": str(threads)}
     runner = Runner(folder, args.jobs, lambda point: words_of(sweep, point, folder.words), variables)
     ended = runner.run()
     if not ended:
         again = f"torchtune-ext sweep {args.file} --resume{f' --out {args.out}' if args.out else ''}"
-        say(f"Stopped with {runner.left} of {len(folder.runs)} runs to do: {again} goes on")
+        say(f"Stopped with {runner.left} of {sweep.runs} runs to do: {again} goes on")
         return 128 + runner.stopped_by
     if not any(run.state == "finished" for run in folder.runs):
         say("No run has finished, so none is the best")

@@ -1,10 +1,11 @@
-"""A sweep as its file says it, in W&B's format: which command, which parameters, which of their values."""
+"""A sweep as its file says it, in W&B's format: which command, which parameters, how many runs, which of them stop early."""
 
 import argparse
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,39 +15,60 @@ import yaml
 from torchtune_ext.run.catalog import config_files, folder, print_first_lines
 from torchtune_ext.run.errors import Mistake, nearest
 
-KEYS = ("name", "description", "program", "command", "method", "metric", "parameters")
+METHODS = ("grid", "random", "bayes")
+KEYS = ("name", "description", "program", "command", "method", "metric", "parameters", "run_cap", "early_terminate")
 # What only W&B's server reads: who owns the sweep.
 SERVER_KEYS = ("project", "entity")
 MOST = 10_000  # points of a grid
 
 EXAMPLE = "command: [tune, run, grpo_full, --config, grpo/tiny, '${args_no_hyphens}']"
+FORMS = (
+    "write {value: 1}, {values: [1, 2]}, or {min: 0.001, max: 0.1} with numbers of which the first is the smaller one, with "
+    "distribution: log_uniform_values where their magnitude is not known; what else W&B draws from only its own server knows"
+)
 _WITHOUT_DOT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 Point = dict[str, Any]  # the value of every parameter of one run, by its dotted name
 
 
 @dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a sweep: some values, or any number between two limits."""
+
+    name: str  # the dotted name of the setting: "optimizer.lr"
+    values: Sequence[Any] = ()  # each once; () of a number
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False  # whether the logarithm of the number is uniform
+
+
+@dataclass(frozen=True, slots=True)
+class Halving:
+    """When runs are compared, and how many of them go on (`early_terminate: {type: hyperband}`)."""
+
+    first: int  # how often a run has logged the metric when it is compared first; then `eta` times as often, and so on
+    eta: int  # of those that are compared, 1/eta go on
+
+
+@dataclass(frozen=True, slots=True)
 class Sweep:
-    """What a file says: a run for every combination of the values."""
+    """What a file says."""
 
     path: Path
     text: str  # the file as it is
     name: str
     command: Sequence[Any]
+    method: str  # one of METHODS
     metric: str  # what runs are compared by
     maximize: bool  # W&B minimizes where a file says nothing
-    # The values of each parameter, which is a setting by its dotted name ("optimizer.lr").
-    parameters: Mapping[str, Sequence[Any]]
+    parameters: Sequence[Parameter]
+    runs: int  # how many there will be
+    early: Halving | None
 
     @property
-    def points(self) -> list[Point]:
-        """Every combination, in W&B's order: the last parameter changes first."""
-        return [dict(zip(self.parameters, point, strict=True)) for point in product(*self.parameters.values())]
-
-    @property
-    def varied(self) -> list[str]:
-        """The parameters that are not the same for all runs."""
-        return [name for name, values in self.parameters.items() if len(values) > 1]
+    def drawn(self) -> list[Parameter]:
+        """Returns the parameters that are not the same for all runs."""
+        return [each for each in self.parameters if len(each.values) != 1]
 
 
 def sweep_files() -> dict[str, Path]:
@@ -96,59 +118,126 @@ def _hint(name: Any, known: Iterable[str], otherwise: str = "") -> str:
     return f"did you mean {near}?" if near else otherwise or f"there are {', '.join(known)}"
 
 
+def _check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in given:
+        _require(key in known, f"{where}unknown key {key!r}; {_hint(key, known)} (`wandb sweep` may know more)")
+
+
 def _sweep(path: Path, text: str, given: Any) -> Sweep:
     _require(
         isinstance(given, dict) and len(given) > 0,
         "no sweep: it holds no keys; begin with a copy of one of ours (`torchtune-ext sweeps`)",
     )
-    for key in given:
-        _require(key in (*KEYS, *SERVER_KEYS), f"unknown key {key!r}; {_hint(key, KEYS)} (`wandb sweep` may know more)")
+    _check_keys("", given, [*KEYS, *SERVER_KEYS])
     # Where a file names no command, W&B's own ends with words that no recipe reads.
     method, command, metric = given.get("method"), given.get("command", ["${args}"]), given.get("metric")
-    _require(method == "grid", f"method: {method}: a grid runs here; random and bayes run under `wandb agent`")
+    _require(method in METHODS, f"method: {method}: {_hint(method, METHODS)}")
+    _require(
+        (method == "grid" and "early_terminate" not in given) or find_spec("optuna") is not None,
+        "method: random, bayes and early_terminate need Optuna: pip install 'torchtune-ext[sweep]'; a grid needs nothing",
+    )
     _require(isinstance(command, list) and len(command) > 0, f"command: must be a list of words: {EXAMPLE}")
     goal = metric.get("goal", "minimize") if isinstance(metric, dict) else None
     _require(
         goal in ("minimize", "maximize") and isinstance(metric.get("name"), str) and set(metric) <= {"name", "goal"},
         f"metric: {metric}: write metric: {{name: eval/accuracy_sampled, goal: maximize}}, or goal: minimize",
     )
+    parameters = parameters_of(given.get("parameters"))
     return Sweep(
         path=path,
         text=text,
         name=str(given.get("name", path.stem)),
         command=command,
+        method=method,
         metric=metric["name"],
         maximize=goal == "maximize",
-        parameters=parameters_of(given.get("parameters")),
+        parameters=parameters,
+        runs=_runs(method, parameters, given.get("run_cap")),
+        early=_halving(given["early_terminate"]) if "early_terminate" in given else None,
     )
 
 
-def parameters_of(node: Any) -> dict[str, list[Any]]:
-    """Reads the node `parameters` of a sweep's file. Returns the values of each, sorted by name, the order in which W&B passes
-    them on.
+def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
+    """Returns how many runs there will be. Raises ValueError."""
+    _require(cap is None or (type(cap) is int and cap >= 1), f"run_cap: {cap} must be a whole number, 1 or more")
+    if method == "grid":
+        count = len(grid(parameters))
+        return min(count, cap or count)
+    if all(len(each.values) == 1 for each in parameters):
+        raise Mistake(f"parameters: all of them are fixed, so method: {method} has nothing to choose")
+    _require(
+        cap is not None, f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20"
+    )
+    return cap
+
+
+def _halving(given: Any) -> Halving:
+    node = given if isinstance(given, dict) else {}
+    first, eta = node.get("min_iter"), node.get("eta", 3)
+    _require(
+        node.get("type") == "hyperband"
+        and set(node) <= {"type", "min_iter", "eta"}
+        and type(first) is type(eta) is int
+        and first >= 1
+        and eta >= 2,
+        f"early_terminate: {given}: write {{type: hyperband, min_iter: 3, eta: 3}}, with whole numbers from 1 and from 2 on",
+    )
+    return Halving(first, eta)
+
+
+def parameters_of(node: Any) -> list[Parameter]:
+    """Reads the node `parameters` of a sweep's file. Returns them sorted by name, the order in which W&B passes them on.
 
     Raises:
-        ValueError: a parameter has no list of values, or there are more than MOST points. The message names it and the fix.
+        ValueError: a parameter is none of W&B's, or is one that is not drawn here. The message names it and the fix.
     """
     if not isinstance(node, dict) or not node:
         raise Mistake("parameters: needs at least one, for instance optimizer.lr: {values: [1.0e-3, 2.0e-3]}")
-    parameters = {str(name): _values(str(name), node[name]) for name in sorted(node, key=str)}
-    if math.prod(map(len, parameters.values())) > MOST:
-        raise Mistake(f"parameters: the grid has more than {MOST:,} points; list fewer values")
-    return parameters
+    return [_parameter(str(name), given) for name, given in sorted(node.items(), key=lambda item: str(item[0]))]
 
 
-def _values(name: str, given: Any) -> list[Any]:
-    """Returns each value once. A run reads 1e-5 as a number, and YAML 1.1 as a text, because it has no dot."""
+def _parameter(name: str, given: Any) -> Parameter:
+    """Makes a parameter of what stands behind its name, where W&B chooses the distribution by the keys."""
     node = given if isinstance(given, dict) else {}
-    values = [node["value"]] if set(node) == {"value"} else node.get("values") if set(node) == {"values"} else None
-    if not isinstance(values, list) or not values:
-        raise Mistake(
-            f"parameters: {name}: {given}: write {{value: 1}} or {{values: [1, 2]}}; what is drawn from a range runs under "
-            "`wandb agent`"
-        )
-    numbers = [float(each) if isinstance(each, str) and _WITHOUT_DOT.fullmatch(each) else each for each in values]
-    return [each for i, each in enumerate(numbers) if each not in numbers[:i]]
+    keys, kind = node.keys() - {"distribution"}, node.get("distribution")
+    if keys == {"value"} and kind in (None, "constant"):
+        return Parameter(name, _values([node["value"]]))
+    if keys == {"values"} and kind in (None, "categorical") and isinstance(node["values"], list) and node["values"]:
+        return Parameter(name, _values(node["values"]))
+    if keys == {"min", "max"} and all(type(node[end]) in (int, float) for end in keys) and node["min"] < node["max"]:
+        low, high = node["min"], node["max"]
+        whole = type(low) is type(high) is int
+        if whole and kind in (None, "int_uniform"):
+            return Parameter(name, range(low, high + 1))
+        if kind in (None, "uniform"):
+            return Parameter(name, low=low, high=high)
+        if kind == "log_uniform_values" and low > 0:
+            return Parameter(name, low=low, high=high, log=True)
+    raise Mistake(f"parameters: {name}: {given}: {FORMS}")
+
+
+def _values(given: Sequence[Any]) -> list[Any]:
+    """Returns each value once. A run reads 1e-5 as a number, and YAML 1.1 as a text, because it has no dot."""
+    values = [float(each) if isinstance(each, str) and _WITHOUT_DOT.fullmatch(each) else each for each in given]
+    return [each for i, each in enumerate(values) if each not in values[:i]]
+
+
+def grid(parameters: Sequence[Parameter]) -> list[Point]:
+    """Returns every combination, in W&B's order: the last parameter changes first.
+
+    Raises:
+        ValueError: a parameter has endlessly many values, or there are more than MOST points.
+    """
+    for each in parameters:
+        if not each.values:
+            raise Mistake(
+                f"parameters: {each.name}: method: grid takes value, values, and whole numbers from min to max, not every "
+                "number between two; list its values, or write method: random"
+            )
+    if math.prod(len(each.values) for each in parameters) > MOST:
+        raise Mistake(f"parameters: the grid has more than {MOST:,} points; list fewer values, or draw: method: random")
+    names = [each.name for each in parameters]
+    return [dict(zip(names, point, strict=True)) for point in product(*(each.values for each in parameters))]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ Every run is a process of its own. It ends with this process, also by kill -9. A
 checkpoint when the sweep goes on, or begins again in its folder if it has none.
 """
 
+import asyncio
 import fcntl
 import json
 import math
@@ -16,12 +17,12 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained, write_atomic
@@ -30,7 +31,9 @@ from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent, environment
 from torchtune_ext.run.stop import NAMES
 from torchtune_ext.sweep.file import Point, Sweep
-from torchtune_ext.telemetry.runs import SWEEP, SWEEP_FORMAT, read_sweep_record
+from torchtune_ext.sweep.search import Pruner, point_of
+from torchtune_ext.telemetry.metrics import read_metrics
+from torchtune_ext.telemetry.runs import METRICS, SWEEP, SWEEP_FORMAT, read_sweep_record
 
 FILE, LOCK, OUTPUT = "sweep.yaml", "sweep.lock", "output.log"
 TO_DO = ("running", "waiting")
@@ -45,8 +48,10 @@ class SweepRun:
 
     id: str  # also the name of its folder
     parameters: Point
-    state: str = "waiting"  # or "running", "finished", "failed"
-    cause: str = ""  # why it failed: one line
+    state: str = "waiting"  # or "running", "finished", "stopped_early", "failed"
+    value: float | None = None  # the last that it logged of the metric
+    cause: str = ""  # why it failed, or has no value: one line
+    seconds: float = 0.0  # how long it ran, all its starts together that were not killed
 
 
 class SweepFolder:
@@ -56,12 +61,10 @@ class SweepFolder:
         ValueError: the folder holds a sweep and `resume` is False, or holds another one, or something else.
     """
 
-    def __init__(self, path: Path, sweep: Sweep, words: Sequence[str], resume: bool):
+    def __init__(self, path: Path, sweep: Sweep, words: Sequence[str], seed: int, resume: bool):
         self.path, self.sweep, self.resume = path, sweep, resume
-        self.words = list(words)
-        points = sweep.points
-        digits = max(2, len(str(len(points))))
-        self.runs = [SweepRun(f"run_{number:0{digits}d}", point) for number, point in enumerate(points, 1)]
+        self.words, self.seed = list(words), seed
+        self.runs: list[SweepRun] = []
         self._lock: TextIO | None = None
         held = (path / SWEEP).exists()
         if held and not resume:
@@ -100,14 +103,22 @@ class SweepFolder:
         write_atomic(self.path / FILE, self.sweep.text.encode())
         self.save()
 
+    def add(self, point: Point) -> SweepRun:
+        """Adds a run of a point; it waits."""
+        name = f"run_{len(self.runs) + 1:0{max(2, len(str(self.sweep.runs)))}d}"
+        self.runs.append(SweepRun(name, point))
+        return self.runs[-1]
+
     def save(self) -> None:
         """Writes `sweep.json`, whole."""
         sweep = self.sweep
         record = {
             "format": SWEEP_FORMAT,
             "name": sweep.name,
+            "method": sweep.method,
             "metric": {"name": sweep.metric, "goal": "maximize" if sweep.maximize else "minimize"},
             "words": self.words,
+            "seed": self.seed,
             "runs": [asdict(run) for run in self.runs],
         }
         with explained(f"{self.path / SWEEP} cannot be written", "Make room; --resume goes on"):
@@ -121,6 +132,9 @@ class SweepFolder:
     def _read(self) -> None:
         """Reads the record of a sweep that goes on. Raises ValueError if it began with another file, or other settings."""
         record = read_sweep_record(self.path)
+        names = [each.name for each in fields(SweepRun)]
+        self.runs = [SweepRun(**{name: run[name] for name in names if name in run}) for run in record["runs"]]
+        self.seed = record["seed"]
         file = self.path / FILE
         with explained(f"{file} cannot be read", "Begin again in another folder (--out)"):
             same = file.read_text(encoding="utf-8") == self.sweep.text
@@ -128,7 +142,6 @@ class SweepFolder:
             words = " ".join(["torchtune-ext sweep", str(file), *record["words"]])
             raise Mistake(f"--resume: this sweep began as {words}; go on with that, or begin in another folder (--out)")
         self.words = record["words"]
-        self.runs = [SweepRun(**{name: run[name] for name in SweepRun.__slots__}) for run in record["runs"]]
 
 
 class Runner:
@@ -149,73 +162,67 @@ class Runner:
         variables: Mapping[str, str] | None = None,
     ):
         self.folder, self.jobs, self.sweep = folder, jobs, folder.sweep
+        self.stopped_by: int | None = None  # the signal
         self._command, self._variables = command, variables or {}
-        self._running: dict[str, tuple[SweepRun, subprocess.Popen, float]] = {}  # by id, with the time of its start
-        self._signals: list[int] = []  # that came
-        self._signals_sent = 0  # how many of them have gone to the runs
-        self._kill_at = math.inf  # when runs are killed that were told to end
-
-    @property
-    def stopped_by(self) -> int | None:
-        """The signal that stopped the sweep."""
-        return self._signals[0] if self._signals else None
+        self._processes: dict[str, subprocess.Popen] = {}
+        self._waiting = [run for run in folder.runs if run.state in TO_DO]
+        self._pruner = Pruner(self.sweep) if self.sweep.early else None
+        for run in folder.runs:
+            self._is_worse(run)
 
     @property
     def left(self) -> int:
-        """How many runs are still to do."""
-        return sum(run.state in TO_DO for run in self.folder.runs)
+        """Returns how many runs are still to do."""
+        return self.sweep.runs - sum(run.state not in TO_DO for run in self.folder.runs)
 
     def run(self) -> bool:
         """Runs until all runs have ended, or a signal came. Returns whether the sweep is at its end."""
-        waiting = [run for run in self.folder.runs if run.state in TO_DO]
-        with self._signals_noted():
+        asyncio.run(self._run_all())
+        return self.stopped_by is None or not self.left
+
+    async def _run_all(self) -> None:
+        for number in NAMES:
+            # Under nohup, or in the background of a shell, a signal that was ignored stays ignored.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        await asyncio.gather(*(self._run_some() for _ in range(self.jobs)))
+
+    async def _run_some(self) -> None:
+        """Runs one run after the other."""
+        while self.stopped_by is None and (run := self._next()) is not None:
+            process = self._processes[run.id] = self._start(run)
+            began = time.monotonic()
             try:
-                while self._running or (waiting and not self._signals):
-                    while waiting and len(self._running) < self.jobs and not self._signals:
-                        self._start(waiting.pop(0))
-                    time.sleep(LOOK_S)
-                    self._pass_signals_on()
-                    self._look()
+                early = await self._watch(run, process)
             finally:
-                # Where the sweep itself fails, its runs end with all that they have started.
-                for _, process, _ in self._running.values():
-                    if process.poll() is None:
-                        _kill(process)
-        return not self.left
+                # Where the sweep itself fails, the run ends with all that it has started.
+                if process.poll() is None:
+                    _kill(process)
+                del self._processes[run.id]
+            run.seconds = round(run.seconds + time.monotonic() - began, 1)
+            # What it logged last counts for the others.
+            self._is_worse(run)
+            self._note(run, process.returncode, early)
 
-    @contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        # Under nohup, or in the background of a shell, a signal that was ignored stays ignored.
-        before = {number: handler for number in NAMES if (handler := signal.getsignal(number)) != signal.SIG_IGN}
-        for number in before:
-            signal.signal(number, lambda number, frame: self._signals.append(number))
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _next(self) -> SweepRun | None:
+        """Returns the next run to start, or None."""
+        if self._waiting:
+            return self._waiting.pop(0)
+        number = len(self.folder.runs)
+        if number >= self.sweep.runs:
+            return None
+        return self.folder.add(point_of(self.sweep, self.folder.seed, number, self._results()))
 
-    def _pass_signals_on(self) -> None:
-        """After the first signal each run ends its step and saves, after a second one it ends at once."""
-        for number in self._signals[self._signals_sent :]:
-            again, saving = self._signals_sent > 0, "their steps and save; once more, and they end at once"
-            say(f"{NAMES[number]}: the runs end {'at once' if again else saving}")
-            for _, process, _ in self._running.values():
-                process.send_signal(signal.SIGINT if again else signal.SIGTERM)
-            self._signals_sent += 1
-            self._kill_at = min(self._kill_at, time.monotonic() + END_S)
+    def _results(self) -> list[tuple[Point, float | None]]:
+        """Returns where runs were and what they came to: None where that is not known. One that has failed counts as the worst,
+        as W&B has it."""
+        runs = self.folder.runs
+        known = [run.value for run in runs if run.value is not None and run.state != "failed"]
+        worst = (min if self.sweep.maximize else max)(known, default=None)
+        values = {"failed": worst, "running": None, "waiting": None}
+        return [(run.parameters, values.get(run.state, run.value)) for run in runs]
 
-    def _look(self) -> None:
-        """Notes what has ended, and kills what was told to end and does not."""
-        for run, process, began_at in list(self._running.values()):
-            if process.poll() is None and time.monotonic() > self._kill_at:
-                say(f"{run.id} has not ended within {END_S:g} s of SIGTERM: it is killed")
-                _kill(process)
-            if process.poll() is not None:
-                del self._running[run.id]
-                self._note(run, process.returncode, time.monotonic() - began_at)
-
-    def _start(self, run: SweepRun) -> None:
+    def _start(self, run: SweepRun) -> subprocess.Popen:
         place = self.folder.path / run.id
         place.mkdir(exist_ok=True)
         words, begins = [*self._command(run.parameters), f"output_dir={place}"], "starts"
@@ -234,32 +241,89 @@ class Runner:
                 process_group=0,
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
-        self._running[run.id] = run, process, time.monotonic()
         run.state = "running"
         self.folder.save()
-        number, runs = self.folder.runs.index(run) + 1, len(self.folder.runs)
-        at = ", ".join(f"{name}={shown(run.parameters[name])}" for name in self.sweep.varied)
-        say(f"{run.id} ({number} of {runs}) {begins}: {at or 'no parameter varies'}; its output: {place / OUTPUT}")
+        number = self.folder.runs.index(run) + 1
+        at = ", ".join(f"{each.name}={shown(run.parameters[each.name])}" for each in self.sweep.drawn)
+        say(
+            f"{run.id} ({number} of {self.sweep.runs}) {begins}: {at or 'no parameter varies'}; its output: "
+            f"{place / OUTPUT}"
+        )
+        return process
 
-    def _note(self, run: SweepRun, status: int, seconds: float) -> None:
+    async def _watch(self, run: SweepRun, process: subprocess.Popen) -> bool:
+        """Waits until a run has ended. Returns whether it was stopped because others are better."""
+        early, told_at = False, None  # when it was told to end
+        while process.poll() is None:
+            if told_at is None and self.stopped_by is not None:
+                told_at = time.monotonic()
+            elif told_at is None and self._is_worse(run):
+                say(f"{run.id} is stopped early: others are better where it is ({self.sweep.metric}, early_terminate)")
+                process.terminate()
+                told_at, early = time.monotonic(), True
+            elif told_at is not None and time.monotonic() > told_at + END_S:
+                say(f"{run.id} has not ended within {END_S:g} s of SIGTERM: it is killed")
+                _kill(process)
+            await asyncio.sleep(LOOK_S)
+        return early
+
+    def _note(self, run: SweepRun, status: int, early: bool) -> None:
         """Notes what became of a run."""
+        place, metric = self.folder.path / run.id, self.sweep.metric
+        records = history(place, metric)
+        run.value = records[-1][metric] if records else None
         if status == 0:
-            run.state = "finished"
-        elif self._signals:
+            run.state, run.cause = "finished", "" if records else f"it logged no {metric}"
+        elif early:
+            run.state = "stopped_early"
+        elif self.stopped_by is not None:
             run.state = "waiting"
         else:
-            run.state, run.cause = "failed", cause(self.folder.path / run.id / OUTPUT, status)
+            run.state, run.cause = "failed", cause(place / OUTPUT, status)
         self.folder.save()
         if run.state == "waiting":
             say(f"{run.id} ended where it was; --resume goes on with it")
         else:
-            say(f"{run.id} {run.state} after {seconds:.0f} s{f': {run.cause}' if run.cause else ''}")
+            reads = "" if run.value is None else f", {metric} {run.value:.4g}"
+            why = f": {run.cause}" if run.cause else ""
+            say(f"{run.id} {run.state.replace('_', ' ')} after {run.seconds:.0f} s{reads}{why}")
+
+    def _is_worse(self, run: SweepRun) -> bool:
+        """Tells whether a run ends early, by the rule of the file."""
+        if self._pruner is None:
+            return False
+        metric = self.sweep.metric
+        return self._pruner.stops(run.id, [record[metric] for record in history(self.folder.path / run.id, metric)])
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """Ends all runs: after the first signal each ends its step and saves, after a second one it ends at once."""
+        again = self.stopped_by is not None
+        self.stopped_by = self.stopped_by or number
+        text = "the runs end at once" if again else "the runs end their steps and save; once more, and they end at once"
+        say(f"{NAMES[number]}: {text}")
+        for process in self._processes.values():
+            process.send_signal(signal.SIGINT if again else signal.SIGTERM)
 
 
 def _kill(process: subprocess.Popen) -> None:
     """Ends a run and all that it has started in its group."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def history(folder: Path, metric: str) -> list[dict[str, Any]]:
+    """Returns the records of a run that have a metric, in order."""
+    # A file that is not there has not begun; where a line is being cut away, the next look finds the file whole.
+    with suppress(FileNotFoundError, ValueError):
+        records = _records(folder / METRICS, (folder / METRICS).stat().st_size)
+        return [each for each in records if isinstance(each.get(metric), int | float) and math.isfinite(each[metric])]
+    return []
+
+
+@lru_cache(1024)
+def _records(path: Path, size: int) -> list[dict[str, Any]]:
+    """Reads a file of metrics again only when it has another size."""
+    return read_metrics(path)
 
 
 def shown(value: object) -> str:

@@ -48,20 +48,30 @@ def swept(**parameters):
 
 CASES = [
     ({"metod": "grid"}, "unknown key 'metod'; did you mean method?"),
-    ({"method": "bayes"}, "method: bayes: a grid runs here; random and bayes run under `wandb agent`"),
+    ({"method": "griddy"}, "method: griddy: did you mean grid?"),
+    ({"method": "custom"}, "method: custom: there are grid, random, bayes"),
     ({"metrics": []}, "unknown key 'metrics'; did you mean metric? (`wandb sweep` may know more)"),
     ({"metric": None}, "metric: None: write metric: {name: eval/accuracy_sampled, goal: maximize}"),
     ({"metric": {"name": "eval/acuracy_sampled"}}, "metric: eval/acuracy_sampled is no metric of grpo_full; did you mean eval/accuracy_sampled?"),
     ({"metric": {"name": "eval/accuracy_sampled", "goal": "max"}}, "write metric: {name: eval/accuracy_sampled, goal: maximize}"),
     ({"metric": {"name": "eval/accuracy_sampled", "target": 1}}, "write metric: {name: eval/accuracy_sampled, goal: maximize}"),
     ({"parameters": {}}, "parameters: needs at least one"),
-    ({"parameters": {"optimizer.lr": 0.1}}, "parameters: optimizer.lr: 0.1: write {value: 1} or {values: [1, 2]}; what is drawn"),
+    ({"parameters": {"optimizer.lr": 0.1}}, "parameters: optimizer.lr: 0.1: write {value: 1}, {values: [1, 2]}, or {min: "),
     (swept(optimizer__lr={"value": []}), "lr"),
     (swept(optimizer__lr={"values": []}), "optimizer.lr: {'values': []}: write {value: 1}"),
-    (swept(optimizer__lr={"min": 0.1, "max": 1.0}), "what is drawn from a range runs under `wandb agent`"),
-    (swept(seed={"values": list(range(200))}, max_steps={"values": list(range(200))}), "the grid has more than 10,000 points; list fewer values"),
-    ({"run_cap": 3}, "unknown key 'run_cap'"),
-    ({"early_terminate": {"type": "hyperband"}}, "unknown key 'early_terminate'"),
+    (swept(optimizer__lr={"min": 0, "max": "1e-3"}), "optimizer.lr: {'max': '1e-3', 'min': 0}: write"),
+    (swept(optimizer__lr={"min": 2.0, "max": 1.0}), "of which the first is the smaller one"),
+    (swept(optimizer__lr={"min": 0.1, "max": 1.0}), "method: grid takes"),
+    (swept(optimizer__lr={"distribution": "beta"}), "what else W&B draws from only its own server knows"),
+    (swept(optimizer__lr={"distribution": "log_uniform_values", "min": 0, "max": 1}), "optimizer.lr: {'distribution': 'log_uniform_values'"),
+    (swept(optimizer__lr={"values": [1, 2], "probabilities": [0.5, 0.5]}), "'probabilities': [0.5, 0.5]"),
+    (swept(seed={"min": 1, "max": 10**12}), "the grid has more than 10,000 points; list fewer values"),
+    ({"method": "random", **swept(optimizer__lr={"min": 0.1, "max": 1.0})}, "run_cap is missing: method: random draws without end"),
+    ({"method": "random", "run_cap": 3, **swept(optimizer__lr={"value": 1})}, "all of them are fixed"),
+    ({"run_cap": 0}, "run_cap: 0 must be a whole number, 1 or more"),
+    ({"early_terminate": {"type": "median"}}, "early_terminate: {'type': 'median'}: write {type: hyperband, min_iter: 3, eta: 3}"),
+    ({"early_terminate": {"type": "hyperband"}}, "write {type: hyperband, min_iter: 3, eta: 3}"),
+    ({"early_terminate": {"type": "hyperband", "min_iter": 2, "eta": 1}}, "with whole numbers from 1 and from 2 on"),
     ({"command": "tune run"}, "command: must be a list of words"),
     ({"command": ["python", "train.py", "${args_no_hyphens}"]}, "a sweep runs recipes"),
     ({"command": ["python", "train.py", "${args}"]}, "recipes read no ${args}; there is ${args_no_hyphens}: command: [tune, run"),
@@ -120,19 +130,19 @@ def test_a_used_folder_and_another_file_are_refused(tmp_path):
     folder.close()
     sweep = read_sweep(file)
     with pytest.raises(ValueError, match=r"out holds a sweep; go on with it \(--resume\), or choose another folder"):
-        SweepFolder(tmp_path / "out", sweep, [], resume=False)
+        SweepFolder(tmp_path / "out", sweep, [], 0, resume=False)
     with pytest.raises(
         ValueError, match="--resume: this sweep began as torchtune-ext sweep .*/sweep.yaml steps=1; go on with that"
     ):
-        SweepFolder(tmp_path / "out", sweep, ["steps=2"], resume=True)
-    assert SweepFolder(tmp_path / "out", sweep, [], resume=True).words == ["steps=1"]
+        SweepFolder(tmp_path / "out", sweep, ["steps=2"], 0, resume=True)
+    assert SweepFolder(tmp_path / "out", sweep, [], 0, resume=True).words == ["steps=1"]
     small_sweeps.write(file, "parameters: {lr: {values: [0.1, 0.3]}}\n")
     with pytest.raises(ValueError, match="--resume: this sweep began as torchtune-ext sweep .*/sweep.yaml steps=1"):
-        SweepFolder(tmp_path / "out", read_sweep(file), [], resume=True)
+        SweepFolder(tmp_path / "out", read_sweep(file), [], 0, resume=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").touch()
     with pytest.raises(ValueError, match="is not empty, and holds no sweep"):
-        SweepFolder(tmp_path / "other", sweep, [], resume=False)
+        SweepFolder(tmp_path / "other", sweep, [], 0, resume=False)
     (tmp_path / "out" / "sweep.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match="is damaged .*format 2, not 1.* a sweep begins again in another folder"):
-        SweepFolder(tmp_path / "out", sweep, [], resume=True)
+        SweepFolder(tmp_path / "out", sweep, [], 0, resume=True)

@@ -1,17 +1,15 @@
-"""The runs of a sweep: side by side, failed, interrupted, killed, gone on with. A small program stands for the recipe."""
+"""The runs of a sweep: side by side, failed, stopped early, interrupted, killed, gone on with. A small program stands for the recipe."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import small_sweeps
-import waiting
 
 from torchtune_ext.sweep.file import read_sweep
 from torchtune_ext.sweep.runner import SweepFolder
@@ -52,10 +50,12 @@ def test_a_sweep_runs_every_point_once_and_keeps_a_record(tmp_path, capsys, monk
     runner, folder = small_sweeps.runner(file, tmp_path / "out", 2, "steps=2")
     assert runner.run() and not runner.left
     found = record(tmp_path / "out")
-    assert found["format"] == 1 and found["name"] == "lr" and found["words"] == ["steps=2"]
+    assert (
+        found["format"] == 1 and found["method"] == "grid" and found["name"] == "lr" and found["words"] == ["steps=2"]
+    )
     assert found["metric"] == {"name": "eval/accuracy_sampled", "goal": "maximize"}
     assert [run["parameters"]["lr"] for run in found["runs"]] == [0.1, 0.2, 0.3]
-    assert all(run["state"] == "finished" for run in found["runs"])
+    assert all(run["state"] == "finished" and run["value"] == 2 * run["parameters"]["lr"] for run in found["runs"])
     assert sorted(line[0] for line in starts(tmp_path)) == ["run_01", "run_02", "run_03"]
     # No agent has started these runs: their folder is said to them. With an account they stand together.
     assert {tuple(line[3:]) for line in starts(tmp_path)} == {("None", "lr")}
@@ -70,10 +70,21 @@ def test_a_run_that_fails_is_a_result(tmp_path, capsys):
     runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=1")
     assert runner.run()
     failed, fine = folder.runs
-    assert failed.state == "failed"
+    assert failed.state == "failed" and failed.value is None
     assert failed.cause == "optimizer.lr=-1.0 must be 0 or more (status 2)"
     assert fine.state == "finished"
     assert "run_01 failed after 0 s: optimizer.lr=-1.0 must be 0 or more" in capsys.readouterr().out
+
+
+def test_runs_that_are_worse_are_stopped_early_and_keep_what_they_have(tmp_path):
+    text = "parameters: {lr: {values: [0.3, 0.1, 0.2]}}\nearly_terminate: {type: hyperband, min_iter: 2, eta: 3}\n"
+    file = small_sweeps.write(tmp_path / "lr.yaml", text)
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=30", "seconds=0.05")
+    assert runner.run()
+    assert [run.state for run in folder.runs] == ["finished", "stopped_early", "stopped_early"]
+    stopped = folder.runs[1]
+    assert 0.1 * 2 <= stopped.value < 0.1 * 30
+    assert list((tmp_path / "out" / "run_02").glob("checkpoints/step_*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -84,7 +95,7 @@ def test_a_signal_lets_runs_save_and_the_sweep_goes_on_where_they_were(tmp_path,
     process.send_signal(number)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 1 and "the runs end their steps and save" in said, said
-    assert [run["state"] for run in record(tmp_path / "out")["runs"]] == ["waiting", "waiting"]
+    assert [run["state"] for run in record(tmp_path / "out")["runs"]] == ["waiting"]
     runner, folder = small_sweeps.runner(file, tmp_path / "out")
     assert runner.run()
     first, again, second = starts(tmp_path)
@@ -108,12 +119,11 @@ def test_a_second_signal_ends_the_runs_at_once(tmp_path):
 
 def test_a_run_that_does_not_end_is_killed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torchtune_ext.sweep.runner.END_S", 0.05)
-    file = small_sweeps.write(tmp_path / "lr.yaml", "parameters: {lr: {values: [0.1, 0.2]}, seconds: {value: 20}}\n")
-    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1)
-    running = tmp_path / "out" / "run_01" / "metrics.jsonl"
-    threading.Thread(target=lambda: (waiting.wait_until(running.exists), os.kill(os.getpid(), signal.SIGTERM))).start()
-    assert not runner.run() and [run.state for run in folder.runs] == ["waiting", "waiting"]
-    assert "run_01 has not ended within 0.05 s of SIGTERM: it is killed" in capsys.readouterr().out
+    text = "parameters: {lr: {values: [0.3, 0.1]}}\nearly_terminate: {type: hyperband, min_iter: 1, eta: 3}\n"
+    file = small_sweeps.write(tmp_path / "lr.yaml", text)
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=2", "seconds=2.5")
+    assert runner.run() and [run.state for run in folder.runs] == ["finished", "stopped_early"]
+    assert "run_02 has not ended within 0.05 s of SIGTERM: it is killed" in capsys.readouterr().out
 
 
 def test_killed_and_resumed_no_point_runs_twice(tmp_path):
@@ -146,10 +156,37 @@ def status(pid: int) -> str:
         return "Z"
 
 
+def test_a_search_that_learns_goes_on_with_the_points_that_it_would_have_tried(tmp_path):
+    pytest.importorskip("optuna")
+    text = "run_cap: 7\nparameters: {lr: {min: 0.0, max: 1.0}, steps: {value: 1}, seconds: {value: 0.01}}\n"
+    file = small_sweeps.write(tmp_path / "lr.yaml", text, "bayes")
+    whole, folder = small_sweeps.runner(file, tmp_path / "whole")
+    assert whole.run() and len(folder.runs) == 7
+    cut, half = small_sweeps.runner(file, tmp_path / "cut")
+    cut._next_before = cut._next
+    cut._next = lambda: cut._next_before() if len(half.runs) < 5 else None
+    cut.run()
+    half.close()
+    rest, other = small_sweeps.runner(file, tmp_path / "cut")
+    assert rest.run()
+    assert [run.parameters for run in other.runs] == [run.parameters for run in folder.runs]
+
+
+def test_a_failed_run_counts_for_a_search_as_the_worst(tmp_path):
+    text = "run_cap: 9\nparameters: {lr: {min: 0.0, max: 1.0}}\n"
+    file = small_sweeps.write(tmp_path / "lr.yaml", text, "bayes")
+    runner, folder = small_sweeps.runner(file, tmp_path / "out")
+    for u, (state, logged) in enumerate([("finished", 0.7), ("failed", 0.4), ("stopped_early", 0.1), ("running", 0.5)]):
+        run = folder.add({"lr": u})
+        run.state, run.value = state, logged
+    folder.add({"lr": 4}).state = "finished"  # it logged nothing
+    assert [value for _, value in runner._results()] == [0.7, 0.1, 0.1, None, None]
+
+
 def test_two_processes_do_not_run_one_sweep(tmp_path):
     file = small_sweeps.write(tmp_path / "lr.yaml", RATES)
     sweep = read_sweep(file)
-    first, second = (SweepFolder(tmp_path / "out", sweep, [], resume=False) for _ in range(2))
+    first, second = (SweepFolder(tmp_path / "out", sweep, [], 0, resume=False) for _ in range(2))
     assert not (tmp_path / "out").exists(), "a sweep that did not begin leaves nothing"
     first.begin()
     with pytest.raises(ValueError, match="another process runs this sweep"):

@@ -1,0 +1,92 @@
+"""Which points a sweep tries, and which of its runs stop early: all of a grid, or what Optuna's samplers and pruners say.
+
+A point follows from the seed, its number and, in a search that learns, from the results until then. Nothing else is kept, so a
+sweep that was killed goes on with the points that it would have tried.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchtune_ext.sweep.file import Parameter, Point, Sweep, grid
+
+WARM_UP = 5  # random points, at most, at the beginning of a search that learns
+
+
+def point_of(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point, float | None]] = ()) -> Point:
+    """Returns the point of a number, from 0: of the grid, or what Optuna draws or its TPE suggests, after some random ones.
+
+    Args:
+        results: of the metric at the points until then. None: the run goes on. It counts as a bad one, so that runs side by
+            side differ.
+    """
+    if sweep.method == "grid":
+        return grid(sweep.parameters)[number]
+    import optuna
+
+    own_seed = (seed * 1_000_003 + number) % 2**32
+    if sweep.method == "bayes":
+        first = max(1, min(WARM_UP, sweep.runs // 2))
+        # Of a few tens of runs, each parameter on its own finds more of the good points than all of them together.
+        sampler = optuna.samplers.TPESampler(
+            seed=own_seed, n_startup_trials=first, multivariate=False, constant_liar=True
+        )
+    else:
+        sampler = optuna.samplers.RandomSampler(seed=own_seed)
+    study = _study(sweep, sampler=sampler)
+    space = {each.name: _axis(each) for each in sweep.drawn}
+    states = optuna.trial.TrialState
+    for point, value in results:
+        places = {
+            each.name: each.values.index(point[each.name]) if each.values else point[each.name] for each in sweep.drawn
+        }
+        state = states.RUNNING if value is None else states.COMPLETE
+        study.add_trial(optuna.trial.create_trial(params=places, distributions=space, value=value, state=state))
+    drawn = study.ask(space).params
+    return {
+        each.name: each.values[drawn.get(each.name, 0)] if each.values else drawn[each.name]
+        for each in sweep.parameters
+    }
+
+
+class Pruner:
+    """Says which runs stop early: those that are not among the best 1/eta when Optuna's successive halving compares them."""
+
+    def __init__(self, sweep: Sweep):
+        import optuna
+
+        halving = optuna.pruners.SuccessiveHalvingPruner(sweep.early.first, sweep.early.eta)
+        self._study = _study(sweep, pruner=halving)
+        self._trials: dict[str, optuna.Trial] = {}
+        self._reported: dict[str, int] = {}  # how many values of each run
+
+    def stops(self, run: str, values: Sequence[float]) -> bool:
+        """Takes what a run has logged of the metric until now, in order, and tells whether it stops."""
+        if run not in self._trials:
+            self._trials[run] = self._study.ask()
+        trial, reported, stops = self._trials[run], self._reported.get(run, 0), False
+        for step, value in enumerate(values[reported:], reported + 1):
+            trial.report(value, step)
+            stops = stops or trial.should_prune()
+        self._reported[run] = max(reported, len(values))
+        return stops
+
+
+def _study(sweep: Sweep, **parts: Any) -> Any:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.create_study(direction="maximize" if sweep.maximize else "minimize", **parts)
+
+
+def _axis(parameter: Parameter) -> Any:
+    """Returns where Optuna looks for a parameter: for the place of its value, which near ones tell of where values are numbers,
+    or for the number."""
+    import optuna
+
+    values = parameter.values
+    if not values:
+        return optuna.distributions.FloatDistribution(parameter.low, parameter.high, log=parameter.log)
+    ordered = isinstance(values, range) or all(type(value) in (int, float) for value in values)
+    if ordered:
+        return optuna.distributions.IntDistribution(0, len(values) - 1)
+    return optuna.distributions.CategoricalDistribution(range(len(values)))
