@@ -251,7 +251,7 @@ class Bench(Service):
         checked = tuple(sorted(usable - set(timed)) or sorted(usable))
         toolchain = Compiler.find(config.compiler)
         # A machine that cannot lock programs in fails here, and not at each program.
-        Sandbox(toolchain.path, config.namespaces, floor=config.sandbox == "floor").close()
+        Sandbox(toolchain.path, config.namespaces).close()
         self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
         d, limits = deadlines or Deadlines(), limits or Limits()
         self._fingerprint = fingerprint()
@@ -267,7 +267,6 @@ class Bench(Service):
             optimization=config.optimization,
             threads=config.threads,
             namespaces=config.namespaces,
-            sandbox=config.sandbox,
             deadlines=d,
             limits=limits,
         )

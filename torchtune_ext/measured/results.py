@@ -10,7 +10,6 @@ from typing import Any
 
 import torchtune_ext
 from torchtune_ext.measured.compiler import OPTIMIZATIONS
-from torchtune_ext.measured.sandbox import SANDBOXES
 from torchtune_ext.run.errors import Failure, Mistake
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
@@ -83,7 +82,6 @@ class BenchConfig:
     compiler: str | None = None  # "gcc" or "clang", or a path; None: as found
     budget_s: float = 10.0  # seconds for one timing
     namespaces: bool | None = None  # whether bubblewrap is used; None: wherever it works
-    sandbox: str = "floor"  # "none" where every program comes from people you trust
     address: str | None = None  # of a Ray cluster, or "auto": the machines that measure; None: this machine
     resource: str = "bench_host"  # the Ray resource that such machines carry
 
@@ -96,9 +94,8 @@ class BenchConfig:
             raise Mistake(f"bench.workers={self.workers} must be at least 1, or null for one on each core")
         if self.threads < 1:
             raise Mistake(f"bench.threads={self.threads} must be at least 1")
-        for name, choices in (("optimization", OPTIMIZATIONS), ("sandbox", SANDBOXES)):
-            if getattr(self, name) not in choices:
-                raise Mistake(f"bench.{name}={getattr(self, name)!r}: use {', '.join(choices)}")
+        if self.optimization not in OPTIMIZATIONS:
+            raise Mistake(f"bench.optimization={self.optimization!r}: use {', '.join(OPTIMIZATIONS)}")
         if not (self.budget_s > 0 and math.isfinite(self.budget_s)):
             raise Mistake(f"bench.budget_s={self.budget_s} must be more than 0 seconds, and finite")
         if not self.resource:

@@ -214,17 +214,15 @@ def test_threads(sandbox):
     assert 2 < tried(sandbox, "many_threads") <= Limits().processes
 
 
-def _threads_as_user(namespaces: bool) -> tuple[float, bool]:
+def _threads_as_user(namespaces: bool) -> float:
     with make(namespaces) as sandbox:
-        counted = any(layer.name == "cgroup" and "pids" in layer.support for layer in sandbox.layers)
-        return tried(sandbox, "many_threads"), counted
+        return tried(sandbox, "many_threads")
 
 
 @pytest.mark.parametrize("namespaces", [False, True])
 def test_threads_of_an_ordinary_user(namespaces):
     make(namespaces).close()  # skips where it does not work
-    threads, counted = as_user(_threads_as_user, namespaces)
-    assert threads <= Limits().processes if counted else 100 < threads <= 400
+    assert 100 < as_user(_threads_as_user, namespaces) <= 400
 
 
 # ---------------------------------------------------------------- what it sees
@@ -331,7 +329,8 @@ def test_nothing_is_left_when_a_child_is_closed(sandbox):
     with loaded(sandbox, library_in(sandbox), Attempt("own_number")) as (child, _):
         pid = child.pid
         assert os.path.exists(f"/proc/{pid}")
-    assert not os.path.exists(f"/proc/{pid}")
+    # It has ended, but it may be a moment until bubblewrap has waited for it.
+    assert _gone(pid)
 
 
 def test_a_child_ends_with_the_process_that_started_it(sandbox):
