@@ -90,8 +90,8 @@ class Service:
 
         Args:
             group: texts whose speeds will be compared, such as the samples of one prompt. `RayBench` measures them on one
-                machine. If that is lost, the ones that are not done go to another together, to one with the same fingerprint if
-                there is any: `Result.fingerprint` says on what each was measured.
+                machine. If that is lost, the ones that are not done go to another together: `Result.fingerprint` says on what
+                each was measured.
             permitted: the techniques (`techniques.TECHNIQUES`) that the program may use: one with others is forbidden, and
                 the result names those of a program that is right. None: they are not looked for.
 
