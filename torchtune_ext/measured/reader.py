@@ -43,8 +43,7 @@ _OPTIONS = re.compile(r"\boptimize\b.*(?<!no-)unroll")
 _PRAGMAS = {
     "threads": r"omp\b.*\b(parallel|teams)\b",
     "vectorization": r"omp\b.*\bsimd\b|GCC\s+ivdep|clang\s+loop\s.*\bvectorize(_width)?\b|(ivdep|simd|vector)\b",
-    "blocking": r"omp\s+tile\b",
-    "unrolling": r"(GCC\s+unroll|clang\s+loop\s.*\bunroll(_count)?|(omp\s+)?unroll)\b(?!\W*(0|1|disable|off)\b)",
+    "blocking": r"omp\s+tile\b|(GCC\s+unroll|clang\s+loop\s.*\bunroll(_count)?|(omp\s+)?unroll)\b(?!\W*(0|1|disable|off)\b)",
 }
 _ASSIGNMENTS = """
 (assignment_expression
@@ -112,7 +111,7 @@ class Reader:
             words = re.sub(r"^\s*#\s*pragma\s+", "", pragma.text).strip()
             self._pragmas[row].append((words, pragma.line))
             if words.startswith("GCC") and _OPTIONS.search(words):
-                self.uses.append(Use("unrolling", pragma.line, f"#pragma {words}"))
+                self.uses.append(Use("blocking", pragma.line, f"#pragma {words}"))
         return root
 
     def _line(self, node: Node) -> int:
@@ -169,7 +168,7 @@ class Reader:
         self._obey(function)
         for each in function.children:
             if each.type == "attribute_specifier" and _OPTIONS.search(text_of(each)):
-                self._use("unrolling", each, text_of(each))
+                self._use("blocking", each, text_of(each))
         scope, returned = self._scope, self._returned
         self._scope, self._returned = ChainMap({}, scope.maps[-1]), []
         self._calls.append(name)
