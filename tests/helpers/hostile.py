@@ -158,7 +158,8 @@ def processes(folder: str) -> list[int]:
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
-                if folder.encode() in (process / "cmdline").read_bytes():
+                line = (process / "cmdline").read_bytes()
+                if folder.encode() in line and b"janitor.py" not in line:
                     found.append(int(process.name))
             except OSError:
                 continue  # it has ended

@@ -218,8 +218,7 @@ def test_a_harness_that_is_killed_takes_its_programs_along(namespaces):
         os.waitpid(harness, 0)
         os.close(reader)
         os.close(writer)
-    wait_until(lambda: not hostile.processes(folder))
-    shutil.rmtree(folder)
+    wait_until(lambda: not hostile.processes(folder) and not os.path.exists(folder))
 
 
 def command_lines(folder: str) -> list[bytes]:

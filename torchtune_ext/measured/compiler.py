@@ -115,7 +115,9 @@ def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: floa
             start_new_session=True,
         )
         try:
-            process.wait(deadline_s)
+            # The kernel ends the compiler with us, but not what it has started.
+            with sandbox.ended_with_us(process.pid):
+                process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             timed_out, cause = True, f"it did not end within {deadline_s:g} s"
         finally:

@@ -11,13 +11,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
-from torchtune_ext.measured.owned import Owned
 from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.run.janitor import Janitor
 
 MIN_LANDLOCK = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
 # Ids that systemd keeps for users who exist for a moment. The children of root become one of them.
@@ -25,7 +26,6 @@ PASSING_USERS = range(61184, 65520)
 PROBE_S = 20.0  # seconds that a probe may take
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their headers and libraries are
 SYSTEM_FILES = ("/etc/ld.so.cache",)
-PREFIX = "torchtune-ext-programs-"  # how the names of the folders begin
 MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: these may come on top of those that run
 
 
@@ -60,9 +60,8 @@ class Limits:
 
 
 class Sandbox:
-    """Makes the command lines of locked-in children. Its folder holds the compiled sandbox, and goes with `close`.
-
-    Folders that a killed process of this user has left behind are removed at the start.
+    """Makes the command lines of locked-in children. Its folder holds the compiled sandbox, and goes with `close`, or with
+    this process if that is killed.
 
     Args:
         compiler: path of a C compiler.
@@ -73,8 +72,10 @@ class Sandbox:
     """
 
     def __init__(self, compiler: str, namespaces: bool | None = None) -> None:
-        self._owned = Owned(Path(tempfile.gettempdir()), PREFIX, partial(shutil.rmtree, ignore_errors=True))
-        self.folder = self._owned.path
+        self._janitor = Janitor()
+        self._lock = threading.Lock()  # several threads may compile
+        self._groups: set[int] = set()  # that the janitor kills when this process is killed
+        self.folder = Path(self._janitor.folder)
         try:
             self.folder.chmod(0o711)  # root's children are other users, who may pass but not look around
             self.program = compile_sandbox(compiler, self.folder)
@@ -95,13 +96,26 @@ class Sandbox:
 
     def close(self) -> None:
         """Removes the folder and all folders in it."""
-        self._owned.close()
+        self._janitor.close()
 
     def __enter__(self) -> "Sandbox":
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    @contextmanager
+    def ended_with_us(self, group: int) -> Iterator[None]:
+        """Has a process group killed if this process is, as long as the block lasts."""
+        with self._lock:
+            self._groups.add(group)
+            self._janitor.guard([*self._groups])
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._groups.discard(group)
+                self._janitor.guard([*self._groups] or [0])
 
     def new_folder(self) -> Path:
         """Makes a folder for one candidate. Its owner is the user that works on the candidate, and nobody else may look."""
@@ -239,7 +253,7 @@ def layers_here(compiler: str) -> list[Layer]:
     Raises:
         SandboxError: the sandbox cannot be compiled.
     """
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o711)
         return probe(compile_sandbox(compiler, Path(folder)))
 
