@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from exploits import Exploit
+from stencil import KERNELS
 
 from torchtune_ext.measured.check import Checker, Deadlines
 from torchtune_ext.measured.child import ChildFailed
 from torchtune_ext.measured.compiler import Compiler
-from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.probe import Wild
 from torchtune_ext.measured.timing import Timer, Timing
 

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from as_user import as_user
 from exploits import LAYERS, Exploit, exploits, table
+from stencil import KERNELS
 
 from torchtune_ext.measured import child as children
 from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.check import OUTCOMES, Checker
 from torchtune_ext.measured.child import Child, ChildFailed, arena_size, lay_out
-from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.sandbox import Limits, SandboxError
 from torchtune_ext.measured.verify import compare, draw_inputs, expect
 

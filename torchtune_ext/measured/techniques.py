@@ -68,14 +68,17 @@ def violations(used: Iterable[Use], permitted: Collection[str]) -> list[str]:
 # Dimensions ----------------------------------------------------------------------------------------------------------
 
 
-def _definition(kernel: Kernel) -> tuple[list[tuple[frozenset[str], bool]], int]:
+def _definition(kernel: Kernel) -> tuple[list[frozenset[str]], int]:
     """The dimensions of the naive program from its outermost loop, and how much work its largest statement does."""
     program = Reader(kernel.naive, kernel)
     groups = _groups(program.sites)
     if not groups:
         raise Mistake(f"the naive program of {kernel.name} adds up no work that can be recognized")
     sites = max(groups, key=len)
-    return [_chosen(program, sites[0], loop) for loop in sites[0].nest], len(sites)
+    dimensions = [_chosen(program, sites[0], loop) for loop in sites[0].nest]
+    if len(set(dimensions)) < len(dimensions):
+        raise Mistake(f"the naive program of {kernel.name} has loops that cannot be told apart by what they choose")
+    return dimensions, len(sites)
 
 
 def _groups(sites: Iterable[Site]) -> list[list[Site]]:
@@ -90,33 +93,26 @@ def _line(sites: list[Site]) -> int:
     return min(site.line for site in sites)
 
 
-def _chosen(program: Reader, site: Site, loop: int) -> tuple[frozenset[str], bool]:
-    """What a loop chooses: numbers of which inputs, and where the result goes ("="); and whether it steps over rows."""
-    inputs = frozenset(name for name, each in site.item.chosen if each == loop)
+def _chosen(program: Reader, site: Site, loop: int) -> frozenset[str]:
+    """What a loop chooses: numbers of which inputs, and where the result goes ("=")."""
+    inputs = frozenset(name for name, each in site.item if each == loop)
     is_output = loop in site.index_loops or (loop in site.reset_loops and loop in program.stored)
-    return inputs | {"="} if is_output else inputs, loop in site.item.strided
-
-
-def _dimension(known: list[tuple[frozenset[str], bool]], chosen: frozenset[str], is_strided: bool) -> int | None:
-    """Which of the naive program's loops one corresponds to, None if it cannot be told."""
-    candidates = [at for at, (each, _) in enumerate(known) if each == chosen]
-    if len(candidates) > 1:
-        candidates = [at for at in candidates if known[at][1] == is_strided]
-    return candidates[0] if len(candidates) == 1 and chosen else None
+    return inputs | {"="} if is_output else inputs
 
 
 # Techniques ----------------------------------------------------------------------------------------------------------
 
 
-def _of_nest(known: list[tuple[frozenset[str], bool]], program: Reader, sites: list[Site]) -> Iterator[Use]:
+def _of_nest(known: list[frozenset[str]], program: Reader, sites: list[Site]) -> Iterator[Use]:
     """The techniques of one nest of loops: all but those that a word gives away, and steps that are written out."""
     nest = sites[0].nest
     for site in {(each.place, each.item): each for each in sites}.values():
         order: list[int] = []  # the dimensions that the loops walk
         for loop in nest:
-            dimension = _dimension(known, *_chosen(program, site, loop))
-            if dimension is None:
+            chosen = _chosen(program, site, loop)
+            if chosen not in known:
                 continue
+            dimension = known.index(chosen)
             if dimension in order:
                 words = f"the loop over {program.loops[loop].name} walks inside a step of another"
                 yield Use("blocking", program.loops[loop].line, words)

@@ -95,7 +95,7 @@ def told(task, *results, index=0, cursor=0):
         ({"kernels": {"dgemm": [64, 64]}}, "task.kernels: dgemm-64-64-64 is asked for twice"),
         (
             {"kernels": {"sort": 64}},
-            "task.kernels: there is no kernel 'sort'; use dgemm, gemv, stencil, reduction, or the",
+            "task.kernels: there is no kernel 'sort'; use dgemm, gemv, reduction, or the",
         ),
         ({"kernels": {"no.such": 64}}, "task.kernels='no.such': no no.py, seen from"),
         (

@@ -34,7 +34,6 @@ FILES = {
     "examples/dgemm_naive.c": "",
     "examples/gemv_unrolled.c": "blocking",
     "examples/reduction_pairwise.c": "blocking",
-    "examples/stencil_rows.c": "",
     "tests/exploits/control_naive.c": "",
     "tests/exploits/control_blocked.c": "loop_order blocking vectorization packing",
 }
@@ -62,8 +61,8 @@ def test_rate_of_programs_the_reader_was_not_written_with():
         used = techniques(preprocessed(program.source), KERNELS[program.kernel]())
         right += used == program.techniques
         labels += len(TECHNIQUES) - len(used ^ program.techniques)
-    assert len(heldout) == 30
-    assert right >= 29 and labels >= 149
+    assert len(heldout) == 28
+    assert right >= 27 and labels >= 139
 
 
 @needs_gcc
