@@ -350,7 +350,7 @@ class Bench(Service):
                 seconds.update(result.seconds)
                 if result.outcome != NOISY:
                     break
-            found = {"techniques": checked.techniques, "seed": checked.seed, "fingerprint": self._fingerprint}
+            found = {"techniques": checked.techniques, "fingerprint": self._fingerprint}
             result = replace(result, seconds=dict(seconds), **found)
             if would_repeat(result):
                 self._results[key] = replace(result, is_cached=True)

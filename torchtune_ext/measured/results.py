@@ -36,23 +36,17 @@ class Timing:
     """The speed of one program at the kernel's timed size."""
 
     seconds: float  # of a call: the median of the medians of the blocks
-    low: float  # the 95% interval of that: from here
-    high: float  # to here; below 6 blocks: between the extremes
+    spread: (
+        float  # half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes
+    )
     calls: int
     gflops: float  # operations of a call / seconds, in 10^9
     ratio: float  # how many times faster than the reference beside it; median over the blocks
-    # Half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes.
-    ratio_spread: float
+    ratio_spread: float  # the same of that
     peak_share: float  # what the roofline of these cores allows / seconds
-    repeated: int  # blocks that were made again, since somebody else was at work
     disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
     is_narrow: bool  # both intervals are within NARROW
     is_noisy: bool  # it never came to rest, and the reference felt it as well: nothing is known about the program
-
-    @property
-    def spread(self) -> float:
-        """Half of the interval, as a share of the median."""
-        return (self.high - self.low) / 2 / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,6 @@ class Result:
     fingerprint: str = ""  # of the machine that measured: speeds of two machines are not compared
     is_cached: bool = False  # an equal text was measured before, or was under way at the same time
     techniques: tuple[str, ...] = ()  # that it uses, sorted, if they were looked for and it came so far
-    seed: int = 0  # of the sizes and inputs, drawn after compilation; 0 if it did not come so far
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def entry(number, ratio=2.0, techniques=ORDER, machine=HERE, size=SIZE, kernel="
 
 
 def result(outcome="ok", ratio=2.0, techniques=ORDER, spread=0.02, machine=HERE):
-    timing = Timing(1e-4, 1e-4, 1e-4, 30, 3 * ratio, ratio, spread, ratio / 64, 0, 0.0, True, False)
+    timing = Timing(1e-4, 0.0, 30, 3 * ratio, ratio, spread, ratio / 64, 0.0, True, False)
     return Result("dgemm", outcome, "time", "", timing if outcome == "ok" else None, {}, machine, False, techniques)
 
 
