@@ -36,15 +36,15 @@ class Timing:
     """The speed of one program at the kernel's timed size."""
 
     seconds: float  # of a call: the median of the medians of the blocks
-    spread: (
-        float  # half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes
-    )
+    # Half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes.
+    spread: float
     calls: int
     gflops: float  # operations of a call / seconds, in 10^9
     ratio: float  # how many times faster than the reference beside it; median over the blocks
     ratio_spread: float  # the same of that
     peak_share: float  # what the roofline of these cores allows / seconds
-    disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
+    # Share of the blocks that count beside which somebody else was at work; 0 unless the machine never came to rest.
+    disturbed: float
     is_narrow: bool  # both intervals are within NARROW
     is_noisy: bool  # it never came to rest, and the reference felt it as well: nothing is known about the program
 
