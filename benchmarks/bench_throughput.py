@@ -71,20 +71,14 @@ def measure_starts(count: int) -> None:
     with ExitStack() as stack:
         checkers: dict[str, tuple[Checker, Path]] = {}
         for namespaces in (False, True):
-            for grouped in (False, True):
-                name = f"{'with' if namespaces else 'without'} namespaces, {'with' if grouped else 'without'} cgroup"
-                try:
-                    checker = stack.enter_context(Checker(Reduction(), namespaces=namespaces))
-                except SandboxError as error:
-                    print(f"{name:36s} {error}")
-                    continue
-                if not grouped:
-                    checker.sandbox.close_groups()
-                elif not next(layer for layer in checker.sandbox.layers if layer.name == "cgroup").support:
-                    print(f"{name:36s} no cgroup can be made here")
-                    continue
-                _, library = stack.enter_context(checker.checked(checker.kernel.naive, extracted=True))
-                checkers[name] = checker, library
+            name = f"{'with' if namespaces else 'without'} namespaces"
+            try:
+                checker = stack.enter_context(Checker(Reduction(), namespaces=namespaces))
+            except SandboxError as error:
+                print(f"{name:36s} {error}")
+                continue
+            _, library = stack.enter_context(checker.checked(checker.kernel.naive, extracted=True))
+            checkers[name] = checker, library
         starts: dict[str, list[float]] = {name: [] for name in checkers}
         ends: dict[str, list[float]] = {name: [] for name in checkers}
         for _ in range(count):

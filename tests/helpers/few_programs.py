@@ -65,9 +65,7 @@ class Recorded:
             used = tuple(sorted(name for name, byte in zip(TECHNIQUES, drawn[1:], strict=False) if byte < 64))
             used = tuple(name for name in used if name in permitted)
             ratio = 2.0 ** (drawn[10] / 64)
-            timing = Timing(
-                1e-4 / ratio, 0.9e-4 / ratio, 1.1e-4 / ratio, 30, ratio, ratio, 0.1, ratio / 64, 0, 0.0, True, False
-            )
+            timing = Timing(1e-4 / ratio, 0.1, 30, ratio, ratio, 0.1, ratio / 64, 0.0, True, False)
         future: Future[Result] = Future()
         note = "others disturb the machine" if outcome == "noisy" else ""
         seconds = {"time": 0.01}

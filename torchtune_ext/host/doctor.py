@@ -192,9 +192,7 @@ def check_sandbox() -> Iterator[Finding]:
             yield Finding(OK, name, layer.support)
         elif layer.needed:
             text = f"missing, so that no program is measured: {layer.missing}"
-            yield Finding(
-                WARN, name, text, f"{layer.fix}; or, for programs of people whom you trust, say sandbox: none"
-            )
+            yield Finding(WARN, name, text, layer.fix)
         else:
             yield Finding(OK, name, f"none: {layer.missing} ({layer.fix})")
 

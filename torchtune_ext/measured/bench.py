@@ -90,8 +90,8 @@ class Service:
 
         Args:
             group: texts whose speeds will be compared, such as the samples of one prompt. `RayBench` measures them on one
-                machine. If that is lost, the ones that are not done go to another together, to one with the same fingerprint if
-                there is any: `Result.fingerprint` says on what each was measured.
+                machine. If that is lost, the ones that are not done go to another together: `Result.fingerprint` says on what
+                each was measured.
             permitted: the techniques (`techniques.TECHNIQUES`) that the program may use: one with others is forbidden, and
                 the result names those of a program that is right. None: they are not looked for.
 
@@ -251,7 +251,7 @@ class Bench(Service):
         checked = tuple(sorted(usable - set(timed)) or sorted(usable))
         toolchain = Compiler.find(config.compiler)
         # A machine that cannot lock programs in fails here, and not at each program.
-        Sandbox(toolchain.path, config.namespaces, floor=config.sandbox == "floor").close()
+        Sandbox(toolchain.path, config.namespaces).close()
         self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
         d, limits = deadlines or Deadlines(), limits or Limits()
         self._fingerprint = fingerprint()
@@ -267,7 +267,6 @@ class Bench(Service):
             optimization=config.optimization,
             threads=config.threads,
             namespaces=config.namespaces,
-            sandbox=config.sandbox,
             deadlines=d,
             limits=limits,
         )
@@ -351,7 +350,7 @@ class Bench(Service):
                 seconds.update(result.seconds)
                 if result.outcome != NOISY:
                     break
-            found = {"techniques": checked.techniques, "seed": checked.seed, "fingerprint": self._fingerprint}
+            found = {"techniques": checked.techniques, "fingerprint": self._fingerprint}
             result = replace(result, seconds=dict(seconds), **found)
             if would_repeat(result):
                 self._results[key] = replace(result, is_cached=True)

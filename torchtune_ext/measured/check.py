@@ -5,7 +5,6 @@ Each stage has a deadline and outcomes of its own. What the machine does wrong i
 
 import math
 import re
-import secrets
 import shutil
 import signal
 import time
@@ -81,8 +80,6 @@ class Checker:
         threads: how many threads a program may use; OpenMP is compiled in from 2 on.
         cores: the cores that programs run on; None: all that this process may use.
         namespaces: whether bubblewrap is used; None: wherever it works.
-        sandbox: "floor": programs are locked in, and a machine that cannot do that is refused. "none": they run with limits
-            and a clean environment only, and a warning says so (see Sandbox).
         screened: whether the source is screened; the layers behind must hold without it.
 
     Raises:
@@ -99,13 +96,12 @@ class Checker:
         threads: int = 1,
         cores: Sequence[int] | None = None,
         namespaces: bool | None = None,
-        sandbox: str = "floor",
         deadlines: Deadlines | None = None,
         limits: Limits | None = None,
         screened: bool = True,
     ) -> None:
         require_sound(kernel)
-        BenchConfig(threads=threads, optimization=optimization, namespaces=namespaces, sandbox=sandbox)
+        BenchConfig(threads=threads, optimization=optimization, namespaces=namespaces)
         usable = usable_cores()
         self.cores = sorted(usable if cores is None else cores)
         if not self.cores or not set(self.cores) <= usable:
@@ -115,7 +111,7 @@ class Checker:
         self.compiler = compiler or Compiler.find()
         self.flags = compilers.flags_of(kernel, optimization, threads)
         self.screened = screened
-        self.sandbox = Sandbox(self.compiler.path, namespaces, floor=sandbox == "floor")
+        self.sandbox = Sandbox(self.compiler.path, namespaces)
         try:
             own = self.check_source(kernel.naive)
             if own.note.startswith(KILLED):
@@ -169,7 +165,7 @@ class Checker:
                 looked for.
         """
         seconds: dict[str, float] = {}
-        seed, stage, techniques = 0, "extract", ()
+        stage, techniques = "extract", ()
         folder = None
         try:
             try:
@@ -195,14 +191,14 @@ class Checker:
                         techniques = self._techniques(preprocessed, permitted)
                 stage = "verify"
                 with _timed(seconds, stage):
-                    seed = secrets.randbits(63)  # nobody can know it while the program is compiled
-                    self._verify(folder / compilers.LIBRARY, np.random.default_rng(seed))
+                    # Nobody can know these numbers while the program is compiled.
+                    self._verify(folder / compilers.LIBRARY, np.random.default_rng())
             except _Refused as failed:
                 outcome, note, library = failed.outcome, _plain(str(failed)), None
             else:
                 outcome, note, library = "ok", "", folder / compilers.LIBRARY
             yield (
-                Result(self.kernel.name, outcome, stage, note, None, seconds, techniques=techniques, seed=seed),
+                Result(self.kernel.name, outcome, stage, note, None, seconds, techniques=techniques),
                 library,
             )
         finally:

@@ -26,7 +26,6 @@ from typing import NoReturn
 
 import numpy as np
 
-from torchtune_ext.measured.cgroups import NO_GROUP
 from torchtune_ext.measured.kernel import Kernel, Size
 from torchtune_ext.measured.sandbox import (
     Limits,
@@ -193,16 +192,14 @@ class Child:
         # Its CPU clock when it was last seen asleep, and what it used meanwhile, between two calls.
         self._idle_ns = self._owed_ns = 0
         self._process: subprocess.Popen | None = None
-        self._group = NO_GROUP
         self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
                 files = (theirs.fileno(), self._inputs.file, self._outputs.file)
-                self._group = sandbox.new_group(limits, arena_bytes)
                 self._process = subprocess.Popen(
-                    sandbox.run_function(library, kernel.name, arena_bytes, files, cores, limits, self._group),
+                    sandbox.run_function(library, kernel.name, arena_bytes, files, cores, limits),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self._errors,
@@ -300,7 +297,6 @@ class Child:
             end.register(self._pidfd, select.POLLIN)
             end.poll(END_S * 1e3)
             os.close(self._pidfd)
-        self._group.close()
         for file in (self._stat, self._schedule):
             if file >= 0:
                 os.close(file)

@@ -18,7 +18,6 @@ from torchtune_ext.measured.kernel import Kernel, require_sound  # noqa: E402
 from torchtune_ext.measured.kernels import KERNELS  # noqa: E402
 from torchtune_ext.measured.machine import fingerprint  # noqa: E402
 from torchtune_ext.measured.results import Result  # noqa: E402
-from torchtune_ext.measured.sandbox import SANDBOXES  # noqa: E402
 
 HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of roofline", "x naive", "±", "")
 NOTE = 90  # characters of a note
@@ -54,9 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-O", type=_level, default="3", choices=OPTIMIZATIONS, dest="optimization", help="-O3")
     parser.add_argument("--compiler", help="gcc or clang, or a path")
-    parser.add_argument(
-        "--sandbox", default="floor", choices=SANDBOXES, help="none: programs of people you trust (floor)"
-    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -65,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
     kernels = {kernel.name: kernel for _, _, kernel in programs}
     rows = [(NAIVE, kernel.naive, kernel) for kernel in kernels.values()] + programs
     settings = {"optimization": args.optimization, "threads": args.threads, "cores": args.cores}
-    with Bench(**settings, compiler=args.compiler, sandbox=args.sandbox, budget_s=args.budget) as bench:
+    with Bench(**settings, compiler=args.compiler, budget_s=args.budget) as bench:
         print(
             f"{fingerprint()}; {args.optimization}, timed on core {', '.join(map(str, bench.timed_cores))}", flush=True
         )

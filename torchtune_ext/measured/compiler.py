@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtune_ext.measured.cgroups import NO_GROUP
 from torchtune_ext.measured.kernel import Kernel, prototype
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment
 from torchtune_ext.run.errors import Mistake
@@ -101,13 +100,12 @@ def compile_library(
 def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: float) -> Finished:
     """Runs a command, locked in, and kills it with all that it started when it has not ended in time."""
     start = time.monotonic()
-    timed_out, cause, group = False, "", NO_GROUP
+    timed_out, cause = False, ""
     ready, started = os.pipe()
     printed = [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("output", "errors")]
     try:
-        group = sandbox.new_group(LIMITS)
         process = subprocess.Popen(
-            sandbox.run_compiler(command, folder, LIMITS, started, group),
+            sandbox.run_compiler(command, folder, LIMITS, started),
             stdin=subprocess.DEVNULL,
             stdout=printed[0],
             stderr=printed[1],
@@ -117,7 +115,9 @@ def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: floa
             start_new_session=True,
         )
         try:
-            process.wait(deadline_s)
+            # The kernel ends the compiler with us, but not what it has started.
+            with sandbox.ended_with_us(process.pid):
+                process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             timed_out, cause = True, f"it did not end within {deadline_s:g} s"
         finally:
@@ -127,7 +127,6 @@ def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: floa
             except ProcessLookupError:
                 pass
             process.wait()
-            group.close()
         if any(os.fstat(file).st_size > MAX_OUTPUT_BYTES for file in printed):
             cause = cause or f"it wrote more than {MAX_OUTPUT_BYTES} bytes"
         output, errors = (os.pread(file, MAX_OUTPUT_BYTES, 0).decode(errors="replace") for file in printed)
@@ -138,7 +137,6 @@ def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: floa
     except OSError as error:
         raise SandboxError(f"a compiler could not be started: {error}") from error
     finally:
-        group.close()
         for file in (ready, started, *printed):
             os.close(file)
     return Finished(None if cause else process.returncode, output, errors, cause, timed_out, time.monotonic() - start)

@@ -49,7 +49,7 @@ def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
     if config.address is None:
         choose_cores(config.cores, config.threads)
         compiler = Compiler.find(config.compiler)
-        settings = (compiler, config.optimization, config.threads, None, config.namespaces, config.sandbox)
+        settings = (compiler, config.optimization, config.threads, None, config.namespaces)
         for kernel in kernels:
             try:
                 Checker(kernel, *settings).close()

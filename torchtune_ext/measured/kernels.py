@@ -1,4 +1,4 @@
-"""The kernels that are shipped: matrix times matrix, matrix times vector, a stencil, and a sum.
+"""The kernels that are shipped: matrix times matrix, matrix times vector, and a sum.
 
 The bounds hold for every order of the additions, with and without fused multiply-add (Higham, Accuracy and Stability of
 Numerical Algorithms, 2002, sections 3.1 and 3.5): each path from an input to the result has at most n roundings, so the
@@ -91,61 +91,6 @@ void gemv(int m, int n, const double *A, const double *x, double *y) {
         return {"y": gamma(n) * (np.abs(inputs["A"]) @ np.abs(inputs["x"])) + n * SMALLEST}
 
 
-class Stencil:
-    """One Jacobi step of the heat equation on a grid of h x w points, whose border is copied. 6 operations a point inside."""
-
-    name = "stencil"
-    question = (
-        "one step of a five-point stencil on a grid of h rows and w columns: inside, "
-        "v[i][j] = 0.5 * u[i][j] + 0.125 * (u[i-1][j] + u[i+1][j] + u[i][j-1] + u[i][j+1]); on the border, v = u"
-    )
-    size_names = ("h", "w")
-    parameters = (Parameter("u"), Parameter("v", is_output=True))
-    forbidden = ()
-    naive = """\
-void stencil(int h, int w, const double *u, double *v) {
-    for (int i = 0; i < h; i++)
-        for (int j = 0; j < w; j++)
-            if (i == 0 || i == h - 1 || j == 0 || j == w - 1)
-                v[i * w + j] = u[i * w + j];
-            else
-                v[i * w + j] = 0.5 * u[i * w + j] + 0.125 * (u[(i - 1) * w + j] + u[(i + 1) * w + j]
-                                                             + u[i * w + j - 1] + u[i * w + j + 1]);
-}
-"""
-
-    def __init__(self, size: int = 1280) -> None:
-        self.timed = {"h": size, "w": size}
-
-    def operations(self, size: Size) -> int:
-        return 6 * max(0, size["h"] - 2) * max(0, size["w"] - 2)
-
-    def shapes(self, size: Size) -> Mapping[str, tuple[int, ...]]:
-        return {"u": (size["h"], size["w"]), "v": (size["h"], size["w"])}
-
-    def reference(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
-        return {"v": _jacobi(inputs["u"])}
-
-    def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
-        # Five products and four additions: no input passes through more than 5 roundings. On the border nothing is rounded.
-        bound = _jacobi(np.abs(inputs["u"]))
-        bound *= gamma(5)
-        bound += 5 * SMALLEST
-        bound[[0, -1]] = bound[:, [0, -1]] = 0.0
-        return {"v": bound}
-
-
-def _jacobi(u: np.ndarray) -> np.ndarray:
-    sides = u[:-2, 1:-1] + u[2:, 1:-1]
-    sides += u[1:-1, :-2]
-    sides += u[1:-1, 2:]
-    sides /= 8
-    v = u.copy()
-    v[1:-1, 1:-1] /= 2
-    v[1:-1, 1:-1] += sides
-    return v
-
-
 class Reduction:
     """The sum of n numbers. n - 1 operations. It moves 8 n bytes, so memory sets its speed."""
 
@@ -197,4 +142,4 @@ def _adds_exactly(x: np.ndarray, total: float) -> bool:
     return True
 
 
-KERNELS = {kernel.name: kernel for kernel in (Dgemm, Gemv, Stencil, Reduction)}
+KERNELS = {kernel.name: kernel for kernel in (Dgemm, Gemv, Reduction)}

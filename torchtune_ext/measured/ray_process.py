@@ -1,32 +1,36 @@
 """The process that is Ray's driver for `RayBench`, and the actor that runs on each machine that measures.
 
-Ray takes over the signals of its driver, and ends the whole process when its cluster is lost. A trainer shall have neither,
-so the driver is this process. It decides nothing: it does what the trainer asks, as `child_process.ChildProcess` asks.
+It keeps one actor on each machine, and gives each text to the machine with the least work; all texts of a group go to one
+machine. What a machine that is lost had goes to another one.
 
     python -P -m torchtune_ext.measured.ray_process SOCKET PARENT
 
-The first frame holds (address of the cluster, resource of the machines that measure). If the cluster cannot be joined it says
-(0, "unreachable", why), and ends.
+The first frame holds (address of the cluster, resource of the machines that measure, arguments of `Host.start`); then the
+trainer asks as `child_process.ChildProcess` does. Unasked it says (0, "unreachable", why) and ends, if the cluster cannot be
+joined; (0, "ready", which machine measures); and (0, "gone", which does not, and why).
 """
 
 import asyncio
-import logging
 import os
 import pickle
-import queue
 import socket
 import sys
-from collections.abc import Sequence
-from logging.handlers import QueueHandler
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torchtune_ext.measured.ray_connect import Refused, connect
-from torchtune_ext.run.errors import text_of
+from torchtune_ext.measured.ray_connect import Refused, connect, member_command
+from torchtune_ext.run.errors import Failure, text_of
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.sampling.child_process import Frames, pack, receive
 
 CLOSE_S = 10.0  # seconds for the actors to end their processes
-LOGGED = 1000  # lines of a machine's log that are kept until they are fetched
+START_S = 180.0  # seconds until an actor is ready; another program may hold the resource
+SILENT_S = 60.0  # seconds without an answer after which a machine counts as lost
+LOOK_S = 5.0  # seconds between two looks at the cluster, and at each of its machines
+LOST_S = 600.0  # seconds without any machine after which the service has failed
+MAX_TRIES = 5  # how often a text may be lost with its machine, or fail there
 
 
 class Host:
@@ -39,13 +43,8 @@ class Host:
 
     def __init__(self) -> None:
         self.bench = None
-        # Nobody reads the log of an actor.
-        self.log: queue.Queue[logging.LogRecord] = queue.Queue(LOGGED)
-        handler = QueueHandler(self.log)
-        handler.setLevel(logging.WARNING)
-        logging.getLogger("torchtune_ext").addHandler(handler)
 
-    async def start(self, version_here: str, settings: bytes, path: Sequence[str]) -> tuple[str, str, int]:
+    async def start(self, version_here: str, settings: bytes, path: Sequence[str]) -> tuple[str, str]:
         """Makes the Bench.
 
         Args:
@@ -54,16 +53,15 @@ class Host:
             path: the trainer's sys.path, for kernels of the user's own. What is installed on this machine comes first.
 
         Returns:
-            ("ready", the fingerprint, for how many texts there is room), or ("refused", why, 0).
+            ("ready", the fingerprint), or ("refused", why).
         """
         try:
             from torchtune_ext.measured.results import version
         except ImportError as error:
             why = f"torchtune_ext cannot be imported there ({error}), and {version_here} is here: install the same"
-            return "refused", why, 0
+            return "refused", why
         if version() != version_here:
-            why = f"torchtune_ext {version()} is installed there, and {version_here} here: install the same"
-            return "refused", why, 0
+            return "refused", f"torchtune_ext {version()} is installed there, and {version_here} here: install the same"
         sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
         from torchtune_ext.measured.machine import fingerprint
         from torchtune_ext.run.errors import text_of
@@ -71,17 +69,19 @@ class Host:
 
         # Ray lets an actor live on for a while when the raylet, which has started it, is gone.
         die_with_parent(os.getppid())
-        self._be_as_nice_as_ray()
-        keywords = pickle.loads(settings)
+        try:
+            # Ray makes its workers nicer, by 15: a neighbor of ordinary priority would starve what is timed.
+            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
+        except PermissionError:
+            why = "programs would be measured at the low priority that Ray gives its workers: start Ray with "
+            return "refused", why + "RAY_worker_niceness=0 in its environment"
         try:
             from torchtune_ext.measured.bench import Bench
 
-            self.bench = Bench(**keywords)
+            self.bench = Bench(**pickle.loads(settings))
         except Exception as error:  # noqa: BLE001 (whatever it is, the trainer says which machine it comes from)
-            return "refused", text_of(error), 0
-        workers = keywords.get("workers") or len(os.sched_getaffinity(0))
-        # As many wait here as are at work, so that no worker is idle while a result travels.
-        return "ready", fingerprint(), 2 * workers + 2
+            return "refused", text_of(error)
+        return "ready", fingerprint()
 
     async def measure(self, payload: bytes) -> tuple[str, Any]:
         """Measures one text.
@@ -90,7 +90,7 @@ class Host:
             payload: (kernel, text, permitted), pickled, as in `Bench.submit`; the kernel by itself, too.
 
         Returns:
-            ("result", a pickled Result), ("failed", why), or ("broken", why) if the Bench measures nothing any more.
+            ("result", a pickled Result), or ("failed", why).
         """
         from torchtune_ext.measured.results import BenchError
 
@@ -101,44 +101,45 @@ class Host:
             return "failed", f"the kernel cannot be unpickled: {type(error).__name__}: {error}"
         try:
             future = self.bench.submit(kernel, text, permitted=permitted)
-        except BenchError as error:
-            return "broken", str(error)
+        except BenchError:
+            # It measures nothing any more. The actor is lost then, and another one is made.
+            os._exit(1)
         try:
             return "result", pickle.dumps(await asyncio.wrap_future(future))
         except BenchError as error:
             return "failed", str(error)
 
-    async def look(self) -> tuple[dict[str, float], list[tuple[int, str, str]]]:
-        """Returns the counters of the Bench, and (level, name of the logger, message) of each new line of the log."""
-        records = [self.log.get_nowait() for _ in range(self.log.qsize())]
-        return self.bench.stats(), [(each.levelno, each.name, each.getMessage()) for each in records]
+    async def look(self) -> None:
+        """Answers, which shows that the machine is there."""
 
     async def close(self) -> None:
         """Ends all processes and removes all folders."""
         if self.bench is not None:
             self.bench.close()
 
-    def _be_as_nice_as_ray(self) -> None:
-        """Takes back that Ray makes its workers nicer (by 15): a neighbor of ordinary priority would starve what is timed."""
-        priority = os.getpriority(os.PRIO_PROCESS, os.getppid())
-        if os.getpriority(os.PRIO_PROCESS, 0) > priority:
-            try:
-                os.setpriority(os.PRIO_PROCESS, 0, priority)
-            except PermissionError:
-                logging.getLogger("torchtune_ext.measured.ray_process").warning(
-                    "programs are measured at the low priority that Ray gives its workers, so that neighbors disturb them: "
-                    "start Ray with RAY_worker_niceness=0 in its environment"
-                )
+
+@dataclass(eq=False, slots=True)
+class Machine:
+    """A machine that measures, as long as its actor lives."""
+
+    title: str  # for people
+    actor: Any
+    texts: int = 0  # that it has
+    is_lost: bool = False
 
 
 class Driver:
     """Does what the trainer asks of Ray. A machine is known by Ray's name of it; one that comes back has another name."""
 
-    def __init__(self, ray: Any, resource: str) -> None:
-        self._ray, self._resource = ray, resource
-        self._host = ray.remote(Host)
-        self._actors: dict[str, Any] = {}  # by machine
+    def __init__(self, ray: Any, resource: str, start_with: tuple) -> None:
+        self._ray, self._resource, self._start_with = ray, resource, start_with
+        self._machines: dict[str, Machine] = {}  # those that measure, by name
+        self._faults: dict[str, str] = {}  # why a machine does not, and whether it never can
+        self._refused: set[str] = set()
+        # The machine of each group. A group is a problem of the task, so they are few.
+        self._homes: dict[Hashable, Machine] = {}
         self._tasks: dict[int, asyncio.Task] = {}  # what is under way, by the number of the message
+        self._has_machine = asyncio.Event()
         self._gone = asyncio.Event()  # the trainer has closed its end
 
     async def serve(self, end: socket.socket) -> None:
@@ -158,42 +159,131 @@ class Driver:
     async def _do(self, number: int, method: str, arguments: tuple) -> None:
         try:
             answer = ("value", await getattr(self, method)(*arguments))
+        except Failure as error:
+            answer = ("lost", str(error))
         except Exception as error:  # noqa: BLE001 (Ray has many; the trainer is told)
             answer = ("lost", text_of(error))
         self._frames.say((number, *answer))
 
-    async def machines(self) -> tuple[str, dict[str, str]]:
-        """Returns the address of the cluster, and the title of each machine that carries the resource."""
-        nodes = [node for node in await asyncio.to_thread(self._ray.nodes) if node["Alive"]]
-        titles = {
-            node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-            for node in nodes
-            if self._resource in node["Resources"]
-        }
-        return self._ray.get_runtime_context().gcs_address, titles
+    async def keep(self) -> None:
+        """Keeps an actor on each machine that carries the resource, also on those that come later.
 
-    async def call(self, name: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of the actor on a machine. It is made for `start`, which waits until there is place for it."""
-        if method == "start":
-            place = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(name, soft=False)
-            options = {"num_cpus": 0, "resources": {self._resource: 1}, "scheduling_strategy": place}
-            self._actors[name] = self._host.options(**options).remote()
-        answer = getattr(self._actors[name], method).remote(*arguments)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            # A Bench is told, too, in case that the text has not begun.
-            self._ray.cancel(answer)
-            raise
+        Raises:
+            Failure: no machine can measure, at the start or for `LOST_S` seconds.
+        """
+        last_at = 0.0  # when there was a machine
+        while True:
+            nodes = [node for node in await asyncio.to_thread(self._ray.nodes) if node["Alive"]]
+            titles = {
+                node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+                for node in nodes
+                if self._resource in node["Resources"]
+            }
+            for name in self._machines.keys() - titles.keys():
+                self._lose(self._machines[name], "Ray says that the machine has gone")
+            looks = [self._look(machine) for machine in self._machines.values()]
+            new = titles.keys() - self._machines.keys() - self._refused
+            await asyncio.gather(*looks, *[self._start(name, titles[name]) for name in new])
+            if self._machines:
+                last_at = time.monotonic()
+            elif time.monotonic() > last_at + (LOST_S if last_at else 0.0):
+                raise Failure(self._why_none(titles))
+            await asyncio.sleep(LOOK_S)
 
-    async def kill(self, name: str) -> None:
-        """Ends the actor of a machine. Whoever waits for an answer of it hears that it is lost."""
-        self._ray.kill(self._actors.pop(name))
+    async def measure(self, payload: bytes, group: Hashable) -> tuple[str, Any]:
+        """Has a text measured, by another machine if one is lost or fails. Returns what `Host.measure` does."""
+        failed_at, machine, value = None, None, ""
+        for _ in range(MAX_TRIES):
+            machine = await self._chosen(group, failed_at)
+            machine.texts += 1
+            answer = machine.actor.measure.remote(payload)
+            try:
+                state, value = await answer
+                if state == "result":
+                    return state, value
+                failed_at = machine
+            except asyncio.CancelledError:
+                # A Bench is told, too, in case that the text has not begun.
+                self._ray.cancel(answer)
+                raise
+            except self._ray.exceptions.RayError as error:
+                value = text_of(error)
+                self._lose(machine, value)
+            finally:
+                machine.texts -= 1
+        return "failed", f"tried {MAX_TRIES} times; the last time: {machine.title}: {value}"
 
     async def close(self) -> None:
         """Has all actors end their processes and remove their folders."""
-        closing = [actor.close.remote() for actor in self._actors.values()]
+        closing = [machine.actor.close.remote() for machine in self._machines.values()]
         await asyncio.to_thread(self._ray.wait, closing, num_returns=len(closing), timeout=CLOSE_S)
+
+    async def _chosen(self, group: Hashable, failed_at: Machine | None) -> Machine:
+        """The machine with the least work, or that of the group. A text that failed goes to another one if there is any."""
+        # `keep` ends this wait, with the service.
+        await self._has_machine.wait()
+        machines = list(self._machines.values())
+        home = self._homes.get(group)
+        if failed_at is None and home in machines:
+            return home
+        others = [machine for machine in machines if machine is not failed_at] or machines
+        chosen = min(others, key=lambda machine: machine.texts)
+        if group is not None and failed_at is None:
+            self._homes[group] = chosen
+        return chosen
+
+    async def _start(self, name: str, title: str) -> None:
+        """Makes the actor of a machine. It waits until there is place for it."""
+        place = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(name, soft=False)
+        options = {"num_cpus": 0, "resources": {self._resource: 1}, "scheduling_strategy": place}
+        machine = Machine(title, self._ray.remote(Host).options(**options).remote())
+        try:
+            async with asyncio.timeout(START_S):
+                state, words = await machine.actor.start.remote(*self._start_with)
+        except TimeoutError:
+            state, words = "late", f"no actor within {START_S:g} s (does another program use its {self._resource}?)"
+        except self._ray.exceptions.RayError as error:
+            state, words = "late", text_of(error)
+        if state == "ready":
+            self._machines[name] = machine
+            self._has_machine.set()
+            self._frames.say((0, "ready", f"{title} measures: {words}"))
+            return
+        self._faults[name] = words
+        if state == "refused":
+            self._refused.add(name)
+        self._lose(machine, words)
+
+    async def _look(self, machine: Machine) -> None:
+        """Loses a machine that is silent."""
+        try:
+            async with asyncio.timeout(SILENT_S):
+                await machine.actor.look.remote()
+        except TimeoutError:
+            self._lose(machine, f"no answer within {SILENT_S:g} s")
+        except self._ray.exceptions.RayError as error:
+            self._lose(machine, text_of(error))
+
+    def _lose(self, machine: Machine, why: str) -> None:
+        """Ends the actor of a machine. Whoever waits for an answer of it hears that it is lost."""
+        if machine.is_lost:
+            return
+        machine.is_lost = True
+        self._ray.kill(machine.actor)
+        self._machines = {name: each for name, each in self._machines.items() if each is not machine}
+        if not self._machines:
+            self._has_machine.clear()
+        self._frames.say((0, "gone", f"{machine.title} does not measure: {why}"))
+
+    def _why_none(self, titles: dict[str, str]) -> str:
+        if not titles:
+            address = self._ray.get_runtime_context().gcs_address
+            return (
+                f"no machine of the Ray cluster at {address} carries the resource {self._resource!r}. On each machine that "
+                f"measures: {member_command(address, self._resource)}"
+            )
+        faults = [f"{titles[name]}: {self._faults.get(name, 'it was lost')}" for name in titles]
+        return "no machine can measure: " + "; ".join(faults)
 
 
 def main(fd: int, parent: int) -> None:
@@ -205,13 +295,13 @@ def main(fd: int, parent: int) -> None:
     def refuse(why: str) -> None:
         end.sendall(pack([(0, "unreachable", why)]))
 
-    address, resource = receive(end)
+    address, resource, start_with = receive(end)
     try:
         ray = connect(address, refuse)
     except Refused as refused:
         refuse(str(refused))
         return
-    asyncio.run(Driver(ray, resource).serve(end))
+    asyncio.run(Driver(ray, resource, start_with).serve(end))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from functools import reduce
 
 from torchtune_ext.measured.kernel import Kernel, Parameter, inputs_of
 from torchtune_ext.measured.parsing import MAX_TEXT, Node, declarators, matches, own_text, parse, text_of
-from torchtune_ext.measured.values import MAX_ITEMS, NOTHING, Item, Loop, Place, Site, Use, Value, folded, join
+from torchtune_ext.measured.values import MAX_ITEMS, NOTHING, Loop, Place, Site, Use, Value, folded, join
 
 PARSE_S = 10.0  # seconds that the parser may take
 MAX_STEPS = 100_000  # expressions, statements and sites of one program; those that the tests read take at most 400
@@ -43,12 +43,11 @@ _OPTIONS = re.compile(r"\boptimize\b.*(?<!no-)unroll")
 _PRAGMAS = {
     "threads": r"omp\b.*\b(parallel|teams)\b",
     "vectorization": r"omp\b.*\bsimd\b|GCC\s+ivdep|clang\s+loop\s.*\bvectorize(_width)?\b|(ivdep|simd|vector)\b",
-    "blocking": r"omp\s+tile\b",
-    "unrolling": r"(GCC\s+unroll|clang\s+loop\s.*\bunroll(_count)?|(omp\s+)?unroll)\b(?!\W*(0|1|disable|off)\b)",
+    "blocking": r"omp\s+tile\b|(GCC\s+unroll|clang\s+loop\s.*\bunroll(_count)?|(omp\s+)?unroll)\b(?!\W*(0|1|disable|off)\b)",
 }
 _ASSIGNMENTS = """
 (assignment_expression
-    left: [(identifier) @name (parenthesized_expression (identifier) @name)] right: (_) @added)
+    left: [(identifier) @name (parenthesized_expression (identifier) @name)])
 (update_expression argument: [(identifier) @name (parenthesized_expression (identifier) @name)])
 """
 _WRAPPERS = ("parenthesized_expression", "cast_expression")
@@ -86,7 +85,7 @@ class Reader:
         self._branch: tuple[int, ...] = ()
         self._calls: list[str] = []
         self._returned: list[Value] = []
-        self._assigned: dict[int, dict[str, list]] = {}  # by the node of a loop
+        self._assigned: dict[int, set[str]] = {}  # by the node of a loop
         self._steps = self._depth = 0
         root = self._parsed(preprocessed)
         self._globals(root)
@@ -112,7 +111,7 @@ class Reader:
             words = re.sub(r"^\s*#\s*pragma\s+", "", pragma.text).strip()
             self._pragmas[row].append((words, pragma.line))
             if words.startswith("GCC") and _OPTIONS.search(words):
-                self.uses.append(Use("unrolling", pragma.line, f"#pragma {words}"))
+                self.uses.append(Use("blocking", pragma.line, f"#pragma {words}"))
         return root
 
     def _line(self, node: Node) -> int:
@@ -169,7 +168,7 @@ class Reader:
         self._obey(function)
         for each in function.children:
             if each.type == "attribute_specifier" and _OPTIONS.search(text_of(each)):
-                self._use("unrolling", each, text_of(each))
+                self._use("blocking", each, text_of(each))
         scope, returned = self._scope, self._returned
         self._scope, self._returned = ChainMap({}, scope.maps[-1]), []
         self._calls.append(name)
@@ -324,28 +323,23 @@ class Reader:
 
     _while_statement = _do_statement = _for_statement
 
-    def _assignments(self, loop: Node) -> dict[str, list[Node | None]]:
-        """What the steps of a loop assign: for each variable the right sides, None for ++."""
+    def _assignments(self, loop: Node) -> set[str]:
+        """The variables that the steps of a loop assign."""
         if loop.id not in self._assigned:
             initial = loop.child_by_field_name("initializer")
             start = loop.start_byte if initial is None else initial.end_byte
-            assigned = defaultdict(list)
-            for nodes in matches(_ASSIGNMENTS, loop):
-                self._steps += 1
-                if nodes["name"][0].start_byte >= start:
-                    assigned[text_of(nodes["name"][0])] += nodes.get("added", [None])
-            self._assigned[loop.id] = assigned
+            names = [nodes["name"][0] for nodes in matches(_ASSIGNMENTS, loop)]
+            self._steps += len(names)
+            self._assigned[loop.id] = {text_of(name) for name in names if name.start_byte >= start}
         return self._assigned[loop.id]
 
-    def _vary(self, assigned: dict[str, list[Node | None]], loop: frozenset[int]) -> None:
+    def _vary(self, assigned: set[str], loop: frozenset[int]) -> None:
         """Notes that variables change with a loop."""
-        for name, added in assigned.items():
+        for name in assigned:
             place = self._scope.get(name)
             if place is not None and not place.is_array:
                 content = place.content
-                by_rows = any(each is not None and self._read(each).constant is None for each in added)
-                strided = content.strided | loop if by_rows and content.places else content.strided
-                place.content = content._replace(loops=content.loops | loop, strided=strided, constant=None)
+                place.content = content._replace(loops=content.loops | loop, constant=None)
 
     def _trip(self, condition: Node | None, update: Node | None) -> int | None:
         """How often `for (r = 0; r < 4; r++)` runs, None if that is not written in constants."""
@@ -375,8 +369,7 @@ class Reader:
             return Value() if place is None else Value(frozenset((place,)))
         if node.type == "subscript_expression":
             base, index = self._pointed(argument), self._read(node.child_by_field_name("index"))
-            loops, strided = base.loops | index.loops, base.strided | index.strided
-            return base._replace(loops=loops, strided=strided, constant=None)
+            return base._replace(loops=base.loops | index.loops, constant=None)
         if node.type == "pointer_expression" and _part(node, "operator") == "*":
             return self._pointed(argument)
         # That is x->y, where x is the address; or what has an address as its value, such as a call.
@@ -386,7 +379,7 @@ class Reader:
         """What a pointer, an array or a vector points to."""
         value = self._read(node)
         # A vector has elements, though it is no array.
-        return value if value.places else _row(self._address(node))
+        return value if value.places else self._address(node)
 
     def _identifier(self, node: Node) -> Value:
         address, subscripts = self._address(node), 0
@@ -398,7 +391,7 @@ class Reader:
             return address if place.is_array else self._loaded(address)
         # All subscripts but the last lead to rows, or to pointers to them.
         is_row = subscripts < place.depth and not any(each.content.places for each in address.places)
-        return _row(address) if is_row else self._loaded(address)
+        return address if is_row else self._loaded(address)
 
     _subscript_expression = _identifier
 
@@ -414,10 +407,10 @@ class Reader:
                 parts.append(Value(frozenset((place,))))
                 continue
             content, items = place.content, place.content.items
-            loops, strided = content.loops | address.loops, content.strided | address.strided
+            loops = content.loops | address.loops
             if place.is_array and len(self.inputs) == 1 and content.origins and not content.is_computed:
-                items = (Item(frozenset((name, loop) for name in content.origins for loop in loops), address.strided),)
-            parts.append(content._replace(loops=loops, strided=strided, items=items, reads=frozenset((place,))))
+                items = (frozenset((name, loop) for name in content.origins for loop in loops),)
+            parts.append(content._replace(loops=loops, items=items, reads=frozenset((place,))))
         return join(*parts) if parts else address
 
     def _assignment_expression(self, node: Node) -> Value:
@@ -497,12 +490,10 @@ class Reader:
         value = join(left, right)._replace(is_computed=True, constant=folded(sign, left.constant, right.constant))
         if sign != "*":
             return value
-        if left.constant is None and right.constant is None:
-            value = value._replace(strided=value.loops)
         # The work in a product is that of its sides, or itself, if only both together have numbers of all inputs.
         if value.origins >= self.inputs and not any(side.origins >= self.inputs for side in (left, right)):
             chosen = frozenset((name, loop) for side in (left, right) for name in side.origins for loop in side.loops)
-            return value._replace(items=(Item(chosen, left.strided | right.strided),))
+            return value._replace(items=(chosen,))
         return value
 
     def _conditional_expression(self, node: Node) -> Value:
@@ -524,16 +515,11 @@ def _array(parameter: Parameter) -> Value:
     return Value(frozenset((place,)))
 
 
-def _row(address: Value) -> Value:
-    """The address of a row: what chooses it steps over all of its numbers."""
-    return address._replace(strided=address.loops)
-
-
 def _part(node: Node | None, name: str) -> str:
     return "" if node is None else text_of(node.child_by_field_name(name))
 
 
-def _counter(update: Node | None, condition: Node | None, assigned: dict) -> str:
+def _counter(update: Node | None, condition: Node | None, assigned: set[str]) -> str:
     """The name of the variable that a loop counts with, as well as can be told."""
     names = re.findall(r"[A-Za-z_]\w*", f"{text_of(update)} {text_of(condition)}")
     return next((name for name in names if name in assigned), names[0] if names else "no variable")

@@ -10,7 +10,6 @@ from typing import Any
 
 import torchtune_ext
 from torchtune_ext.measured.compiler import OPTIMIZATIONS
-from torchtune_ext.measured.sandbox import SANDBOXES
 from torchtune_ext.run.errors import Failure, Mistake
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
@@ -37,23 +36,17 @@ class Timing:
     """The speed of one program at the kernel's timed size."""
 
     seconds: float  # of a call: the median of the medians of the blocks
-    low: float  # the 95% interval of that: from here
-    high: float  # to here; below 6 blocks: between the extremes
+    # Half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes.
+    spread: float
     calls: int
     gflops: float  # operations of a call / seconds, in 10^9
     ratio: float  # how many times faster than the reference beside it; median over the blocks
-    # Half of the 95% interval of that, as a share; below 6 blocks: half of what lies between the extremes.
-    ratio_spread: float
+    ratio_spread: float  # the same of that
     peak_share: float  # what the roofline of these cores allows / seconds
-    repeated: int  # blocks that were made again, since somebody else was at work
-    disturbed: float  # share of such blocks among those that count; 0 unless the machine never came to rest
+    # Share of the blocks that count beside which somebody else was at work; 0 unless the machine never came to rest.
+    disturbed: float
     is_narrow: bool  # both intervals are within NARROW
     is_noisy: bool  # it never came to rest, and the reference felt it as well: nothing is known about the program
-
-    @property
-    def spread(self) -> float:
-        """Half of the interval, as a share of the median."""
-        return (self.high - self.low) / 2 / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +62,6 @@ class Result:
     fingerprint: str = ""  # of the machine that measured: speeds of two machines are not compared
     is_cached: bool = False  # an equal text was measured before, or was under way at the same time
     techniques: tuple[str, ...] = ()  # that it uses, sorted, if they were looked for and it came so far
-    seed: int = 0  # of the sizes and inputs, drawn after compilation; 0 if it did not come so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +75,6 @@ class BenchConfig:
     compiler: str | None = None  # "gcc" or "clang", or a path; None: as found
     budget_s: float = 10.0  # seconds for one timing
     namespaces: bool | None = None  # whether bubblewrap is used; None: wherever it works
-    sandbox: str = "floor"  # "none" where every program comes from people you trust
     address: str | None = None  # of a Ray cluster, or "auto": the machines that measure; None: this machine
     resource: str = "bench_host"  # the Ray resource that such machines carry
 
@@ -96,9 +87,8 @@ class BenchConfig:
             raise Mistake(f"bench.workers={self.workers} must be at least 1, or null for one on each core")
         if self.threads < 1:
             raise Mistake(f"bench.threads={self.threads} must be at least 1")
-        for name, choices in (("optimization", OPTIMIZATIONS), ("sandbox", SANDBOXES)):
-            if getattr(self, name) not in choices:
-                raise Mistake(f"bench.{name}={getattr(self, name)!r}: use {', '.join(choices)}")
+        if self.optimization not in OPTIMIZATIONS:
+            raise Mistake(f"bench.optimization={self.optimization!r}: use {', '.join(OPTIMIZATIONS)}")
         if not (self.budget_s > 0 and math.isfinite(self.budget_s)):
             raise Mistake(f"bench.budget_s={self.budget_s} must be more than 0 seconds, and finite")
         if not self.resource:

@@ -1,20 +1,19 @@
 /* Locks itself in, and then runs a compiler or calls a function of a library, whose code nobody trusts.
 
      sandbox probe                                         prints one line for each layer: "landlock 7", "seccomp 1"
-     sandbox enter OPTIONS -- COMMAND ARGUMENT...          runs a command as another user or in a group, and locks nothing
+     sandbox enter OPTIONS -- COMMAND ARGUMENT...          runs a command as another user, and locks nothing
                                                            (bubblewrap)
      sandbox exec OPTIONS -- COMMAND ARGUMENT...           runs a command (a compiler)
      sandbox call OPTIONS -- LIBRARY FUNCTION ARENA_BYTES TALK INPUTS OUTPUTS
                                                            calls a function, as the messages on the socket TALK ask
 
    Options: --read PATH, --write PATH (a file, or a folder and all below it), --memory BYTES, --seconds CPU_SECONDS,
-   --file BYTES, --processes COUNT, --started FD (exec writes a byte there when it is locked in), --cores FIRST,SECOND,..., --user UID (only as root), --group FILE (of a
-   cgroup, to which it writes itself), --without LAYER.
+   --file BYTES, --processes COUNT, --started FD (exec writes a byte there when it is locked in), --cores FIRST,SECOND,...,
+   --user UID (only as root), --without LAYER (for the tests).
 
    It is C and no Python, since it starts in a millisecond, holds nothing that is worth reading, and knows the numbers of
    the system calls of the machine that it is compiled on. The layers:
 
-     group      memory and processes of all together, where the machine allows it
      limits     memory, CPU seconds, size of a file, number of processes and open files; no core dump
      user       root becomes a user who owns nothing
      landlock   no file and no folder but the named ones; no TCP; no signal to a process outside
@@ -53,15 +52,13 @@
 #define REFUSED 125  /* exit status: it could not lock itself in */
 #define UNLOADED 126 /* exit status: the library could not be loaded, or lacks the function */
 #define MAX_PATHS 64
-#define MAX_GROUPS 4
 #define STACK_BYTES (8u << 20) /* of the main thread, for arrays of a variable size */
 
 /* ---------------------------------------------------------------- the options */
 
 struct options {
     const char *readable[MAX_PATHS], *writable[MAX_PATHS];
-    const char *groups[MAX_GROUPS];
-    int readables, writables, joined;
+    int readables, writables;
     uint64_t memory, seconds, file, processes;
     long user;
     int started;
@@ -85,8 +82,6 @@ static int read_options(int count, char **words, struct options *options) {
             options->readable[options->readables++] = value;
         else if (strcmp(name, "--write") == 0 && options->writables < MAX_PATHS)
             options->writable[options->writables++] = value;
-        else if (strcmp(name, "--group") == 0 && options->joined < MAX_GROUPS)
-            options->groups[options->joined++] = value;
         else if (strcmp(name, "--memory") == 0)
             options->memory = strtoull(value, NULL, 10);
         else if (strcmp(name, "--seconds") == 0)
@@ -317,13 +312,6 @@ static void become(long user) {
         refuse("another user");
 }
 
-/* The limits of a group hold for all that this process becomes or starts. */
-static void join(const char *file) {
-    int group = open(file, O_WRONLY | O_CLOEXEC);
-    if (group < 0 || write(group, "0", 1) != 1 || close(group) != 0)
-        refuse(file);
-}
-
 static void stay_on(const char *cores) {
     cpu_set_t set;
     CPU_ZERO(&set);
@@ -472,8 +460,6 @@ int main(int count, char **words) {
         refuse("usage: sandbox probe|enter|exec|call OPTIONS -- WORDS");
     struct options options;
     int first = 2 + read_options(count - 2, words + 2, &options);
-    for (int i = 0; i < options.joined; i++)
-        join(options.groups[i]);
     if (strcmp(words[1], "enter") == 0 && first < count)
         return enter(words + first, &options);
     if (strcmp(words[1], "exec") == 0 && first < count)

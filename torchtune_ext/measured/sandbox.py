@@ -5,33 +5,27 @@ as an ordinary user. Where bubblewrap may make namespaces, it stands around that
 of the machine is even visible. docs/measured.md says what this protects from, and what not.
 """
 
-import logging
 import os
 import secrets
 import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache, partial
 from pathlib import Path
 
-from torchtune_ext.measured import cgroups
-from torchtune_ext.measured.cgroups import NO_GROUP, Cgroups, Group
-from torchtune_ext.measured.owned import Owned
 from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.run.janitor import Janitor
 
-log = logging.getLogger(__name__)
-SANDBOXES = ("floor", "none")
 MIN_LANDLOCK = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
 # Ids that systemd keeps for users who exist for a moment. The children of root become one of them.
 PASSING_USERS = range(61184, 65520)
 PROBE_S = 20.0  # seconds that a probe may take
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their headers and libraries are
 SYSTEM_FILES = ("/etc/ld.so.cache",)
-PREFIX = cgroups.PREFIX  # how the names of the folders begin
-NAMESPACES_PROCESSES = 2  # bubblewrap runs as two beside the command
 MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: these may come on top of those that run
 
 
@@ -66,56 +60,43 @@ class Limits:
 
 
 class Sandbox:
-    """Makes the command lines of locked-in children. Its folder holds the compiled sandbox, and goes with `close`.
-
-    Folders and groups that a killed process of this user has left behind are removed at the start.
+    """Makes the command lines of locked-in children. Its folder holds the compiled sandbox, and goes with `close`, or with
+    this process if that is killed.
 
     Args:
         compiler: path of a C compiler.
         namespaces: whether bubblewrap is used; None: wherever it works.
-        floor: whether Landlock and seccomp stand between a program and the machine. Without them a program can do whatever its
-            user may do, and a warning says so. Namespaces are then used only if `namespaces` says so.
 
     Raises:
         SandboxError: a layer of the floor is missing, or bubblewrap was asked for and does not work.
     """
 
-    def __init__(self, compiler: str, namespaces: bool | None = None, floor: bool = True) -> None:
-        self._cgroups = Cgroups(())
-        self._owned = Owned(Path(tempfile.gettempdir()), PREFIX, partial(shutil.rmtree, ignore_errors=True))
-        self.folder = self._owned.path
+    def __init__(self, compiler: str, namespaces: bool | None = None) -> None:
+        self._janitor = Janitor()
+        self._lock = threading.Lock()  # several threads may compile
+        self._groups: set[int] = set()  # that the janitor kills when this process is killed
+        self.folder = Path(self._janitor.folder)
         try:
             self.folder.chmod(0o711)  # root's children are other users, who may pass but not look around
             self.program = compile_sandbox(compiler, self.folder)
             self.layers = probe(self.program)
             layers = {layer.name: layer.support for layer in self.layers}
-            if floor and (bad := [layer for layer in self.layers if layer.needed and not layer.support]):
+            if bad := [layer for layer in self.layers if layer.needed and not layer.support]:
                 lost = "; ".join(f"no {layer.name}: {layer.missing}" for layer in bad)
-                raise SandboxError(
-                    f"this machine cannot lock programs in ({lost}). Use a kernel with it, or, if every program comes "
-                    "from people you trust, say sandbox: none"
-                )
-            if not floor:
-                _warn_of_no_sandbox()
-            self.without = [] if floor else _each("--without", [layer.name for layer in self.layers if layer.needed])
+                fixes = "; ".join(layer.fix for layer in bad)
+                raise SandboxError(f"this machine cannot lock programs in ({lost}): {fixes}")
+            self.without: list[str] = []  # layers that a test takes away, to see that they are needed
             if namespaces and not layers["namespaces"]:
                 raise SandboxError("namespaces: true, but bubblewrap is missing or cannot make them here")
-            self.namespaces = bool(layers["namespaces"]) and floor if namespaces is None else namespaces
+            self.namespaces = bool(layers["namespaces"]) if namespaces is None else namespaces
             self.other_users = bool(layers["another user"])
-            if layers["cgroup"]:
-                self._cgroups = Cgroups(cgroups.find())
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Removes the folder and all folders in it, and ends who is still in a group."""
-        self.close_groups()
-        self._owned.close()
-
-    def close_groups(self) -> None:
-        """Ends who is in a group. Children that are started later are in none."""
-        self._cgroups.close()
+        """Removes the folder and all folders in it."""
+        self._janitor.close()
 
     def __enter__(self) -> "Sandbox":
         return self
@@ -123,14 +104,18 @@ class Sandbox:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def new_group(self, limits: Limits, more_bytes: int = 0) -> Group:
-        """Makes the group of one child, whose processes may use together what one may use, and `more_bytes` of memory.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        wrappers = NAMESPACES_PROCESSES if self.namespaces else 0
-        return self._cgroups.new(limits.memory_bytes + more_bytes, limits.processes + wrappers)
+    @contextmanager
+    def ended_with_us(self, group: int) -> Iterator[None]:
+        """Has a process group killed if this process is, as long as the block lasts."""
+        with self._lock:
+            self._groups.add(group)
+            self._janitor.guard([*self._groups])
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._groups.discard(group)
+                self._janitor.guard([*self._groups] or [0])
 
     def new_folder(self) -> Path:
         """Makes a folder for one candidate. Its owner is the user that works on the candidate, and nobody else may look."""
@@ -140,9 +125,7 @@ class Sandbox:
             os.chown(folder, user, user)
         return folder
 
-    def run_compiler(
-        self, command: Sequence[str], folder: Path, limits: Limits, started: int, group: Group = NO_GROUP
-    ) -> list[str]:
+    def run_compiler(self, command: Sequence[str], folder: Path, limits: Limits, started: int) -> list[str]:
         """Returns the command line of a compiler that may read the system's folders and write below `folder` only.
 
         A byte comes out of the file descriptor `started` when it is locked in. Without it, nothing has run.
@@ -150,7 +133,7 @@ class Sandbox:
         read = [*SYSTEM_FOLDERS, *SYSTEM_FILES, *_prefix_of(command[0])]
         words = ["--started", str(started), *_each("--read", read), *_each("--write", [str(folder), "/dev/null"])]
         visible = [*_each("--bind", [str(folder)], 2), "--dev-bind", "/dev/null", "/dev/null"]
-        return [*self._locked_in("exec", words, folder, limits, 0, read, visible, group), "--", *command]
+        return [*self._locked_in("exec", words, folder, limits, 0, read, visible), "--", *command]
 
     def run_function(
         self,
@@ -160,7 +143,6 @@ class Sandbox:
         files: Sequence[int],
         cores: Sequence[int],
         limits: Limits,
-        group: Group = NO_GROUP,
     ) -> list[str]:
         """Returns the command line of the process that calls `function` of `library`, on these cores.
 
@@ -168,7 +150,7 @@ class Sandbox:
         """
         words = ["--cores", ",".join(map(str, cores)), "--read", str(library)]
         visible = _each("--ro-bind", [str(library)], 2)
-        locked_in = self._locked_in("call", words, library.parent, limits, arena_bytes, SYSTEM_FOLDERS, visible, group)
+        locked_in = self._locked_in("call", words, library.parent, limits, arena_bytes, SYSTEM_FOLDERS, visible)
         return [*locked_in, "--", str(library), function, str(arena_bytes), *map(str, files)]
 
     def _locked_in(
@@ -180,7 +162,6 @@ class Sandbox:
         more_bytes: int,
         read: Sequence[str],
         visible: Sequence[str],
-        group: Group,
     ) -> list[str]:
         """The command line up to `--`; `read` and `visible` say what there is inside of namespaces."""
         words = ["--memory", str(limits.memory_bytes + more_bytes), "--seconds", str(limits.cpu_s), *words]
@@ -190,10 +171,10 @@ class Sandbox:
         owner = folder.stat().st_uid
         if self.other_users and owner not in PASSING_USERS:
             raise SandboxError(f"{folder} does not belong to a passing user: make it with new_folder")
-        enter = _each("--group", group.files) + (["--user", str(owner)] if self.other_users else [])
+        enter = ["--user", str(owner)] if self.other_users else []
         if not self.namespaces:
             return [str(self.program), mode, *enter, *words]
-        # In a namespace of its own root cannot become somebody else, nor join what is outside, so that comes first.
+        # In a namespace of its own root cannot become somebody else, so that comes first.
         before = [str(self.program), "enter", *enter, "--"] if enter else []
         return [*before, *_bubblewrap(read, self.program), *visible, "--", str(self.program), mode, *words]
 
@@ -263,13 +244,6 @@ def probe(program: Path) -> list[Layer]:
             "files and processes of the machine are kept away by rules, and not invisible",
             "install bubblewrap where user namespaces are allowed",
         ),
-        Layer(
-            "cgroup",
-            _probe_cgroups(program),
-            "memory is limited for each process and not for all of a compiler together, and what a harness that is killed "
-            "leaves running ends when its CPU seconds are used",
-            "start where this user may make cgroups with memory and pids: systemd-run --user --scope COMMAND",
-        ),
     ]
 
 
@@ -279,35 +253,9 @@ def layers_here(compiler: str) -> list[Layer]:
     Raises:
         SandboxError: the sandbox cannot be compiled.
     """
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o711)
         return probe(compile_sandbox(compiler, Path(folder)))
-
-
-@cache
-def _warn_of_no_sandbox() -> None:
-    log.warning(
-        "sandbox: none: programs run with limits and a clean environment only. They can read, write and delete what their user "
-        "may, start processes and use the network: run only those of people whom you trust"
-    )
-
-
-def _probe_cgroups(program: Path) -> str:
-    """Says which limits of groups work here, by a process that joins one; "" if none does."""
-    places = cgroups.find()
-    if not places:
-        return ""
-    try:
-        groups = Cgroups(places)
-        try:
-            group = groups.new(64 << 20, 8)
-            if not _succeeds([str(program), "enter", *_each("--group", group.files), "--", "/bin/true"]):
-                return ""
-            return f"version {places[0].version}: {', '.join(name for place in places for name in place.controllers)}"
-        finally:
-            groups.close()
-    except OSError:
-        return ""
 
 
 def _ended(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":

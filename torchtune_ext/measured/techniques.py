@@ -8,20 +8,17 @@ i, however it is written. The kernel's own naive program is read in the same way
 What the compiler does by itself, such as vectors at -O3, is none of the program's techniques.
 """
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.reader import Reader
-from torchtune_ext.measured.values import Place, Site, Use
+from torchtune_ext.measured.values import Site, Use
 from torchtune_ext.run.errors import Mistake
 
 TECHNIQUES = {
     "loop_order": "loops in another order than that of the definition",
-    "blocking": "blocks (tiles): two loops for one dimension",
-    "unrolling": "unrolled loops: several steps written out in one",
-    "register_accumulation": "several sums at a time in local variables",
+    "blocking": "several steps of a dimension at a time: blocks (tiles), unrolled loops, several sums in local variables",
     "vectorization": "vector types, intrinsics, or #pragma omp simd",
     "threads": "threads: #pragma omp parallel",
     "packing": "copies of panels of an input",
@@ -53,7 +50,7 @@ def uses(preprocessed: str, kernel: Kernel, openmp: bool = True) -> list[Use]:
         used += program.recursions
     for sites in _groups(program.sites):
         if len(sites) >= 2 * items:
-            used.append(Use("unrolling", _line(sites), f"{len(sites) // items} steps in one body"))
+            used.append(Use("blocking", _line(sites), f"{len(sites) // items} steps in one body"))
         used += _of_nest(dimensions, program, sites)
     first = {use.technique: use for use in reversed(sorted(used, key=lambda use: use.line))}
     return [first[name] for name in TECHNIQUES if name in first]
@@ -71,14 +68,17 @@ def violations(used: Iterable[Use], permitted: Collection[str]) -> list[str]:
 # Dimensions ----------------------------------------------------------------------------------------------------------
 
 
-def _definition(kernel: Kernel) -> tuple[list[tuple[frozenset[str], bool]], int]:
+def _definition(kernel: Kernel) -> tuple[list[frozenset[str]], int]:
     """The dimensions of the naive program from its outermost loop, and how much work its largest statement does."""
     program = Reader(kernel.naive, kernel)
     groups = _groups(program.sites)
     if not groups:
         raise Mistake(f"the naive program of {kernel.name} adds up no work that can be recognized")
     sites = max(groups, key=len)
-    return [_chosen(program, sites[0], loop) for loop in sites[0].nest], len(sites)
+    dimensions = [_chosen(program, sites[0], loop) for loop in sites[0].nest]
+    if len(set(dimensions)) < len(dimensions):
+        raise Mistake(f"the naive program of {kernel.name} has loops that cannot be told apart by what they choose")
+    return dimensions, len(sites)
 
 
 def _groups(sites: Iterable[Site]) -> list[list[Site]]:
@@ -93,78 +93,41 @@ def _line(sites: list[Site]) -> int:
     return min(site.line for site in sites)
 
 
-def _chosen(program: Reader, site: Site, loop: int) -> tuple[frozenset[str], bool]:
-    """What a loop chooses: numbers of which inputs, and where the result goes ("="); and whether it steps over rows."""
-    inputs = frozenset(name for name, each in site.item.chosen if each == loop)
+def _chosen(program: Reader, site: Site, loop: int) -> frozenset[str]:
+    """What a loop chooses: numbers of which inputs, and where the result goes ("=")."""
+    inputs = frozenset(name for name, each in site.item if each == loop)
     is_output = loop in site.index_loops or (loop in site.reset_loops and loop in program.stored)
-    return inputs | {"="} if is_output else inputs, loop in site.item.strided
-
-
-def _dimension(known: list[tuple[frozenset[str], bool]], chosen: frozenset[str], is_strided: bool) -> int | None:
-    """Which of the naive program's loops one corresponds to, None if it cannot be told."""
-    candidates = [at for at, (each, _) in enumerate(known) if each == chosen]
-    if len(candidates) > 1:
-        candidates = [at for at in candidates if known[at][1] == is_strided]
-    return candidates[0] if len(candidates) == 1 and chosen else None
+    return inputs | {"="} if is_output else inputs
 
 
 # Techniques ----------------------------------------------------------------------------------------------------------
 
 
-def _of_nest(known: list[tuple[frozenset[str], bool]], program: Reader, sites: list[Site]) -> Iterator[Use]:
+def _of_nest(known: list[frozenset[str]], program: Reader, sites: list[Site]) -> Iterator[Use]:
     """The techniques of one nest of loops: all but those that a word gives away, and steps that are written out."""
     nest = sites[0].nest
     for site in {(each.place, each.item): each for each in sites}.values():
-        dimensions = [(loop, _dimension(known, *_chosen(program, site, loop))) for loop in nest]
-        walked = [(loop, dimension) for loop, dimension in dimensions if dimension is not None]
-        kinds = _kinds(program, site, walked)
-        for loop, kind in kinds.items():
-            if kind in TECHNIQUES:
-                name = program.loops[loop].name
-                yield Use(kind, program.loops[loop].line, f"the loop over {name} walks inside a step of another")
-        order = [dimension for loop, dimension in walked if kinds.get(loop, "blocking") == "blocking"]
+        order: list[int] = []  # the dimensions that the loops walk
+        for loop in nest:
+            chosen = _chosen(program, site, loop)
+            if chosen not in known:
+                continue
+            dimension = known.index(chosen)
+            if dimension in order:
+                words = f"the loop over {program.loops[loop].name} walks inside a step of another"
+                yield Use("blocking", program.loops[loop].line, words)
+                if _is_written_out(program, site, loop):
+                    continue
+            order.append(dimension)
         # A block has its inner loops where the work is: they, the last of each dimension, make the order.
         last = [dimension for at, dimension in enumerate(order) if dimension not in order[at + 1 :]]
         if last != sorted(last):
             names = ", ".join(program.loops[loop].name for loop in nest)
             yield Use("loop_order", program.loops[nest[0]].line, f"the loops are nested {names}")
-    if _sums(program, sites) > 1:
-        yield Use("register_accumulation", _line(sites), "more than one sum at a time is kept in local variables")
 
 
-def _kinds(program: Reader, site: Site, walked: list[tuple[int, int]]) -> dict[int, str]:
-    """What each loop is that is the second of its dimension: a block, steps, or sums (which `_sums` counts)."""
-    kinds: dict[int, str] = {}
-    seen: dict[int, int] = {}
-    for at, (loop, dimension) in enumerate(walked):
-        if dimension in seen:
-            trip = program.loops[loop].trip
-            is_short = trip is not None and trip <= REGISTER_STEPS
-            if _is_in_registers(site) and loop in site.index_loops:
-                kinds[loop] = "sums"
-            elif is_short and seen[dimension] == at - 1:
-                kinds[loop] = "unrolling"
-            else:
-                kinds[loop] = "blocking"
-        seen[dimension] = at
-    return kinds
-
-
-def _is_in_registers(site: Site) -> bool:
-    place = site.place
-    return place.kind == "local" and place.numbers is not None and place.numbers <= REGISTER_NUMBERS
-
-
-def _sums(program: Reader, sites: list[Site]) -> int:
-    """How many local sums a body adds to, that outlast it."""
-    places: Counter[Place] = Counter()
-    for site in sites:
-        # A sum outlasts the body if some loop around it chooses numbers but not another sum.
-        chosen = {loop for _, loop in site.item.chosen} & set(site.nest)
-        if _is_in_registers(site) and chosen - site.index_loops - site.reset_loops:
-            steps = [program.loops[loop].trip for loop in site.index_loops if loop in site.nest]
-            # How often a loop over `count` rows runs is not known, but it stays within the array.
-            written = site.place.numbers if None in steps else math.prod(steps)
-            # Several sites of one array are several sums of it; of one variable they are one.
-            places[site.place] = max(places[site.place] + site.place.is_array, written)
-    return sum(places.values())
+def _is_written_out(program: Reader, site: Site, loop: int) -> bool:
+    """Tells whether a loop inside a step of another has no order: a few constant steps, or steps over sums in registers."""
+    trip, place = program.loops[loop].trip, site.place
+    is_in_registers = place.kind == "local" and place.numbers is not None and place.numbers <= REGISTER_NUMBERS
+    return (is_in_registers and loop in site.index_loops) or (trip is not None and trip <= REGISTER_STEPS)

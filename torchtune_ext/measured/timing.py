@@ -172,7 +172,7 @@ class Timer:
             calm = [block for block in blocks if not block.is_disturbed]
             if is_late or _is_narrow(calm):
                 is_enough = len(calm) >= MIN_BLOCKS or 2 * len(calm) >= len(blocks)
-                return self._timing(blocks, calm if is_enough else blocks)
+                return self._timing(calm if is_enough else blocks)
 
     def _block(self, child: Child, before: Look) -> tuple[_Block, Look]:
         stolen = stolen_ticks(self.checker.cores)
@@ -196,10 +196,9 @@ class Timer:
         is_reference_disturbed = waited[1] > WAITED or self._quiet.is_above(reference_s, REFERENCE_DISTURBED)
         return _Block([call.seconds for call in own], reference_s, is_disturbed, is_reference_disturbed), after
 
-    def _timing(self, blocks: Sequence[_Block], kept: Sequence[_Block]) -> Timing:
+    def _timing(self, kept: Sequence[_Block]) -> Timing:
         own, ratios = [block.seconds for block in kept], [block.ratio for block in kept]
-        # The interval of one block is that of its calls.
-        seconds, (low, high) = median(own), interval_of_median(own if len(own) > 1 else kept[0].calls)
+        seconds = median(own)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
         if seconds * BELIEVED < self.probe.roofline_s(self.kernel):
             # Somebody may have shared the cores when their peak was measured.
@@ -213,14 +212,13 @@ class Timer:
             )
         return Timing(
             seconds,
-            low,
-            high,
+            # The interval of one block is that of its calls.
+            _spread(own if len(own) > 1 else kept[0].calls),
             sum(len(block.calls) for block in kept),
             gflops,
             median(ratios),
             _spread(ratios),
             roofline_s / seconds,
-            repeated=len(blocks) - len(kept),
             disturbed=sum(block.is_disturbed for block in kept) / len(kept),
             is_narrow=_is_narrow(kept),
             is_noisy=2 * sum(block.is_disturbed and block.is_reference_disturbed for block in kept) > len(kept),

@@ -24,6 +24,9 @@ _FOLDED = {
     "||": lambda a, b: a != 0 or b != 0,
 }
 NOTHING: frozenset = frozenset()
+# One piece of the work, a product of numbers of all inputs (one number, if there is one input): the inputs, each with a loop
+# that chooses its number.
+Item = frozenset[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +46,11 @@ class Loop(NamedTuple):
     line: int
 
 
-class Item(NamedTuple):
-    """One piece of the work: a product of numbers of all inputs (one number, if there is one input)."""
-
-    chosen: frozenset[tuple[str, int]]  # inputs, each with a loop that chooses its number
-    strided: frozenset[int]  # loops that step by more than a constant
-
-
 class Value(NamedTuple):
     """What an expression can be: a number, an index, a pointer."""
 
     places: frozenset["Place"] = NOTHING  # that it points to
     loops: frozenset[int] = NOTHING  # that it changes with
-    strided: frozenset[int] = NOTHING  # of them, those whose steps are multiplied by a variable
     origins: frozenset[str] = NOTHING  # the inputs whose numbers are in it
     items: tuple[Item, ...] = ()  # the work that is in it and not added up yet
     is_computed: bool = False  # more than a copy of a number
@@ -98,7 +93,6 @@ def join(*values: Value) -> Value:
     return Value(
         NOTHING.union(*[value.places for value in values]),
         NOTHING.union(*[value.loops for value in values]),
-        NOTHING.union(*[value.strided for value in values]),
         NOTHING.union(*[value.origins for value in values]),
         tuple(item for value in values for item in value.items)[:MAX_ITEMS],
         any(value.is_computed for value in values),

@@ -95,7 +95,7 @@ def test_weights_choose_the_writers():
     only = dict.fromkeys(["tiled", "unrolled", "registers", "vectors", "packed"], 0)
     family = Family(broken=0.0, weights=only)
     assert all(
-        family[index].techniques <= {"loop_order", "threads", "vectorization", "unrolling"} for index in range(50)
+        family[index].techniques <= {"loop_order", "threads", "vectorization", "blocking"} for index in range(50)
     )
     assert all(Family()[index] == Family(weights={"plain": 4})[index] for index in range(50))
 

@@ -98,7 +98,6 @@ def test_limits_of_nothing(field, value):
 def test_words_that_mean_nothing(nothing_starts):
     refused("optimization='-O9': use -O0, -O1, -O2, -O3", optimization="-O9")
     refused("optimization='': use", optimization="")
-    refused("sandbox='off': use floor, none", sandbox="off")
     refused("threads=0 must be at least 1", threads=0)
     refused("threads=nan must be a whole number", threads=math.nan)
 

@@ -160,7 +160,7 @@ def test_equal_programs_are_measured_once(service):
 
 
 def test_only_what_would_come_again_is_kept():
-    timing = Timing(1e-4, 1e-4, 1e-4, 30, 3.0, 2.0, 0.02, 0.5, 0, 0.0, True, False)
+    timing = Timing(1e-4, 0.0, 30, 3.0, 2.0, 0.02, 0.5, 0.0, True, False)
     again = {word: would_repeat(Result("dgemm", word, "verify")) for word in (*OUTCOMES, NOISY)}
     assert {word for word, kept in again.items() if not kept} == {"timeout", "noisy"}
     assert would_repeat(Result("dgemm", "ok", "time", timing=timing))

@@ -27,7 +27,6 @@ from torchtune_ext.measured.grading import MeasuredTask
         ({"threads": 1.5}, "bench.threads=1.5 must be a whole number, as 1"),
         ({"threads": None}, "bench.threads=None must be a whole number, as 1"),
         ({"optimization": 3}, "bench.optimization=3: use -O0"),
-        ({"sandbox": ["none"]}, r"bench.sandbox=\['none'\]: use floor, none"),
         ({"compiler": 12}, "bench.compiler=12 must be a name or a path, as gcc, or null"),
         ({"budget_s": "3"}, "bench.budget_s='3' must be a number of seconds, as 10.0"),
         ({"namespaces": "yes"}, "bench.namespaces='yes' must be true, false, or null"),

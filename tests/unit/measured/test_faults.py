@@ -162,8 +162,8 @@ def test_a_row_shows_the_error_and_no_interval_of_one_block():
     for telling in ("/usr/bin/ld: required symbol `dgemm' not defined", "a.c:(.text+0xd): undefined reference to `f'"):
         assert last(note=f"{telling}\n{linker}")[1] == telling
     assert last(outcome="wrong_result", note="C[0] is 1\nmore")[1] == "C[0] is 1"
-    numbers = dict.fromkeys(("seconds", "low", "high", "gflops", "ratio", "peak_share"), 0.001)
-    counts = {"calls": 3, "repeated": 0, "disturbed": 0.0, "is_narrow": True, "is_noisy": False}
+    numbers = dict.fromkeys(("seconds", "spread", "gflops", "ratio", "peak_share"), 0.001)
+    counts = {"calls": 3, "disturbed": 0.0, "is_narrow": True, "is_noisy": False}
     assert last(outcome="ok", timing=Timing(**numbers, ratio_spread=0.0, **counts)) == ["?", ""]
     short = Timing(**{**numbers, "seconds": 1e-4}, ratio_spread=0.01, **counts)
     assert "larger --size" in last(outcome="ok", timing=short)[1]

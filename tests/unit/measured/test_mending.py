@@ -64,7 +64,6 @@ def test_its_problems_and_solutions(task):
     [
         ({"kernels": {"sum": 3}}, "task.kernels"),
         ({"prompt": "brief"}, "prompt='brief': choose one of long, short"),
-        ({"sandbox": "no"}, "sandbox='no': use floor, none"),
         ({"compiler": "no-such-cc"}, "no-such-cc"),
     ],
 )

@@ -1,7 +1,6 @@
 """What the service on Ray refuses before it has a cluster, each time with what helps."""
 
 import asyncio
-import logging
 import os
 import socket
 import subprocess
@@ -60,21 +59,69 @@ def test_an_address_at_which_somebody_answers_who_is_not_ray_is_refused():
         command = [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())]
         with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL) as process:
             ours.settimeout(60)
-            ours.sendall(pack([address, "bench_host"]))
+            ours.sendall(pack([address, "bench_host", ()]))
             ((_, kind, why),) = receive(ours)
             process.wait(timeout=60)
     assert kind == "unreachable"
     assert "does not answer" in why and f"ray start --address={address}" in why
 
 
-def test_lines_of_a_machines_log_are_kept_until_they_are_fetched():
-    host = ray_process.Host()
-    host.bench = SimpleNamespace(stats=lambda: {"done": 1.0})
-    logger = logging.getLogger("torchtune_ext.of_this_test")
-    try:
-        logger.warning("core %d is busy", 3)
-        logger.info("all is well")
-        assert asyncio.run(host.look()) == ({"done": 1.0}, [(logging.WARNING, logger.name, "core 3 is busy")])
-        assert asyncio.run(host.look()) == ({"done": 1.0}, [])
-    finally:
-        logging.getLogger("torchtune_ext").handlers.pop()
+class Lost(Exception):
+    """What Ray raises of an actor that is gone."""
+
+
+class FakeActor:
+    """Answers with its name, or as `state` says."""
+
+    def __init__(self, name, state="result"):
+        self.name, self.state = name, state
+        self.measure = SimpleNamespace(remote=self._measure)
+
+    async def _measure(self, payload):
+        if self.state == "lost":
+            raise Lost("it has died")
+        # Texts that come meanwhile find it busy.
+        await asyncio.sleep(0.01)
+        return self.state, self.name
+
+
+def driver_of(*actors):
+    ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=Lost), kill=lambda actor: None)
+    driver = ray_process.Driver(ray, "bench_host", ())
+    driver._frames = SimpleNamespace(say=lambda message: None)
+    driver._machines = {each.name: ray_process.Machine(each.name, each) for each in actors}
+    driver._has_machine.set()
+    return driver
+
+
+def measured(driver, groups):
+    async def all_texts():
+        return await asyncio.gather(*[driver.measure(b"", group) for group in groups])
+
+    return asyncio.run(asyncio.wait_for(all_texts(), 60))
+
+
+def test_texts_go_to_the_machine_with_the_least_work_and_groups_to_one():
+    driver = driver_of(FakeActor("a"), FakeActor("b"), FakeActor("c"))
+    alone = [name for _, name in measured(driver, [None] * 6)]
+    assert sorted(alone) == ["a", "a", "b", "b", "c", "c"]
+    names = [name for _, name in measured(driver, ["g", "h", "g", None, "g", "h"])]
+    assert len({names[i] for i in (0, 2, 4)}) == 1 and len({names[i] for i in (1, 5)}) == 1
+    assert names[0] != names[1] and names[3] not in (names[0], names[1])
+    # Also when the others have come back by then.
+    assert measured(driver, ["g"])[0][1] == names[0]
+
+
+def test_what_a_lost_machine_had_goes_to_another_together():
+    driver = driver_of(FakeActor("a", "lost"), FakeActor("b"), FakeActor("c"))
+    found = measured(driver, ["g", "g", "g"])
+    assert {state for state, _ in found} == {"result"} and len({name for _, name in found}) == 1
+    assert set(driver._machines) == {"b", "c"}
+
+
+def test_a_text_that_failed_is_tried_on_another_machine_and_not_for_ever():
+    driver = driver_of(FakeActor("a", "failed"), FakeActor("b"))
+    assert measured(driver, ["g"]) == [("result", "b")]
+    driver = driver_of(FakeActor("a", "failed"), FakeActor("b", "failed"))
+    ((state, why),) = measured(driver, ["g"])
+    assert state == "failed" and why.startswith("tried 5 times; the last time: ")

@@ -75,6 +75,7 @@ def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
         "outcome_ok": 1.0,
         "gflops": 0.25,
         "speedup": 0.25,
+        "spread": 0.25,
         "peak_share": 0.25,
         "speedup_spread": 0.25,
     }

@@ -10,7 +10,6 @@ timed: the reward is for a program that is right, however many turns it took.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torchtune_ext.measured.bench import CHECKERS
 from torchtune_ext.measured.check import Checker
@@ -18,7 +17,6 @@ from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.matmul.prompts import messages, short_messages
 from torchtune_ext.measured.matmul.task import ALL, PROMPTS, kernels_of, problem_of
-from torchtune_ext.measured.results import BenchConfig
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Message, Problem, Turn
@@ -34,7 +32,6 @@ class CompileAndFix:
         max_turns: programs that a conversation may have.
         prompt: "long", in words; "short" for a model that was warmed up on it (programs.py).
         compiler: "gcc" or "clang", or a path; None: as found.
-        sandbox: "floor", or "none" where every program comes from people you trust (see Checker).
 
     Raises:
         ValueError: an argument is out of its range, or there is no compiler.
@@ -46,13 +43,12 @@ class CompileAndFix:
         max_turns: int = 4,
         prompt: str = "long",
         compiler: str | None = None,
-        sandbox: str = "floor",
     ) -> None:
         if prompt not in PROMPTS:
             raise Mistake(f"prompt={prompt!r}: choose one of {', '.join(PROMPTS)}")
         self._kernels = {problem_of(each): each for each in kernels_of({"dgemm": 64} if kernels is None else kernels)}
         self.max_turns, self._prompt = max_turns, prompt
-        self._checker = {"compiler": Compiler.find(compiler), "sandbox": BenchConfig(sandbox=sandbox).sandbox}
+        self._compiler = Compiler.find(compiler)
 
     def __len__(self) -> int:
         return len(self._kernels)
@@ -62,7 +58,7 @@ class CompileAndFix:
         return Problem(name, (short_messages if self._prompt == "short" else messages)(kernel, ALL), name)
 
     def environment(self, problem: Problem, seed: int) -> "Workshop":
-        return Workshop(self._kernels[problem.answer], self._checker)
+        return Workshop(self._kernels[problem.answer], self._compiler)
 
     def solution(self, problem: Problem) -> list[Message]:
         """Returns a conversation in which the first program, the kernel's own, is right."""
@@ -72,14 +68,14 @@ class CompileAndFix:
 class Workshop:
     """The environment. The reward is 1 for a program that is right, else 0."""
 
-    def __init__(self, kernel: Kernel, checker: Mapping[str, Any]) -> None:
-        self._kernel, self._checker = kernel, checker  # and the settings of its checker
+    def __init__(self, kernel: Kernel, compiler: Compiler) -> None:
+        self._kernel, self._compiler = kernel, compiler
 
     def step(self, message: Message) -> Turn:
         """Raises SandboxError, OSError: the machine failed, and nothing is known about the program."""
         key = problem_of(self._kernel)
         try:
-            verdict = CHECKERS.made(key, lambda: Checker(self._kernel, **self._checker)).check(message["content"])
+            verdict = CHECKERS.made(key, lambda: Checker(self._kernel, self._compiler)).check(message["content"])
         except (SandboxError, OSError):
             # The next turn makes another one.
             CHECKERS.drop(key)

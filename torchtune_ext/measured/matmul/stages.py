@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass, field
 from torchtune_ext.measured.techniques import TECHNIQUES
 from torchtune_ext.run.errors import Mistake
 
-# Each stage permits what the one before it does, and more. Sums in registers are blocks of the smallest memory, and to unroll
-# is to write such a block out, so they come with blocking. Copies pay only where the rest is there: last.
+# Each stage permits what the one before it does, and more. Copies pay only where the rest is there: last.
 STAGES = {
     "none": frozenset[str](),
     "loop_order": frozenset({"loop_order"}),
-    "blocking": frozenset({"loop_order", "blocking", "unrolling", "register_accumulation"}),
-    "vectorization": frozenset({"loop_order", "blocking", "unrolling", "register_accumulation", "vectorization"}),
+    "blocking": frozenset({"loop_order", "blocking"}),
+    "vectorization": frozenset({"loop_order", "blocking", "vectorization"}),
     "threads": frozenset(set(TECHNIQUES) - {"packing"}),
     "all": frozenset(TECHNIQUES),
 }

@@ -39,8 +39,8 @@ class Matmul(MeasuredTask):
     """Asks for fast programs, by measured speed.
 
     Args:
-        kernels: what to ask for, and at which sizes: {"dgemm": [256, 512], "gemv": 1536}. Besides "dgemm", "gemv", "stencil"
-            and "reduction", a key may be the dotted path of a class of your own, which has what `Kernel` asks for and takes
+        kernels: what to ask for, and at which sizes: {"dgemm": [256, 512], "gemv": 1536}. Besides "dgemm", "gemv" and
+            "reduction", a key may be the dotted path of a class of your own, which has what `Kernel` asks for and takes
             a size.
         stages: names of STAGES, from the first: each problem begins there and goes on as the curriculum says. None: all
             techniques are permitted from the beginning.

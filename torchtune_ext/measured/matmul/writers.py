@@ -55,7 +55,7 @@ def hinted(rng: random.Random, techniques: set[str], simd: str = SIMD) -> str:
         techniques.add("vectorization")
         return simd
     if kind == "unroll":
-        techniques.add("unrolling")
+        techniques.add("blocking")
         return f"#pragma GCC unroll {rng.choice(STEPS)}\n"
     return ""
 
@@ -110,7 +110,7 @@ def tiled(rng: random.Random) -> Draft:
 
 def unrolled(rng: random.Random) -> Draft:
     """Several steps written out, and a loop for what remains."""
-    steps, techniques = rng.choice(STEPS), {"unrolling"}
+    steps, techniques = rng.choice(STEPS), {"blocking"}
     parallel = threaded(rng, True, techniques)
     if rng.random() < 0.5:
         techniques.add("loop_order")
@@ -121,8 +121,6 @@ def unrolled(rng: random.Random) -> Draft:
         )
         return Draft(f"{HEAD}{ZERO}{body}}}\n", techniques)
     sums = "stuvwxyz"[: steps if rng.random() < 0.6 else 1]
-    if len(sums) > 1:
-        techniques.add("register_accumulation")
     terms = [f"a[{u}]*b[{u}*n]" for u in range(steps)]
     written = "".join(f"{sums[u % len(sums)]}+={term.replace('0*n', '0')};" for u, term in enumerate(terms))
     body = (
@@ -137,7 +135,7 @@ def unrolled(rng: random.Random) -> Draft:
 def registers(rng: random.Random) -> Draft:
     """A tile of sums that stays in registers, as a helper that the compiler copies for the full size."""
     rows, columns = rng.choice([(2, 4), (2, 8), (4, 4), (4, 8), (6, 8), (8, 4), (8, 8), (4, 16)])
-    techniques, order = {"register_accumulation"}, rng.choice(["ij", "ji"])
+    techniques, order = {"blocking"}, rng.choice(["ij", "ji"])
     if order == "ji":
         techniques.add("loop_order")
     parallel = threaded(rng, True, techniques)
@@ -178,7 +176,7 @@ def vectors(rng: random.Random) -> Draft:
             f"{loop('l', 'k')}s+=A[i*k+l]**(v*)(B+l*n+j);\n*(v*)(C+i*n+j)=s;}}\n"
         )
         return Draft(f"{vector_type(lanes)}{HEAD}{body}{edge}}}\n", techniques)
-    techniques.add("register_accumulation")
+    techniques.add("blocking")
     helper = (
         f"static inline void t(int h,int n,int k,const double*A,const double*B,double*C){{v s[{rows}]={{0}};\n"
         f"{loop('l', 'k')}{loop('r', 'h')}s[r]+=A[r*k+l]**(v*)(B+l*n);\n{loop('r', 'h')}*(v*)(C+r*n)=s[r];}}\n"
