@@ -109,7 +109,7 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
         if sweep["format"] != SWEEP_FORMAT:
             raise KeyError(f"format {sweep['format']}, not {SWEEP_FORMAT}")
         sweep["name"] = sweep["name"] or folder.resolve().name
-        sweep["method"], sweep["metric"]["name"]
+        sweep["metric"]["name"]
         for run in sweep["runs"]:
             run["state"], run["cause"], dict(run["parameters"])
             run["path"] = (folder / run["id"]).resolve()
