@@ -80,7 +80,8 @@ def listing(words: Sequence[str]) -> tuple[str, list[Knob]]:
     if found := [
         knob for knob in knobs if word in (knob.name, knob.name.rpartition(".")[2], knob.name.partition(".")[0])
     ]:
-        return f"{recipe}, {word}:", found
+        takes = " its class takes what `python -m pydoc CLASS` shows" if any(knob.component for knob in found) else ""
+        return f"{recipe}, {word}:{takes}", found
     recipes = [each.name for each in recipe_files(folder("recipes"), folder("configs"))]
     near = nearest(word, [*recipes, *sorted((knob.name for knob in knobs), key=lambda name: name.count("."))])
     of = f"{recipe} {word.partition('.')[0]}" if "." in word else recipe
