@@ -32,7 +32,7 @@ what, deadline_s, done = sys.argv[1], float(sys.argv[2]), Path("done")
 
 class Recipe:
     def __init__(self, cfg):
-        self.stop = StopSignals(grace_s=0.0, standing=lambda: "a good end")
+        self.stop = StopSignals(grace_s=600.0 if what == "rank 0 raises" else 0.0, standing=lambda: "a good end")
 
     def setup(self):
         self.ranks = init_ranks("cpu", RanksConfig(deadline_s))
@@ -40,10 +40,14 @@ class Recipe:
 
     def train(self):
         assert self.ranks.any(self.ranks.rank == 1) and not self.ranks.any(False)
+        if what == "rank 0 raises":
+            self.stop.begin_steps()
         # Rank 0 samples for longer than ranks that compute wait.
         assert self.ranks.from_main(lambda: time.sleep(deadline_s + 1 if what == "sample" else 0) or 3) == 3
-        if what == "raise" and self.ranks.rank == 1:
+        if what == f"rank {self.ranks.rank} raises":
             raise KeyError("a mistake on one rank")
+        if what == "rank 0 raises":
+            self.ranks.any(False)
         print(f"rank {self.ranks.rank} computes", flush=True)
         while not any(gathered(done.exists())):
             time.sleep(0.01)
@@ -162,11 +166,19 @@ def test_ranks_wait_longer_for_rank_0_than_for_each_other_and_listen_on_this_mac
 
 
 def test_an_exception_on_one_rank_ends_the_other_at_once(start):
-    run = start("raise", 60, torchrun=False)
+    run = start("rank 1 raises", 60, torchrun=False)
     assert run.processes[1].wait(60) == 1
     assert "a mistake on one rank" in run.text and "terminate called" not in run.text
     assert run.processes[0].wait(60) == 1, "gloo tells it"
     assert "terminate called" not in run.text
+
+
+def test_ranks_that_wait_for_rank_0_end_when_it_fails(start):
+    """torchrun's store answers them still, and its SIGTERM waits for the end of a step that never comes."""
+    run = start("rank 0 raises", 60)
+    run.find("a mistake on one rank")
+    run.find("rank 0 failed, for which this rank waited", 15)
+    assert run.processes[0].wait(15) == 1
 
 
 def test_without_its_torchrun_nothing_of_a_run_is_left(tmp_path, monkeypatch):

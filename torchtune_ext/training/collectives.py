@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtune_ext.run.errors import FileMistake
+from torchtune_ext.run.errors import Failure, FileMistake
 
 T = TypeVar("T")
 FAILURES = (Exception, CheckpointException)  # the exception of DCP derives from BaseException, so it is named here
+FAILED = "failed"  # key of the store
 POLL_S = 0.05  # seconds between two looks of a rank that waits for rank 0, at most
 _store: dist.Store | None = None  # of the rendezvous; it is global, as the process group is
 _meetings = 0  # how often rank 0 was waited for
@@ -47,7 +48,11 @@ def distributed() -> bool:
 
 
 def wait_for_main() -> None:
-    """Sleeps until rank 0 calls it, too. Rank 0 waits for nobody."""
+    """Sleeps until rank 0 calls it, too. Rank 0 waits for nobody.
+
+    Raises:
+        RuntimeError: rank 0 fails meanwhile (`main_failed`).
+    """
     global _meetings
     _meetings += 1
     if rank() == 0:
@@ -56,8 +61,16 @@ def wait_for_main() -> None:
     # A blocking wait of the store would leave signals to the end of it.
     pause_s = 0.001
     while not _store.check([str(_meetings)]):
+        if _store.check([FAILED]):
+            raise Failure("rank 0 failed, for which this rank waited")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S)
+
+
+def main_failed() -> None:
+    """Rank 0: ends the waiting of the others. Under torchrun the store outlives it, and SIGTERM waits for the end of a step."""
+    if _store is not None and rank() == 0:
+        _store.set(FAILED, "")
 
 
 def gathered(value: T) -> list[T]:

@@ -13,6 +13,7 @@ from torchtune_ext.run.errors import FAILED, status_of
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import NAMES, Stopped, StopSignals
 from torchtune_ext.training.checkpoints import NothingToDo
+from torchtune_ext.training.collectives import main_failed
 from torchtune_ext.training.distributed import close_ranks
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             stopped_by, orderly = stopped.signal, stopped.orderly
             stop.status = 128 + stopped_by
         except Exception as error:
+            main_failed()
             # Some libraries turn an interruption into an error of their own. And if another rank was stopped a moment
             # earlier, this rank sees a broken connection. Any other error has nothing to do with the signal.
             neighbor = stop.requested and several and isinstance(error, RuntimeError | ConnectionError)
