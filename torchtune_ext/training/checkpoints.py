@@ -166,7 +166,7 @@ class Checkpoints:
             accuracy: accuracy of these weights on held-out problems. The checkpoint with the highest accuracy is kept.
 
         Returns:
-            Seconds that the checksums of the files took, on the slowest rank.
+            Seconds that the checksums of the files took, and the disk meanwhile, on the slowest rank.
 
         Raises:
             OSError: nothing was saved, because of a full disk for example. This is raised on all ranks, and earlier
@@ -311,7 +311,8 @@ class _Files(FileSystem):
 
 
 def _save_state(folder: Path, state: dict[str, Any]) -> None:
-    writer = FileSystemWriter(folder)  # in one thread: an error of a further one would be lost (torch 2.13)
+    # In one thread: an error of a further one would be lost (torch 2.13). `entries_of` sees to it that the disk has them.
+    writer = FileSystemWriter(folder, sync_files=False)
     writer.fs = _Files()
     with _one_process_is_fine():
         dcp.save(state | _rng(), storage_writer=writer, no_dist=not distributed())

@@ -19,7 +19,7 @@ from torch import nn
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_names
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.files import write_atomic
+from torchtune_ext.run.files import sync, write_atomic
 
 NAME = "manifest.json"
 FORMAT = 2
@@ -131,13 +131,18 @@ class Manifest:
 
 def entries_of(folder: Path, rank: int) -> dict[str, Entry]:
     """Returns size and checksum of the files of a checkpoint that a rank has written: its part of `state/`, on rank 0 all else.
+    They are on the disk then.
 
     Another rank's files are left out, because a network file system may show them late.
     """
     paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     mine = [name for name in paths if int(part[1] if (part := _PART.fullmatch(name)) else 0) == rank]
+    # Both read the same pages, so the checksum is made while the disk writes.
     with ThreadPoolExecutor() as threads:
-        return dict(zip(mine, threads.map(lambda name: _entry(paths[name]), mine), strict=True))
+        written = threads.map(sync, [paths[name] for name in mine])
+        entries = dict(zip(mine, threads.map(lambda name: _entry(paths[name]), mine), strict=True))
+        list(written)  # raises what the disk refuses
+    return entries
 
 
 def _entry(path: Path) -> Entry:

@@ -28,7 +28,7 @@ from torchtune_ext.run import files
 from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.files import sweep
 from torchtune_ext.training import checkpoints as checkpointing
-from torchtune_ext.training import export
+from torchtune_ext.training import export, manifest
 from torchtune_ext.training.checkpoints import CheckpointConfig
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.learner import ScheduleConfig, make_schedule, move_schedule
@@ -64,6 +64,14 @@ def test_resume_equals_going_on(tmp_path, source, trained):
     other.train(3, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(trained.tensors(), other.tensors(), strict=True))
     assert not torch.equal(rng, torch.get_rng_state())
+
+
+def test_every_file_is_on_the_disk_before_a_checkpoint_appears(tmp_path, trained, monkeypatch):
+    synced, appeared, final = set(), [], tmp_path / "c" / "step_000001"
+    monkeypatch.setattr(manifest, "sync", lambda path: (appeared.append(final.exists()), synced.add(path.name)))
+    trained.save(checkpoints_in(tmp_path / "c"), 1)
+    written = {path.name for path in final.rglob("*") if path.is_file()} - {manifest.NAME}
+    assert synced == written and any(name.endswith(".distcp") for name in written) and not any(appeared)
 
 
 def test_without_its_state_an_optimizer_begins_anew(tmp_path, source, trained, capsys):
