@@ -22,8 +22,10 @@ ENGINE = "torchtune_ext.sampling.engine"  # a recipe that imports it samples
 OTHERWISE = ("-h", "--help", "dry_run", "replay", "engine.address", "engine.backend")
 # Variables that begin so tell the trainer its place among its ranks; a process of the sampler has none.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+# An engine on a CPU keeps freed memory, as the trainer does (`keep_memory`).
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 # What torch and vLLM read on a CPU while they are imported. The client itself computes nothing.
-CPU = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CONFIGURE_LOGGING": "0"}
+CPU = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CONFIGURE_LOGGING": "0"} | KEPT
 
 Begun = tuple[subprocess.Popen, socket.socket]
 

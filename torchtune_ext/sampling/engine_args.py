@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.early import vllm_cpu
+from torchtune_ext.sampling.early import KEPT, vllm_cpu
 from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineConfig
 
 HERE = ("127.0.0.1", "localhost", "::1")
@@ -151,7 +151,7 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
     """Returns the variables that vLLM's processes need, in a run as in a server."""
     environ = {"VLLM_NO_USAGE_STATS": "1"}
     if on_cpu():
-        environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)}
+        environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)} | KEPT
     if config.quantization:
         # This leaves CUTLASS. DeepGEMM would round the scales to powers of two, and one that vLLM found beside it sampled
         # nonsense on an H100.

@@ -1,5 +1,6 @@
 """Handles the ranks of a run. A process without torchrun is rank 0 of 1, and every function here works there, too."""
 
+import ctypes
 import gc
 import os
 import socket
@@ -17,6 +18,7 @@ from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.training.collectives import from_main, gathered, join, on_any
 
 T = TypeVar("T")
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ def init_ranks(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
     here = local_device(device)
+    if here.type == "cpu":
+        keep_memory()
     if here.type == "cpu" and engine_beside and (cores := leave_a_core()) and rank == 0:
         say(
             f"cores: PyTorch computes on {cores - 1} of {cores}, since an engine that samples ahead needs one; "
@@ -166,6 +170,14 @@ def local_device(device: str) -> torch.device:
     here = torch.device("cuda", number)
     torch.cuda.set_device(here)
     return here
+
+
+def keep_memory() -> None:
+    """Keeps freed memory in this process. The C library would give large tensors back to the system, which has to clear their
+    pages when they are made again: a third of the time of forward and backward (benchmarks/results/whole_step.md)."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def leave_a_core() -> int | None:

@@ -1,6 +1,8 @@
-"""A core is left to the engine that samples beside the trainer, and the run says so."""
+"""A core is left to the engine that samples beside the trainer, and the run says so; freed memory is kept."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -54,3 +56,26 @@ def test_of_several_ranks_one_says_it(cores, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     init_ranks("cpu", engine_beside=True)
     assert torch.get_num_threads() == 3 and not capsys.readouterr().out
+
+
+TENSORS = """
+import resource
+import sys
+import torch
+from torchtune_ext.training.distributed import init_ranks
+
+if sys.argv[1] == "kept":
+    init_ranks("cpu")
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 25)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_a_large_tensor_is_made_again_without_new_pages():
+    kept, given_back = (
+        int(subprocess.run([sys.executable, "-c", TENSORS, way], check=True, capture_output=True, text=True).stdout)
+        for way in ("kept", "given back")
+    )
+    assert kept < 32 and given_back >= (1 << 27) // 2**21, "128 MiB, of 4 KiB or at least of 2 MiB each"
