@@ -63,6 +63,12 @@ def test_of_a_healthy_run_nothing_is_found():
         ({"mismatch/ess": 0.89}, "89% of the tokens", "Agreement"),
         ({"canary/update_applied": 0.1}, "shows 10% of the effect of the last update", "Agreement"),
         ({"canary/adapter_applied": 1.6}, "shows 160% of the effect of the adapter", "Agreement"),
+        (
+            {"time/train": lambda step: 3.0 + 25.0 * (step in (7, 9)) + 2.0 * (step == 9)},
+            "2 steps took more than 3 times the median of 5.0 s. The longest is step 9, 32.0 s; most of what it took longer is in "
+            "train.",
+            "Speed",
+        ),
     ],
 )
 def test_each_trouble_is_found_under_its_heading(change, words, section):
