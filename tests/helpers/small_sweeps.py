@@ -19,7 +19,7 @@ def runner(file: Path, folder: Path, jobs: int = 1, *further: str, seed: int = 0
     from torchtune_ext.sweep.runner import Runner, SweepFolder
 
     sweep = read_sweep(file)
-    place = SweepFolder(folder, sweep, further, seed, resume=(folder / "sweep.json").exists())
+    place = SweepFolder(folder, sweep, further, seed)
     place.begin()
     made = Runner(
         place,

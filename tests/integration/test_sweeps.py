@@ -167,9 +167,7 @@ def test_a_real_sweep_is_killed_and_goes_on(warmed_up):
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    done = subprocess.run(
-        [*command, "--resume"], cwd=warmed_up, env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run(command, cwd=warmed_up, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((out / "sweep.json").read_text())
     assert [run["state"] for run in record["runs"]] == ["finished"] * 3

@@ -30,7 +30,7 @@ OWN_WORDS = {
     "serve": ("torchtune_ext.host.serve", "start vLLM's server for a run: serve --config CONFIG [--print]"),
     "sweep": (
         "torchtune_ext.sweep.cli",
-        "run a sweep in W&B's format: sweep FILE [--jobs N] [--resume] [--out DIR] [key=value ...]",
+        "run a sweep in W&B's format: sweep FILE [--jobs N] [--out DIR] [key=value ...]",
     ),
     "sweeps": ("torchtune_ext.sweep.file", "list the sweeps, or print one: sweeps [NAME]"),
 }

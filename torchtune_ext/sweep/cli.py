@@ -2,9 +2,9 @@
 
     torchtune-ext sweep tiny_lr                               one of ours, or the path of a file in W&B's format
     torchtune-ext sweep my_lr.yaml --jobs 2 max_steps=40      two runs at a time, a setting for all runs
-    torchtune-ext sweep my_lr.yaml --resume                   goes on with one that was stopped or killed
 
-Everything is in one folder, `runs/sweeps/NAME`: `sweep.json`, a folder for each run, and `report.html` at the end.
+The same command goes on with a sweep that was stopped or killed. Everything is in one folder, `runs/sweeps/NAME`: `sweep.json`,
+a folder for each run, and `report.html` at the end.
 Exit status: 0 at the end, 1 if no run has finished, 2 for bad input, 128 and the number of the signal that stopped the sweep.
 """
 
@@ -25,10 +25,9 @@ FOLDER = Path("runs", "sweeps")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what `torchtune-ext sweep` takes; `cli` hands on whatever else is there."""
-    parser.usage = "torchtune-ext sweep FILE [--jobs N] [--resume] [--out DIR] [--seed N] [key=value ...]"
+    parser.usage = "torchtune-ext sweep FILE [--jobs N] [--out DIR] [--seed N] [key=value ...]"
     parser.add_argument("file", metavar="FILE", help="a sweep in W&B's format, or the name of one of ours")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
-    parser.add_argument("--resume", action="store_true", help="go on with a sweep that was stopped or killed")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/sweeps/NAME)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random points (0)")
 
@@ -54,7 +53,7 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
             raise Mistake(f"{word}: the sweep says itself what {key} is; change {sweep.path}, or a copy of it")
     if args.jobs < 1:
         raise Mistake(f"--jobs {args.jobs} must be 1 or more")
-    folder = SweepFolder(args.out or FOLDER / sweep.path.stem, sweep, words, args.seed, args.resume)
+    folder = SweepFolder(args.out or FOLDER / sweep.path.stem, sweep, words, args.seed)
     # These import torch, which is not needed to say what is wrong with a file.
     import torch
 
@@ -71,8 +70,7 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     runner = Runner(folder, args.jobs, lambda point: words_of(sweep, point, folder.words), variables)
     ended = runner.run()
     if not ended:
-        again = f"torchtune-ext sweep {args.file} --resume{f' --out {args.out}' if args.out else ''}"
-        say(f"Stopped with {runner.left} of {sweep.runs} runs to do: {again} goes on")
+        say(f"Stopped with {runner.left} of {sweep.runs} runs to do; the same command goes on")
         return 128 + runner.stopped_by
     if not any(run.state == "finished" for run in folder.runs):
         say("No run has finished, so none is the best")

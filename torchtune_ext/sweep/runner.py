@@ -55,26 +55,20 @@ class SweepRun:
 
 
 class SweepFolder:
-    """The folder of a sweep. One process has it from `begin` on.
+    """The folder of a sweep. One process has it from `begin` on. A sweep that began in it goes on.
 
     Raises:
-        ValueError: the folder holds a sweep and `resume` is False, or holds another one, or something else.
+        ValueError: the folder holds another sweep, or something else.
     """
 
-    def __init__(self, path: Path, sweep: Sweep, words: Sequence[str], seed: int, resume: bool):
-        self.path, self.sweep, self.resume = path, sweep, resume
+    def __init__(self, path: Path, sweep: Sweep, words: Sequence[str], seed: int):
+        self.path, self.sweep = path, sweep
         self.words, self.seed = list(words), seed
         self.runs: list[SweepRun] = []
         self._lock: TextIO | None = None
-        held = (path / SWEEP).exists()
-        if held and not resume:
-            raise Mistake(f"{path} holds a sweep; go on with it (--resume), or choose another folder (--out)")
-        if not held and resume:
-            raise Mistake(f"--resume: {path} holds no sweep; leave --resume out, or name its folder (--out)")
-        if not held and any(each.name not in (LOCK, FILE) for each in path.glob("*")):
+        if not (path / SWEEP).exists() and any(each.name not in (LOCK, FILE) for each in path.glob("*")):
             raise Mistake(f"{path} is not empty, and holds no sweep; choose another folder (--out)")
-        if held:
-            self._read()
+        self._read()
 
     def begin(self) -> None:
         """Takes the folder, and writes the file of the sweep and the record.
@@ -97,9 +91,8 @@ class SweepFolder:
         except OSError:
             # A file system without locks.
             pass
-        if self.resume:
-            # Until now another process may have gone on with it.
-            self._read()
+        # Until now another process may have gone on with it.
+        self._read()
         write_atomic(self.path / FILE, self.sweep.text.encode())
         self.save()
 
@@ -121,7 +114,7 @@ class SweepFolder:
             "seed": self.seed,
             "runs": [asdict(run) for run in self.runs],
         }
-        with explained(f"{self.path / SWEEP} cannot be written", "Make room; --resume goes on"):
+        with explained(f"{self.path / SWEEP} cannot be written", "Make room; the same command goes on"):
             write_atomic(self.path / SWEEP, (json.dumps(record, indent=1) + "\n").encode())
 
     def close(self) -> None:
@@ -130,18 +123,19 @@ class SweepFolder:
             self._lock.close()
 
     def _read(self) -> None:
-        """Reads the record of a sweep that goes on. Raises ValueError if it began with another file, or other settings."""
-        record = read_sweep_record(self.path)
+        """Reads the record, where there is one. Raises ValueError if the sweep began with another file, or other settings."""
+        if not (self.path / SWEEP).exists():
+            return
+        record, file = read_sweep_record(self.path), self.path / FILE
         names = [each.name for each in fields(SweepRun)]
         self.runs = [SweepRun(**{name: run[name] for name in names if name in run}) for run in record["runs"]]
-        self.seed = record["seed"]
-        file = self.path / FILE
         with explained(f"{file} cannot be read", "Begin again in another folder (--out)"):
             same = file.read_text(encoding="utf-8") == self.sweep.text
-        if not same or (self.words and self.words != record["words"]):
-            words = " ".join(["torchtune-ext sweep", str(file), *record["words"]])
-            raise Mistake(f"--resume: this sweep began as {words}; go on with that, or begin in another folder (--out)")
-        self.words = record["words"]
+        if not same or (self.words, self.seed) != (record["words"], record["seed"]):
+            words = " ".join(["torchtune-ext sweep", str(file), f"--seed {record['seed']}", *record["words"]])
+            raise Mistake(
+                f"{self.path} holds a sweep that began as {words}; go on with that, or choose another folder (--out)"
+            )
 
 
 class Runner:
@@ -282,7 +276,7 @@ class Runner:
             run.state, run.cause = "failed", cause(place / OUTPUT, status)
         self.folder.save()
         if run.state == "waiting":
-            say(f"{run.id} ended where it was; --resume goes on with it")
+            say(f"{run.id} ended where it was; the same command goes on with it")
         else:
             reads = "" if run.value is None else f", {metric} {run.value:.4g}"
             why = f": {run.cause}" if run.cause else ""

@@ -106,7 +106,7 @@ def test_words_of_the_command_are_checked(refusal):
     assert "there is no option --job; see torchtune-ext sweep --help" in refusal("--job=2")
     assert "there is no option --restart; see torchtune-ext sweep --help" in refusal("--restart")
     assert "--out a=b: runs cannot be given such a folder in a word" in refusal("--out", "a=b")
-    assert "--resume: runs/sweeps/s holds no sweep" in refusal("--resume")
+    assert "there is no option --resume; see torchtune-ext sweep --help" in refusal("--resume")
 
 
 def test_files_that_are_no_sweeps(workplace, monkeypatch, capsys):
@@ -129,20 +129,20 @@ def test_a_used_folder_and_another_file_are_refused(tmp_path):
     assert runner.run()
     folder.close()
     sweep = read_sweep(file)
-    with pytest.raises(ValueError, match=r"out holds a sweep; go on with it \(--resume\), or choose another folder"):
-        SweepFolder(tmp_path / "out", sweep, [], 0, resume=False)
-    with pytest.raises(
-        ValueError, match="--resume: this sweep began as torchtune-ext sweep .*/sweep.yaml steps=1; go on with that"
-    ):
-        SweepFolder(tmp_path / "out", sweep, ["steps=2"], 0, resume=True)
-    assert SweepFolder(tmp_path / "out", sweep, [], 0, resume=True).words == ["steps=1"]
+    began = (
+        "out holds a sweep that began as torchtune-ext sweep .*/sweep.yaml --seed 0 steps=1; go on with that, or choose"
+    )
+    for words, seed in ((["steps=2"], 0), ([], 0), (["steps=1"], 1)):
+        with pytest.raises(ValueError, match=began):
+            SweepFolder(tmp_path / "out", sweep, words, seed)
+    assert [run.state for run in SweepFolder(tmp_path / "out", sweep, ["steps=1"], 0).runs] == ["finished"] * 2
     small_sweeps.write(file, "parameters: {lr: {values: [0.1, 0.3]}}\n")
-    with pytest.raises(ValueError, match="--resume: this sweep began as torchtune-ext sweep .*/sweep.yaml steps=1"):
-        SweepFolder(tmp_path / "out", read_sweep(file), [], 0, resume=True)
+    with pytest.raises(ValueError, match=began):
+        SweepFolder(tmp_path / "out", read_sweep(file), ["steps=1"], 0)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").touch()
     with pytest.raises(ValueError, match="is not empty, and holds no sweep"):
-        SweepFolder(tmp_path / "other", sweep, [], 0, resume=False)
+        SweepFolder(tmp_path / "other", sweep, [], 0)
     (tmp_path / "out" / "sweep.json").write_text('{"format": 2}')
     with pytest.raises(ValueError, match="is damaged .*format 2, not 1.* a sweep begins again in another folder"):
-        SweepFolder(tmp_path / "out", sweep, [], 0, resume=True)
+        SweepFolder(tmp_path / "out", sweep, [], 0)

@@ -186,7 +186,7 @@ def test_a_failed_run_counts_for_a_search_as_the_worst(tmp_path):
 def test_two_processes_do_not_run_one_sweep(tmp_path):
     file = small_sweeps.write(tmp_path / "lr.yaml", RATES)
     sweep = read_sweep(file)
-    first, second = (SweepFolder(tmp_path / "out", sweep, [], 0, resume=False) for _ in range(2))
+    first, second = (SweepFolder(tmp_path / "out", sweep, [], 0) for _ in range(2))
     assert not (tmp_path / "out").exists(), "a sweep that did not begin leaves nothing"
     first.begin()
     with pytest.raises(ValueError, match="another process runs this sweep"):
