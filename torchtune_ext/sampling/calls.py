@@ -323,40 +323,24 @@ async def within(limit_s: float, what: str) -> AsyncIterator[None]:
         raise CoreLost(f"{what} within {limit_s:g} s") from None
 
 
-async def bounded(
-    core: Core,
-    call: Awaitable[Any],
-    deadline_s: float,
-    name: str,
-    cpu_seconds: Callable[[], float] | None = None,
-    idle_s: float = float("inf"),
-) -> Any:
+async def bounded(core: Core, call: Awaitable[Any], deadline_s: float, name: str) -> Any:
     """Awaits a call into the engine, which by itself would never return when the engine dies meanwhile.
 
-    Args: core: asked whether it is dead; deadline_s: seconds that the call may take; name: of the call, in messages;
-    cpu_seconds: returns the CPU time that the engine's processes have used; idle_s: seconds without more CPU time after
-    which the engine counts as frozen, long before the deadline of a long call has passed.
+    Args: core: asked whether it is dead; deadline_s: seconds that the call may take; name: of the call, in messages.
     Raises: CoreLost, after which this life is over; ValueError, as the call raises it.
     """
-    started = moved = looked = time.monotonic()
-    used, poll_s = -1.0, min(POLL_S, deadline_s / 10, idle_s / 10)
+    give_up_at = time.monotonic() + deadline_s
     task = asyncio.ensure_future(call)
     task.add_done_callback(fetch_error)
     try:
         while True:
-            await asyncio.wait({task}, timeout=poll_s)
-            now = time.monotonic()
+            await asyncio.wait({task}, timeout=min(POLL_S, deadline_s / 10))
             if task.done():
                 return task.result()
             if core.dead:
                 raise CoreLost(f"{core.ending()} during {name}")
-            if now > started + deadline_s:
+            if time.monotonic() > give_up_at:
                 raise CoreLost(f"the engine did not answer {name} within {deadline_s:g} s")
-            if cpu_seconds is not None and now > looked + min(2.0, idle_s / 4):
-                looked, before, used = now, used, cpu_seconds()
-                moved = now if used > before else moved
-                if now > moved + idle_s:
-                    raise CoreLost(f"the engine is frozen: no CPU time used for {idle_s:g} s in {name}")
     except (CoreLost, ValueError):
         raise
     except Exception as error:  # vLLM wraps what happened in its process in a bare Exception

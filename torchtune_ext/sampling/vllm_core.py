@@ -9,13 +9,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.sampling import early
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
-from torchtune_ext.sampling.child_process import ChildProcess, descendants_cpu_seconds, log_tail
+from torchtune_ext.sampling.child_process import ChildProcess, log_tail
 from torchtune_ext.sampling.early import child_environment
 from torchtune_ext.sampling.engine_args import engine_environment, one_machine
 from torchtune_ext.sampling.records import Completion, EngineConfig
@@ -26,9 +25,6 @@ ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an upda
 
 class VLLMCore:
     """The half of a `Core` that speaks of weights. `Core` says what its methods promise."""
-
-    # Returns the seconds of CPU time that the engine has used, where that can be known.
-    cpu_seconds: Callable[[], float] | None = None
 
     def __init__(self, config: EngineConfig, life: str = ""):
         """Args: life: stands before the versions in salts, where others use the engine, too."""
@@ -49,9 +45,8 @@ class VLLMCore:
         return await bounded(self, self.rpc(method, **arguments), self.config.probe_deadline_s, method)
 
     async def slow(self, method: str, /, **arguments: Any) -> Any:
-        """Makes a call that moves weights: it may take long, but not stand still. Raises CoreLost, ValueError."""
-        limit_s, idle_s = self.config.rpc_deadline_s, self.config.probe_deadline_s
-        return await bounded(self, self.rpc(method, **arguments), limit_s, method, self.cpu_seconds, idle_s)
+        """Makes a call that moves weights, and may take long. Raises CoreLost, ValueError."""
+        return await bounded(self, self.rpc(method, **arguments), self.config.rpc_deadline_s, method)
 
     async def ping(self, deadline_s: float) -> None:
         await bounded(self, self.rpc("is_paused"), deadline_s, "is_paused")
@@ -166,7 +161,6 @@ class RemoteCore(ChildProcess, VLLMCore):
         environ = child_environment(environ | {"VLLM_RPC_BASE_PATH": temp_dir})
         first, begun = [model_dir, config, str(log_path), environ], early.take()
         ChildProcess.__init__(self, "the engine's client", early.CLIENT, log_path, self._hear, first, environ, begun)
-        self.cpu_seconds = partial(descendants_cpu_seconds, self.group)  # without the client
 
     def configure(self) -> None:
         """Lets the client import vLLM and make its configuration, and waits for that. Raises ValueError when vLLM refuses the
