@@ -2,7 +2,7 @@
 
 Completions go over HTTP (`/inference/v1/generate`: token ids in, token ids, log-probs and versions out). Weights do
 not: a server on the trainer's machine may read them out of its memory, one anywhere is in a group with the trainer's sender
-(`transfer/`). Either has to know our loader. `server_command` gives the command line that starts such a server.
+(`courier.py`). Either has to know our loader. `server_command` gives the command line that starts such a server.
 
 Anyone who reaches the server's weight routes can replace the model, so every request carries a key. It lives in an
 environment variable on both sides (`KEY_VARIABLE`), never in a config, a log or a command line.
@@ -15,7 +15,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -288,9 +287,7 @@ class ServerCore(VLLMCore):
         only_adapter = all(buffer.adapter is not None for buffer in buffers)
         if self.replaced and buffers and only_adapter:
             raise Mistake(f"publish: an adapter, but {self.other_model()}")
-        # Servers that take weights over the network get them together.
-        with self.courier.expecting(self.address) if buffers and self.transfer != "shm" else nullcontext():
-            times = await super().load(buffers, version)
+        times = await super().load(buffers, version)
         if buffers:
             self.replaced, self._resumed = self.replaced and only_adapter, time.monotonic()
         return times
@@ -312,8 +309,8 @@ class ServerCore(VLLMCore):
     async def bring(self, buffer: WeightBuffer, version: int) -> None:
         if self.transfer == "shm":
             return await super().bring(buffer, version)
-        # The courier keeps its own deadline for each try; this one is for a courier that does not.
-        limit_s = 4 * (self.config.rpc_deadline_s + self.config.probe_deadline_s + START_S)
+        # The courier keeps its own deadline for each server; this one is for a courier that does not.
+        limit_s = (1 + len(self.peers)) * (self.config.rpc_deadline_s + START_S)
         await bounded(self, self.courier.deliver(self, buffer, version), limit_s, "deliver")
 
     async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
