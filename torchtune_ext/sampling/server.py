@@ -23,7 +23,7 @@ import torch
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.courier import START_S, Courier
-from torchtune_ext.sampling.engine_args import LOADER
+from torchtune_ext.sampling.engine_args import LOADER, transfer_of
 from torchtune_ext.sampling.records import TRANSFERS, Completion, EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, authorization, server_command, server_key, shown_command
 from torchtune_ext.sampling.vllm_core import VLLMCore
@@ -63,6 +63,12 @@ METRICS = {  # names on vLLM's Prometheus page -> our names
 def _message(error: Exception) -> str:
     """Returns the text of an error of aiohttp. Its `repr` would hold the headers of the request, and so the key."""
     return f"{type(error).__name__}: {error}"
+
+
+def _unlike(has: dict[str, Any], needs: dict[str, Any]) -> list[str] | None:
+    """Returns those facts that differ, of the one and of the other, in words; None: none does."""
+    keys = [key for key in {**needs, **has} if has.get(key) != needs.get(key)]
+    return [", ".join(f"{key}={each.get(key)}" for key in keys) for each in (has, needs)] if keys else None
 
 
 class ServerCore(VLLMCore):
@@ -139,70 +145,59 @@ class ServerCore(VLLMCore):
         """Takes what a server says of itself that is of the kind which the run needs. Args: info: vLLM's configuration, as its
         route `/server_info` returns it. Raises ValueError, which says what differs and how to start the server."""
         model, cache, parallel = info["model_config"], info["cache_config"], info["parallel_config"]
-        config, address, self._model = self.config, self.address, model["model"]
+        config, self._model = self.config, model["model"]
         transfer = (info.get("weight_transfer_config") or {}).get("backend")
-
-        def refuse(what: str) -> None:
-            raise Mistake(f"engine.address: {address} {what}; start it like this: {self.how()}")
-
-        if model["logprobs_mode"] != "processed_logprobs":
-            refuse(
-                f"gives log-probs of the kind {model['logprobs_mode']!r}, not those under the sampling temperature",
-            )
-        if transfer not in TRANSFERS[1:] or parallel.get("worker_extension_cls", LOADER) != LOADER:
-            refuse("was not started to take weights from this trainer")
-        dtype = str(model.get("dtype", config.dtype)).rpartition(".")[2]
-        if config.dtype not in ("auto", dtype):
-            refuse(f"computes in {dtype}, and engine.dtype is {config.dtype}")
-        if config.transfer not in ("auto", transfer):
-            refuse(f"takes weights by {transfer}, and engine.transfer is {config.transfer}")
-        if (parallel.get("data_parallel_size") or 1) > 1:
-            refuse(
-                "runs with data parallelism, whose ranks are not told of new weights: start a server for each instead"
-            )
-        device = (info.get("device_config") or {}).get("device")
-        there, here = device != "cpu", torch.cuda.is_available()
-        if transfer == "nccl" and not (there and here):
-            side = "this trainer has none" if there else f"{address} runs on {device}"
-            both = "" if there or here else ", and this trainer has none"
+        has = {
+            "logprobs_mode": model["logprobs_mode"],
+            "transfer": transfer,
+            "worker_extension_cls": parallel.get("worker_extension_cls", LOADER),
+            "dtype": str(model.get("dtype", config.dtype)).rpartition(".")[2],
+            "quantization": "fp8" if model.get("quantization") == "fp8" else "none",
+            "scheduling_policy": info["scheduler_config"]["policy"],
+            "data_parallel_size": parallel.get("data_parallel_size") or 1,
+            "max_lora_rank": (info.get("lora_config") or {}).get("max_lora_rank", 0),
+            "max_model_len": model["max_model_len"],
+        }
+        needs = has | {
+            "logprobs_mode": "processed_logprobs",  # those under the sampling temperature
+            "worker_extension_cls": LOADER,
+            "quantization": "fp8" if config.quantization else "none",
+            "scheduling_policy": "priority",  # else a canary would wait behind all samples
+            "data_parallel_size": 1,  # other ranks would not be told of new weights
+            "max_lora_rank": max(has["max_lora_rank"], config.lora_rank or 0),
+            "max_model_len": max(has["max_model_len"], config.max_model_len),
+        }
+        needs |= {name: value for name in ("dtype", "transfer") if (value := getattr(config, name)) != "auto"}
+        if needs["transfer"] not in TRANSFERS[1:]:
+            needs["transfer"] = transfer_of(config)
+        if unlike := _unlike(has, needs):
+            theirs, ours = unlike
             raise Mistake(
-                f"engine.transfer: nccl moves weights between GPUs only, and {side}{both}; use engine.transfer=gloo, and start "
-                f"the server like this: {self.how()}"
+                f"engine.address: {self.address} has {theirs}, and this run needs {ours}; start it like this: {self.how()}"
             )
-        if info["scheduler_config"]["policy"] != "priority":
-            refuse("serves requests as they come, so a canary would wait behind all samples")
-        if (config.lora_rank or 0) > (info.get("lora_config") or {}).get("max_lora_rank", 0):
-            refuse(f"has no room for an adapter of rank {config.lora_rank}, which this run publishes")
-        if bool(config.quantization) != (model.get("quantization") == "fp8"):
-            precision = model.get("quantization") or model.get("dtype") or "full precision"
-            published = "FP8 blocks" if config.quantization else "none in FP8"
-            refuse(f"holds its layers in {precision}, and this run publishes {published}")
-        if model["max_model_len"] < config.max_model_len:
+        on_cpu = (info.get("device_config") or {}).get("device") == "cpu"
+        if transfer == "nccl" and (on_cpu or not torch.cuda.is_available()):
             raise Mistake(
-                f"engine.max_model_len is {config.max_model_len}, but {address} was started with "
-                f"{model['max_model_len']}; lower the one or raise the other"
+                f"engine.transfer: nccl moves weights between GPUs only, and {self.address if on_cpu else 'this trainer'} has "
+                f"none; use engine.transfer=gloo, and start the server like this: {self.how()}"
             )
         text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
         # Its folder may lie elsewhere on another machine.
-        facts = {"model": Path(model["model"]).name} | {name: text[name] for name in SIZES if name in text}
-        facts |= {name: model.get(name) for name in ("max_model_len", "dtype", "logprobs_mode")}
-        self.require_alike(facts)
+        facts = {"model": Path(model["model"]).name, "max_model_len": model["max_model_len"], "dtype": has["dtype"]}
+        self.require_alike(facts | {name: text[name] for name in SIZES if name in text})
         self.transfer, self.workers = transfer, parallel.get("world_size") or 1
         self.block = cache["block_size"]
         self.cache_tokens = (cache["num_gpu_blocks"] or 0) * self.block
-        self.vocabulary = facts.get("vocab_size") or sys.maxsize  # else the server refuses what is too large
+        self.vocabulary = text.get("vocab_size") or sys.maxsize  # else the server refuses what is too large
 
     def require_alike(self, facts: dict[str, Any]) -> None:
         """Raises ValueError where the server differs from what it was before, or else from the first one of the run."""
-        first, expected = next(iter(self.peers.items()), (self.address, facts))
-        if self.address in self.peers:
-            first, expected = f"{self.address} when the run began", self.peers[self.address]
-        keys = [key for key in {**expected, **facts} if facts.get(key) != expected.get(key)]
-        if keys:
-            has, should = (", ".join(f"{key}={each.get(key)}" for key in keys) for each in (facts, expected))
+        first = self.address if self.address in self.peers else next(iter(self.peers), self.address)
+        if unlike := _unlike(facts, self.peers.get(first, facts)):
             raise Mistake(
-                f"engine.address: {self.address} has {has}, but {first} has {should}; the servers of a run have to be alike: "
-                f"start {self.address} with the model and the flags of {first}, or leave it out"
+                f"engine.address: {self.address} has {unlike[0]}, but when this run met {first}, that had {unlike[1]}; the "
+                f"servers of a run have to be alike: start {self.address} with the model and the flags of {first}, or leave it "
+                "out"
             )
         self.peers[self.address] = facts
 
