@@ -183,7 +183,7 @@ class Client:
         # A path has to be named; nothing is read there, since the adapter is in the engine already.
         lora = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory") if adapted else None
         try:
-            with call.running(self.calls, lambda: self._llm.abort(call.id)):
+            with call.running(self.calls):
                 outputs = self._llm.generate(
                     prompt, self._params(call), call.id, lora_request=lora, priority=call.priority
                 )

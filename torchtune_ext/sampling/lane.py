@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from enum import Enum
 from functools import wraps
 from typing import Any
@@ -133,12 +134,12 @@ class Lane:
 
         Raises EngineFailed, WeightsIncomplete, ValueError; CoreLost when the request has to go to another engine, since
         this one was lost and another one serves."""
-        self._expect(group, await self.life())
+        self._expect(group, await self.awake(elsewhere=True))
         if not await self.throttle.acquire(group.priority):
             raise CoreLost(f"{self.name} was lost")
         try:
             while True:
-                core = await self.life()
+                core = await self.awake(elsewhere=True)
                 name, first = f"{os.getpid()}-{next(self._pool.ids)}", self._pool.first_version
                 call = Call(name, group.prompt, group.sampling, group.seeds[sample], first, group.priority)
                 try:
@@ -165,24 +166,6 @@ class Lane:
         """Notes that a request has finished, so that the engine works: the row of failures ends."""
         self.failures, self._moved = 0, time.monotonic()
 
-    async def life(self) -> Core:
-        """Waits for a life that can sample. Raises EngineFailed, WeightsIncomplete; CoreLost once another engine serves
-        and this one does not."""
-        core = self.core
-        if core is not None and self._changed.is_set() and not self.closed and not core.asleep:
-            return core
-        awake = asyncio.ensure_future(self.awake())
-        awake.add_done_callback(fetch_error)
-        try:
-            while True:
-                await asyncio.wait({awake}, timeout=LOOK_S)
-                if awake.done():
-                    return awake.result()
-                if not self.serves and self._pool.others_serve(self):
-                    raise CoreLost(f"{self.name} was lost")
-        finally:
-            awake.cancel()
-
     def on_step(self, step: Step) -> None:
         """Takes the counters of one step of the engine."""
         self._moved, self._counts_steps = time.monotonic(), True
@@ -206,15 +189,18 @@ class Lane:
                 await self._give_up(f"{self.name} did not start: {error}", cause=error)
         self._watching = asyncio.create_task(self._watch())
 
-    async def ready(self) -> Core:
-        """Waits for a working engine. Raises EngineFailed."""
-        if not self._changed.is_set():
-            # Every start is bounded by its own deadlines, so this wait needs only a distant one.
-            limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
-            try:
-                await asyncio.wait_for(self._changed.wait(), limit)
-            except TimeoutError:
-                raise EngineFailed(f"{self.name} was not ready within {limit:g} s") from None
+    async def ready(self, elsewhere: bool = False) -> Core:
+        """Waits for a working engine. Raises EngineFailed; with `elsewhere` CoreLost, once another engine serves meanwhile."""
+        # Every start is bounded by its own deadlines, so this wait needs only a distant one.
+        limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
+        give_up_at = time.monotonic() + limit
+        while not self._changed.is_set():
+            if elsewhere and self._pool.others_serve(self):
+                raise CoreLost(f"{self.name} was lost")
+            if time.monotonic() > give_up_at:
+                raise EngineFailed(f"{self.name} was not ready within {limit:g} s")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), LOOK_S)
         if self.closed:
             raise EngineFailed("the engine is closed")
         if self.failed is not None:
@@ -281,11 +267,11 @@ class Lane:
             except CoreLost as error:
                 await self.lose(core, str(error))
 
-    async def awake(self) -> Core:
-        """Waits for an engine that can sample. Raises EngineFailed; WeightsIncomplete when it sleeps and there are none to
+    async def awake(self, elsewhere: bool = False) -> Core:
+        """Waits for an engine that can sample. Raises what `ready` does; WeightsIncomplete when it sleeps and there are none to
         wake it with."""
         while True:
-            core = await self.ready()
+            core = await self.ready(elsewhere)
             if not core.asleep:
                 return core
             await self._wake(core)
@@ -297,7 +283,7 @@ class Lane:
                 if core is self.core and core.asleep:
                     await self._load_buffers(core)
         except CoreLost as error:
-            await self.lose(core, str(error))
+            self.lose(core, str(error))
 
     async def close(self) -> None:
         """Ends the present life and every wait for an engine."""

@@ -241,7 +241,7 @@ class ServerCore(VLLMCore):
             "stream_options": {"include_usage": True} if call.streams else None,
             "sampling_params": call.vllm_params(),
         }
-        with call.running(self.calls, lambda: self._abort(call)):
+        with call.running(self.calls):
             return await self._generate(call, body)
 
     async def _generate(self, call: Call, body: dict[str, Any]) -> Completion:
