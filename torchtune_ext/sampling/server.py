@@ -79,11 +79,10 @@ class ServerCore(VLLMCore):
     def __init__(self, config: EngineConfig, on_step: Callable[[Step], None]):
         assert config.address is not None
         self.life = secrets.token_hex(8)  # a server outlives trainers, whose versions begin anew
-        super().__init__(config, self.life)
-        self.address, self.on_step = config.address.rstrip("/"), on_step
+        super().__init__(config, on_step, self.life)
+        self.address = config.address.rstrip("/")
         self.sign_of_life = time.monotonic()
         self.dead = False
-        self._resumed: float | None = None  # time.monotonic() of our last resume, until its preemptions have passed
         self._session: Any = None
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # the real one is known after the launch
@@ -284,7 +283,7 @@ class ServerCore(VLLMCore):
             raise Mistake(f"publish: an adapter, but {self.other_model()}")
         times = await super().load(buffers, version)
         if buffers:
-            self.replaced, self._resumed = self.replaced and only_adapter, time.monotonic()
+            self.replaced = self.replaced and only_adapter
         return times
 
     async def prepare(self, buffers: Sequence[WeightBuffer]) -> None:
@@ -341,23 +340,22 @@ class ServerCore(VLLMCore):
     async def _poll_metrics(self) -> None:
         while not self.dead:
             await asyncio.sleep(METRICS_S)
-            request_time = time.monotonic()
             try:
                 text = await bounded(self, self._request("GET", "/metrics"), 30.0, "metrics")
             except (CoreLost, ValueError):
                 continue  # the watch or the next request finds out
             try:
-                step = self._step(text, request_time)
+                step = self._step(text)
                 if step is not None:
                     self.sign_of_life = time.monotonic()
-                    self.on_step(step)
+                    self.count(step)
             except Exception as error:  # nobody waits for this task, so the watch ends the run with this error
                 self.broken = error
                 return
 
-    def _step(self, text: str, request_time: float) -> Step | None:
+    def _step(self, text: str) -> Step | None:
         """Returns what has changed since the last look; None where the engine has requests and has made no step. Args: text:
-        vLLM's Prometheus page; request_time: time.monotonic() when it was requested."""
+        vLLM's Prometheus page."""
         now = dict.fromkeys(METRICS.values(), 0.0)
         for line in text.splitlines():
             name = METRICS.get(line.split("{")[0].split(" ")[0])
@@ -368,18 +366,14 @@ class ServerCore(VLLMCore):
         if self._last is not None and busy and now["steps"] and now["steps"] == last["steps"]:
             return None
         self._last = now
-        step = Step(
+        return Step(
             usage=now["usage"],
             running=int(now["running"]),
             waiting=int(now["waiting"]),
-            # Our own pause throws every request out, which the server counts as each of them runs again.
-            preempted=int(now["preempted"] - last["preempted"]) if self._resumed is None else 0,
+            preempted=int(now["preempted"] - last["preempted"]),
             prefix_queries=int(now["queries"] - last["queries"]),
             prefix_hits=int(now["hits"] - last["hits"]),
         )
-        if self._resumed is not None and request_time > self._resumed + METRICS_S and not step.waiting:
-            self._resumed = None
-        return step
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         async for part in self._open(method, path, body):

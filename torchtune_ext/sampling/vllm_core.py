@@ -26,9 +26,11 @@ ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an upda
 class VLLMCore:
     """The half of a `Core` that speaks of weights. `Core` says what its methods promise."""
 
-    def __init__(self, config: EngineConfig, life: str = ""):
-        """Args: life: stands before the versions in salts, where others use the engine, too."""
-        self.config, self._life = config, life
+    def __init__(self, config: EngineConfig, on_step: Callable[[Step], None], life: str = ""):
+        """Args: on_step: takes the counters of each step; life: stands before the versions in salts, where others use the
+        engine, too."""
+        self.config, self.on_step, self._life = config, on_step, life
+        self.thrown_out = 0  # requests that our own pauses may have thrown out, and that have not come again yet
         self.calls: dict[str, Call] = {}
         self.cache_tokens = self.block = self.vocabulary = 0  # known after the launch
         self.asleep = 0  # level of sleep
@@ -39,6 +41,13 @@ class VLLMCore:
     def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
         """Calls a method of `AsyncLLM`, by its name there. Raises CoreLost, ValueError."""
         raise NotImplementedError
+
+    def count(self, step: Step) -> None:
+        """Hands the counters of a step on, without the preemptions of our own pauses. A pause that clears the cache throws out
+        every running request as a full cache would, and vLLM counts that with the request's next token."""
+        forgiven = min(step.preempted, self.thrown_out)
+        self.thrown_out -= forgiven
+        self.on_step(replace(step, preempted=step.preempted - forgiven))
 
     async def quick(self, method: str, /, **arguments: Any) -> Any:
         """Makes a call that the engine answers between two steps. Raises CoreLost, ValueError."""
@@ -67,6 +76,7 @@ class VLLMCore:
             await self.quick("pause_generation", mode="keep", clear_cache=False)
             if self.config.kv_on_publish == "recompute":
                 # It throws out all requests in flight, whose keys and values are then computed again.
+                self.thrown_out = len(self.calls)
                 if not await self.quick("reset_prefix_cache", reset_running_requests=True):
                     raise CoreLost(
                         "the engine refused to clear its KV cache, and would go on with keys and values of the old weights"
@@ -141,6 +151,7 @@ class VLLMCore:
 
     async def sleep(self, level: int) -> None:
         await self.ping(self.config.probe_deadline_s)
+        self.thrown_out = len(self.calls)
         await self.slow("sleep", level=level, mode="keep")
         self.asleep = level
 
@@ -153,8 +164,8 @@ class RemoteCore(ChildProcess, VLLMCore):
         self, model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]
     ):
         """Starts the client's process; it imports vLLM in the background. `launch` waits for it. Raises OSError."""
-        VLLMCore.__init__(self, config)
-        self.on_step, self.log = on_step, log_path
+        VLLMCore.__init__(self, config, on_step)
+        self.log = log_path
         self._configured = False
         self.log_start = log_path.stat().st_size if log_path.exists() else 0
         environ = engine_environment(config) | {"VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir} | one_machine()
@@ -197,6 +208,6 @@ class RemoteCore(ChildProcess, VLLMCore):
             self.ended = value
         elif kind == "step" and self.broken is None:
             try:
-                self.on_step(value)
+                self.count(value)
             except Exception as error:
                 self.broken = error  # the lane ends the run over it
