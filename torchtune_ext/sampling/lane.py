@@ -221,12 +221,12 @@ class Lane:
     async def load(self) -> tuple[float, float]:
         """Brings newly published weights into the engine. Returns the seconds of pause and of loading.
 
-        When the update fails, the engine is started again, and takes the weights then. Raises EngineFailed; ValueError
-        when the engine refuses them and goes on with what it has.
+        When the update fails, the engine is started again, and takes the weights then. Raises EngineFailed; CoreLost when it
+        is lost and another one serves; ValueError when the engine refuses them and goes on with what it has.
         """
         started = time.monotonic()
         if self.state is not State.BEHIND:  # which is ready once this is over
-            await self.ready()
+            await self.ready(elsewhere=True)
         async with self._control:
             core = self.core
             if core is not None:
@@ -237,8 +237,8 @@ class Lane:
                 except CoreLost as error:
                     cause = f"publication: {error}"
         if core is not None:
-            await self.lose(core, cause)
-        await self.ready()  # a new engine begins with the weights of the buffers
+            self.lose(core, cause)
+        await self.ready(elsewhere=True)  # a new engine begins with the weights of the buffers
         return time.monotonic() - started, 0.0
 
     @undisturbed
@@ -259,13 +259,14 @@ class Lane:
                 await self.lose(core, str(error))  # the new one is awake: once more
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """Returns what each worker of the engine says of the weights that it has taken. Raises EngineFailed."""
+        """Returns what each worker of the engine says of the weights that it has taken. Raises EngineFailed; CoreLost when it
+        is lost and another one serves."""
         while True:
-            core = await self.awake()
+            core = await self.awake(elsewhere=True)
             try:
                 return await core.checksums()
             except CoreLost as error:
-                await self.lose(core, str(error))
+                self.lose(core, str(error))
 
     async def awake(self, elsewhere: bool = False) -> Core:
         """Waits for an engine that can sample. Raises what `ready` does; WeightsIncomplete when it sleeps and there are none to

@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from torchtune_ext.sampling.calls import Core, CoreLost, Submission, fetch_error, together
+from torchtune_ext.sampling.calls import Core, CoreLost, Submission, together
 from torchtune_ext.sampling.engine_args import engine_configs
-from torchtune_ext.sampling.lane import COUNTS, LOOK_S, Lane, State
+from torchtune_ext.sampling.lane import COUNTS, Lane, State
 from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats
 from torchtune_ext.sampling.weight_buffer import Buffers
 
@@ -179,31 +179,24 @@ class Pool:
 
     # -- all engines --------------------------------------------------------------------------------------------------
 
-    async def _each(self, work: Callable[[Lane], Awaitable[T]], some: Sequence[Lane]) -> dict[Lane, T]:
-        """Asks some engines, or, where there is none, those that come up. One that is lost meanwhile is not waited for once
-        another one has answered: it comes back by itself, and only with the current weights.
+    async def _each(self, work: Callable[[Lane], Awaitable[T]], lanes: Sequence[Lane]) -> dict[Lane, T]:
+        """Asks some engines, or, where there is none, those that come up. One that is lost while another one serves raises
+        CoreLost, and is not waited for: it comes back by itself, and only with the current weights.
 
         Raises: ValueError when one refuses; when none answers, the error of the first.
         """
-        lanes = some or self.left or self.lanes
-        tasks = {asyncio.ensure_future(work(lane)): lane for lane in lanes}
-        pending, answers, errors = set(tasks), {}, []
-        try:
-            while pending and not (answers and not any(tasks[task].up for task in pending)):
-                done, pending = await asyncio.wait(pending, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    if (error := task.exception()) is None:
-                        answers[tasks[task]] = task.result()
-                    else:
-                        errors.append(error)
-        finally:
-            for task in pending:
-                task.add_done_callback(fetch_error)
-                task.cancel()  # what may not be broken off goes on (`lane.undisturbed`)
-        refused = [error for error in errors if isinstance(error, ValueError)]
-        if refused or not answers:
-            raise (refused or errors)[0]
-        return answers
+        while True:
+            lanes = lanes or self.left or self.lanes
+            results = await asyncio.gather(*map(work, lanes), return_exceptions=True)
+            errors = [result for result in results if isinstance(result, BaseException)]
+            answers = {lane: r for lane, r in zip(lanes, results, strict=True) if not isinstance(r, BaseException)}
+            if refused := [error for error in errors if isinstance(error, ValueError)]:
+                raise refused[0]
+            if answers:
+                return answers
+            if not any(isinstance(error, CoreLost) for error in errors):
+                raise errors[0]
+            lanes = self.left  # the others were lost after it, and somebody comes back
 
     async def load(self, version: int) -> tuple[float, float]:
         """Brings newly published weights into every engine. Returns the longest pause and the longest loading among them, in
