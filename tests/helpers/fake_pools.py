@@ -133,4 +133,4 @@ def run(scenario, monkeypatch, *args, **kwargs):
 
 
 def states(bench):
-    return [lane.health.state for lane in bench.pool.lanes]
+    return [lane.state for lane in bench.pool.lanes]

@@ -1,7 +1,6 @@
 """A client of vLLM that plants a fault, once, whenever the file FAULT names one. Tests set `early.CLIENT` to this module."""
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -22,15 +21,10 @@ class FaultyClient(client_process.Client):
 
     async def launch(self):
         answer = await super().launch()
-        clear, update, rpc = self._llm.reset_prefix_cache, self._llm.update_weights, self._llm.collective_rpc
+        clear, rpc = self._llm.reset_prefix_cache, self._llm.collective_rpc
 
         async def reset_prefix_cache(**options):
             return False if planted("the cache is not cleared") else await clear(**options)
-
-        async def update_weights(request):
-            if planted("frozen in the load"):
-                os.kill(self.process.pid, signal.SIGSTOP)
-            return await update(request)
 
         async def collective_rpc(method, *arguments, **options):
             if method == "load_adapter":
@@ -39,8 +33,7 @@ class FaultyClient(client_process.Client):
                 self.forgotten = planted("the adapter is forgotten")
             return await rpc(method, *arguments, **options)
 
-        self._llm.reset_prefix_cache, self._llm.update_weights = reset_prefix_cache, update_weights
-        self._llm.collective_rpc = collective_rpc
+        self._llm.reset_prefix_cache, self._llm.collective_rpc = reset_prefix_cache, collective_rpc
         return answer
 
     async def generate(self, call, salt, adapted):

@@ -42,8 +42,6 @@ def receive(update_info):
         while STATE["fault"] == "stall":
             time.sleep(0.05)
         raise Refused("it had stalled")
-    if STATE["fault"] == "slow":
-        time.sleep(1.5 * GlooInit(**STATE["inits"][-1]).deadline_s)
     if not GROUP:
         raise Refused("no group")
     give_up_at, found = time.monotonic() + info.deadline_s, {}
@@ -104,10 +102,9 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(200, {"results": [None]} if self.path == "/collective_rpc" else {})
 
     def do_GET(self):  # noqa: N802
-        """/is_paused: the engine answers when it has done what it does, or, with "slow", at once."""
-        if STATE["fault"] != "slow":
-            with LOCK:
-                pass
+        """/is_paused: the engine answers when it has done what it does."""
+        with LOCK:
+            pass
         self.answer(200, {})
 
     def answer(self, status, body):

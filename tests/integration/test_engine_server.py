@@ -113,13 +113,9 @@ def test_a_server_takes_adapters_out_of_our_memory(server, models, tmp_path):
             assert engine.stats().restarts == 0
 
 
-def test_deadline_early_stop_and_publication_in_flight(engine, models):
+def test_early_stop_and_publication_in_flight(engine, models):
     prompts = tiny_model.prompts(2, 20)
     engine.publish(models[0].named_parameters(), 1)
-    # Many samples at once: a thousand steps of the engine take far longer than the deadline, the first one far less.
-    late = engine.sample(prompts, 32, SamplingConfig(max_tokens=1000, seed=3, deadline_s=2.0))
-    check(models[0], prompts, late)
-    assert all(c.finish_reason == "deadline" and 0 < len(c.tokens) < 1000 for group in late for c in group)
     free = engine.sample(prompts, 2, SamplingConfig(max_tokens=20, seed=3))
     early = SamplingConfig(max_tokens=200, seed=3, early_stop_logprob=-1.0, early_stop_min_tokens=20)
     stopped = engine.sample(prompts, 2, early)
@@ -194,7 +190,7 @@ def test_a_server_of_the_wrong_kind_is_refused(server, tmp_path):
     config = EngineConfig(address=server.address, max_model_len=4096)
     with Engine("", config, str(tmp_path)) as engine:
         engine.start()
-        with pytest.raises(EngineFailed, match="max_model_len is 4096.*was started with 1024"):
+        with pytest.raises(EngineFailed, match="has max_model_len=1024, and this run needs max_model_len=4096"):
             engine.wait_ready(120)
 
 
@@ -299,7 +295,7 @@ def test_several_servers_are_a_pool_and_one_that_is_unlike_the_others_is_refused
             second.kill()
             for future, group in zip(futures, undisturbed, strict=True):
                 assert [c.tokens.tolist() for c in future.result(120)] == [c.tokens.tolist() for c in group]
-            assert engine.stats().healthy == 1
+            wait_until(lambda: engine.stats().healthy == 1)
         shorter = replace(config, max_model_len=512)
         second = Server(str(tmp_path / "model"), shorter, tmp_path / "shorter.log")
         second.wait()
@@ -307,8 +303,8 @@ def test_several_servers_are_a_pool_and_one_that_is_unlike_the_others_is_refused
         with Engine("", both, str(tmp_path)) as engine:
             engine.start()
             # Either may be met first.
-            one, other = f"{second.address} has .*max_model_len=512", f"{server.address} has .*max_model_len=1024"
-            with pytest.raises(EngineFailed, match=f"{one}, but {other}|{other}, but {one}"):
+            one, other = f"{second.address}(,|) .*max_model_len=512", f"{server.address}(,|) .*max_model_len=1024"
+            with pytest.raises(EngineFailed, match=f"{one}, but when .*{other}|{other}, but when .*{one}"):
                 engine.wait_ready(240)
     finally:
         second.kill()

@@ -5,14 +5,14 @@
     courier.py ── asks ──▶ this module, the sender ▶ the bytes by gloo or NCCL, piece by piece
 
 The trainer only writes its weights into memory, as for an engine of its own. A process beside it, the sender, opens that
-memory and does all that may wait for another machine, in one group with the workers of all servers that it is told of. When it
+memory and does all that may wait for another machine, in a group with the workers of each server that it is told of. When it
 is late it is killed, and no collective of ours ever runs in the trainer. In here is what both ends of the broadcast share, and
 then the sender:
 
     python -P -m torchtune_ext.sampling.broadcast SOCKET PARENT
 
-It is asked to `listen`, to `join` the group, and to `send`, as `child_process.ChildProcess` asks. After an error it ends:
-nobody knows in which state a group is whose collective broke off.
+It is asked to `listen` for a server, to `join` that group, and to `send`, as `child_process.ChildProcess` asks. After an error
+it ends: nobody knows in which state a group is whose collective broke off.
 """
 
 import logging
@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
@@ -61,14 +60,14 @@ class GlooInit:
     master_address: str  # of the sender, as the server sees it
     master_port: int
     rank_offset: int  # rank of the server's first worker; the sender has rank 0
-    world_size: int  # the sender and all workers of all servers
+    world_size: int  # the sender and the workers of the server
     group: str  # a name that nobody guesses, used by no other group
     chunk_bytes: int = CHUNK_BYTES
     deadline_s: float = 300.0  # seconds until a worker gives up a group or an update that does not come
 
 
 class GlooGroup:
-    """A gloo group between the sender and the workers of servers, apart from every other group of either side. After any
+    """A gloo group between the sender and the workers of a server, apart from every other group of either side. After any
     error it is of no more use: close it.
 
     It binds to the one address that faces the other end, whatever `GLOO_SOCKET_IFNAME` says: that variable keeps an engine's
@@ -128,18 +127,6 @@ def chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, 
         yield begin, end, dict(zip(MANIFEST, map(list, zip(*rows, strict=True)), strict=True))
 
 
-def address_for(places: Sequence[tuple[str, int]]) -> str:
-    """Returns the address of this machine that all servers are told: one that leads to it from elsewhere, if any of them is
-    elsewhere. Args: places: host and port of each server. Raises Failure where one cannot be reached."""
-    addresses = []
-    for host, port in places:
-        try:
-            addresses.append(own_address(host, port))
-        except OSError as error:
-            raise Failure(f"no way to {host}: {error}") from None
-    return min(addresses, key=lambda address: ip_address(address).is_loopback)
-
-
 class GlooSender:
     """Sends by gloo."""
 
@@ -153,7 +140,7 @@ class GlooSender:
             group=secrets.token_hex(16),
             deadline_s=deadline_s,
         )
-        self.init = asdict(self._init)  # for the first server
+        self.init = asdict(self._init)
 
     def join(self) -> None:
         """Waits until all are there. Raises RuntimeError (of torch)."""
@@ -217,7 +204,7 @@ SENDERS = {"gloo": GlooSender, "nccl": NcclSender}
 
 def serve(end: socket.socket) -> None:
     """Does what the trainer asks for until it closes its end, or something fails."""
-    sender: GlooSender | NcclSender | None = None
+    senders: dict[str, GlooSender | NcclSender] = {}  # one for each server, by its address
     while True:
         try:
             messages = receive(end)
@@ -225,14 +212,15 @@ def serve(end: socket.socket) -> None:
             return
         for number, method, arguments in messages:
             if method == "cancel":
-                return  # nobody waits for this group any more
+                return  # nobody waits for this transfer any more
             try:
+                server, *rest = arguments
                 if method == "listen":
-                    backend, places, *rest = arguments
-                    sender = SENDERS[backend](address_for(places), *rest)
-                    answer = ("value", sender.init)
+                    backend, host, port, world_size, deadline_s = rest
+                    senders[server] = SENDERS[backend](own_address(host, port), world_size, deadline_s)
+                    answer = ("value", senders[server].init)
                 else:
-                    answer = ("value", getattr(sender, method)(*arguments))
+                    answer = ("value", getattr(senders[server], method)(*rest))
             except Exception as error:
                 log.error("%s: %s", method, error)
                 answer = ("lost", f"the sender failed in {method}: {error}")

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -100,7 +100,6 @@ class Call:
     seed: int | None
     first_version: int  # label of weights that were never published
     priority: Priority = Priority.SAMPLE  # where it stands in the engine's own queue
-    ended_by: str = ""  # "deadline" or "early_stop" once we have asked the engine to end the request
     task: asyncio.Task | None = None  # the task that runs it
     lost: str = ""  # why the engine ended before the request did
     keep: int | None = None  # tokens to keep, once the early stop has fired
@@ -132,17 +131,9 @@ class Call:
         }
 
     @contextmanager
-    def running(
-        self, calls: dict[str, "Call"], abort: Callable[[], Coroutine[Any, Any, Any]] | None = None
-    ) -> Iterator[None]:
-        """Inside, a backend runs the request, which stands in `calls` meanwhile; `lose` ends that with CoreLost.
-
-        Args: abort: asks the engine to end the request, which then returns what was sampled until now. It is called at
-        the deadline of `sampling.deadline_s`; None: somebody else sees to that."""
+    def running(self, calls: dict[str, "Call"]) -> Iterator[None]:
+        """Inside, a backend runs the request, which stands in `calls` meanwhile; `lose` ends that with CoreLost."""
         self.task, calls[self.id] = asyncio.current_task(), self
-        late = None
-        if abort is not None and self.sampling.deadline_s is not None:
-            late = asyncio.ensure_future(self._end_late(abort))
         try:
             yield
         except asyncio.CancelledError:
@@ -151,17 +142,7 @@ class Call:
                 raise CoreLost(self.lost) from None
             raise
         finally:
-            if late is not None:
-                late.cancel()
             del calls[self.id]
-
-    async def _end_late(self, abort: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        await asyncio.sleep(self.sampling.deadline_s)
-        self.ended_by = self.ended_by or "deadline"
-        try:
-            await abort()
-        except (CoreLost, ValueError) as error:
-            self.lose(f"a request could not be ended at its deadline: {error}")
 
     def lose(self, why: str = "the engine was ended") -> None:
         """Ends the request with CoreLost."""
@@ -188,7 +169,7 @@ class Call:
             self._sum = decay * self._sum + (1.0 - decay) * logprob
             low = self._sum / (1.0 - decay**count) < sampling.early_stop_logprob
             if math.isnan(logprob) or (low and count >= sampling.early_stop_min_tokens):
-                self.keep, self.ended_by = count, self.ended_by or "early_stop"
+                self.keep = count
                 return True
         return False
 
@@ -204,15 +185,11 @@ class Call:
         versions = np.full(len(self.tokens), self.first_version, np.int32)
         for version, start, end in spans:
             versions[start:end] = self.first_version if version == "default" else int(version)
-        if reason == "abort":
-            reason = self.ended_by or "abort"
-        if self.keep is not None and reason != "deadline":
-            reason = "early_stop"
         return Completion(
             tokens=np.array(self.tokens[: self.keep], np.int32),
             logprobs=np.array(self.logprobs[: self.keep], np.float32),
             versions=versions[: self.keep],
-            finish_reason=reason,
+            finish_reason=reason if self.keep is None else "early_stop",
             cached_prompt_tokens=cached,
             prompt_logprobs=np.array(prompt_logprobs, np.float32) if self.priority is Priority.SCORE else None,
         )
@@ -323,40 +300,24 @@ async def within(limit_s: float, what: str) -> AsyncIterator[None]:
         raise CoreLost(f"{what} within {limit_s:g} s") from None
 
 
-async def bounded(
-    core: Core,
-    call: Awaitable[Any],
-    deadline_s: float,
-    name: str,
-    cpu_seconds: Callable[[], float] | None = None,
-    idle_s: float = float("inf"),
-) -> Any:
+async def bounded(core: Core, call: Awaitable[Any], deadline_s: float, name: str) -> Any:
     """Awaits a call into the engine, which by itself would never return when the engine dies meanwhile.
 
-    Args: core: asked whether it is dead; deadline_s: seconds that the call may take; name: of the call, in messages;
-    cpu_seconds: returns the CPU time that the engine's processes have used; idle_s: seconds without more CPU time after
-    which the engine counts as frozen, long before the deadline of a long call has passed.
+    Args: core: asked whether it is dead; deadline_s: seconds that the call may take; name: of the call, in messages.
     Raises: CoreLost, after which this life is over; ValueError, as the call raises it.
     """
-    started = moved = looked = time.monotonic()
-    used, poll_s = -1.0, min(POLL_S, deadline_s / 10, idle_s / 10)
+    give_up_at = time.monotonic() + deadline_s
     task = asyncio.ensure_future(call)
     task.add_done_callback(fetch_error)
     try:
         while True:
-            await asyncio.wait({task}, timeout=poll_s)
-            now = time.monotonic()
+            await asyncio.wait({task}, timeout=min(POLL_S, deadline_s / 10))
             if task.done():
                 return task.result()
             if core.dead:
                 raise CoreLost(f"{core.ending()} during {name}")
-            if now > started + deadline_s:
+            if time.monotonic() > give_up_at:
                 raise CoreLost(f"the engine did not answer {name} within {deadline_s:g} s")
-            if cpu_seconds is not None and now > looked + min(2.0, idle_s / 4):
-                looked, before, used = now, used, cpu_seconds()
-                moved = now if used > before else moved
-                if now > moved + idle_s:
-                    raise CoreLost(f"the engine is frozen: no CPU time used for {idle_s:g} s in {name}")
     except (CoreLost, ValueError):
         raise
     except Exception as error:  # vLLM wraps what happened in its process in a bare Exception

@@ -8,11 +8,8 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from torchtune_ext.run import janitor
 from torchtune_ext.run.parent import how_it_ended
@@ -32,16 +29,6 @@ def log_tail(log: Path, start: int, lines: int = 30) -> str:
     except OSError as error:
         return f"(cannot be read: {error})"
     return "\n".join(text.splitlines()[-lines:])
-
-
-def descendants_cpu_seconds(pid: int) -> float:
-    """Returns the seconds of CPU time that the processes which a process has started, and theirs, have used until now."""
-    used = 0.0
-    with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-                used += sum(child.cpu_times()[:2])
-    return used
 
 
 # Messages between two processes of the sampler are pickled lists with their length before them, over a socket pair.

@@ -15,7 +15,6 @@ It ends when this one ends, and this one when the trainer does.
 """
 
 import asyncio
-import inspect
 import logging
 import multiprocessing
 import os
@@ -24,13 +23,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.parent import die_with_parent, how_it_ended
 from torchtune_ext.sampling.calls import Call, CoreLost, Step
 from torchtune_ext.sampling.child_process import Frames, receive
@@ -183,7 +181,7 @@ class Client:
         # A path has to be named; nothing is read there, since the adapter is in the engine already.
         lora = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory") if adapted else None
         try:
-            with call.running(self.calls, lambda: self._llm.abort(call.id)):
+            with call.running(self.calls):
                 outputs = self._llm.generate(
                     prompt, self._params(call), call.id, lora_request=lora, priority=call.priority
                 )
@@ -251,47 +249,11 @@ def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str,
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP may have read another number
     Path("/proc/self/comm").write_text("vllm-engine")  # what `top` shows
     logging.basicConfig(level=LOG_LEVEL, format=f"(engine) {LOG_FORMAT}", force=True)
-    forget_preemptions_of_pauses()
     # A publication has what a checkpoint has: no buffers of RoPE, and no second copy of a tied output layer. vLLM calls that a
     # failure, ten times in each; whether every tensor has arrived is what its checksum says.
     reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     reload.addFilter(lambda record: record.msg != "%s: Failed to load weights")
     target(**kwargs)
-
-
-def forget_preemptions_of_pauses() -> None:
-    """Makes vLLM count only the preemptions of a KV cache that was full, not those of our own pauses.
-
-    A pause that clears the cache (`pause_generation(mode="keep", clear_cache=True)`, and `sleep`) ends in
-    `Scheduler.reset_prefix_cache(reset_running_requests=True)`, which throws out every running request by the same method as
-    a full cache. The request notes an event PREEMPTED, and the event travels with the request's next token. So the trainer
-    would count it after the pause, in whatever step the request happens to run again, as if it were a real preemption: its
-    reason is known only here, where it is noted. It is the last event of each request that ran, and it is taken back. Raises
-    RuntimeError when vLLM's method is another one.
-    """
-    import vllm
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreEventType
-
-    original = Scheduler.reset_prefix_cache
-    parameters = list(inspect.signature(original).parameters)
-    if parameters != ["self", "reset_running_requests", "reset_connector"]:
-        raise Failure(
-            f"vLLM {vllm.__version__} is not the version that this was written for: its Scheduler.reset_prefix_cache takes "
-            f"{parameters}; install the version that setup.cfg names"
-        )
-
-    @wraps(original)
-    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        thrown_out = [(request, len(request.events)) for request in self.running] if reset_running_requests else []
-        try:
-            return original(self, reset_running_requests, reset_connector)
-        finally:
-            for request, events in thrown_out:
-                if len(request.events) > events and request.events[-1].type == EngineCoreEventType.PREEMPTED:
-                    request.events.pop()
-
-    Scheduler.reset_prefix_cache = reset_prefix_cache
 
 
 def _settle(log: str, environ: dict[str, str]) -> None:

@@ -163,7 +163,7 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
 
 def log_name(config: EngineConfig) -> str:
     """Returns the name of the engine's log in a run's folder; of several the `*` stands for the number of each. Servers have
-    logs of their own, so that with them it takes only what the sender of weights says (`transfer/`)."""
+    logs of their own, so that with them it takes only what the sender of weights says."""
     return "engine.log" if config.addresses or len(engine_configs(config)) == 1 else "engine_*.log"
 
 

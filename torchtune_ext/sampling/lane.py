@@ -3,9 +3,9 @@ current weights when it is lost.
 
 What can happen to the engine, and how it is noticed, is in docs/sampling.md, "When the engine fails".
 Requests that were under way are repeated, with the same seeds: by another engine, where one serves. After `max_failures`
-failures without a finished request between them the lane gives up (the engine is retired, see `Health`), and everybody
-who waits for the engine gets `EngineFailed`. A life that replaces another one serves once it has proven which weights it
-holds.
+failures without a finished request between them the lane gives up (the engine is retired), and everybody who waits for
+the engine gets `EngineFailed`. A life serves once it has proven which weights it holds (`_prove`): one that merely answers
+may hold weights of long ago, and nobody would see it in the samples.
 
 Weights reach an engine only through `_load_buffers`. It keeps the publisher out of the buffers while the engine reads
 them, and takes the version's label from the buffers, so that a label never names other weights than those.
@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from enum import Enum
 from functools import wraps
 from typing import Any
@@ -38,83 +39,10 @@ WEDGED = 4  # times `probe_deadline_s` without an engine step, and with requests
 class State(Enum):
     """What an engine is good for at the moment."""
 
-    RESTARTING = "restarting"  # a life comes up; the first one, too
-    STALE = "stale"  # it answers, but nobody has proven yet that it holds the current weights: it gets no requests
-    HEALTHY = "healthy"  # it samples
-    SUSPECT = "suspect"  # it has been silent for longer than it should; it still samples, but others get the new groups
-    DEAD = "dead"  # its life is over
+    COMING = "coming"  # its life is over or comes up, and has not proven that it holds the current weights: no requests
+    SERVING = "serving"  # it samples
+    BEHIND = "behind"  # it lives, and others have newer weights: no requests until it has loaded them
     RETIRED = "retired"  # it failed too often and is not started again; the cause is kept
-
-
-# Where each state may lead.
-NEXT = {
-    State.RESTARTING: {State.STALE, State.DEAD, State.RETIRED},
-    State.STALE: {State.HEALTHY, State.DEAD, State.RETIRED},
-    State.HEALTHY: {State.SUSPECT, State.STALE, State.DEAD, State.RETIRED},
-    State.SUSPECT: {State.HEALTHY, State.STALE, State.DEAD, State.RETIRED},
-    State.DEAD: {State.RESTARTING, State.RETIRED},
-    State.RETIRED: set(),
-}
-
-
-class Health:
-    """The state of one engine, and the only way back to work for one that was lost. It has no clock and no I/O: its lane
-    tells it what has happened.
-
-    Only `confirm` leads from stale to healthy, and it wants two things of the engine: the version of the last completed
-    publication, and that every tensor is the one that was sent. (Before the first publication, the current weights are those
-    of the disk, which each life reads by itself.) An engine that merely answers may hold weights of long ago, and nobody would
-    see it in the samples.
-    """
-
-    def __init__(self):
-        self.state = State.RESTARTING
-        self.cause = ""  # of the last change for the worse
-        self._behind = False  # stale since others have newer weights, and not since it comes up
-        self.on_change: Callable[[], None] = lambda: None  # called after each change
-
-    @property
-    def serves(self) -> bool:
-        """Whether it may be given requests."""
-        return self.state in (State.HEALTHY, State.SUSPECT)
-
-    @property
-    def up(self) -> bool:
-        """Whether there is a life that can load weights when it is told to. One that comes up does so by itself."""
-        return self.serves or self._behind
-
-    def become(self, state: State, cause: str = "") -> None:
-        """Notes a change; one that the table does not have from here changes nothing. Args: cause: of one for the worse."""
-        assert state is not State.HEALTHY, "an engine becomes healthy only by `confirm` and `clear`"
-        self._go(state, cause)
-
-    def outdate(self, cause: str) -> None:
-        """Notes that others have newer weights than an engine that serves."""
-        if self.serves:
-            self._go(State.STALE, cause)
-            self._behind = True
-
-    def clear(self) -> None:
-        """Notes that a suspect engine works."""
-        if self.state is State.SUSPECT:
-            self._go(State.HEALTHY)
-
-    def confirm(self, version: int, published: int, wrong: str | None) -> None:
-        """Takes the proof that the engine holds the current weights. Without it nothing changes.
-
-        Args: version: which the engine holds; published: that of the last completed publication; wrong: what of its tensors is
-        not what was sent; None: all are. Raises CoreLost when it holds others.
-        """
-        if version != published:
-            raise CoreLost(f"it holds version {version}, and version {published} is published")
-        if wrong is not None:
-            raise CoreLost(f"it does not hold the weights of version {version} as they were published: {wrong}")
-        self._go(State.HEALTHY)
-
-    def _go(self, state: State, cause: str = "") -> None:
-        if state in NEXT[self.state]:
-            self.state, self.cause, self._behind = state, cause or self.cause, False
-            self.on_change()
 
 
 def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., asyncio.Future]:
@@ -147,7 +75,8 @@ class Lane:
         self.max_usage = 0.0  # highest share of the KV cache in use
         self.last_step = Step(0.0, 0, 0, 0, 0, 0)
         self.throttle = Throttle(Controller(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS), config.max_concurrency)
-        self.health = Health()
+        self.state = State.COMING
+        self.cause = ""  # of its last change for the worse
         self.core: Core | None = None  # the present life; None while there is none
         self.version = pool.first_version  # the version of the weights that the engine holds
         self.restarts = 0  # lives after the first one that came up
@@ -158,7 +87,7 @@ class Lane:
         self._tick_s = min(TICK_S, config.probe_interval_s / 10)
         self._moved = time.monotonic()  # the last moment at which no request waited, or one moved on
         self._counts_steps = False  # whether this life has ever reported a step; else nothing follows from its silence
-        self._changed = asyncio.Event()  # ready, failed or closed
+        self._changed = asyncio.Event()  # serves, retired or closed
         self._control = asyncio.Lock()  # one restart or weight update at a time
         self._watching: asyncio.Task | None = None
         self._undisturbed: set[asyncio.Future] = set()
@@ -168,7 +97,23 @@ class Lane:
     @property
     def serves(self) -> bool:
         """Whether it may be given requests."""
-        return self.health.serves
+        return self.state is State.SERVING
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a life that can load weights when it is told to. One that comes up does so by itself."""
+        return self.state in (State.SERVING, State.BEHIND)
+
+    def become(self, state: State, cause: str = "") -> None:
+        """Notes a change, after which an engine that is retired stays so. Args: cause: of a change for the worse."""
+        if self.state is State.RETIRED:
+            return
+        served, self.state, self.cause = self.serves, state, cause or self.cause
+        if state in (State.SERVING, State.RETIRED):
+            self._changed.set()
+        elif not self.closed:  # else those who wait would never hear of it
+            self._changed.clear()
+        self._pool.changed(self, served)
 
     def _expect(self, group: Submission, core: Core) -> None:
         """Sets the first limit by what this group may take. Raises ValueError for ids that the model does not have."""
@@ -189,12 +134,12 @@ class Lane:
 
         Raises EngineFailed, WeightsIncomplete, ValueError; CoreLost when the request has to go to another engine, since
         this one was lost and another one serves."""
-        self._expect(group, await self.life())
+        self._expect(group, await self.awake(elsewhere=True))
         if not await self.throttle.acquire(group.priority):
             raise CoreLost(f"{self.name} was lost")
         try:
             while True:
-                core = await self.life()
+                core = await self.awake(elsewhere=True)
                 name, first = f"{os.getpid()}-{next(self._pool.ids)}", self._pool.first_version
                 call = Call(name, group.prompt, group.sampling, group.seeds[sample], first, group.priority)
                 try:
@@ -221,24 +166,6 @@ class Lane:
         """Notes that a request has finished, so that the engine works: the row of failures ends."""
         self.failures, self._moved = 0, time.monotonic()
 
-    async def life(self) -> Core:
-        """Waits for a life that can sample. Raises EngineFailed, WeightsIncomplete; CoreLost once another engine serves
-        and this one does not."""
-        core = self.core
-        if core is not None and self._changed.is_set() and not self.closed and not core.asleep:
-            return core
-        awake = asyncio.ensure_future(self.awake())
-        awake.add_done_callback(fetch_error)
-        try:
-            while True:
-                await asyncio.wait({awake}, timeout=LOOK_S)
-                if awake.done():
-                    return awake.result()
-                if not self.serves and self._pool.others_serve(self):
-                    raise CoreLost(f"{self.name} was lost")
-        finally:
-            awake.cancel()
-
     def on_step(self, step: Step) -> None:
         """Takes the counters of one step of the engine."""
         self._moved, self._counts_steps = time.monotonic(), True
@@ -262,15 +189,18 @@ class Lane:
                 await self._give_up(f"{self.name} did not start: {error}", cause=error)
         self._watching = asyncio.create_task(self._watch())
 
-    async def ready(self) -> Core:
-        """Waits for a working engine. Raises EngineFailed."""
-        if not self._changed.is_set():
-            # Every start is bounded by its own deadlines, so this wait needs only a distant one.
-            limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
-            try:
-                await asyncio.wait_for(self._changed.wait(), limit)
-            except TimeoutError:
-                raise EngineFailed(f"{self.name} was not ready within {limit:g} s") from None
+    async def ready(self, elsewhere: bool = False) -> Core:
+        """Waits for a working engine. Raises EngineFailed; with `elsewhere` CoreLost, once another engine serves meanwhile."""
+        # Every start is bounded by its own deadlines, so this wait needs only a distant one.
+        limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
+        give_up_at = time.monotonic() + limit
+        while not self._changed.is_set():
+            if elsewhere and self._pool.others_serve(self):
+                raise CoreLost(f"{self.name} was lost")
+            if time.monotonic() > give_up_at:
+                raise EngineFailed(f"{self.name} was not ready within {limit:g} s")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), LOOK_S)
         if self.closed:
             raise EngineFailed("the engine is closed")
         if self.failed is not None:
@@ -283,41 +213,39 @@ class Lane:
         Args: core: the life that was lost.
         Returns: a future of the end of that, which need not be awaited; `ready` then tells whether there is another one.
         """
-        if core is not None and core is self.core and self.health.up:
-            self._changed.clear()
-            self.health.become(State.DEAD, cause)
+        if core is not None and core is self.core and self.up:
+            self.become(State.COMING, cause)
         return self._replace(core, cause)
 
     @undisturbed
     async def load(self) -> tuple[float, float]:
         """Brings newly published weights into the engine. Returns the seconds of pause and of loading.
 
-        When the update fails, the engine is started again, and takes the weights then. Raises EngineFailed; ValueError
-        when the engine refuses them and goes on with what it has.
+        When the update fails, the engine is started again, and takes the weights then. Raises EngineFailed; CoreLost when it
+        is lost and another one serves; ValueError when the engine refuses them and goes on with what it has.
         """
         started = time.monotonic()
-        if self.health.state is not State.STALE:  # a stale one is ready once this is over
-            await self.ready()
+        if self.state is not State.BEHIND:  # which is ready once this is over
+            await self.ready(elsewhere=True)
         async with self._control:
             core = self.core
             if core is not None:
                 try:
                     pause_s, load_s = await self._load_buffers(core)
-                    self._changed.set()
                     # A pause of 0 means that a restart has just loaded them.
                     return pause_s or time.monotonic() - started, load_s
                 except CoreLost as error:
                     cause = f"publication: {error}"
         if core is not None:
-            await self.lose(core, cause)
-        await self.ready()  # a new engine begins with the weights of the buffers
+            self.lose(core, cause)
+        await self.ready(elsewhere=True)  # a new engine begins with the weights of the buffers
         return time.monotonic() - started, 0.0
 
     @undisturbed
     async def sleep(self) -> None:
         """Makes the engine give its GPU memory back, until weights are loaded or somebody samples. Raises EngineFailed."""
         while True:
-            core = self.core if self.health.up and not self.closed else await self.ready()
+            core = self.core if self.up and not self.closed else await self.ready()
             try:
                 async with self._control:
                     if core is self.core and not core.asleep:
@@ -331,19 +259,20 @@ class Lane:
                 await self.lose(core, str(error))  # the new one is awake: once more
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """Returns what each worker of the engine says of the weights that it has taken. Raises EngineFailed."""
+        """Returns what each worker of the engine says of the weights that it has taken. Raises EngineFailed; CoreLost when it
+        is lost and another one serves."""
         while True:
-            core = await self.awake()
+            core = await self.awake(elsewhere=True)
             try:
                 return await core.checksums()
             except CoreLost as error:
-                await self.lose(core, str(error))
+                self.lose(core, str(error))
 
-    async def awake(self) -> Core:
-        """Waits for an engine that can sample. Raises EngineFailed; WeightsIncomplete when it sleeps and there are none to
+    async def awake(self, elsewhere: bool = False) -> Core:
+        """Waits for an engine that can sample. Raises what `ready` does; WeightsIncomplete when it sleeps and there are none to
         wake it with."""
         while True:
-            core = await self.ready()
+            core = await self.ready(elsewhere)
             if not core.asleep:
                 return core
             await self._wake(core)
@@ -355,7 +284,7 @@ class Lane:
                 if core is self.core and core.asleep:
                     await self._load_buffers(core)
         except CoreLost as error:
-            await self.lose(core, str(error))
+            self.lose(core, str(error))
 
     async def close(self) -> None:
         """Ends the present life and every wait for an engine."""
@@ -378,8 +307,7 @@ class Lane:
         async with self._control:
             if core is not self.core or self.closed or self.failed is not None:
                 return  # somebody else has seen to it already
-            self._changed.clear()
-            self.health.become(State.DEAD, cause)
+            self.become(State.COMING, cause)
             while True:
                 self.failures += 1
                 tail = core.log_tail() if core is not None else ""
@@ -389,29 +317,24 @@ class Lane:
                 name = self.name.removeprefix("the ")
                 again = "in a row: connecting again" if self.config.address else "in a row: starting it again"
                 log.warning("%s lost (%s), failure %d %s", name, cause, self.failures, again)
-                self.health.become(State.RESTARTING)
                 try:
                     if core is not None:
                         await core.stop()
                     core = self.core = None
                     # This comes before minutes are spent on an engine that could load nothing.
-                    await self._buffers.wait_complete(lambda: self._pool.others_serve(self) and not self.closed)
+                    self._buffers.check_complete()
                     if not self.closed:
                         core = self.core = self._make_core(self)
                         await self._bring_up(core)
                         self.restarts += 1
                         return
                 except WeightsIncomplete as error:
-                    if self._pool.others_serve(self) and not self.closed:
-                        self.health.become(State.DEAD, str(error))
-                        continue
                     # Another life would not help.
                     why = f"{self.name} was lost ({cause}) and cannot be replaced: {error}"
                     return await self._give_up(why, tail, error)
                 except Exception as error:
                     # Whatever it is, it is counted, and the last one is in EngineFailed.
-                    cause = str(error) or repr(error)
-                    self.health.become(State.DEAD, cause)
+                    cause = self.cause = str(error) or repr(error)
                 if self.closed:
                     if core is not None:
                         await core.stop()
@@ -426,13 +349,12 @@ class Lane:
             raise CoreLost("the engine is closed")
         self._counts_steps = False
         await core.launch()
-        self.health.become(State.STALE)
         await self._load_buffers(core)
-        self._changed.set()
 
     async def _load_buffers(self, core: Core) -> tuple[float, float]:
-        """Brings the engine to what the buffers hold, and labels it so. A stale one proves that, and serves. Returns the
-        seconds of pause and of loading. Raises WeightsIncomplete, and what `load` raises."""
+        """Brings the engine to what the buffers hold, and labels it so. One that does not serve proves that, and serves.
+        Returns the seconds of pause and of loading. Raises WeightsIncomplete, and what `load` raises."""
+        was_up = self.up
         async with self._buffers.reading():
             published = self._buffers.published
             stale = [buffer for buffer in published if self._held.get(buffer) != buffer.version]
@@ -445,18 +367,23 @@ class Lane:
             for buffer in stale:
                 self._held[buffer] = buffer.loaded = buffer.version
             self.version, self._moved = version, time.monotonic()
-            if self.health.state is State.DEAD:
-                raise CoreLost(self.health.cause)  # somebody has found it lost meanwhile
-            if self.health.state is State.STALE:
-                # Nobody publishes meanwhile: what is confirmed is current when this engine begins to serve.
-                wrong = await wrong_tensors(published, core) if published else None
-                self.health.confirm(await core.weight_version(), version, wrong)
+            if was_up and not self.up:
+                raise CoreLost(self.cause)  # somebody has found it lost meanwhile
+            if not self.serves:
+                # Nobody publishes meanwhile: what is proven is current when this engine begins to serve.
+                await self._prove(core, published, version)
+                self.become(State.SERVING)
             return times
 
-    def outdate(self, cause: str) -> None:
-        """Takes an engine out of service until it has loaded the weights that others have."""
-        self._changed.clear()
-        self.health.outdate(cause)
+    async def _prove(self, core: Core, published: list[WeightBuffer], version: int) -> None:
+        """Raises CoreLost unless a life holds the version of the last completed publication, and every tensor is the one that
+        was sent. (Before the first publication the current weights are those of the disk, which each life reads by itself.)"""
+        wrong = await wrong_tensors(published, core) if published else None
+        held = await core.weight_version()
+        if held != version:
+            raise CoreLost(f"it holds version {held}, and version {version} is published")
+        if wrong is not None:
+            raise CoreLost(f"it does not hold the weights of version {version} as they were published: {wrong}")
 
     async def _give_up(self, why: str, tail: str | None = None, cause: Exception | None = None) -> None:
         """Ends the present life for good, and tells all who wait. Args: tail: end of its log; cause: the error behind it."""
@@ -468,8 +395,7 @@ class Lane:
             if core is not None:
                 await core.stop()
         finally:
-            self._changed.set()
-            self.health.become(State.RETIRED, why)
+            self.become(State.RETIRED, why)
 
     async def _watch(self) -> None:
         """Looks after the engine until the end of the run. Nobody waits for this task, so its own errors end the run."""
@@ -498,18 +424,14 @@ class Lane:
 
     async def _ask_for_signs(self, core: Core, now: float) -> None:
         """Asks an engine that has requests, and gives no sign of life, for one. An answer does not yet clear it."""
+        config, still_s = self.config, now - self._moved
         if not core.calls:
             self._moved = now
-        still_s, config = now - self._moved, self.config
-        if core.calls and now - core.sign_of_life > config.probe_interval_s:
-            self.health.become(State.SUSPECT, f"no sign of life for {config.probe_interval_s:g} s")
+        elif now - core.sign_of_life > config.probe_interval_s:
             try:
                 await core.ping(config.probe_deadline_s)
             except (CoreLost, ValueError) as error:
                 # After a ValueError, where it refuses the ping, `launch` of the next life says why.
                 await self.lose(core, str(error))
         elif self._counts_steps and still_s > WEDGED * config.probe_deadline_s:
-            cause = f"it answers, but has made no step for {still_s:.0f} s in spite of requests"
-            await self.lose(core, cause)
-        elif still_s < config.probe_interval_s:
-            self.health.clear()
+            await self.lose(core, f"it answers, but has made no step for {still_s:.0f} s in spite of requests")

@@ -13,13 +13,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from torchtune_ext.sampling.calls import Core, CoreLost, Submission, fetch_error, together
+from torchtune_ext.sampling.calls import Core, CoreLost, Submission, together
 from torchtune_ext.sampling.engine_args import engine_configs
-from torchtune_ext.sampling.lane import COUNTS, LOOK_S, Lane, State
+from torchtune_ext.sampling.lane import COUNTS, Lane, State
 from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats
 from torchtune_ext.sampling.weight_buffer import Buffers
 
@@ -39,9 +38,7 @@ class Pool:
         self.ids = itertools.count()  # of requests
         self.lanes: list[Lane] = []
         for number, each in enumerate(configs := engine_configs(config)):
-            lane = Lane(self, number, "the engine" if len(configs) == 1 else f"engine {number}", each)
-            lane.health.on_change = partial(self._changed, lane)
-            self.lanes.append(lane)
+            self.lanes.append(Lane(self, number, "the engine" if len(configs) == 1 else f"engine {number}", each))
         self._groups: set[Submission] = set()  # under way
         self._homes: WeakKeyDictionary[object, Lane] = WeakKeyDictionary()  # where the turns of conversations go
         self._prepared, self._begun = 0.0, False  # when the first lives began; whether all have come up once
@@ -56,12 +53,12 @@ class Pool:
     @property
     def up(self) -> list[Lane]:
         """The engines that can load weights now."""
-        return [lane for lane in self.lanes if lane.health.up]
+        return [lane for lane in self.lanes if lane.up]
 
     @property
     def left(self) -> list[Lane]:
         """The engines that are not retired."""
-        return [lane for lane in self.lanes if lane.health.state is not State.RETIRED]
+        return [lane for lane in self.lanes if lane.state is not State.RETIRED]
 
     @property
     def version(self) -> int:
@@ -77,16 +74,16 @@ class Pool:
         """Whether an engine serves besides this one."""
         return any(other is not lane for other in self.serving)
 
-    def _changed(self, lane: Lane) -> None:
-        """An engine is in another state. What waits for a lost one goes to others."""
-        state, others = lane.health.state, self.others_serve(lane)
+    def changed(self, lane: Lane, served: bool) -> None:
+        """An engine is in another state. What waits for a lost one goes to others. Args: served: before that."""
+        others = self.others_serve(lane)
         if lane.closed:
             return
-        if state is State.RETIRED and self.left and self._begun:
-            why = lane.health.cause.removeprefix(f"{lane.name} ")
+        if lane.state is State.RETIRED and self.left and self._begun:
+            why = lane.cause.removeprefix(f"{lane.name} ")
             message = "%s is retired (%s); the run goes on with %d of %d"
             log.warning(message, lane.name, why, len(self.left), len(self.lanes))
-        elif state is State.DEAD and others and self._load(lane):
+        elif lane.state is State.COMING and served and others and self._load(lane):
             left = "the other" if len(self.serving) == 1 else f"{len(self.serving)} others"
             log.warning("%s is lost; its requests go to %s meanwhile", lane.name, left)
         if not lane.serves and others:
@@ -168,10 +165,8 @@ class Pool:
         return lane if lane is not None and lane.serves else None
 
     def _choose(self) -> Lane:
-        """Returns the engine with the fewest requests: a healthy one, or else one that may become so."""
-        healthy = [lane for lane in self.lanes if lane.health.state is State.HEALTHY]
-        lanes = healthy or self.serving or self.left or self.lanes
-        return min(lanes, key=self._load)
+        """Returns the engine with the fewest requests: one that serves, or else one that may do so later."""
+        return min(self.serving or self.left or self.lanes, key=self._load)
 
     def _load(self, lane: Lane) -> int:
         """Returns how many requests at an engine have not ended."""
@@ -184,31 +179,24 @@ class Pool:
 
     # -- all engines --------------------------------------------------------------------------------------------------
 
-    async def _each(self, work: Callable[[Lane], Awaitable[T]], some: Sequence[Lane]) -> dict[Lane, T]:
-        """Asks some engines, or, where there is none, those that come up. One that is lost meanwhile is not waited for once
-        another one has answered: it comes back by itself, and only with the current weights.
+    async def _each(self, work: Callable[[Lane], Awaitable[T]], lanes: Sequence[Lane]) -> dict[Lane, T]:
+        """Asks some engines, or, where there is none, those that come up. One that is lost while another one serves raises
+        CoreLost, and is not waited for: it comes back by itself, and only with the current weights.
 
         Raises: ValueError when one refuses; when none answers, the error of the first.
         """
-        lanes = some or self.left or self.lanes
-        tasks = {asyncio.ensure_future(work(lane)): lane for lane in lanes}
-        pending, answers, errors = set(tasks), {}, []
-        try:
-            while pending and not (answers and not any(tasks[task].health.up for task in pending)):
-                done, pending = await asyncio.wait(pending, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    if (error := task.exception()) is None:
-                        answers[tasks[task]] = task.result()
-                    else:
-                        errors.append(error)
-        finally:
-            for task in pending:
-                task.add_done_callback(fetch_error)
-                task.cancel()  # what may not be broken off goes on (`lane.undisturbed`)
-        refused = [error for error in errors if isinstance(error, ValueError)]
-        if refused or not answers:
-            raise (refused or errors)[0]
-        return answers
+        while True:
+            lanes = lanes or self.left or self.lanes
+            results = await asyncio.gather(*map(work, lanes), return_exceptions=True)
+            errors = [result for result in results if isinstance(result, BaseException)]
+            answers = {lane: r for lane, r in zip(lanes, results, strict=True) if not isinstance(r, BaseException)}
+            if refused := [error for error in errors if isinstance(error, ValueError)]:
+                raise refused[0]
+            if answers:
+                return answers
+            if not any(isinstance(error, CoreLost) for error in errors):
+                raise errors[0]
+            lanes = self.left  # the others were lost after it, and somebody comes back
 
     async def load(self, version: int) -> tuple[float, float]:
         """Brings newly published weights into every engine. Returns the longest pause and the longest loading among them, in
@@ -219,7 +207,7 @@ class Pool:
         finally:
             for lane in self.serving:
                 if lane.version < self.version:
-                    lane.outdate(f"it holds version {lane.version}, others {self.version}")
+                    lane.become(State.BEHIND, f"it holds version {lane.version}, others {self.version}")
         for lane in times:
             if lane.version < version:
                 raise EngineFailed(f"publish: {lane.name} was not told of version {version}; it holds {lane.version}")

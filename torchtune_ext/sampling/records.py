@@ -166,7 +166,6 @@ class SamplingConfig:
     early_stop_logprob: float | None = None  # mean log-prob (nats) below which a completion is stopped; None: off
     early_stop_decay: float = 0.992  # decay of the running mean: 0.992 looks back about 125 tokens
     early_stop_min_tokens: int = 64  # tokens before which there is no early stop
-    deadline_s: float | None = None  # seconds a request may run in the engine; None: no limit
 
     def stopping_at(self, ids: Sequence[int]) -> "SamplingConfig":
         """Returns a copy with these stops, where no others are set."""
@@ -191,8 +190,6 @@ class SamplingConfig:
             raise Mistake(
                 f"sampling.early_stop_logprob is {self.early_stop_logprob}: a mean log-prob is negative, e.g. -3.0"
             )
-        if self.deadline_s is not None and not self.deadline_s > 0:
-            raise Mistake(f"sampling.deadline_s is {self.deadline_s}: it has to be a positive number of seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +199,7 @@ class Completion:
     tokens: np.ndarray  # [R] int32, ids as sampled, with the stop token when it was sampled
     logprobs: np.ndarray  # [R] float32, nats: of the sampled tokens under the sampling temperature
     versions: np.ndarray  # [R] int32, policy version that produced each token
-    finish_reason: str  # "stop", "length", "early_stop", "deadline" or "abort"
+    finish_reason: str  # "stop", "length", "early_stop" or "abort"
     cached_prompt_tokens: int = 0  # prompt tokens that came out of the prefix cache
     # [P - 1] float32, nats: of the prompt's tokens from the second on, where they were asked for (`Priority.SCORE`)
     prompt_logprobs: np.ndarray | None = None

@@ -2,7 +2,7 @@
 
 Completions go over HTTP (`/inference/v1/generate`: token ids in, token ids, log-probs and versions out). Weights do
 not: a server on the trainer's machine may read them out of its memory, one anywhere is in a group with the trainer's sender
-(`transfer/`). Either has to know our loader. `server_command` gives the command line that starts such a server.
+(`courier.py`). Either has to know our loader. `server_command` gives the command line that starts such a server.
 
 Anyone who reaches the server's weight routes can replace the model, so every request carries a key. It lives in an
 environment variable on both sides (`KEY_VARIABLE`), never in a config, a log or a command line.
@@ -15,7 +15,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.courier import START_S, Courier
-from torchtune_ext.sampling.engine_args import LOADER
+from torchtune_ext.sampling.engine_args import LOADER, transfer_of
 from torchtune_ext.sampling.records import TRANSFERS, Completion, EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, authorization, server_command, server_key, shown_command
 from torchtune_ext.sampling.vllm_core import VLLMCore
@@ -66,6 +65,12 @@ def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _unlike(has: dict[str, Any], needs: dict[str, Any]) -> list[str] | None:
+    """Returns those facts that differ, of the one and of the other, in words; None: none does."""
+    keys = [key for key in {**needs, **has} if has.get(key) != needs.get(key)]
+    return [", ".join(f"{key}={each.get(key)}" for key in keys) for each in (has, needs)] if keys else None
+
+
 class ServerCore(VLLMCore):
     """Holds one connection to a server. It ends (`CoreLost`) with the first thing that goes wrong, and another one is tried."""
 
@@ -74,11 +79,10 @@ class ServerCore(VLLMCore):
     def __init__(self, config: EngineConfig, on_step: Callable[[Step], None]):
         assert config.address is not None
         self.life = secrets.token_hex(8)  # a server outlives trainers, whose versions begin anew
-        super().__init__(config, self.life)
-        self.address, self.on_step = config.address.rstrip("/"), on_step
+        super().__init__(config, on_step, self.life)
+        self.address = config.address.rstrip("/")
         self.sign_of_life = time.monotonic()
         self.dead = False
-        self._resumed: float | None = None  # time.monotonic() of our last resume, until its preemptions have passed
         self._session: Any = None
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # the real one is known after the launch
@@ -140,70 +144,59 @@ class ServerCore(VLLMCore):
         """Takes what a server says of itself that is of the kind which the run needs. Args: info: vLLM's configuration, as its
         route `/server_info` returns it. Raises ValueError, which says what differs and how to start the server."""
         model, cache, parallel = info["model_config"], info["cache_config"], info["parallel_config"]
-        config, address, self._model = self.config, self.address, model["model"]
+        config, self._model = self.config, model["model"]
         transfer = (info.get("weight_transfer_config") or {}).get("backend")
-
-        def refuse(what: str) -> None:
-            raise Mistake(f"engine.address: {address} {what}; start it like this: {self.how()}")
-
-        if model["logprobs_mode"] != "processed_logprobs":
-            refuse(
-                f"gives log-probs of the kind {model['logprobs_mode']!r}, not those under the sampling temperature",
-            )
-        if transfer not in TRANSFERS[1:] or parallel.get("worker_extension_cls", LOADER) != LOADER:
-            refuse("was not started to take weights from this trainer")
-        dtype = str(model.get("dtype", config.dtype)).rpartition(".")[2]
-        if config.dtype not in ("auto", dtype):
-            refuse(f"computes in {dtype}, and engine.dtype is {config.dtype}")
-        if config.transfer not in ("auto", transfer):
-            refuse(f"takes weights by {transfer}, and engine.transfer is {config.transfer}")
-        if (parallel.get("data_parallel_size") or 1) > 1:
-            refuse(
-                "runs with data parallelism, whose ranks are not told of new weights: start a server for each instead"
-            )
-        device = (info.get("device_config") or {}).get("device")
-        there, here = device != "cpu", torch.cuda.is_available()
-        if transfer == "nccl" and not (there and here):
-            side = "this trainer has none" if there else f"{address} runs on {device}"
-            both = "" if there or here else ", and this trainer has none"
+        has = {
+            "logprobs_mode": model["logprobs_mode"],
+            "transfer": transfer,
+            "worker_extension_cls": parallel.get("worker_extension_cls", LOADER),
+            "dtype": str(model.get("dtype", config.dtype)).rpartition(".")[2],
+            "quantization": "fp8" if model.get("quantization") == "fp8" else "none",
+            "scheduling_policy": info["scheduler_config"]["policy"],
+            "data_parallel_size": parallel.get("data_parallel_size") or 1,
+            "max_lora_rank": (info.get("lora_config") or {}).get("max_lora_rank", 0),
+            "max_model_len": model["max_model_len"],
+        }
+        needs = has | {
+            "logprobs_mode": "processed_logprobs",  # those under the sampling temperature
+            "worker_extension_cls": LOADER,
+            "quantization": "fp8" if config.quantization else "none",
+            "scheduling_policy": "priority",  # else a canary would wait behind all samples
+            "data_parallel_size": 1,  # other ranks would not be told of new weights
+            "max_lora_rank": max(has["max_lora_rank"], config.lora_rank or 0),
+            "max_model_len": max(has["max_model_len"], config.max_model_len),
+        }
+        needs |= {name: value for name in ("dtype", "transfer") if (value := getattr(config, name)) != "auto"}
+        if needs["transfer"] not in TRANSFERS[1:]:
+            needs["transfer"] = transfer_of(config)
+        if unlike := _unlike(has, needs):
+            theirs, ours = unlike
             raise Mistake(
-                f"engine.transfer: nccl moves weights between GPUs only, and {side}{both}; use engine.transfer=gloo, and start "
-                f"the server like this: {self.how()}"
+                f"engine.address: {self.address} has {theirs}, and this run needs {ours}; start it like this: {self.how()}"
             )
-        if info["scheduler_config"]["policy"] != "priority":
-            refuse("serves requests as they come, so a canary would wait behind all samples")
-        if (config.lora_rank or 0) > (info.get("lora_config") or {}).get("max_lora_rank", 0):
-            refuse(f"has no room for an adapter of rank {config.lora_rank}, which this run publishes")
-        if bool(config.quantization) != (model.get("quantization") == "fp8"):
-            precision = model.get("quantization") or model.get("dtype") or "full precision"
-            published = "FP8 blocks" if config.quantization else "none in FP8"
-            refuse(f"holds its layers in {precision}, and this run publishes {published}")
-        if model["max_model_len"] < config.max_model_len:
+        on_cpu = (info.get("device_config") or {}).get("device") == "cpu"
+        if transfer == "nccl" and (on_cpu or not torch.cuda.is_available()):
             raise Mistake(
-                f"engine.max_model_len is {config.max_model_len}, but {address} was started with "
-                f"{model['max_model_len']}; lower the one or raise the other"
+                f"engine.transfer: nccl moves weights between GPUs only, and {self.address if on_cpu else 'this trainer'} has "
+                f"none; use engine.transfer=gloo, and start the server like this: {self.how()}"
             )
         text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
         # Its folder may lie elsewhere on another machine.
-        facts = {"model": Path(model["model"]).name} | {name: text[name] for name in SIZES if name in text}
-        facts |= {name: model.get(name) for name in ("max_model_len", "dtype", "logprobs_mode")}
-        self.require_alike(facts)
+        facts = {"model": Path(model["model"]).name, "max_model_len": model["max_model_len"], "dtype": has["dtype"]}
+        self.require_alike(facts | {name: text[name] for name in SIZES if name in text})
         self.transfer, self.workers = transfer, parallel.get("world_size") or 1
         self.block = cache["block_size"]
         self.cache_tokens = (cache["num_gpu_blocks"] or 0) * self.block
-        self.vocabulary = facts.get("vocab_size") or sys.maxsize  # else the server refuses what is too large
+        self.vocabulary = text.get("vocab_size") or sys.maxsize  # else the server refuses what is too large
 
     def require_alike(self, facts: dict[str, Any]) -> None:
         """Raises ValueError where the server differs from what it was before, or else from the first one of the run."""
-        first, expected = next(iter(self.peers.items()), (self.address, facts))
-        if self.address in self.peers:
-            first, expected = f"{self.address} when the run began", self.peers[self.address]
-        keys = [key for key in {**expected, **facts} if facts.get(key) != expected.get(key)]
-        if keys:
-            has, should = (", ".join(f"{key}={each.get(key)}" for key in keys) for each in (facts, expected))
+        first = self.address if self.address in self.peers else next(iter(self.peers), self.address)
+        if unlike := _unlike(facts, self.peers.get(first, facts)):
             raise Mistake(
-                f"engine.address: {self.address} has {has}, but {first} has {should}; the servers of a run have to be alike: "
-                f"start {self.address} with the model and the flags of {first}, or leave it out"
+                f"engine.address: {self.address} has {unlike[0]}, but when this run met {first}, that had {unlike[1]}; the "
+                f"servers of a run have to be alike: start {self.address} with the model and the flags of {first}, or leave it "
+                "out"
             )
         self.peers[self.address] = facts
 
@@ -247,7 +240,7 @@ class ServerCore(VLLMCore):
             "stream_options": {"include_usage": True} if call.streams else None,
             "sampling_params": call.vllm_params(),
         }
-        with call.running(self.calls, lambda: self._abort(call)):
+        with call.running(self.calls):
             return await self._generate(call, body)
 
     async def _generate(self, call: Call, body: dict[str, Any]) -> Completion:
@@ -288,11 +281,9 @@ class ServerCore(VLLMCore):
         only_adapter = all(buffer.adapter is not None for buffer in buffers)
         if self.replaced and buffers and only_adapter:
             raise Mistake(f"publish: an adapter, but {self.other_model()}")
-        # Servers that take weights over the network get them together.
-        with self.courier.expecting(self.address) if buffers and self.transfer != "shm" else nullcontext():
-            times = await super().load(buffers, version)
+        times = await super().load(buffers, version)
         if buffers:
-            self.replaced, self._resumed = self.replaced and only_adapter, time.monotonic()
+            self.replaced = self.replaced and only_adapter
         return times
 
     async def prepare(self, buffers: Sequence[WeightBuffer]) -> None:
@@ -312,8 +303,8 @@ class ServerCore(VLLMCore):
     async def bring(self, buffer: WeightBuffer, version: int) -> None:
         if self.transfer == "shm":
             return await super().bring(buffer, version)
-        # The courier keeps its own deadline for each try; this one is for a courier that does not.
-        limit_s = 4 * (self.config.rpc_deadline_s + self.config.probe_deadline_s + START_S)
+        # The courier keeps its own deadline for each server; this one is for a courier that does not.
+        limit_s = (1 + len(self.peers)) * (self.config.rpc_deadline_s + START_S)
         await bounded(self, self.courier.deliver(self, buffer, version), limit_s, "deliver")
 
     async def finish_update(self, buffer: WeightBuffer, version: int) -> None:
@@ -349,23 +340,22 @@ class ServerCore(VLLMCore):
     async def _poll_metrics(self) -> None:
         while not self.dead:
             await asyncio.sleep(METRICS_S)
-            request_time = time.monotonic()
             try:
                 text = await bounded(self, self._request("GET", "/metrics"), 30.0, "metrics")
             except (CoreLost, ValueError):
                 continue  # the watch or the next request finds out
             try:
-                step = self._step(text, request_time)
+                step = self._step(text)
                 if step is not None:
                     self.sign_of_life = time.monotonic()
-                    self.on_step(step)
+                    self.count(step)
             except Exception as error:  # nobody waits for this task, so the watch ends the run with this error
                 self.broken = error
                 return
 
-    def _step(self, text: str, request_time: float) -> Step | None:
+    def _step(self, text: str) -> Step | None:
         """Returns what has changed since the last look; None where the engine has requests and has made no step. Args: text:
-        vLLM's Prometheus page; request_time: time.monotonic() when it was requested."""
+        vLLM's Prometheus page."""
         now = dict.fromkeys(METRICS.values(), 0.0)
         for line in text.splitlines():
             name = METRICS.get(line.split("{")[0].split(" ")[0])
@@ -376,18 +366,14 @@ class ServerCore(VLLMCore):
         if self._last is not None and busy and now["steps"] and now["steps"] == last["steps"]:
             return None
         self._last = now
-        step = Step(
+        return Step(
             usage=now["usage"],
             running=int(now["running"]),
             waiting=int(now["waiting"]),
-            # Our own pause throws every request out, which the server counts as each of them runs again.
-            preempted=int(now["preempted"] - last["preempted"]) if self._resumed is None else 0,
+            preempted=int(now["preempted"] - last["preempted"]),
             prefix_queries=int(now["queries"] - last["queries"]),
             prefix_hits=int(now["hits"] - last["hits"]),
         )
-        if self._resumed is not None and request_time > self._resumed + METRICS_S and not step.waiting:
-            self._resumed = None
-        return step
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         async for part in self._open(method, path, body):

@@ -9,13 +9,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.sampling import early
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
-from torchtune_ext.sampling.child_process import ChildProcess, descendants_cpu_seconds, log_tail
+from torchtune_ext.sampling.child_process import ChildProcess, log_tail
 from torchtune_ext.sampling.early import child_environment
 from torchtune_ext.sampling.engine_args import engine_environment, one_machine
 from torchtune_ext.sampling.records import Completion, EngineConfig
@@ -27,12 +26,12 @@ ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an upda
 class VLLMCore:
     """The half of a `Core` that speaks of weights. `Core` says what its methods promise."""
 
-    # Returns the seconds of CPU time that the engine has used, where that can be known.
-    cpu_seconds: Callable[[], float] | None = None
-
-    def __init__(self, config: EngineConfig, life: str = ""):
-        """Args: life: stands before the versions in salts, where others use the engine, too."""
-        self.config, self._life = config, life
+    def __init__(self, config: EngineConfig, on_step: Callable[[Step], None], life: str = ""):
+        """Args: on_step: takes the counters of each step; life: stands before the versions in salts, where others use the
+        engine, too."""
+        self.config, self.on_step, self._life = config, on_step, life
+        self.thrown_out = 0  # requests that our own pauses have thrown out, and that have not come again yet
+        self._waiting = 0  # requests that wait in the engine's own queue, as of its last step
         self.calls: dict[str, Call] = {}
         self.cache_tokens = self.block = self.vocabulary = 0  # known after the launch
         self.asleep = 0  # level of sleep
@@ -44,14 +43,20 @@ class VLLMCore:
         """Calls a method of `AsyncLLM`, by its name there. Raises CoreLost, ValueError."""
         raise NotImplementedError
 
+    def count(self, step: Step) -> None:
+        """Hands the counters of a step on, without the preemptions of our own pauses. A pause that clears the cache throws out
+        every running request as a full cache would, and vLLM counts that with the request's next token."""
+        forgiven = min(step.preempted, self.thrown_out)
+        self.thrown_out, self._waiting = self.thrown_out - forgiven, step.waiting
+        self.on_step(replace(step, preempted=step.preempted - forgiven))
+
     async def quick(self, method: str, /, **arguments: Any) -> Any:
         """Makes a call that the engine answers between two steps. Raises CoreLost, ValueError."""
         return await bounded(self, self.rpc(method, **arguments), self.config.probe_deadline_s, method)
 
     async def slow(self, method: str, /, **arguments: Any) -> Any:
-        """Makes a call that moves weights: it may take long, but not stand still. Raises CoreLost, ValueError."""
-        limit_s, idle_s = self.config.rpc_deadline_s, self.config.probe_deadline_s
-        return await bounded(self, self.rpc(method, **arguments), limit_s, method, self.cpu_seconds, idle_s)
+        """Makes a call that moves weights, and may take long. Raises CoreLost, ValueError."""
+        return await bounded(self, self.rpc(method, **arguments), self.config.rpc_deadline_s, method)
 
     async def ping(self, deadline_s: float) -> None:
         await bounded(self, self.rpc("is_paused"), deadline_s, "is_paused")
@@ -72,6 +77,7 @@ class VLLMCore:
             await self.quick("pause_generation", mode="keep", clear_cache=False)
             if self.config.kv_on_publish == "recompute":
                 # It throws out all requests in flight, whose keys and values are then computed again.
+                self.thrown_out = max(0, len(self.calls) - self._waiting)
                 if not await self.quick("reset_prefix_cache", reset_running_requests=True):
                     raise CoreLost(
                         "the engine refused to clear its KV cache, and would go on with keys and values of the old weights"
@@ -146,6 +152,7 @@ class VLLMCore:
 
     async def sleep(self, level: int) -> None:
         await self.ping(self.config.probe_deadline_s)
+        self.thrown_out = max(0, len(self.calls) - self._waiting)
         await self.slow("sleep", level=level, mode="keep")
         self.asleep = level
 
@@ -158,15 +165,14 @@ class RemoteCore(ChildProcess, VLLMCore):
         self, model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]
     ):
         """Starts the client's process; it imports vLLM in the background. `launch` waits for it. Raises OSError."""
-        VLLMCore.__init__(self, config)
-        self.on_step, self.log = on_step, log_path
+        VLLMCore.__init__(self, config, on_step)
+        self.log = log_path
         self._configured = False
         self.log_start = log_path.stat().st_size if log_path.exists() else 0
         environ = engine_environment(config) | {"VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir} | one_machine()
         environ = child_environment(environ | {"VLLM_RPC_BASE_PATH": temp_dir})
         first, begun = [model_dir, config, str(log_path), environ], early.take()
         ChildProcess.__init__(self, "the engine's client", early.CLIENT, log_path, self._hear, first, environ, begun)
-        self.cpu_seconds = partial(descendants_cpu_seconds, self.group)  # without the client
 
     def configure(self) -> None:
         """Lets the client import vLLM and make its configuration, and waits for that. Raises ValueError when vLLM refuses the
@@ -203,6 +209,6 @@ class RemoteCore(ChildProcess, VLLMCore):
             self.ended = value
         elif kind == "step" and self.broken is None:
             try:
-                self.on_step(value)
+                self.count(value)
             except Exception as error:
                 self.broken = error  # the lane ends the run over it

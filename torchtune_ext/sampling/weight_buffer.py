@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any
@@ -235,16 +235,6 @@ class Buffers:
         """Raises WeightsIncomplete, unless somebody is writing now, who may complete them."""
         if self._readers or not self._lock.locked():
             self.published  # noqa: B018  (it raises)
-
-    async def wait_complete(self, patient: Callable[[], bool]) -> None:
-        """Waits out a publication that broke off. Raises WeightsIncomplete once `patient` says that nobody should wait."""
-        while True:
-            try:
-                return self.check_complete()
-            except WeightsIncomplete:
-                if not patient():
-                    raise
-            await asyncio.sleep(TICK_S)
 
     def write(
         self,

@@ -143,7 +143,6 @@ def test_a_group_is_with_one_environment_and_its_random_numbers(environments):
         ("win", "completed", "scored", 1.0, ""),
         ("more 1", "max_turns", "scored", 3.0, ""),
         ("more 1|length", "length", "scored", 0.0, ""),
-        ("more 1|deadline", "deadline", "scored", 0.0, ""),
         ("more 00000000000001", "context_overflow", "scored", 2.0, ""),
         ("raises", "environment_failed", "infra_failed", None, "KeyError: 'lost'"),
         ("dies", "environment_failed", "infra_failed", None, "the environment's process died: signal SIGKILL"),

@@ -1,7 +1,6 @@
 """One call into an engine, which may never answer: its deadlines, and the errors of calls that were given up."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -19,16 +18,13 @@ class Answer:
         return "the engine's process was killed by SIGKILL"
 
 
-def test_a_call_that_moves_weights_may_take_long_but_not_stand_still():
+def test_a_call_ends_at_its_deadline_and_with_its_engine():
     async def slow(seconds):
         await asyncio.sleep(seconds)
         return "done"
 
     async def scenario():
-        began = time.process_time()
-        assert await bounded(Answer(), slow(0.15), 10, "slow", lambda: time.monotonic(), 0.05) == "done"
-        with pytest.raises(CoreLost, match="the engine is frozen: no CPU time used for 0.05 s in slow"):
-            await bounded(Answer(), slow(60), 10, "slow", lambda: began, 0.05)
+        assert await bounded(Answer(), slow(0.15), 10, "slow") == "done"
         with pytest.raises(CoreLost, match="did not answer slow within 0.03 s"):
             await bounded(Answer(), slow(60), 0.03, "slow")
         dead = Answer()

@@ -92,7 +92,7 @@ def test_a_pool_goes_on_with_what_is_left_and_fails_when_none_is(monkeypatch, ca
             "engine 0 is retired (failed 3 times in a row, the last time: GPU 0 is gone); the run goes on with 1 of 2"
             in caplog.text
         )
-        assert "GPU 0 is gone" in bench.pool.lanes[0].health.cause
+        assert "GPU 0 is gone" in bench.pool.lanes[0].cause
         bench.now[1].kill()
         with pytest.raises(EngineFailed, match="(?s)engine 1 failed 3 times.*GPU 1 is gone.*the fake's log"):
             while True:
@@ -142,12 +142,12 @@ def test_an_engine_of_the_pool_that_is_lost_in_a_publication_comes_back_with_it(
         lost.fail = CoreLost("broken in the load")
         bench.prepare_core = lambda core, number: core.go_on.clear()
         await bench.publish(weights(2), 2)  # returns with engine 0 alone
-        assert states(bench)[1] in (State.RESTARTING, State.STALE) and bench.pool.version == 2
+        assert states(bench)[1] is State.COMING and bench.pool.version == 2
         assert len(await bench.pool.draw(bench.group())) == 4  # nobody waits for it
         await until(lambda: len(bench.lives[1]) == 2 and bench.lives[1][1].reading.is_set())
-        assert states(bench)[1] is State.STALE
+        assert states(bench)[1] is State.COMING
         bench.lives[1][1].go_on.set()
-        await until(lambda: states(bench)[1] is State.HEALTHY)
+        await until(lambda: states(bench)[1] is State.SERVING)
         assert bench.lives[1][1].loads == [([2], [2], 2)]
 
     run(scenario, monkeypatch, 2)
@@ -172,7 +172,7 @@ def test_a_new_life_in_the_pool_with_other_weights_does_not_serve(monkeypatch, c
 
         bench.prepare_core = liar
         bench.now[1].kill()
-        await until(lambda: len(bench.lives[1]) == 3 and states(bench)[1] is State.HEALTHY)
+        await until(lambda: len(bench.lives[1]) == 3 and states(bench)[1] is State.SERVING)
         assert lies[0].loads and lies[0].drawn == 0
         assert "it does not hold the weights of version 1 as they were published: 1 of the 2 tensors" in caplog.text
 
@@ -187,20 +187,20 @@ def test_an_engine_of_the_pool_that_was_not_told_stops_the_publication(monkeypat
         bench.pool.lanes[1].load = forget
         with pytest.raises(EngineFailed, match="engine 1 was not told of version 1; it holds 0"):
             await bench.publish(weights(1), 1)
-        assert states(bench) == [State.HEALTHY, State.STALE]
+        assert states(bench) == [State.SERVING, State.BEHIND]
 
     run(scenario, monkeypatch, 2)
 
 
-def test_an_engine_of_the_pool_that_refuses_weights_is_stale_until_it_takes_them(monkeypatch):
+def test_an_engine_of_the_pool_that_refuses_weights_is_behind_until_it_takes_them(monkeypatch):
     async def scenario(bench):
         bench.now[1].fail = ValueError("not with me")
         with pytest.raises(ValueError, match="not with me"):
             await bench.publish(weights(1), 1)
-        assert states(bench) == [State.HEALTHY, State.STALE]
+        assert states(bench) == [State.SERVING, State.BEHIND]
         bench.now[1].fail = None
         await bench.publish(weights(2), 2)
-        assert states(bench) == [State.HEALTHY] * 2 and bench.now[1].loads == [([2], [2], 2)]
+        assert states(bench) == [State.SERVING] * 2 and bench.now[1].loads == [([2], [2], 2)]
 
     run(scenario, monkeypatch, 2)
 

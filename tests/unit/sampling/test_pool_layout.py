@@ -125,11 +125,12 @@ def test_servers_of_a_pool_are_alike():
     with pytest.raises(ValueError) as caught:
         met("http://c:3", model="Llama", hidden_size=32, max_model_len=256)
     assert (
-        "http://c:3 has model=Llama, hidden_size=32, max_model_len=256, but http://a:1 has model=Qwen, hidden_size=64, "
+        "http://c:3 has model=Llama, hidden_size=32, max_model_len=256, but when this run met http://a:1, that had model=Qwen, "
         in str(caught.value)
     )
     with pytest.raises(
-        ValueError, match="http://b:2 has max_model_len=256, but http://b:2 when the run began has max_model_len=512"
+        ValueError,
+        match="http://b:2 has max_model_len=256, but when this run met http://b:2, that had max_model_len=512",
     ):
         met("http://b:2", max_model_len=256)
     met("http://b:2")

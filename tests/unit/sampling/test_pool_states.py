@@ -1,5 +1,5 @@
-"""No engine of a pool goes from dead to serving but by a completed publication that it confirms: the table of states, and the
-lanes under failures drawn at random."""
+"""No engine of a pool goes from lost to serving but by a completed publication that it proves: lanes under failures drawn at
+random."""
 
 import asyncio
 import random
@@ -12,44 +12,12 @@ torch = pytest.importorskip("torch")
 import fake_pools  # noqa: E402
 import virtual_time  # noqa: E402
 from fake_cores import CONFIG, weights  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
 
 from torchtune_ext.sampling import weight_buffer  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.lane import Health, State  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
-
-EVENTS = {
-    "restart": lambda health: health.become(State.RESTARTING),
-    "came_up": lambda health: health.become(State.STALE),
-    "right": lambda health: health.confirm(3, 3, None),
-    "old version": lambda health: health.confirm(2, 3, None),
-    "wrong tensors": lambda health: health.confirm(3, 3, "two are others"),
-    "doubt": lambda health: health.become(State.SUSPECT, "silent"),
-    "clear": lambda health: health.clear(),
-    "outdate": lambda health: health.outdate("others are newer"),
-    "lose": lambda health: health.become(State.DEAD, "killed"),
-    "retire": lambda health: health.become(State.RETIRED, "too often"),
-}
-
-
-@settings(max_examples=300)
-@given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=40))
-def test_no_way_of_a_pool_leads_from_dead_to_serving_without_a_proof(events):
-    health, proven = Health(), False
-    for event in events:
-        before = health.state
-        try:
-            EVENTS[event](health)
-        except (AssertionError, CoreLost):
-            assert health.state is before  # what cannot be changes nothing
-            continue
-        proven = event == "right" or proven and health.state not in (State.DEAD, State.STALE, State.RESTARTING)
-        assert not health.serves or proven
-        assert before is not State.RETIRED or health.state is State.RETIRED
 
 
 @every_row("seed", range(8))
@@ -99,8 +67,7 @@ def test_whoever_serves_in_a_pool_has_the_published_weights(monkeypatch, seed):
         bench.prepare_core = fault
         served, published = [], [0]
         for lane in bench.pool.lanes:
-            change = lane.health.on_change
-            lane.health.on_change = lambda change=change: (change(), look())
+            lane.become = lambda *change, become=lane.become: (become(*change), look())
         drawn, failed = [], None
         try:
             for version in range(1, 13):
@@ -152,13 +119,11 @@ def test_an_engine_of_a_pool_that_answers_but_makes_no_step_is_replaced(monkeypa
         wedged.step = stand_still
         work = [asyncio.ensure_future(bench.pool.draw(bench.group([i], 2))) for i in range(2)]
         began = asyncio.get_running_loop().time()
-        suspected = False
         while not all(task.done() for task in work):
             await asyncio.sleep(0.01)
-            suspected = suspected or bench.pool.lanes[0].health.state is State.SUSPECT
         took = asyncio.get_running_loop().time() - began
-        assert suspected and 4 * CONFIG.probe_deadline_s < took < 6 * CONFIG.probe_deadline_s
-        assert "made no step" in bench.pool.lanes[0].health.cause
+        assert 4 * CONFIG.probe_deadline_s < took < 6 * CONFIG.probe_deadline_s
+        assert "made no step" in bench.pool.lanes[0].cause
         await bench.pool.close()
         bench.buffers.close()
 

@@ -156,8 +156,8 @@ vllm:prefix_cache_queries_total{engine="0"} %d
 
 def test_a_server_that_makes_no_step_gives_no_sign_of_life(core):
     """Its page is answered by the process beside the engine, which may stand still."""
-    assert core._step(PAGE % (5, 0), 0.0).running == 3
-    assert core._step(PAGE % (5, 0), 0.5) is None
-    assert core._step(PAGE % (6, 40), 1.0).prefix_queries == 40
+    assert core._step(PAGE % (5, 0)).running == 3
+    assert core._step(PAGE % (5, 0)) is None
+    assert core._step(PAGE % (6, 40)).prefix_queries == 40
     # One that has nothing to do makes no steps either.
-    assert core._step((PAGE % (6, 40)).replace("3.0", "0.0"), 1.5).running == 0
+    assert core._step((PAGE % (6, 40)).replace("3.0", "0.0")).running == 0

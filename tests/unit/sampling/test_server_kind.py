@@ -53,9 +53,7 @@ def check(config, **changes):
 
 def test_a_server_that_fits_says_what_it_is():
     core = check(EngineConfig(address=ADDRESS, lora_rank=8))
-    assert core.peers[ADDRESS] == dict(
-        model="m", vocab_size=512, max_model_len=4096, dtype=None, logprobs_mode="processed_logprobs"
-    )
+    assert core.peers[ADDRESS] == dict(model="m", vocab_size=512, max_model_len=4096, dtype="auto")
     assert (core.transfer, core.workers, core.cache_tokens, core.block, core.vocabulary) == ("gloo", 2, 320, 32, 512)
     assert check(EngineConfig(address=ADDRESS, transfer="gloo")).transfer == "gloo"
 
@@ -66,40 +64,41 @@ FP8 = {"quantization": {"quant_method": "fp8"}}
 @every_row(
     "settings, changes, said",
     [
-        ({}, {"weight_transfer_config": None}, "was not started to take weights"),
-        ({}, {"weight_transfer_config__backend": "ipc"}, "was not started to take weights"),
-        ({}, {"parallel_config__worker_extension_cls": ""}, "was not started to take weights"),
-        ({"transfer": "nccl"}, {}, "takes weights by gloo, and engine.transfer is nccl"),
-        (
-            {"transfer": "gloo"},
-            {"weight_transfer_config__backend": "shm"},
-            "takes weights by shm, and engine.transfer is",
-        ),
-        ({"lora_rank": 16}, {}, "no room for an adapter of rank 16"),
-        ({"lora_rank": 4}, {"lora_config": None}, "no room for an adapter of rank 4"),
-        (FP8, {}, "holds its layers in full precision, and this run publishes FP8 blocks"),
-        ({}, {"model_config__quantization": "fp8"}, "holds its layers in fp8, and this run publishes none in FP8"),
-        ({}, {"scheduler_config__policy": "fcfs"}, "a canary would wait"),
-        ({}, {"model_config__logprobs_mode": "raw_logprobs"}, "log-probs of the kind 'raw_logprobs'"),
+        ({}, {"weight_transfer_config": None}, "transfer=None, and this run needs transfer=.*"),
+        ({}, {"weight_transfer_config__backend": "ipc"}, "transfer=ipc, and this run needs transfer=.*"),
+        ({}, {"parallel_config__worker_extension_cls": ""}, f"worker_extension_cls=, .*={LOADER}"),
+        ({}, {"parallel_config__data_parallel_size": 2}, "data_parallel_size=2, .*=1"),
+        ({"dtype": "float32"}, {"model_config__dtype": "torch.bfloat16"}, "dtype=bfloat16, .*=float32"),
+        ({"transfer": "nccl"}, {}, "transfer=gloo, .*=nccl"),
+        ({"transfer": "gloo"}, {"weight_transfer_config__backend": "shm"}, "transfer=shm, .*=gloo"),
+        ({"lora_rank": 16}, {}, "max_lora_rank=8, .*=16"),
+        ({"lora_rank": 4}, {"lora_config": None}, "max_lora_rank=0, .*=4"),
+        (FP8, {}, "quantization=none, .*=fp8"),
+        ({}, {"model_config__quantization": "fp8"}, "quantization=fp8, .*=none"),
+        ({}, {"scheduler_config__policy": "fcfs"}, "scheduling_policy=fcfs, .*=priority"),
+        ({}, {"model_config__logprobs_mode": "raw_logprobs"}, "logprobs_mode=raw_logprobs, .*=processed_logprobs"),
+        ({"max_model_len": 8192}, {}, "max_model_len=4096, .*=8192"),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused_with_the_command_that_does(settings, changes, said):
-    with pytest.raises(ValueError, match=f"{ADDRESS} .*{said}.*; start it like this: THE COMMAND"):
+    with pytest.raises(ValueError, match=f"{ADDRESS} has {said}; start it like this: THE COMMAND"):
         check(EngineConfig(address=ADDRESS, **settings), **changes)
 
 
 @pytest.mark.parametrize(
     ("there", "here", "said"),
     [
-        ("cuda", False, "and this trainer has none; use"),
-        ("cpu", True, "and http://node2:8000 runs on cpu; use"),
-        ("cpu", False, "runs on cpu, and this trainer has none; use"),
+        ("cuda", False, "this trainer"),
+        ("cpu", True, "http://node2:8000"),
+        ("cpu", False, "http://node2:8000"),
     ],
 )
 def test_nccl_between_a_cpu_and_a_gpu_is_refused(monkeypatch, there, here, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
     nccl = {"weight_transfer_config__backend": "nccl", "device_config__device": there}
-    with pytest.raises(ValueError, match=f"nccl moves weights between GPUs only, .*{said}.*engine.transfer=gloo"):
+    with pytest.raises(
+        ValueError, match=f"nccl moves weights between GPUs only, and {said} has none; use engine.transfer=gloo"
+    ):
         check(EngineConfig(address=ADDRESS), **nccl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert check(EngineConfig(address=ADDRESS), **(nccl | {"device_config__device": "cuda"})).transfer == "nccl"

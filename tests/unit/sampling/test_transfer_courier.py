@@ -118,50 +118,27 @@ def sender_pid(courier):
     return courier._sender.group if courier._sender is not None else 0
 
 
-async def both(courier, cores, weights, version):
-    """What became of weights for two servers whose connections expect each other."""
-
-    async def deliver(core):
-        with courier.expecting(core.address):
-            await asyncio.sleep(0)
-            await courier.deliver(core, weights, version)
-
-    return await asyncio.gather(*map(deliver, cores), return_exceptions=True)
+async def both(courier, servers, weights, version, **settings):
+    """What became of weights for two servers, in the order in which they are brought."""
+    work = (courier.deliver(server.core(**settings), weights, version) for server in servers)
+    return await asyncio.gather(*work, return_exceptions=True)
 
 
-def test_servers_are_one_group_that_stays(pair, weights, tmp_path, monkeypatch):
+def test_each_server_is_in_a_group_that_stays(pair, weights, tmp_path, monkeypatch):
     async def scenario(courier):
         begin = [len(server.ask("/state")["inits"]) for server in pair]
         for version in (3, 4):
-            assert await both(courier, [server.core() for server in pair], weights, version) == [None, None]
+            assert await both(courier, pair, weights, version) == [None, None]
             for server in pair:
                 state = server.ask("/state")
                 assert state["sums"] == weights.sums and state["version"] == str(version)
         inits = [server.ask("/state")["inits"][n:] for server, n in zip(pair, begin, strict=True)]
         assert [len(each) for each in inits] == [1, 1]
-        assert sorted(init["rank_offset"] for (init,) in inits) == [1, 2] and inits[0][0]["world_size"] == 3
-        assert inits[0][0]["group"] == inits[1][0]["group"]
-        pair[0].life += 1  # the connection to one of them is a new one: so is the group
-        assert await both(courier, [server.core() for server in pair], weights, 5) == [None, None]
-        assert [len(server.ask("/state")["inits"]) for server in pair] == [n + 2 for n in begin]
-
-    with_courier(tmp_path, monkeypatch, scenario)
-
-
-def test_a_server_that_prepares_itself_is_waited_for_but_not_for_ever(pair, weights, tmp_path, monkeypatch):
-    first, second = pair
-
-    async def scenario(courier):
-        with courier.expecting(second.url):
-            early = asyncio.ensure_future(courier.deliver(first.core(probe_deadline_s=30.0), weights, 1))
-            await asyncio.sleep(0.3)
-            assert not early.done()
-            await courier.deliver(second.core(probe_deadline_s=30.0), weights, 1)
-            await early
-        assert first.ask("/state")["inits"][-1]["world_size"] == 3
-        with courier.expecting(second.url):
-            await courier.deliver(first.core(probe_deadline_s=0.3), weights, 1)
-        assert first.ask("/state")["inits"][-1]["world_size"] == 2
+        assert all(init["rank_offset"] == 1 and init["world_size"] == 2 for (init,) in inits)
+        assert inits[0][0]["group"] != inits[1][0]["group"]
+        pair[0].life += 1  # the connection to one of them is a new one: so is its group
+        assert await both(courier, pair, weights, 5) == [None, None]
+        assert [len(server.ask("/state")["inits"]) for server in pair] == [begin[0] + 2, begin[1] + 1]
 
     with_courier(tmp_path, monkeypatch, scenario)
 
@@ -182,13 +159,13 @@ def test_past_the_deadline_the_sender_is_killed_and_the_others_get_the_weights(p
     good, stalled = pair
 
     async def scenario(courier):
-        assert await both(courier, [server.core() for server in pair], weights, 1) == [None, None]
+        assert await both(courier, pair, weights, 1) == [None, None]
         sender = sender_pid(courier)
         stalled.ask("/fault", fault="stall")
         began = time.monotonic()
-        fine, lost = await both(courier, [server.core() for server in pair], weights, 2)
+        lost, fine = await both(courier, [stalled, good], weights, 2)
         assert time.monotonic() - began >= DEADLINE_S
-        assert fine is None and isinstance(lost, CoreLost) and "does not answer" in str(lost)
+        assert fine is None and isinstance(lost, CoreLost) and "did not bring version 2 to the server" in str(lost)
         assert sender_pid(courier) != sender and not Path(f"/proc/{sender}").exists()
         assert good.ask("/state")["version"] == "2" and stalled.ask("/state")["version"] == "1"
 
@@ -200,25 +177,9 @@ def test_a_server_that_refuses_is_told_at_once_and_does_not_keep_the_other(pair,
     picky.ask("/fault", fault="refuse")
 
     async def scenario(courier):
-        fine, lost = await both(courier, [server.core(rpc_deadline_s=LONG_S) for server in pair], weights, 8)
+        lost, fine = await both(courier, [picky, good], weights, 8, rpc_deadline_s=LONG_S)
         assert fine is None and "these weights are not wanted" in str(lost) and KEY not in str(lost)
         assert good.ask("/state")["version"] == "8"
-        with pytest.raises(CoreLost, match="these weights are not wanted"):
-            await courier.deliver(picky.core(rpc_deadline_s=LONG_S), weights, 9)
-
-    with_courier(tmp_path, monkeypatch, scenario)
-
-
-def test_a_server_that_is_slow_and_answers_takes_no_other_down(pair, weights, tmp_path, monkeypatch):
-    """Nobody can tell which of them holds the group up, so each gets the weights alone."""
-    good, slow = pair
-    slow.ask("/fault", fault="slow")
-
-    async def scenario(courier):
-        fine, lost = await both(courier, [server.core(rpc_deadline_s=2.0) for server in pair], weights, 3)
-        assert fine is None and isinstance(lost, CoreLost)
-        assert good.ask("/state")["version"] == "3"
-        slow.ask("/fault", fault="")
 
     with_courier(tmp_path, monkeypatch, scenario)
 
@@ -250,8 +211,8 @@ def test_a_server_that_dies_in_an_update_ends_nobody_else(servers, pair, weights
     mortal.ask("/fault", fault="die")
 
     async def scenario(courier):
-        results = await both(courier, [pair[0].core(), mortal.core()], weights, 11)
-        assert results[0] is None and isinstance(results[1], CoreLost)
+        lost, fine = await both(courier, [mortal, pair[0]], weights, 11)
+        assert fine is None and isinstance(lost, CoreLost)
         assert pair[0].ask("/state")["version"] == "11" and pair[0].ask("/state")["sums"] == weights.sums
 
     with_courier(tmp_path, monkeypatch, scenario)
@@ -259,14 +220,13 @@ def test_a_server_that_dies_in_an_update_ends_nobody_else(servers, pair, weights
 
 def test_an_engine_that_is_closed_waits_for_no_transfer(pair, weights, tmp_path, monkeypatch):
     pair[0].ask("/fault", fault="stall")
-    under_way = []
 
     async def scenario(courier):
-        under_way.append(asyncio.ensure_future(courier.deliver(pair[0].core(rpc_deadline_s=LONG_S), weights, 1)))
+        under_way = asyncio.ensure_future(both(courier, pair, weights, 1, rpc_deadline_s=LONG_S))
         await asyncio.sleep(1.0)
-        assert not under_way[0].done()
+        assert not under_way.done()
         await courier.stop()
-        with pytest.raises(CoreLost):
-            await under_way[0]
+        first, second = await under_way
+        assert isinstance(first, CoreLost) and "the engine was closed" in str(second)
 
     with_courier(tmp_path, monkeypatch, scenario)

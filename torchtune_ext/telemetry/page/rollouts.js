@@ -15,7 +15,7 @@ function advantage(value, largest) {
 function bar(sample, largest) {
   const all = Object.entries(sample.parts), told = all.length > 6 ? all.filter(([, value]) => value !== 0) : all; // of many parts, those that are 0 say little
   const parts = told.map(([name, value]) => chip(name, format(value, "")));
-  const kinds = { length: "warn", deadline: "warn", max_turns: "warn", context_overflow: "warn", abort: "bad", step_timeout: "bad", environment_failed: "bad" };
+  const kinds = { length: "warn", max_turns: "warn", context_overflow: "warn", abort: "bad", step_timeout: "bad", environment_failed: "bad" };
   const versions = sample.versions.length > 1 ? el("span", { class: "chip", title: sample.versions.map(([v, n]) => `version ${v}: ${n} tokens`).join("\n") }, `versions ${sample.versions[0][0]}–${sample.versions.at(-1)[0]}`) : null;
   return el("div", {},
     el("div", { class: "bar" }, el("span", { class: "reward", title: "reward" }, fixed(sample.reward)), advantage(sample.advantage, largest), ...parts,
