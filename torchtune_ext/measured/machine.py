@@ -144,25 +144,14 @@ def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
                 except BlockingIOError:
                     if time.monotonic() > give_up_at:
                         raise Late(
-                            f"core {core} was still used for timing after {deadline_s:g} s, by {_holder(file)}"
+                            f"core {core} was still used for timing after {deadline_s:g} s: "
+                            f"`fuser {lock_path(core)}` says by which process"
                         ) from None
                     if time.monotonic() > tell_at:
                         tell_at = give_up_at + 1
-                        log.warning("timing on core %d waits until %s no longer times on it", core, _holder(file))
+                        log.warning("timing on core %d waits until another process no longer times on it", core)
                     time.sleep(_LOCK_RETRY_S)
         yield
-
-
-def _holder(file: int) -> str:
-    """Says who holds the lock on an open file (proc_locks(5)). The process may be suspended, as by Ctrl-Z."""
-    try:
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            if words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == os.fstat(file).st_ino and int(words[4]) > 0:
-                return f"process {words[4]}"
-    except (OSError, ValueError, IndexError):
-        pass  # it is not told here
-    return "another process"
 
 
 def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:

@@ -33,15 +33,12 @@ class StubBench:
     timed_cores = ()
 
     def __init__(self):
-        self.asked, self.futures, self.closed, self.now = [], [], 0, {}
+        self.asked, self.futures, self.closed = [], [], 0
 
     def submit(self, kernel, text, group=None, permitted=None):
         self.asked.append((kernel, text, group, permitted))
         self.futures.append(Future())
         return self.futures[-1]
-
-    def stats(self):
-        return self.now
 
     def close(self):
         self.closed += 1
@@ -137,14 +134,12 @@ def test_who_does_not_wait_any_more_cancels_the_measurement(grader, bench):
 
 def test_metrics_are_those_since_the_last_call(grader, bench):
     ends = [result(compile=1.0, time=2.0, wait=50.0), result("noisy", compile=0.5), result(is_cached=True, time=7.0)]
-    for queued, end in zip((1.0, 4.0, 2.0), ends, strict=True):
-        bench.now = {"queued_checks": queued, "queued_timings": 1.0, "done": 9.0}
+    for end in ends:
         grader.submit(PROBLEM, "a text")
         bench.futures[-1].set_result(end)
     found = grader.metrics()
     assert found == {
         "time/bench": 3.5,
-        "bench/queue": 5.0,
         "bench/noisy": pytest.approx(1 / 3),
         "bench/cache_hits": pytest.approx(1 / 3),
     }
@@ -153,10 +148,6 @@ def test_metrics_are_those_since_the_last_call(grader, bench):
     bench.futures[-1].set_result(result(compile=0.5))
     assert grader.metrics(refill=True) == found | {"time/bench": 4.0, "bench/noisy": 0.25, "bench/cache_hits": 0.25}
     assert set(grader.metrics().values()) == {0.0}
-    # The service of a cluster counts what no machine has yet.
-    bench.now = {"unsent": 3.0}
-    grader.submit(PROBLEM, "a text")
-    assert grader.metrics()["bench/queue"] == 3.0
 
 
 # Whose cores are whose ---------------------------------------------------------------------------------------------------
