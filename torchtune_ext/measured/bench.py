@@ -36,7 +36,7 @@ from torchtune_ext.measured.kernel import Kernel, prototype
 from torchtune_ext.measured.machine import alone_on, choose_cores, fingerprint, usable_cores, wait_until_idle
 from torchtune_ext.measured.probe import Wild
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
-from torchtune_ext.measured.sandbox import PROBE_S, Limits, Sandbox, SandboxError
+from torchtune_ext.measured.sandbox import PROBE_S, Sandbox, SandboxError
 from torchtune_ext.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS, Timer
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.processes import Processes
@@ -230,7 +230,6 @@ class Bench(Service):
 
     Args:
         deadlines: seconds that each stage of a check may take.
-        limits: what a program may use.
         settings: those of `BenchConfig`; its `address` is for `RayBench`.
 
     Raises:
@@ -239,7 +238,7 @@ class Bench(Service):
         SandboxError: this machine cannot lock programs in.
     """
 
-    def __init__(self, deadlines: Deadlines | None = None, limits: Limits | None = None, **settings: Any) -> None:
+    def __init__(self, deadlines: Deadlines | None = None, **settings: Any) -> None:
         config = BenchConfig(**settings)
         usable = usable_cores()
         timed = tuple(choose_cores(config.cores, config.threads))
@@ -248,7 +247,7 @@ class Bench(Service):
         # A machine that cannot lock programs in fails here, and not at each program.
         Sandbox(toolchain.path, config.namespaces).close()
         self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
-        d, limits = deadlines or Deadlines(), limits or Limits()
+        d = deadlines or Deadlines()
         self._fingerprint = fingerprint()
         self._results: dict[Hashable, Result] = {}  # that another attempt would end in, too
         self._is_shared = bool(set(checked) & set(timed))
@@ -261,7 +260,6 @@ class Bench(Service):
             threads=config.threads,
             namespaces=config.namespaces,
             deadlines=d,
-            limits=limits,
         )
         self._targets = {
             CHECK: (partial(check_program, make, checked), workers, "checking"),

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +91,6 @@ class Checker:
         cores: Sequence[int] | None = None,
         namespaces: bool | None = None,
         deadlines: Deadlines | None = None,
-        limits: Limits | None = None,
         screened: bool = True,
     ) -> None:
         require_sound(kernel)
@@ -101,7 +100,7 @@ class Checker:
         if not self.cores or not set(self.cores) <= usable:
             raise Mistake(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
         self.kernel, self.threads = kernel, threads
-        self.deadlines, self.limits = deadlines or Deadlines(), limits or Limits()
+        self.deadlines = deadlines or Deadlines()
         self.compiler = compiler or Compiler.find()
         self.flags = compilers.flags_of(kernel, optimization, threads)
         self.screened = screened
@@ -226,7 +225,7 @@ class Checker:
             ChildFailed: loading fails, or takes too long.
         """
         arena_bytes = arena_size(kernel, kernel.timed)
-        limits = replace(self.limits, cpu_s=max(self.limits.cpu_s, math.ceil(cpu_s)))
+        limits = Limits(cpu_s=max(Limits().cpu_s, math.ceil(cpu_s)))
         return Child(
             self.sandbox, library, kernel, arena_bytes, self.cores, self.threads, limits, self.deadlines.load_s
         )

@@ -44,7 +44,7 @@ def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
     Where a Ray cluster measures, its machines find that out themselves.
 
     Raises:
-        ValueError, SandboxError: as `choose_cores` and `Checker` say.
+        ValueError: what `choose_cores` and `Checker` say.
     """
     if config.address is None:
         choose_cores(config.cores, config.threads)
@@ -55,9 +55,7 @@ def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
                 Checker(kernel, **settings).close()
             except (SandboxError, ValueError) as error:
                 size = " ".join(f"{name}={value}" for name, value in kernel.timed.items())
-                # A kernel of the user's may raise a kind of ValueError that cannot be made of a text.
-                kind = SandboxError if isinstance(error, SandboxError) else ValueError
-                raise kind(f"{kernel.name} with {size} cannot be measured here: {error}") from error
+                raise Mistake(f"{kernel.name} with {size} cannot be measured here: {error}") from error
 
 
 def measured_score(result: Result, reward: float) -> Score:
@@ -114,7 +112,7 @@ class MeasuredTask:
             raise Mistake(f"{key}.bench is not that of the first task, whose service measures for both; leave it out")
         try:
             rehearse_bench(first.bench, self.kernels)
-        except (SandboxError, ValueError) as error:
+        except Mistake as error:
             # It does not know under which key its settings stand.
             raise Mistake(f"{key}.bench: {str(error).removeprefix('bench.')}") from error
 

@@ -19,7 +19,6 @@ from torchtune_ext.measured.bench import Service
 from torchtune_ext.measured.check import Deadlines
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.results import BenchConfig, BenchError, Result, version
-from torchtune_ext.measured.sandbox import Limits
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import CoreLost, within
 from torchtune_ext.sampling.child_process import ChildProcess, log_tail
@@ -35,7 +34,7 @@ class RayBench(Service):
 
     Args:
         address: "HOST:PORT" of the cluster's head, of which this machine is a member, or "auto": the cluster of this machine.
-        deadlines, limits, settings: those of each machine's `Bench`. `workers` and `cores` are chosen by each machine if they
+        deadlines, settings: those of each machine's `Bench`. `workers` and `cores` are chosen by each machine if they
             are not given.
 
     Raises:
@@ -48,7 +47,6 @@ class RayBench(Service):
         self,
         address: str = "auto",
         deadlines: Deadlines | None = None,
-        limits: Limits | None = None,
         **settings: Any,
     ) -> None:
         BenchConfig(**settings, address=address)
@@ -59,8 +57,7 @@ class RayBench(Service):
             )
         if find_spec("ray") is None:
             raise Mistake("bench.address needs Ray: pip install 'torchtune-ext[ray]', here and on each machine")
-        settings |= {"deadlines": deadlines, "limits": limits}
-        self._first = [address, (version(), pickle.dumps(settings), list(sys.path))]
+        self._first = [address, (version(), pickle.dumps({**settings, "deadlines": deadlines}), list(sys.path))]
         self._process: ChildProcess | None = None  # Ray's driver
         self._refusal = ""  # why Ray's process cannot join the cluster
         super().__init__()

@@ -1,6 +1,5 @@
 """Grading by the benchmark service, which answers here when the test says so. The real one: tests/integration/test_matmul_resume.py."""
 
-import fcntl
 import os
 import statistics
 import threading
@@ -158,7 +157,7 @@ def cores(monkeypatch, tmp_path):
     """Makes this process one that may run on some cores; returns the sets of cores that it is then pinned to."""
     pinned = []
     monkeypatch.setattr(machine, "pin", pinned.append)
-    monkeypatch.setattr(machine, "lock_path", lambda core: tmp_path / f"{core}.lock")
+    monkeypatch.setattr(machine, "lock_name", lambda core: f"\0test-{tmp_path}-{core}")
 
     def make(usable):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(usable))
@@ -167,24 +166,21 @@ def cores(monkeypatch, tmp_path):
     return make
 
 
-def is_locked(path):
+def is_locked(core):
     """Tells whether somebody times on a core."""
-    file = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
+        with machine.alone_on([core], 0.0):
+            return False
+    except TimeoutError:
         return True
-    finally:
-        os.close(file)
 
 
-def test_with_few_cores_training_and_timing_take_turns(cores, bench, tmp_path):
+def test_with_few_cores_training_and_timing_take_turns(cores, bench):
     pinned, bench.timed_cores = cores({0, 1}), (1,)
-    grader, lock = BenchGrader(Asked(), bench, beside_training=True), tmp_path / "1.lock"
+    grader = BenchGrader(Asked(), bench, beside_training=True)
     with grader.alone():
-        assert is_locked(lock)
-    assert not is_locked(lock)
+        assert is_locked(1)
+    assert not is_locked(1)
 
     # A timing that is under way is waited for.
     entered, leave = threading.Event(), threading.Event()
@@ -204,15 +200,15 @@ def test_with_few_cores_training_and_timing_take_turns(cores, bench, tmp_path):
         pass
     leave.set()
     thread.join(20)
-    assert not is_locked(lock) and pinned == []
+    assert not is_locked(1) and pinned == []
 
 
-def test_with_many_cores_training_keeps_off_those_that_are_timed_on(cores, bench, tmp_path):
+def test_with_many_cores_training_keeps_off_those_that_are_timed_on(cores, bench):
     pinned, bench.timed_cores = cores(range(8)), (6, 7)
     grader = BenchGrader(Asked(), bench, beside_training=True)
     assert pinned == [set(range(6))]
     with grader.alone():
-        assert not list(tmp_path.iterdir()), "nobody waits for anybody"
+        assert not is_locked(6) and not is_locked(7), "nobody waits for anybody"
     grader.close()
     grader.close()
     assert pinned == [set(range(6)), set(range(8))] and bench.closed == 2
@@ -227,12 +223,12 @@ def test_two_further_cores_are_enough(cores, bench, usable, turns):
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_where_nothing_is_shared_nothing_is_done(cores, bench, beside, tmp_path):
+def test_where_nothing_is_shared_nothing_is_done(cores, bench, beside):
     """A run that samples and trains in turns; and a cluster, which times on cores of other machines."""
     pinned = cores({0, 1})
     bench.timed_cores = () if beside else (1,)
     with BenchGrader(Asked(), bench, beside_training=beside).alone():
-        assert not list(tmp_path.iterdir())
+        assert not is_locked(0) and not is_locked(1)
     assert pinned == []
 
 
