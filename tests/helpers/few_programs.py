@@ -72,9 +72,6 @@ class Recorded:
         future.set_result(Result(kernel.name, outcome, stage, note, timing, seconds, MACHINE, techniques=used))
         return future
 
-    def stats(self) -> dict[str, float]:
-        return {}
-
     def close(self) -> None:
         pass
 

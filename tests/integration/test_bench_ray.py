@@ -97,7 +97,6 @@ def test_outcomes_are_those_of_this_machine(cluster, local_outcomes):
         assert outcomes(futures) == local_outcomes
         # What is decided before anything runs has a fingerprint, too.
         assert {future.result().fingerprint for future in futures} == {fingerprint()}
-        assert bench.stats() == {"unsent": 0.0}
         started = [each for each in cluster.processes() if each.pid not in before]
     assert psutil.wait_procs(started, timeout=20)[1] == []
     with pytest.raises(BenchError, match="closed"):
@@ -160,15 +159,6 @@ time.sleep(600)
         finally:
             driver.kill()
     assert psutil.wait_procs(started, timeout=20)[1] == []
-
-
-def test_a_cluster_without_such_a_machine_is_refused_with_the_command_that_makes_one(cluster):
-    command = (
-        f"ray start --address={cluster.address} --num-cpus=0 --disable-usage-stats --resources='{{\"fast_host\": 1}}'"
-    )
-    with pytest.raises(BenchError, match="carries the resource 'fast_host'") as caught:
-        RayBench(cluster.address, resource="fast_host")
-    assert command in str(caught.value) and cluster.address in str(caught.value)
 
 
 def test_a_machine_with_another_version_is_refused_by_name(cluster, tmp_path):

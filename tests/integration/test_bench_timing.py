@@ -5,6 +5,7 @@ The machine that runs the tests may be busy, so no figure is asserted: only what
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -226,10 +227,11 @@ def test_the_command_prints_a_table(monkeypatch, capsys):
     monkeypatch.setattr(command, "KERNELS", {"dgemm": CalmDgemm, "reduction": CalmReduction})
     files = [str(EXAMPLES / name) for name in ("dgemm_blocked.c", "dgemm_float.c", "reduction_pairwise.c")]
     affinity = os.sched_getaffinity(0)
-    status = cli.main(["bench", *files, "-O2", "--budget", "0.3", "--size", "64"])
+    status = cli.main(["bench", *files, "--budget", "0.3", "--size", "64"])
     assert os.sched_getaffinity(0) == affinity
     said = capsys.readouterr().out
-    assert status == 1 and "; -O2, timed on core " in said  # one is wrong on purpose
+    assert status == 1 and "; timed on core " in said  # one is wrong on purpose
+    assert re.search(r"\ndgemm_float.c: C\[.* and should be ", said)
     rows = {tuple(line.split()[:3]) for line in said.splitlines()}
     assert rows >= {
         ("(naive)", "dgemm", "ok"),
@@ -245,7 +247,6 @@ def test_the_command_prints_a_table(monkeypatch, capsys):
     [
         (["nowhere.c"], "nowhere.c cannot be read: No such file"),
         (["{other}"], "other.c defines none of dgemm, gemv, reduction; it has to be one of them"),
-        (["{long}"], "long.c has 200001 characters, and at most 200000 are read"),
         (["{file}", "--budget", "0"], "bench.budget_s=0.0 must be more than 0"),
         (["{file}", "--size", "0"], "Dgemm.timed: m is 0, and must be an int from 1"),
         (["{file}", "--cores", "4096"], "cores=[4096]: use some of"),
@@ -255,15 +256,13 @@ def test_the_command_prints_a_table(monkeypatch, capsys):
 )
 def test_bad_input_is_told_before_anything_runs(words, message, capsys, tmp_path):
     (tmp_path / "other.c").write_text("int main(void) { return 0; }\n")
-    (tmp_path / "long.c").write_text("x" * 200_001)
-    names = {"file": EXAMPLES / "dgemm_naive.c", "other": tmp_path / "other.c", "long": tmp_path / "long.c"}
+    names = {"file": EXAMPLES / "dgemm_naive.c", "other": tmp_path / "other.c"}
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", *(word.format(**names) for word in words)])
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_options_that_are_none(capsys):
-    for word in ("-O9", "--cores=a"):
-        with pytest.raises(SystemExit):
-            cli.main(["bench", str(EXAMPLES / "dgemm_naive.c"), word])
-        assert "invalid" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["bench", str(EXAMPLES / "dgemm_naive.c"), "--cores=a"])
+    assert "invalid" in capsys.readouterr().err

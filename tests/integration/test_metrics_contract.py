@@ -24,7 +24,6 @@ MEASURED = (
     "stage/*",
     "stage/moves",
     "time/bench",
-    "bench/queue",
     "bench/noisy",
     "bench/cache_hits",
     "archive/cells",

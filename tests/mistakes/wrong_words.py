@@ -181,7 +181,6 @@ VALUES = {
     "samples ahead of a sleeping engine": full("staleness=1 engine.sleep=true", r"staleness=1 with engine.sleep=true: .*\(engine.devices\), or set staleness=0"),
     "bench.cores=1": full(f"task._component_={MATMUL} task.bench.cores=1", r"task.bench.cores=1 must be a list of whole numbers, as \[2, 3\]"),
     "bench.threads=0": full(f"task._component_={MATMUL} task.bench.threads=0", r"task.bench.threads=0 must be at least 1"),
-    "bench.optimization=-O9": full(f"task._component_={MATMUL} task.bench.optimization=-O9", r"task.bench.optimization='-O9': use .*-O3"),
     "bench at the top": full(f"bench.threads=2 task._component_={MATMUL}", r"unknown key 'bench' in the config; did you mean 'task.bench'\?"),
     "a compiler that is not there": full(f"task._component_={MATMUL} task.prompt=short task.bench.compiler=nogcc", r"task.bench: no C compiler: nogcc not found on PATH; install one"),
     "bench.core=[1]": full(f"task._component_={MATMUL} 'task.bench.core=[1]'", r"task.bench.core=\[1\]: there is no such setting; did you mean 'cores'\?"),

@@ -36,7 +36,7 @@ from torchtune_ext.measured.kernel import Kernel, prototype
 from torchtune_ext.measured.machine import alone_on, choose_cores, fingerprint, usable_cores, wait_until_idle
 from torchtune_ext.measured.probe import Wild
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
-from torchtune_ext.measured.sandbox import PROBE_S, Limits, Sandbox, SandboxError
+from torchtune_ext.measured.sandbox import PROBE_S, Sandbox, SandboxError
 from torchtune_ext.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS, Timer
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.processes import Processes
@@ -195,7 +195,6 @@ class Turns:
 
     def __init__(self, workers: int) -> None:
         """Args: workers: how many checks run at a time."""
-        self.waiting: Counter[str] = Counter()
         self.running: Counter[str] = Counter()
         self._workers, self._free, self._order = workers, asyncio.Semaphore(workers), asyncio.Lock()
         self._timer = asyncio.Lock()
@@ -204,15 +203,11 @@ class Turns:
     async def take(self, stage: str, is_alone: bool = False) -> AsyncIterator[None]:
         """Waits for a turn, which lasts as long as the block."""
         async with AsyncExitStack() as stack:
-            self.waiting[stage] += 1
-            try:
-                if stage == TIME:
-                    await stack.enter_async_context(self._timer)
-                async with self._order:
-                    for _ in range(1 if stage == CHECK else self._workers if is_alone else 0):
-                        await stack.enter_async_context(self._free)
-            finally:
-                self.waiting[stage] -= 1
+            if stage == TIME:
+                await stack.enter_async_context(self._timer)
+            async with self._order:
+                for _ in range(1 if stage == CHECK else self._workers if is_alone else 0):
+                    await stack.enter_async_context(self._free)
             self.running[stage] += 1
             stack.callback(self.running.subtract, [stage])
             yield
@@ -235,8 +230,7 @@ class Bench(Service):
 
     Args:
         deadlines: seconds that each stage of a check may take.
-        limits: what a program may use.
-        settings: those of `BenchConfig`; its `address` and `resource` are for `RayBench`.
+        settings: those of `BenchConfig`; its `address` is for `RayBench`.
 
     Raises:
         ValueError: a setting is out of range, there is no compiler, or a core does not exist.
@@ -244,7 +238,7 @@ class Bench(Service):
         SandboxError: this machine cannot lock programs in.
     """
 
-    def __init__(self, deadlines: Deadlines | None = None, limits: Limits | None = None, **settings: Any) -> None:
+    def __init__(self, deadlines: Deadlines | None = None, **settings: Any) -> None:
         config = BenchConfig(**settings)
         usable = usable_cores()
         timed = tuple(choose_cores(config.cores, config.threads))
@@ -253,22 +247,19 @@ class Bench(Service):
         # A machine that cannot lock programs in fails here, and not at each program.
         Sandbox(toolchain.path, config.namespaces).close()
         self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
-        d, limits = deadlines or Deadlines(), limits or Limits()
+        d = deadlines or Deadlines()
         self._fingerprint = fingerprint()
         self._results: dict[Hashable, Result] = {}  # that another attempt would end in, too
         self._is_shared = bool(set(checked) & set(timed))
         workers = config.workers or len(checked)
         self._turns = Turns(workers)
         self._under_way: dict[Hashable, Job] = {}
-        self._counts: Counter[str] = Counter()
         make = partial(
             Checker,
             compiler=toolchain,
-            optimization=config.optimization,
             threads=config.threads,
             namespaces=config.namespaces,
             deadlines=d,
-            limits=limits,
         )
         self._targets = {
             CHECK: (partial(check_program, make, checked), workers, "checking"),
@@ -284,22 +275,6 @@ class Bench(Service):
         self._timeouts[TIME] = self._timeouts[CHECK] + timed_s
         self._pools: dict[str, Processes] = {}
         super().__init__()
-
-    def stats(self) -> dict[str, float]:
-        """Returns counters for metrics, all of them numbers that may be added over machines.
-
-        Now: "queued_checks", "queued_timings", "checking", "timing". Since the start: "done", "cached", "retried", "noisy",
-        "failed", and "seconds_STAGE" for each stage (check.STAGES, "time", and "wait": until the cores were idle and free).
-        """
-        counts, waiting, running = dict(self._counts), self._turns.waiting, self._turns.running
-        return {
-            "queued_checks": float(waiting[CHECK]),
-            "queued_timings": float(waiting[TIME]),
-            "checking": float(running[CHECK]),
-            "timing": float(running[TIME]),
-            **{name: float(counts.pop(name, 0)) for name in ("done", "cached", "retried", "noisy", "failed")},
-            **counts,
-        }
 
     async def _serve(self) -> None:
         try:
@@ -317,7 +292,6 @@ class Bench(Service):
         # What a result depends on.
         key = kernel_key(kernel), prototype(kernel), kernel.naive, tuple(kernel.forbidden), extract(text), permitted
         known, job = self._results.get(key), self._under_way.get(key)
-        self._counts["cached"] += known is not None or job is not None
         if known is not None:
             return known
         if job is None:
@@ -356,14 +330,13 @@ class Bench(Service):
                 self._results[key] = replace(result, is_cached=True)
                 if len(self._results) > MAX_RESULTS:
                     del self._results[next(iter(self._results))]
-            self._counts.update(done=1, noisy=result.outcome == NOISY)
             return result
         finally:
             if self._under_way.get(key) is job:
                 del self._under_way[key]
 
     async def _attempted(self, stage: str, kernel: str, *what: Any) -> Any:
-        """Calls one of the processes, again where the machine fails, and counts the seconds.
+        """Calls one of the processes, again where the machine fails.
 
         Raises:
             BenchError: it has failed too often.
@@ -380,15 +353,11 @@ class Bench(Service):
             except Exception as error:
                 raise BenchError(f"the processes of the Bench have ended: {error}") from error
             if not isinstance(answer, Failed):
-                result = answer[0] if stage == CHECK else answer
-                self._counts.update({f"seconds_{name}": value for name, value in result.seconds.items()})
                 return answer
             attempts = f" (attempt {attempt})" if attempt > 1 else ""
             if answer.is_final or attempt > RETRIES:
                 break
-            self._counts["retried"] += 1
             log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, answer.cause)
-        self._counts["failed"] += 1
         raise BenchError(f"the {stage} of a program for {kernel} failed{attempts}: {answer.cause}")
 
 

@@ -10,8 +10,7 @@ import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from numbers import Real
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -55,11 +54,6 @@ class Deadlines:
     load_s: float = 5.0  # of verifying: until the library is loaded
     verify_s: float = 20.0  # of verifying: all calls together
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not (isinstance(value, Real) and 0 < value < math.inf):
-                raise Mistake(f"Deadlines.{name}: {value!r} must be a number of seconds above 0")
-
 
 class _Refused(Exception):
     def __init__(self, outcome: str, note: str) -> None:
@@ -76,7 +70,7 @@ class Checker:
     Args:
         kernel: what the programs should compute.
         compiler: the C compiler; None: gcc or clang, as found.
-        optimization: "-O0" to "-O3".
+        optimization: the flag, "-O0" to "-O3".
         threads: how many threads a program may use; OpenMP is compiled in from 2 on.
         cores: the cores that programs run on; None: all that this process may use.
         namespaces: whether bubblewrap is used; None: wherever it works.
@@ -97,17 +91,16 @@ class Checker:
         cores: Sequence[int] | None = None,
         namespaces: bool | None = None,
         deadlines: Deadlines | None = None,
-        limits: Limits | None = None,
         screened: bool = True,
     ) -> None:
         require_sound(kernel)
-        BenchConfig(threads=threads, optimization=optimization, namespaces=namespaces)
+        BenchConfig(threads=threads, namespaces=namespaces)
         usable = usable_cores()
         self.cores = sorted(usable if cores is None else cores)
         if not self.cores or not set(self.cores) <= usable:
             raise Mistake(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
         self.kernel, self.threads = kernel, threads
-        self.deadlines, self.limits = deadlines or Deadlines(), limits or Limits()
+        self.deadlines = deadlines or Deadlines()
         self.compiler = compiler or Compiler.find()
         self.flags = compilers.flags_of(kernel, optimization, threads)
         self.screened = screened
@@ -232,7 +225,7 @@ class Checker:
             ChildFailed: loading fails, or takes too long.
         """
         arena_bytes = arena_size(kernel, kernel.timed)
-        limits = replace(self.limits, cpu_s=max(self.limits.cpu_s, math.ceil(cpu_s)))
+        limits = Limits(cpu_s=max(Limits().cpu_s, math.ceil(cpu_s)))
         return Child(
             self.sandbox, library, kernel, arena_bytes, self.cores, self.threads, limits, self.deadlines.load_s
         )

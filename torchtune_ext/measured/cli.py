@@ -12,19 +12,14 @@ from torchtune_ext.run.output import columns
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from torchtune_ext.measured.bench import Bench  # noqa: E402
-from torchtune_ext.measured.check import MAX_SOURCE  # noqa: E402
-from torchtune_ext.measured.compiler import OPTIMIZATIONS  # noqa: E402
 from torchtune_ext.measured.kernel import Kernel, require_sound  # noqa: E402
 from torchtune_ext.measured.kernels import KERNELS  # noqa: E402
 from torchtune_ext.measured.machine import fingerprint  # noqa: E402
 from torchtune_ext.measured.results import Result  # noqa: E402
 
 HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of roofline", "x naive", "±", "")
-NOTE = 90  # characters of a note
 NAIVE = "(naive)"  # the row of the kernel's own program
 FENCE = "`" * 40  # longer than any that a program holds
-_TELLING = re.compile(r" error: |: undefined reference to ")
-_LINKER = re.compile(r"collect2: error: |clang: error: linker command failed")
 SHORT_S = 0.3e-3  # a call of nothing takes up to 0.06 ms
 
 
@@ -32,7 +27,7 @@ def cells(name: str, result: Result) -> list[str]:
     """Returns the row of a program, below HEAD."""
     cells = [name, result.kernel, result.outcome]
     if (t := result.timing) is None:
-        return [*cells, *[""] * 6, shortened(result.note)]
+        return [*cells, *[""] * 7]
     cells += [f"{1e3 * t.seconds:.3g}", f"{t.gflops:.3g}", f"{t.spread:.1%}"]
     # One block gives no interval.
     cells += [f"{t.peak_share:.1%}", f"{t.ratio:.2f}", f"{t.ratio_spread:.1%}" if t.ratio_spread else "?"]
@@ -51,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cores", type=comma_separated, help="cores to time on, as 2,3; without it, those that no engine uses"
     )
-    parser.add_argument("-O", type=_level, default="3", choices=OPTIMIZATIONS, dest="optimization", help="-O3")
     parser.add_argument("--compiler", help="gcc or clang, or a path")
 
 
@@ -60,24 +54,19 @@ def main(args: argparse.Namespace) -> int:
     programs = [_program(Path(file), args.size) for file in args.files]
     kernels = {kernel.name: kernel for _, _, kernel in programs}
     rows = [(NAIVE, kernel.naive, kernel) for kernel in kernels.values()] + programs
-    settings = {"optimization": args.optimization, "threads": args.threads, "cores": args.cores}
-    with Bench(**settings, compiler=args.compiler, budget_s=args.budget) as bench:
-        print(
-            f"{fingerprint()}; {args.optimization}, timed on core {', '.join(map(str, bench.timed_cores))}", flush=True
-        )
+    settings = {"threads": args.threads, "cores": args.cores, "compiler": args.compiler, "budget_s": args.budget}
+    with Bench(**settings) as bench:
+        print(f"{fingerprint()}; timed on core {', '.join(map(str, bench.timed_cores))}", flush=True)
         futures = [bench.submit(kernel, f"{FENCE}c\n{source}\n{FENCE}") for _, source, kernel in rows]
         results = [future.result() for future in futures]
-    print(columns([HEAD, *(cells(name, result) for (name, *_), result in zip(rows, results, strict=True))]), flush=True)
+    named = [(name, result) for (name, *_), result in zip(rows, results, strict=True)]
+    print(columns([HEAD, *(cells(name, result) for name, result in named)]))
+    print("".join(f"\n{name}: {result.note}\n" for name, result in named if result.note), end="", flush=True)
     return 0 if all(result.outcome == "ok" for result in results) else 1
 
 
 def comma_separated(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
-
-
-def _level(word: str) -> str:
-    """Returns "-O2" for "2"."""
-    return f"-O{word}"
 
 
 def _program(file: Path, size: int | None) -> tuple[str, str, Kernel]:
@@ -86,8 +75,6 @@ def _program(file: Path, size: int | None) -> tuple[str, str, Kernel]:
         source = file.read_text(errors="replace")
     except OSError as error:
         raise Mistake(f"{file} cannot be read: {error.strerror}; name a program in C") from error
-    if len(source) > MAX_SOURCE:
-        raise Mistake(f"{file} has {len(source)} characters, and at most {MAX_SOURCE} are read; name a program in C")
     names = [each for each in KERNELS if re.search(rf"\bvoid\s+{each}\s*\(", source)]
     if len(names) != 1:
         raise Mistake(
@@ -97,15 +84,3 @@ def _program(file: Path, size: int | None) -> tuple[str, str, Kernel]:
     kernel = kind() if size is None else kind(size)
     require_sound(kernel)
     return file.name, source, kernel
-
-
-def shortened(note: str) -> str:
-    """Returns the line of a note that says most, as much as fits behind the table.
-
-    A compiler names a function, or warns, before it comes to the error.
-    """
-    lines = note.split("\n")
-    # The linker gives the reason before it says that it has failed.
-    errors = (line for line in lines if _TELLING.search(line) and not _LINKER.match(line))
-    line = next(errors, lines[0])
-    return line if len(line) <= NOTE else f"{line[: NOTE - 1]}…"

@@ -17,7 +17,6 @@ from torchtune_ext.run.errors import Mistake
 
 NAMES = ("gcc", "clang", "cc")
 INSTALL = "install one: apt-get install gcc (Debian, Ubuntu), dnf install gcc (Fedora), apk add gcc musl-dev (Alpine)"
-OPTIMIZATIONS = ("-O0", "-O1", "-O2", "-O3")
 MAX_OUTPUT_BYTES = 8 << 20  # of preprocessed text, or of messages
 LIMITS = Limits(memory_bytes=2 << 30, processes=32, cpu_s=30, file_bytes=64 << 20)  # what it prints is a file, too
 SOURCE, HEADER, LIBRARY = "candidate.c", "kernel.h", "candidate.so"

@@ -44,20 +44,18 @@ def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
     Where a Ray cluster measures, its machines find that out themselves.
 
     Raises:
-        ValueError, SandboxError: as `choose_cores` and `Checker` say.
+        ValueError: what `choose_cores` and `Checker` say.
     """
     if config.address is None:
         choose_cores(config.cores, config.threads)
         compiler = Compiler.find(config.compiler)
-        settings = (compiler, config.optimization, config.threads, None, config.namespaces)
+        settings = {"compiler": compiler, "threads": config.threads, "namespaces": config.namespaces}
         for kernel in kernels:
             try:
-                Checker(kernel, *settings).close()
+                Checker(kernel, **settings).close()
             except (SandboxError, ValueError) as error:
                 size = " ".join(f"{name}={value}" for name, value in kernel.timed.items())
-                # A kernel of the user's may raise a kind of ValueError that cannot be made of a text.
-                kind = SandboxError if isinstance(error, SandboxError) else ValueError
-                raise kind(f"{kernel.name} with {size} cannot be measured here: {error}") from error
+                raise Mistake(f"{kernel.name} with {size} cannot be measured here: {error}") from error
 
 
 def measured_score(result: Result, reward: float) -> Score:
@@ -114,7 +112,7 @@ class MeasuredTask:
             raise Mistake(f"{key}.bench is not that of the first task, whose service measures for both; leave it out")
         try:
             rehearse_bench(first.bench, self.kernels)
-        except (SandboxError, ValueError) as error:
+        except Mistake as error:
             # It does not know under which key its settings stand.
             raise Mistake(f"{key}.bench: {str(error).removeprefix('bench.')}") from error
 
@@ -150,10 +148,8 @@ class BenchGrader:
     def __init__(self, task: MeasuredTask, bench: Bench | RayBench, beside_training: bool = False) -> None:
         self._task, self.bench = task, bench
         self._lock = Lock()
-        # What came since the last call of `metrics`: sums, and how many programs waited at most.
-        self._counts: Counter[str] = Counter()
-        self._queue = 0.0
-        self._step = self._counts, self._queue  # what that call returned
+        self._counts: Counter[str] = Counter()  # of what came since the last call of `metrics`
+        self._step = self._counts  # what that call returned
         self._turns: tuple[int, ...] = ()  # cores on which training and timing take turns
         self._off = ExitStack()
         cores = getattr(bench, "timed_cores", ())  # those of a Ray cluster are not this process's
@@ -169,27 +165,19 @@ class BenchGrader:
         measured = self.bench.submit(
             self._task.kernel(problem), text, group=problem.id, permitted=self._task.permitted(problem)
         )
-        stats = self.bench.stats()
-        waiting = sum(stats.get(name, 0.0) for name in ("queued_checks", "queued_timings", "unsent"))
-        with self._lock:
-            self._queue = max(self._queue, waiting)
         outcome.add_done_callback(lambda done: measured.cancel() if done.cancelled() else None)
         measured.add_done_callback(lambda done: self._finish(problem, done, outcome))
         return outcome
 
     def metrics(self, refill: bool = False) -> dict[str, float]:
         """Returns what has come since the last call, and in a refill also what that call returned: the seconds of work on
-        programs, the most that waited at a time, and the shares that could not be timed, and that were known before."""
+        programs, and the shares that could not be timed, and that were known before."""
         with self._lock:
-            counts, queue = self._counts, self._queue
-            if refill:
-                counts, queue = self._step[0] + counts, max(self._step[1], queue)
-            self._step = counts, queue
-            self._counts, self._queue = Counter(), 0.0
+            counts = self._step = self._step + self._counts if refill else self._counts
+            self._counts = Counter()
         programs = max(1, counts["programs"])
         return {
             "time/bench": float(counts["seconds"]),
-            "bench/queue": queue,
             "bench/noisy": counts["noisy"] / programs,
             "bench/cache_hits": counts["cached"] / programs,
         }

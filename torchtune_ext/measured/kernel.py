@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -58,16 +57,6 @@ class Kernel(Protocol):
 
 MAX_SIZE = (1 << 31) - 1  # of an int
 MAX_ARGUMENTS = 8  # ints and arrays together (sandbox.c)
-_KINDS = {
-    "name": str,
-    "question": str,
-    "size_names": tuple,
-    "parameters": tuple,
-    "timed": Mapping,
-    "forbidden": tuple,
-    "naive": str,
-}
-_METHODS = ("operations", "shapes", "reference", "bound")
 
 
 def require_sound(kernel: Kernel) -> None:
@@ -77,59 +66,54 @@ def require_sound(kernel: Kernel) -> None:
         ValueError: it names the class, the attribute, and what is wrong with it.
     """
     where = type(kernel).__name__
+    try:
+        fault = _fault(kernel)
+    except Exception as error:
+        # The class is somebody's own, and may lack anything and raise anything.
+        raise Mistake(
+            f"{where} is no kernel: {type(error).__name__}: {error} (see Kernel in measured/kernel.py)"
+        ) from error
+    if fault:
+        raise Mistake(f"{where}{fault} (see Kernel in measured/kernel.py)")
 
-    def require(is_so: bool, attribute: str, words: str) -> None:
-        if not is_so:
-            raise Mistake(f"{where}.{attribute}: {words} (see Kernel in measured/kernel.py)")
 
-    def called(method: str, *arguments: object) -> Any:
-        try:
-            return getattr(kernel, method)(*arguments)
-        except Exception as error:
-            raise Mistake(f"{where}.{method}: raises {type(error).__name__}: {error} for {arguments[0]}") from error
-
-    for name, kind in _KINDS.items():
-        require(isinstance(getattr(kernel, name, None), kind), name, f"is missing, or is no {kind.__name__}")
-    for name in _METHODS:
-        require(callable(getattr(kernel, name, None)), name, "is missing, or is no method")
-    require(_is_name(kernel.name), "name", f"{kernel.name!r} is no name of a C function")
-    for name, kind in (("size_names", str), ("parameters", Parameter), ("forbidden", str)):
-        require(all(isinstance(each, kind) for each in getattr(kernel, name)), name, f"has what is no {kind.__name__}")
+def _fault(kernel: Kernel) -> str:
+    """Returns what is wrong with a kernel, behind the name of its class; "" if nothing is."""
+    for name in ("name", "question", "naive"):
+        if not isinstance(getattr(kernel, name), str):
+            return f".{name}: is missing, or is no text"
+    if not all(isinstance(each, str) for each in kernel.forbidden):
+        return ".forbidden: must be names, as in fnmatch"
     words = [*kernel.size_names, *(parameter.name for parameter in kernel.parameters)]
-    for word in words:
-        require(
-            _is_name(word) and words.count(word) == 1, "parameters", f"{word!r} is no name, or that of two arguments"
-        )
-    require(bool(kernel.size_names), "size_names", "needs at least one name")
-    require(set(kernel.timed) == set(kernel.size_names), "timed", f"{dict(kernel.timed)} must have {kernel.size_names}")
+    if not all(map(_is_name, [kernel.name, *words])) or len(set(words)) < len(words) or len(words) > MAX_ARGUMENTS:
+        return f": name, size_names and parameters must be names of C, at most {MAX_ARGUMENTS} arguments and each once"
+    if not (kernel.size_names and inputs_of(kernel) and outputs_of(kernel)):
+        return ".parameters: needs an input and an output, and size_names at least one name"
+    if set(kernel.timed) != set(kernel.size_names):
+        return f".timed: {dict(kernel.timed)} must have {kernel.size_names}"
     for name, value in kernel.timed.items():
-        is_size = type(value) is int and 1 <= value <= MAX_SIZE
-        require(is_size, "timed", f"{name} is {value!r}, and must be an int from 1 to {MAX_SIZE}")
-    count = len(words)
-    require(count <= MAX_ARGUMENTS, "parameters", f"{count} arguments with those of a size, at most {MAX_ARGUMENTS}")
-    require(bool(inputs_of(kernel)) and bool(outputs_of(kernel)), "parameters", "needs an input and an output")
+        if type(value) is not int or not 1 <= value <= MAX_SIZE:
+            return f".timed: {name} is {value!r}, and must be an int from 1 to {MAX_SIZE}"
     ones = dict.fromkeys(kernel.size_names, 1)
     names = {parameter.name for parameter in kernel.parameters}
     for size in (ones, kernel.timed):
-        operations = called("operations", size)
-        require(isinstance(operations, Real) and operations >= 0, "operations", f"is {operations} for {dict(size)}")
-        shapes = called("shapes", size)
-        require(isinstance(shapes, Mapping), "shapes", f"is no Mapping for {dict(size)}")
-        require(set(shapes) == names, "shapes", f"has {sorted(shapes)}, and the parameters are {sorted(names)}")
-        for name, shape in shapes.items():
-            fits = isinstance(shape, tuple) and all(isinstance(each, Integral) and each >= 1 for each in shape)
-            require(fits, "shapes", f"{name} is {shape} for {dict(size)}")
+        if not kernel.operations(size) >= 0:
+            return f".operations: is {kernel.operations(size)} for {dict(size)}"
+        shapes = kernel.shapes(size)
+        if set(shapes) != names or not all(side >= 1 for shape in shapes.values() for side in shape):
+            return f".shapes: is {shapes} for {dict(size)}, and the parameters are {sorted(names)}"
     shapes = kernel.shapes(ones)
     inputs = {parameter.name: np.ones(shapes[parameter.name]) for parameter in inputs_of(kernel)}
     for method in ("reference", "bound"):
-        arrays = called(method, ones, inputs)
+        arrays = getattr(kernel, method)(ones, inputs)
         for parameter in outputs_of(kernel):
-            array = arrays.get(parameter.name) if isinstance(arrays, Mapping) else None
-            fits = isinstance(array, np.ndarray) and array.shape == shapes[parameter.name]
-            require(fits, method, f"has no array {parameter.name} of shape {shapes[parameter.name]} for {ones}")
+            array = arrays[parameter.name]
+            if np.shape(array) != shapes[parameter.name]:
+                return f".{method}: has no array {parameter.name} of shape {shapes[parameter.name]} for {ones}"
             # Every result would pass against a bound of infinity.
-            is_bound = method != "bound" or bool(np.isfinite(array).all() and (array >= 0).all())
-            require(is_bound, method, f"{parameter.name} must be finite and not below 0, and is {array} for {ones}")
+            if method == "bound" and not (np.isfinite(array).all() and (array >= 0).all()):
+                return f".bound: {parameter.name} must be finite and not below 0, and is {array} for {ones}"
+    return ""
 
 
 def _is_name(word: str) -> bool:

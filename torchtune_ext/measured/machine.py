@@ -1,9 +1,10 @@
 """The machine that times: whose cores are whose, one timing at a time on each of them, and what the host takes away."""
 
-import fcntl
+import errno
 import logging
 import os
 import platform
+import socket
 import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -102,26 +103,9 @@ def pin(cores: Set[int]) -> None:
             continue  # it has ended
 
 
-def lock_path(core: int) -> Path:
-    """Returns the file whose lock stands for a core."""
-    return Path("/tmp", f"torchtune-ext-core-{core}.lock")  # not TMPDIR, which is another one for each user
-
-
-def _open_lock(path: Path) -> int:
-    """Opens the file, which anybody may have made. Reading it is enough to lock it (flock(2))."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    while True:
-        try:
-            # Not with O_CREAT: in /tmp Linux refuses that for files of others, even to root (fs.protected_regular).
-            return os.open(path, flags)
-        except FileNotFoundError:
-            pass
-        try:
-            file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            continue  # another process was faster
-        os.fchmod(file, 0o644)  # other users wait for it, too, whatever the umask is
-        return file
+def lock_name(core: int) -> str:
+    """Returns the address that stands for a core: an abstract one (unix(7)), the same for all users, and no file is left."""
+    return f"\0torchtune-ext-core-{core}"
 
 
 @contextmanager
@@ -134,35 +118,27 @@ def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
     give_up_at = time.monotonic() + deadline_s
     with ExitStack() as stack:
         for core in sorted(cores):  # in one order, so that two who wait for two cores do not wait for each other
-            file = _open_lock(lock_path(core))
-            stack.callback(os.close, file)
+            lock = stack.enter_context(socket.socket(socket.AF_UNIX))
             tell_at = time.monotonic() + _TELL_S
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > give_up_at:
-                        raise Late(
-                            f"core {core} was still used for timing after {deadline_s:g} s, by {_holder(file)}"
-                        ) from None
-                    if time.monotonic() > tell_at:
-                        tell_at = give_up_at + 1
-                        log.warning("timing on core %d waits until %s no longer times on it", core, _holder(file))
-                    time.sleep(_LOCK_RETRY_S)
+            while not _is_bound(lock, lock_name(core)):
+                if time.monotonic() > give_up_at:
+                    raise Late(f"core {core} was still used for timing after {deadline_s:g} s, by another process")
+                if time.monotonic() > tell_at:
+                    tell_at = give_up_at + 1
+                    log.warning("timing on core %d waits until another process no longer times on it", core)
+                time.sleep(_LOCK_RETRY_S)
         yield
 
 
-def _holder(file: int) -> str:
-    """Says who holds the lock on an open file (proc_locks(5)). The process may be suspended, as by Ctrl-Z."""
+def _is_bound(lock: socket.socket, name: str) -> bool:
+    """Tells whether a socket could get an address, which only one at a time has."""
     try:
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            if words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == os.fstat(file).st_ino and int(words[4]) > 0:
-                return f"process {words[4]}"
-    except (OSError, ValueError, IndexError):
-        pass  # it is not told here
-    return "another process"
+        lock.bind(name)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    return True
 
 
 def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:

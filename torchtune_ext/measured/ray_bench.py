@@ -19,7 +19,6 @@ from torchtune_ext.measured.bench import Service
 from torchtune_ext.measured.check import Deadlines
 from torchtune_ext.measured.kernel import Kernel
 from torchtune_ext.measured.results import BenchConfig, BenchError, Result, version
-from torchtune_ext.measured.sandbox import Limits
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import CoreLost, within
 from torchtune_ext.sampling.child_process import ChildProcess, log_tail
@@ -35,8 +34,7 @@ class RayBench(Service):
 
     Args:
         address: "HOST:PORT" of the cluster's head, of which this machine is a member, or "auto": the cluster of this machine.
-        resource: what the machines that measure carry.
-        deadlines, limits, settings: those of each machine's `Bench`. `workers` and `cores` are chosen by each machine if they
+        deadlines, settings: those of each machine's `Bench`. `workers` and `cores` are chosen by each machine if they
             are not given.
 
     Raises:
@@ -48,12 +46,10 @@ class RayBench(Service):
     def __init__(
         self,
         address: str = "auto",
-        resource: str = "bench_host",
         deadlines: Deadlines | None = None,
-        limits: Limits | None = None,
         **settings: Any,
     ) -> None:
-        BenchConfig(**settings, address=address, resource=resource)
+        BenchConfig(**settings, address=address)
         if not re.fullmatch(r"auto|[^/\s]+:\d+", address):
             raise Mistake(
                 f"bench.address={address!r}: use auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: "
@@ -61,16 +57,10 @@ class RayBench(Service):
             )
         if find_spec("ray") is None:
             raise Mistake("bench.address needs Ray: pip install 'torchtune-ext[ray]', here and on each machine")
-        settings |= {"deadlines": deadlines, "limits": limits}
-        self._first = [address, resource, (version(), pickle.dumps(settings), list(sys.path))]
+        self._first = [address, (version(), pickle.dumps({**settings, "deadlines": deadlines}), list(sys.path))]
         self._process: ChildProcess | None = None  # Ray's driver
-        self._under_way = 0
         self._refusal = ""  # why Ray's process cannot join the cluster
         super().__init__()
-
-    def stats(self) -> dict[str, float]:
-        """Returns "unsent": the texts whose results are not there. The machines count for themselves."""
-        return {"unsent": float(self._under_way)}
 
     async def _serve(self) -> None:
         """Keeps Ray's process, which says when the first machine is ready."""
@@ -105,13 +95,10 @@ class RayBench(Service):
     async def _measure(
         self, kernel: Kernel, sent: bytes, text: str, group: str | int | None, permitted: tuple[str, ...] | None
     ) -> Result:
-        self._under_way += 1
         try:
             state, value = await self._process.ask("measure", pickle.dumps((sent, text, permitted)), group)
         except CoreLost as lost:
             raise BenchError(str(lost)) from None
-        finally:
-            self._under_way -= 1
         if state == "failed":
             raise BenchError(value)
         return pickle.loads(value)

@@ -23,10 +23,9 @@ class Refused(Failure):
     """The cluster, or a machine of it, cannot be used, and why."""
 
 
-def member_command(address: str, resource: str = "") -> str:
-    """Returns the command that makes a machine a member of the cluster, with the resource of those that measure."""
-    carries = f" --resources='{{\"{resource}\": 1}}'" if resource else ""
-    return f"ray start --address={address} --num-cpus=0 --disable-usage-stats{carries}"
+def member_command(address: str) -> str:
+    """Returns the command that makes a machine a member of the cluster."""
+    return f"ray start --address={address} --num-cpus=0 --disable-usage-stats"
 
 
 def connect(address: str, refuse: Callable[[str], Any]) -> Any:

@@ -5,9 +5,9 @@ machine. What a machine that is lost had goes to another one.
 
     python -P -m torchtune_ext.measured.ray_process SOCKET PARENT
 
-The first frame holds (address of the cluster, resource of the machines that measure, arguments of `Host.start`); then the
-trainer asks as `child_process.ChildProcess` does. Unasked it says (0, "unreachable", why) and ends, if the cluster cannot be
-joined; (0, "ready", which machine measures); and (0, "gone", which does not, and why).
+The first frame holds (address of the cluster, arguments of `Host.start`); then the trainer asks as
+`child_process.ChildProcess` does. Unasked it says (0, "unreachable", why) and ends, if the cluster cannot be joined;
+(0, "ready", which machine measures); and (0, "gone", which does not, and why).
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from torchtune_ext.run.errors import Failure, text_of
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.sampling.child_process import Frames, pack, receive
 
+RESOURCE = "bench_host"  # of Ray, which the machines that measure carry
 CLOSE_S = 10.0  # seconds for the actors to end their processes
 START_S = 180.0  # seconds until an actor is ready; another program may hold the resource
 SILENT_S = 60.0  # seconds without an answer after which a machine counts as lost
@@ -131,8 +132,8 @@ class Machine:
 class Driver:
     """Does what the trainer asks of Ray. A machine is known by Ray's name of it; one that comes back has another name."""
 
-    def __init__(self, ray: Any, resource: str, start_with: tuple) -> None:
-        self._ray, self._resource, self._start_with = ray, resource, start_with
+    def __init__(self, ray: Any, start_with: tuple) -> None:
+        self._ray, self._start_with = ray, start_with
         self._machines: dict[str, Machine] = {}  # those that measure, by name
         self._faults: dict[str, str] = {}  # why a machine does not, and whether it never can
         self._refused: set[str] = set()
@@ -177,7 +178,7 @@ class Driver:
             titles = {
                 node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
                 for node in nodes
-                if self._resource in node["Resources"]
+                if RESOURCE in node["Resources"]
             }
             for name in self._machines.keys() - titles.keys():
                 self._lose(self._machines[name], "Ray says that the machine has gone")
@@ -235,13 +236,13 @@ class Driver:
     async def _start(self, name: str, title: str) -> None:
         """Makes the actor of a machine. It waits until there is place for it."""
         place = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(name, soft=False)
-        options = {"num_cpus": 0, "resources": {self._resource: 1}, "scheduling_strategy": place}
+        options = {"num_cpus": 0, "resources": {RESOURCE: 1}, "scheduling_strategy": place}
         machine = Machine(title, self._ray.remote(Host).options(**options).remote())
         try:
             async with asyncio.timeout(START_S):
                 state, words = await machine.actor.start.remote(*self._start_with)
         except TimeoutError:
-            state, words = "late", f"no actor within {START_S:g} s (does another program use its {self._resource}?)"
+            state, words = "late", f"no actor within {START_S:g} s (does another program use its {RESOURCE}?)"
         except self._ray.exceptions.RayError as error:
             state, words = "late", text_of(error)
         if state == "ready":
@@ -279,8 +280,8 @@ class Driver:
         if not titles:
             address = self._ray.get_runtime_context().gcs_address
             return (
-                f"no machine of the Ray cluster at {address} carries the resource {self._resource!r}. On each machine that "
-                f"measures: {member_command(address, self._resource)}"
+                f"no machine of the Ray cluster at {address} carries the resource {RESOURCE!r}. On each machine that "
+                f"measures: {member_command(address)} --resources='{{\"{RESOURCE}\": 1}}'"
             )
         faults = [f"{titles[name]}: {self._faults.get(name, 'it was lost')}" for name in titles]
         return "no machine can measure: " + "; ".join(faults)
@@ -295,13 +296,13 @@ def main(fd: int, parent: int) -> None:
     def refuse(why: str) -> None:
         end.sendall(pack([(0, "unreachable", why)]))
 
-    address, resource, start_with = receive(end)
+    address, start_with = receive(end)
     try:
         ray = connect(address, refuse)
     except Refused as refused:
         refuse(str(refused))
         return
-    asyncio.run(Driver(ray, resource, start_with).serve(end))
+    asyncio.run(Driver(ray, start_with).serve(end))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torchtune_ext
-from torchtune_ext.measured.compiler import OPTIMIZATIONS
 from torchtune_ext.run.errors import Failure, Mistake
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
@@ -23,7 +22,6 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "budget_s": (Real, "a number of seconds, as 10.0"),
     "namespaces": (bool, "true, false, or null for wherever they work"),
     "address": (str, "auto or HOST:PORT, or null for this machine"),
-    "resource": (str, "a name, as bench_host"),
 }
 
 
@@ -71,12 +69,10 @@ class BenchConfig:
     workers: int | None = None  # processes that check; None: one for each core that is not timed on
     cores: list[int] | None = None  # cores to time on; None: those that no engine may use, or the last ones
     threads: int = 1  # threads that a program may use, and cores that it is timed on
-    optimization: str = "-O3"  # "-O0" to "-O3"
     compiler: str | None = None  # "gcc" or "clang", or a path; None: as found
     budget_s: float = 10.0  # seconds for one timing
     namespaces: bool | None = None  # whether bubblewrap is used; None: wherever it works
     address: str | None = None  # of a Ray cluster, or "auto": the machines that measure; None: this machine
-    resource: str = "bench_host"  # the Ray resource that such machines carry
 
     def __post_init__(self) -> None:
         for name, (kind, words) in _KINDS.items():
@@ -87,12 +83,8 @@ class BenchConfig:
             raise Mistake(f"bench.workers={self.workers} must be at least 1, or null for one on each core")
         if self.threads < 1:
             raise Mistake(f"bench.threads={self.threads} must be at least 1")
-        if self.optimization not in OPTIMIZATIONS:
-            raise Mistake(f"bench.optimization={self.optimization!r}: use {', '.join(OPTIMIZATIONS)}")
         if not (self.budget_s > 0 and math.isfinite(self.budget_s)):
             raise Mistake(f"bench.budget_s={self.budget_s} must be more than 0 seconds, and finite")
-        if not self.resource:
-            raise Mistake("bench.resource is empty: name the Ray resource of the machines that measure, as bench_host")
 
 
 def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:

@@ -14,10 +14,10 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.janitor import Janitor
 
 MIN_LANDLOCK = 1  # the first version keeps files away; 3 adds truncation, 4 TCP, 6 signals and abstract sockets
@@ -52,11 +52,6 @@ class Limits:
     processes: int = 16  # threads and processes at a time; for an ordinary user: see MORE_THREADS
     cpu_s: int = 30  # CPU seconds of all threads of a process
     file_bytes: int = 1 << 20  # size of one file, and of what it says
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not isinstance(value, int) or value < 1:
-                raise Mistake(f"Limits.{name}: {value!r} must be a whole number, at least 1")
 
 
 class Sandbox:

@@ -92,8 +92,6 @@ PANELS = (
           (("stage/moves", "problems"),), unit="int", zero=True),
     Panel("Measured speed", "Seconds on the bench", "Checks and timings of the step's programs.",
           (("time/bench", "bench"),), unit="seconds", zero=True),
-    Panel("Measured speed", "Queue", "Most programs that waited for the bench at a time.",
-          (("bench/queue", "programs"),), unit="int", zero=True),
     Panel("Measured speed", "Noisy, and measured before", "Shares of the step's programs. Noisy: so disturbed that the speed "
           "is not known and the program not graded.", (("bench/noisy", "noisy"), ("bench/cache_hits", "measured before")),
           unit="percent", zero=True),

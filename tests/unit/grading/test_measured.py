@@ -1,6 +1,5 @@
 """Grading by the benchmark service, which answers here when the test says so. The real one: tests/integration/test_matmul_resume.py."""
 
-import fcntl
 import os
 import statistics
 import threading
@@ -33,15 +32,12 @@ class StubBench:
     timed_cores = ()
 
     def __init__(self):
-        self.asked, self.futures, self.closed, self.now = [], [], 0, {}
+        self.asked, self.futures, self.closed = [], [], 0
 
     def submit(self, kernel, text, group=None, permitted=None):
         self.asked.append((kernel, text, group, permitted))
         self.futures.append(Future())
         return self.futures[-1]
-
-    def stats(self):
-        return self.now
 
     def close(self):
         self.closed += 1
@@ -137,14 +133,12 @@ def test_who_does_not_wait_any_more_cancels_the_measurement(grader, bench):
 
 def test_metrics_are_those_since_the_last_call(grader, bench):
     ends = [result(compile=1.0, time=2.0, wait=50.0), result("noisy", compile=0.5), result(is_cached=True, time=7.0)]
-    for queued, end in zip((1.0, 4.0, 2.0), ends, strict=True):
-        bench.now = {"queued_checks": queued, "queued_timings": 1.0, "done": 9.0}
+    for end in ends:
         grader.submit(PROBLEM, "a text")
         bench.futures[-1].set_result(end)
     found = grader.metrics()
     assert found == {
         "time/bench": 3.5,
-        "bench/queue": 5.0,
         "bench/noisy": pytest.approx(1 / 3),
         "bench/cache_hits": pytest.approx(1 / 3),
     }
@@ -153,10 +147,6 @@ def test_metrics_are_those_since_the_last_call(grader, bench):
     bench.futures[-1].set_result(result(compile=0.5))
     assert grader.metrics(refill=True) == found | {"time/bench": 4.0, "bench/noisy": 0.25, "bench/cache_hits": 0.25}
     assert set(grader.metrics().values()) == {0.0}
-    # The service of a cluster counts what no machine has yet.
-    bench.now = {"unsent": 3.0}
-    grader.submit(PROBLEM, "a text")
-    assert grader.metrics()["bench/queue"] == 3.0
 
 
 # Whose cores are whose ---------------------------------------------------------------------------------------------------
@@ -167,7 +157,7 @@ def cores(monkeypatch, tmp_path):
     """Makes this process one that may run on some cores; returns the sets of cores that it is then pinned to."""
     pinned = []
     monkeypatch.setattr(machine, "pin", pinned.append)
-    monkeypatch.setattr(machine, "lock_path", lambda core: tmp_path / f"{core}.lock")
+    monkeypatch.setattr(machine, "lock_name", lambda core: f"\0test-{tmp_path}-{core}")
 
     def make(usable):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(usable))
@@ -176,24 +166,21 @@ def cores(monkeypatch, tmp_path):
     return make
 
 
-def is_locked(path):
+def is_locked(core):
     """Tells whether somebody times on a core."""
-    file = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
+        with machine.alone_on([core], 0.0):
+            return False
+    except TimeoutError:
         return True
-    finally:
-        os.close(file)
 
 
-def test_with_few_cores_training_and_timing_take_turns(cores, bench, tmp_path):
+def test_with_few_cores_training_and_timing_take_turns(cores, bench):
     pinned, bench.timed_cores = cores({0, 1}), (1,)
-    grader, lock = BenchGrader(Asked(), bench, beside_training=True), tmp_path / "1.lock"
+    grader = BenchGrader(Asked(), bench, beside_training=True)
     with grader.alone():
-        assert is_locked(lock)
-    assert not is_locked(lock)
+        assert is_locked(1)
+    assert not is_locked(1)
 
     # A timing that is under way is waited for.
     entered, leave = threading.Event(), threading.Event()
@@ -213,15 +200,15 @@ def test_with_few_cores_training_and_timing_take_turns(cores, bench, tmp_path):
         pass
     leave.set()
     thread.join(20)
-    assert not is_locked(lock) and pinned == []
+    assert not is_locked(1) and pinned == []
 
 
-def test_with_many_cores_training_keeps_off_those_that_are_timed_on(cores, bench, tmp_path):
+def test_with_many_cores_training_keeps_off_those_that_are_timed_on(cores, bench):
     pinned, bench.timed_cores = cores(range(8)), (6, 7)
     grader = BenchGrader(Asked(), bench, beside_training=True)
     assert pinned == [set(range(6))]
     with grader.alone():
-        assert not list(tmp_path.iterdir()), "nobody waits for anybody"
+        assert not is_locked(6) and not is_locked(7), "nobody waits for anybody"
     grader.close()
     grader.close()
     assert pinned == [set(range(6)), set(range(8))] and bench.closed == 2
@@ -236,12 +223,12 @@ def test_two_further_cores_are_enough(cores, bench, usable, turns):
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_where_nothing_is_shared_nothing_is_done(cores, bench, beside, tmp_path):
+def test_where_nothing_is_shared_nothing_is_done(cores, bench, beside):
     """A run that samples and trains in turns; and a cluster, which times on cores of other machines."""
     pinned = cores({0, 1})
     bench.timed_cores = () if beside else (1,)
     with BenchGrader(Asked(), bench, beside_training=beside).alone():
-        assert not list(tmp_path.iterdir())
+        assert not is_locked(0) and not is_locked(1)
     assert pinned == []
 
 

@@ -68,8 +68,8 @@ def test_figures_worked_by_hand():
     assert archive.add(entry(1.90, 0.02, found=4, source="surely"))
     assert archive.add(entry(4.2, 0.02, found=5, source="another band"))
     assert not archive.add(entry(1.1, 0.02, found=6, source="slower"))
-    assert {each.cell.band: each.source for each in archive} == {0: "surely", 2: "another band"}
-    assert [entry(ratio).cell.band for ratio in (0.4, 0.5, 0.99, 1.0, 1.99, 2.0, 64.0)] == [-2, -1, -1, 0, 0, 1, 6]
+    assert {each.cell[-1]: each.source for each in archive} == {0: "surely", 2: "another band"}
+    assert [entry(ratio).cell[-1] for ratio in (0.4, 0.5, 0.99, 1.0, 1.99, 2.0, 64.0)] == [-2, -1, -1, 0, 0, 1, 6]
 
 
 def test_damage_is_named(tmp_path):

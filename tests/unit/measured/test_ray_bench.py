@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from torchtune_ext.measured import ray_bench, ray_process
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import BenchError
+from torchtune_ext.run.errors import Failure
 from torchtune_ext.sampling.child_process import pack, receive
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
@@ -24,7 +26,6 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
     [
         ({"address": "ray://10.0.0.1:10001"}, ValueError, "no ray://"),
         ({"address": "10.0.0.1"}, ValueError, "HOST:PORT"),
-        ({"resource": ""}, ValueError, "bench.resource is empty"),
         ({"workers": 0}, ValueError, "bench.workers=0 must be at least 1"),
         ({"wokers": 1}, TypeError, "wokers"),
     ],
@@ -59,7 +60,7 @@ def test_an_address_at_which_somebody_answers_who_is_not_ray_is_refused():
         command = [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())]
         with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL) as process:
             ours.settimeout(60)
-            ours.sendall(pack([address, "bench_host", ()]))
+            ours.sendall(pack([address, ()]))
             ((_, kind, why),) = receive(ours)
             process.wait(timeout=60)
     assert kind == "unreachable"
@@ -87,11 +88,20 @@ class FakeActor:
 
 def driver_of(*actors):
     ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=Lost), kill=lambda actor: None)
-    driver = ray_process.Driver(ray, "bench_host", ())
+    driver = ray_process.Driver(ray, ())
     driver._frames = SimpleNamespace(say=lambda message: None)
     driver._machines = {each.name: ray_process.Machine(each.name, each) for each in actors}
     driver._has_machine.set()
     return driver
+
+
+def test_a_cluster_without_such_a_machine_is_refused_with_the_command_that_makes_one():
+    driver = driver_of()
+    driver._ray.nodes = lambda: [{"Alive": True, "NodeID": "a", "Resources": {"CPU": 4.0}, "NodeManagerHostname": "h", "NodeManagerAddress": "10.0.0.2"}]  # fmt: skip
+    driver._ray.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
+    command = "ray start --address=10.0.0.1:6379 --num-cpus=0 --disable-usage-stats --resources='{\"bench_host\": 1}'"
+    with pytest.raises(Failure, match=f"at 10.0.0.1:6379 carries the resource 'bench_host'.*: {re.escape(command)}"):
+        asyncio.run(driver.keep())
 
 
 def measured(driver, groups):

@@ -62,9 +62,9 @@ def test_what_cannot_be_measured_is_found_out_before_anything_starts(config, ker
 def test_with_an_address_it_is_a_cluster(monkeypatch):
     asked = []
     monkeypatch.setattr(grading, "RayBench", lambda *words, **settings: asked.append((words, settings)))
-    open_bench(BenchConfig(address="10.0.0.1:6379", resource="fast_host", threads=4, budget_s=3.0))
+    open_bench(BenchConfig(address="10.0.0.1:6379", threads=4, budget_s=3.0))
     ((words, settings),) = asked
-    assert not words and settings["address"] == "10.0.0.1:6379" and settings["resource"] == "fast_host"
+    assert not words and settings["address"] == "10.0.0.1:6379"
     assert settings["threads"] == 4 and settings["budget_s"] == 3.0
 
 

@@ -3,10 +3,8 @@
 import math
 import multiprocessing
 import os
-import tempfile
 import threading
 import time
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
@@ -207,44 +205,24 @@ def test_one_timing_at_a_time_on_a_core_whoever_asks():
             pass
     finally:
         other.kill()
-        for each in (core, core + 1):
-            machine.lock_path(each).unlink(missing_ok=True)
 
 
-@pytest.fixture
-def common():
-    """A folder like /tmp, which everybody reaches."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.chmod(folder, 0o1777)
-        yield Path(folder)
+def test_the_lock_of_a_core_is_one_for_all_users():
+    core = 900_000 + os.getpid() % 10_000
+    with alone_on([core], 0.1):
+        as_user(refused, core)
+    as_user(locked, core)
+    locked(core)
 
 
-def test_the_lock_of_a_core_may_be_a_file_of_anybody(common, monkeypatch):
-    monkeypatch.setattr(machine, "lock_path", lambda core: common / f"core-{core}.lock")
-    as_user(locked, 1)
-    made_by_user = machine.lock_path(1)
-    assert made_by_user.stat().st_mode & 0o777 == 0o644
-    mask = os.umask(0o077)
-    try:
-        locked(2)
-    finally:
-        os.umask(mask)
-    as_user(locked, 2)
-    opened = os.open
-
-    def protected(path, flags, *mode):
-        """Linux with fs.protected_regular, for files of others in /tmp."""
-        if flags & os.O_CREAT and os.path.exists(path) and not flags & os.O_EXCL:
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, flags, *mode)
-
-    monkeypatch.setattr(os, "open", protected)
-    locked(1)
+def refused(core: int) -> None:
+    with pytest.raises(TimeoutError), alone_on([core], 0.0):
+        pass
 
 
 def locked(core: int) -> None:
-    with alone_on([core], 0.1), pytest.raises(TimeoutError), alone_on([core], 0.0):
-        pass
+    with alone_on([core], 0.1):
+        refused(core)
 
 
 def test_time_that_the_host_takes_is_read_for_these_cores_alone():

@@ -69,7 +69,7 @@ def test_the_names_of_a_measured_run_have_panels_in_the_order_of_tasks_matmul():
         "time/bench",
         "reward/speedup_spread",
     ]
-    names += ["bench/queue", "bench/noisy", "bench/cache_hits", "archive/cells", "archive/best_speedup", "reward/mine"]
+    names += ["bench/noisy", "bench/cache_hits", "archive/cells", "archive/best_speedup", "reward/mine"]
     panels = panels_for(names)
     drawn_once = [metric for panel in panels for metric, _ in panel.series]
     assert sorted(drawn_once) == sorted(names) and {panel.section for panel in panels} == {

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import write_atomic
@@ -22,24 +22,14 @@ FILE = "archive.jsonl"  # in the folder of a run
 _DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
-class Cell(NamedTuple):
-    """Programs that are compared with each other."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A program that is right, with its measured speed."""
 
     machine: str  # its fingerprint: speeds of two machines are not compared
     kernel: str
     size: tuple[tuple[str, int], ...]  # the timed one, ("m", 256) and so on
     techniques: tuple[str, ...]  # sorted
-    band: int  # floor(log2(speed / that of the naive program)): 0 is from as fast to twice as fast
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A program that is right, with its measured speed."""
-
-    machine: str
-    kernel: str
-    size: tuple[tuple[str, int], ...]
-    techniques: tuple[str, ...]
     source: str
     ratio: float  # how many times faster than the naive program beside it
     spread: float  # half of the 95% interval of that, as a share
@@ -52,8 +42,9 @@ class Entry:
         object.__setattr__(self, "techniques", tuple(sorted(set(self.techniques))))
 
     @property
-    def cell(self) -> Cell:
-        return Cell(self.machine, self.kernel, self.size, self.techniques, math.floor(math.log2(self.ratio)))
+    def cell(self) -> tuple[Any, ...]:
+        """With which programs it is compared. The band, the last, is 0 from the naive speed to twice that."""
+        return self.machine, self.kernel, self.size, self.techniques, math.floor(math.log2(self.ratio))
 
     @property
     def low(self) -> float:
@@ -69,7 +60,7 @@ class Archive:
     """The elites of all cells."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self._elites: dict[Cell, Entry] = {}
+        self._elites: dict[tuple[Any, ...], Entry] = {}
         for entry in entries:
             self.add(entry)
 

@@ -62,16 +62,6 @@ class _State:
     window: list[Visit] = field(default_factory=list)  # the last ones of this stage, at most WINDOW
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A problem goes on to the next stage."""
-
-    problem: str
-    before: str
-    after: str
-    reason: str  # for the log
-
-
 class Curriculum:
     """The stage of every problem.
 
@@ -88,8 +78,8 @@ class Curriculum:
         """Returns the stage of a problem; one that was never seen is at the first."""
         return self.stages[self._problems[problem].stage if problem in self._problems else 0]
 
-    def observe(self, problem: str, visit: Visit) -> Move | None:
-        """Takes in one group of a problem. Returns the move to the next stage, if there is one.
+    def observe(self, problem: str, visit: Visit) -> str:
+        """Takes in one group of a problem. Returns why it goes on to the next stage, for the log; "" if it does not.
 
         A group that was sampled for another stage than the one its problem is at now (it was on its way when the stage
         changed) must not be given: it says nothing of this stage.
@@ -98,10 +88,9 @@ class Curriculum:
         state.visits += 1
         state.window = [*state.window, visit][-WINDOW:]
         if state.stage + 1 == len(self.stages) or not (reason := _settled(state)):
-            return None
-        before = self.stages[state.stage]
+            return ""
         state.stage, state.visits, state.window = state.stage + 1, 0, []
-        return Move(problem, before, self.stages[state.stage], reason)
+        return reason
 
     def state_dict(self) -> dict:
         """Returns all that it knows, JSON-able."""

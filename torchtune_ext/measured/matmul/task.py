@@ -20,7 +20,7 @@ from torchtune_ext.measured.kernels import KERNELS
 from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry
 from torchtune_ext.measured.matmul.prompts import messages, short_messages
 from torchtune_ext.measured.matmul.rewards import KINDS, reward
-from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Move, Visit
+from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Visit
 from torchtune_ext.measured.results import NOISY, Result
 from torchtune_ext.measured.techniques import uses
 from torchtune_ext.run.errors import Mistake
@@ -133,21 +133,20 @@ class Matmul(MeasuredTask):
 
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
         """Moves problems to other stages, keeps fast programs, and writes the archive to `folder`."""
-        moves: list[Move] = []
+        moves = 0
         for problem, samples in groups:
             name, stage = problem.answer["problem"], problem.answer["stage"]
             if name not in self._problems:
                 continue  # a replay of a run that asked for more
             if self.curriculum is not None and stage == self.curriculum.stage(name) and (visit := _visit(samples)):
-                move = self.curriculum.observe(name, visit)
-                moves += [move] if move else []
+                if reason := self.curriculum.observe(name, visit):
+                    moves += 1
+                    log.info("%s goes from stage %s to %s: %s", name, stage, self.curriculum.stage(name), reason)
             for text, score, _ in samples:
                 if score is not None and score.parts.get("speedup"):
                     self._keep(self._problems[name], extract(text) or "", score, step)
-        for move in moves:
-            log.info("%s goes from stage %s to %s: %s", move.problem, move.before, move.after, move.reason)
         self._write(folder)
-        return dict(self._metrics(len(moves)))
+        return dict(self._metrics(moves))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the curriculum and the archive, JSON-able."""
