@@ -28,7 +28,7 @@ from torchtune_ext.measured import verify as verification  # noqa: E402
 from torchtune_ext.measured.check import STAGES, Checker  # noqa: E402
 from torchtune_ext.measured.child import Child, arena_size  # noqa: E402
 from torchtune_ext.measured.kernels import KERNELS, Reduction  # noqa: E402
-from torchtune_ext.measured.sandbox import SandboxError  # noqa: E402
+from torchtune_ext.measured.sandbox import Limits, SandboxError  # noqa: E402
 
 PARTS = {  # what verifying consists of: the functions that are timed
     "start": (Child, "__init__"),
@@ -86,7 +86,7 @@ def measure_starts(count: int) -> None:
                 arena_bytes = arena_size(checker.kernel, checker.kernel.timed)
                 begin = time.perf_counter()
                 child = Child(
-                    checker.sandbox, library, checker.kernel, arena_bytes, checker.cores, 1, checker.limits, 5.0
+                    checker.sandbox, library, checker.kernel, arena_bytes, checker.cores, 1, Limits(), 5.0
                 )
                 starts[name].append(time.perf_counter() - begin)
                 begin = time.perf_counter()

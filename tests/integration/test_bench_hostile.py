@@ -275,7 +275,7 @@ def started(checker: Checker, source: str) -> Child:
     checker._compile(folder)
     arena_bytes = arena_size(kernel, kernel.timed)
     library = folder / compilers.LIBRARY
-    return Child(checker.sandbox, library, kernel, arena_bytes, checker.cores, 1, checker.limits, 30.0)
+    return Child(checker.sandbox, library, kernel, arena_bytes, checker.cores, 1, Limits(), 30.0)
 
 
 # ---------------------------------------------------------------- the attacks are serious: without the defence they pass
