@@ -85,9 +85,7 @@ def measure_starts(count: int) -> None:
             for name, (checker, library) in checkers.items():
                 arena_bytes = arena_size(checker.kernel, checker.kernel.timed)
                 begin = time.perf_counter()
-                child = Child(
-                    checker.sandbox, library, checker.kernel, arena_bytes, checker.cores, 1, Limits(), 5.0
-                )
+                child = Child(checker.sandbox, library, checker.kernel, arena_bytes, checker.cores, 1, Limits(), 5.0)
                 starts[name].append(time.perf_counter() - begin)
                 begin = time.perf_counter()
                 child.close()

@@ -13,6 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 import recipe_runs as runs
+import torch.distributed as dist
+
+from torchtune_ext.training import collectives
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -179,6 +182,20 @@ def test_ranks_that_wait_for_rank_0_end_when_it_fails(start):
     run.find("a mistake on one rank")
     run.find("rank 0 failed, for which this rank waited", 15)
     assert run.processes[0].wait(15) == 1
+
+
+def test_a_store_that_is_gone_hides_no_error(monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    monkeypatch.setattr(collectives, "_store", client)
+    collectives.main_failed()
+    assert server.check([collectives.FAILED])
+    del server
+    with pytest.raises(RuntimeError):
+        for _ in range(100):  # the first one is still taken by the socket
+            client.set("any", "")
+            time.sleep(0.01)
+    collectives.main_failed()
 
 
 def test_without_its_torchrun_nothing_of_a_run_is_left(tmp_path, monkeypatch):

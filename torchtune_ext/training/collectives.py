@@ -3,6 +3,7 @@ gave up."""
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -70,7 +71,9 @@ def wait_for_main() -> None:
 def main_failed() -> None:
     """Rank 0: ends the waiting of the others. Under torchrun the store outlives it, and SIGTERM waits for the end of a step."""
     if _store is not None and rank() == 0:
-        _store.set(FAILED, "")
+        # Where torchrun is gone, too, they see that by themselves, and the run's own error is what counts.
+        with suppress(RuntimeError):
+            _store.set(FAILED, "")
 
 
 def gathered(value: T) -> list[T]:
