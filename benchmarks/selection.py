@@ -1,6 +1,6 @@
 """Problems near the policy's level: what does asking them more often gain, in samples and in seconds?
 
-    python benchmarks/selection.py --out runs/selection [--problems clue] [--seeds 0 1 2 3 4] [--steps 60]
+    python benchmarks/selection.py --out runs/selection [--problems clue] [--seeds 0 1 2 3 4] [--steps 100]
 
 A small model is warmed up on problems of several levels, and trained on all of them: with all levels as often (`none`), with
 those that bring a signal more often (`NearLevel`), and with all as often where groups without a signal are sampled anew
@@ -22,7 +22,8 @@ from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 CONFIGS = {"arithmetic": "tiny_arithmetic", "clue": "tiny"}
-WARMUP = {"arithmetic": ["task.level=[1,2,3,4,5,6,7,8]"], "clue": []}
+# Eight levels need more examples than the one of the config.
+WARMUP = {"arithmetic": ["task.level=[1,2,3,4,5,6,7,8]", "num_problems=192000"], "clue": []}
 LEVELS = {
     "arithmetic": [{"level": level} for level in range(1, 9)],
     "clue": [
@@ -52,7 +53,7 @@ WORDS = {
 }
 ARMS = {"none": ["task.floor=1.0"], "selection": [], "refill": ["task.floor=1.0", "refill_rounds=2"]}
 SAMPLES = 8  # of a problem
-EVERY = {"arithmetic": 5, "clue": 20}  # steps between two evaluations
+EVERY = {"arithmetic": 10, "clue": 20}  # steps between two evaluations
 
 
 def run(out: Path, problems: str, arm: str, seed: int, steps: int) -> Path:
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--problems", choices=CONFIGS, default="arithmetic")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     runs = {(seed, arm): run(args.out, args.problems, arm, seed, args.steps) for seed in args.seeds for arm in ARMS}
     folders = {arm: [runs[seed, arm] for seed in args.seeds] for arm in ARMS}
