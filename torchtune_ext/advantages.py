@@ -213,11 +213,9 @@ def _by_turn(
 
 
 def _all_equal(values_G: np.ndarray) -> bool:
-    """Tells whether rewards are equal up to rounding.
-
-    A test for std == 0 would fail: rounding makes equal rewards differ in their last bits, and dividing by such a small
-    std would turn this difference into large advantages.
-    """
+    """Tells whether rewards are equal up to rounding."""
+    # A test for std == 0 would fail: rounding makes equal rewards differ in their last bits, and dividing by such a small
+    # std would turn this difference into large advantages.
     return len(values_G) == 0 or np.ptp(values_G) <= TIE * max(1.0, np.abs(values_G).max())
 
 

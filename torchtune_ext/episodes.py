@@ -1,10 +1,9 @@
-"""A conversation on its way: turns of the policy, answers of its environment, by turns, until one of them ends it.
+"""A conversation on its way: turns of the policy and answers of its environment, until one of them ends it.
 
-Ids are only appended: to what was sampled comes what the template writes around the answer (`between_turns_ids`), and both
-together are the prompt of the next turn. So the policy is trained on the tokens that were sampled, in the context in which they
-were sampled, and the engine finds all of it but the answer in its prefix cache. With `history: template` a context is what the
-template leaves of older turns (`context_ids`), in the ids that were sampled. It shares a beginning with the turn before it, and
-goes on from there as a branch of its own.
+Ids are only appended: the next turn's prompt is what was sampled and what the template writes around the answer
+(`between_turns_ids`). So the policy is trained on the very tokens that were sampled, in the context in which they were sampled,
+and the engine finds all but the answer in its prefix cache. With `history: template` a context is what the template leaves of
+older turns (`context_ids`), in the ids that were sampled: it branches from the turn before it where the two differ.
 """
 
 from collections.abc import Sequence
@@ -78,8 +77,8 @@ class Episode:
         )
 
     def places(self, context: Sequence[int]) -> int:
-        """Returns how many tokens there are with these behind which the next turn would be sampled: of the prompt, and of all
-        branches. A packed row has to hold them together."""
+        """Returns how many tokens the conversation has with this context for a next turn, all branches counted."""
+        # A packed row has to hold all of them together.
         so_far = self._kept[0] + self.tokens + sum(map(len, self._answers))
         return so_far + len(context) - self._kept_of(context)
 

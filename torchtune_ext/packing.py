@@ -7,26 +7,17 @@ A row is one flat sequence that holds several groups, each a tree whose paths ar
     end          8  8  8    5  5    8  8  8   11 11   11
     position     0  1  2    3  4    3  4  5    0  1    2
 
-Query i sees key j when j <= i < end[j]. The places of a tree are in the order in which a walk enters them, and the end of a
-token is the place at which the walk has left all that follows it. So the completions of a prompt do not see each other. In
-terms of groups, tokens that follow each other and have one end are a group, whose parent is the nearest group before it that
+Query i sees key j when j <= i < end[j]. Places are in the order of a walk through the tree, and the end of a token is the
+place at which the walk has left all that follows it. So the completions of a prompt do not see each other. In terms of group
+and parent ids: tokens that follow each other and have one end are a group, and its parent is the nearest group before it that
 does not end before it; a group sees itself, its parent, the parent's parent, and so on.
 
-The last token of a path predicts nothing, so it is a label but never an input. A completion of R tokens therefore
-takes R - 1 places in the row. Its first token is predicted from the last *prompt* token, whatever is before it in the
-row. No other file shifts labels. A conversation is one completion, in which what the environment answered is an input and
-no label. Where a later turn was sampled behind a context that keeps only the beginning of what was before it
-(`Completion.kept`), the tree branches there, and one hidden state may predict several labels.
+A completion of R tokens takes R - 1 places: its last token is a label but never an input, and its first one is predicted from
+the last *prompt* token, whatever stands before it in the row. No other file shifts labels. A conversation is one completion, in
+which the environment's answers are inputs and no labels. Where a later turn was sampled behind only a part of what was before
+it (`Completion.kept`), the tree branches, and one hidden state may predict several labels.
 
-The weights do the aggregation: the loss of an update is the sum over all its rows of weight * token loss. With token
-and sequence mean, the weights of an update sum to one, whichever row a group is in.
-
-Which completions share a row is decided by their lengths only (`balanced_rows`), such that all ranks compute about as much.
-FSDP makes ranks work in lock step: in every round each rank computes one row, and the round takes as long as its most
-expensive row. So the rows of all ranks are chosen together. A prompt is in a row once. A group may be split over rows, and
-its prompt is then in each of them. AReaL's Algorithm 1 (arXiv 2505.24298, App. B.3) balances the tokens of one rank's
-sequences. Here sequences share prompts, ranks meet in every round, and a row costs its tokens, its padding and the area of its
-attention mask.
+The weights do the aggregation: the loss of an update is the sum over all its rows of weight * token loss.
 """
 
 import math
@@ -410,8 +401,7 @@ def _tensor(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
 def balanced_rows(groups: Sequence[Lengths], row_tokens: int, layout: Layout) -> list[Parts]:
     """Distributes the completions of groups over rows of at most `row_tokens` tokens.
 
-    Rows are filled by best-fit decreasing up to a size. A group that fits nowhere is split: its longest completions that fit go
-    into the emptiest row. Some sizes and some numbers of rounds are tried, and what costs least is taken.
+    A prompt is in a row once. A group may be split over rows, and its prompt is then in each of them.
 
     Args:
         groups: none of them without completions, and no prompt with one of its completions longer than a row.
@@ -420,6 +410,13 @@ def balanced_rows(groups: Sequence[Lengths], row_tokens: int, layout: Layout) ->
         The rows, in a deterministic order: rows [k * ranks, (k + 1) * ranks) are round k, one for each rank. There is at least
         one round.
     """
+    # FSDP makes ranks work in lock step: in every round each rank computes one row, and the round takes as long as its most
+    # expensive row. So the rows of all ranks are chosen together, and only by the lengths. AReaL's Algorithm 1 (arXiv
+    # 2505.24298, App. B.3) balances tokens of one rank; here sequences share prompts, and a row costs its tokens, its padding
+    # and the area of its mask.
+    #
+    # Rows are filled by best-fit decreasing up to a size. A group that fits nowhere is split: its longest completions that fit
+    # go into the emptiest row. Some sizes and some numbers of rounds are tried, and the cheapest is taken.
     total, ranks = sum(group.tokens for group in groups), layout.ranks
     # The sorts are stable: items of equal length keep their order, so the rows are deterministic.
     largest_first = sorted(range(len(groups)), key=lambda i: -groups[i].tokens)
@@ -448,14 +445,14 @@ def dealt(sizes: Sequence[float], hands: int) -> list[list[int]]:
     """Deals items to at most `hands` hands of about equal sums: the largest first, each to the smallest hand (Graham 1969).
 
     Returns:
-        The indices in each hand, ascending. The hands are in the order of their first items, so no hand comes last because its
-        items are small. Hands that would be empty are left out.
+        The indices in each hand, ascending. Hands that would be empty are left out.
     """
     sums, items = [0.0] * hands, [[] for _ in range(hands)]
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         smallest = sums.index(min(sums))
         sums[smallest] += sizes[index]
         items[smallest].append(index)
+    # The hands are in the order of their first items, so that none is the last update because its items are small.
     return sorted(sorted(hand) for hand in items if hand)
 
 
@@ -532,10 +529,8 @@ def _triangle(n: int) -> int:
 
 
 def _in_rounds(rows: Sequence[Parts], layout: Layout) -> list[Parts]:
-    """Orders rows so that those of a round cost about the same: no order of these rows costs less.
-
-    Every other round is turned around, so that no rank has the most expensive row of every round.
-    """
+    """Orders rows so that those of a round cost about the same: no order of these rows costs less."""
+    # Every other round is turned around, so that no rank has the most expensive row of every round.
     ordered = sorted(rows, key=layout.cost, reverse=True)
     turns = [ordered[start : start + layout.ranks] for start in range(0, len(ordered), layout.ranks)]
     return [row for k, turn in enumerate(turns) for row in (turn if k % 2 == 0 else turn[::-1])]

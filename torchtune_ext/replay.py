@@ -1,9 +1,9 @@
 """Trains again on what a run has sampled: its stored rollouts stand in for the engine, the graders and the problems.
 
-With `staleness` above 0 it is a matter of time which version of the policy samples which token, so two runs of one seed differ.
-But what a run has sampled is stored, token by token with versions and log-probs. From the same weights, the same rollouts
-give the same updates: on a CPU a replay ends with the weights of the run, bit for bit, however often that was killed. With
-other settings of the objective or the optimizer a replay tells what these do to the same data.
+With `staleness` above 0, timing decides which version of the policy samples which token, so two runs of one seed differ. But
+the samples of a run are stored, token by token with versions and log-probs, and the same rollouts give the same updates: on a
+CPU a replay ends with the weights of the run, bit for bit, however often that was killed. With other settings of the objective
+or the optimizer it shows what these do to the same data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -190,7 +190,8 @@ class Replay:
             return
 
     def _require_problems(self, batch: int, problems: ProblemStream, tokenizer: ChatTokenizer) -> None:
-        """The prompts of the first step have to be among the first ones of this run: the task's data may have changed since."""
+        """The prompts of the first step have to be among the first ones of this run."""
+        # The names of problems may be the same where the task's data has changed since, so their ids are compared.
         groups = {group.problem.id: group for group in read_rollouts(self._paths[1])}
         for cursor in range(BATCHES * batch):
             problem = problems.at(cursor)

@@ -127,10 +127,9 @@ class Unfinished:
 class GroupStream:
     """Groups on their way: submitted to the engine, graded as their completions come, and returned by `next` once finished.
 
-    Every completion is graded while others are still sampled, or, with a grader that compares, each group when it is whole.
-    With `Environments` for a grader a completion is the first turn of a conversation (`episodes.py`), and the group is finished
-    when all of its conversations are over. A thread hands texts to the graders, so this goes on while nobody waits. A grader
-    reads the assistant's turn: where the prompt ends in an open "<think>", the text begins with it.
+    Every completion is graded while others are still sampled; a grader that compares gets a group when it is whole. With
+    `Environments` a completion is the first turn of a conversation (`episodes.py`), and the group is finished when all of its
+    conversations are over.
     """
 
     def __init__(
@@ -149,6 +148,7 @@ class GroupStream:
         self._groups: dict[int, Unfinished] = {}
         self._events: SimpleQueue[tuple[Unfinished, int | None, Completion | Future] | None] = SimpleQueue()
         self._finished: SimpleQueue[Unfinished | Exception | None] = SimpleQueue()
+        # A thread hands texts to the graders, so that groups go on while the trainer computes and nobody waits.
         self._thread = Thread(target=self._work, name="torchtune-ext-groups", daemon=True)
         self._thread.start()
 
@@ -237,12 +237,12 @@ class GroupStream:
     def watched(
         self, watcher: Watcher | None, finished: Mapping[int, Group], below: float = math.inf
     ) -> Iterator[None]:
-        """Inside, `watcher` gets the samples of groups with numbers under `below`, first those that have come already. One that
-        comes in that very moment it may get twice or not at all, which a bar can bear.
+        """Inside, `watcher` gets the samples of groups with numbers under `below`, first those that have come already.
 
         Args:
             finished: groups that `next` has handed out, by number.
         """
+        # A sample that comes in this very moment may be counted twice or not at all. A progress bar does not need a lock.
         if watcher is not None:
             for number, group in finished.items():
                 if number < below:
@@ -266,8 +266,7 @@ class GroupStream:
         """Gives a wait up in which nothing has come for too long.
 
         Args:
-            begun: when the wait began (`time.monotonic`). If that was later than the last sign, it counts from there: before
-                it, an evaluation may have had the engine.
+            begun: when the wait began (`time.monotonic`).
             deadline_s: seconds without a completion or a grade of any group of this stream.
             missing: numbers of the groups that are waited for.
             named: what the message calls such a group.
@@ -275,6 +274,7 @@ class GroupStream:
         Raises:
             TimeoutError: the wait is given up.
         """
+        # Before the wait began, an evaluation may have had the engine, so the silence counts from the later of the two.
         silent = time.monotonic() - max(self.last_sign, begun)
         if silent <= deadline_s:
             return
@@ -287,7 +287,7 @@ class GroupStream:
         )
 
     def close(self) -> None:
-        """Ends everything that is under way, so that it does not hold up what comes next."""
+        """Ends everything that is under way."""
         for number in list(self._groups):
             self.cancel(number)
         self._events.put(None)
@@ -426,7 +426,7 @@ class GroupStream:
         self._draw(group, prompt, 1, own, episode.turns, min(group.priority, Priority.TURN), place)
 
     def _next_context(self, problem: Problem, episode: Episode, answer: Turn) -> list[int]:
-        """Returns what the next turn of a conversation is sampled behind. Raises Mistake: the template has no form for it."""
+        """Returns the ids behind which the next turn is sampled. Raises Mistake: the template has no form for the answer."""
         tokenizer, path = self._tokenizer, episode.path
         if tokenizer.history == "sampled":
             return [*path, *tokenizer.between_turns_ids(answer.messages, path[-1], problem.tools)]
@@ -470,16 +470,13 @@ def sample_groups(
 ) -> Iterator[tuple[int, Group]]:
     """Samples `samples_per_prompt` completions of every problem and grades them (`GroupStream`).
 
-    `watch` gives a context for "generate", while the engine samples, and one for "grade", while only grades are waited for.
-    After `deadline_s` seconds without any completion or grade the wait is given up.
-
     Yields:
-        (index of the problem, its group without advantages) as soon as the last sample of the group is graded. `in_order`
-        makes the batch of them. An iterator that is closed early ends what is still sampled and graded.
+        (index of the problem, its group without advantages) as soon as the last sample of the group is graded. An iterator
+        that is closed early ends what is still sampled and graded.
 
     Raises:
         What `GroupStream.submit` raises, before the first group, and what `GroupStream.next` raises.
-        TimeoutError: nothing came for `deadline_s` seconds. The message names problems that are missing.
+        TimeoutError: no completion and no grade came for `deadline_s` seconds. The message names problems that are missing.
     """
     stream, outcomes = GroupStream(engine, tokenizer, grader, watcher), []
     try:
@@ -494,7 +491,7 @@ def sample_groups(
             missing.remove(p)
             outcomes += [sample.outcome for sample in group.samples]
             yield p, group
-            # The caller may have taken its time with the group.
+            # The caller may have taken its time with the group, which is no silence of the engine.
             begun = time.monotonic()
     finally:
         stream.close()

@@ -111,13 +111,13 @@ class GroupSource:
     def open(self, version: int) -> None:
         """Notes that the engine has the weights of this version, and submits what may be sampled ahead with them.
 
-        A group that has become too old is ended, or forgotten, and submitted again. An error of groups of later steps waits for
-        `take`, so that the step that was just trained is still evaluated and saved. Without a stream nothing happens.
+        A group that has become too old is ended, or forgotten, and submitted again. Without a stream nothing happens.
         """
         if self._stream is None:
             return
         self._forget_late(version)
         if self.ledger.depth:
+            # An error of later steps' groups waits for `take`, so that the step just trained is still evaluated and saved.
             with self._kept():
                 self._submit()
 
@@ -168,6 +168,7 @@ class GroupSource:
         """Returns what a resumed run needs, in JSON's types: nothing, if there is nothing between submission and training."""
         if not self._cursors:
             return {}
+        # What has been graded since the last look need not be sampled again.
         with self._kept():
             self._collect(within_s=0.0)
         return {
@@ -253,6 +254,7 @@ class GroupSource:
 
     def _take_beside(self, count: int, watch: Callable[[str], AbstractContextManager], refill: int) -> list[Group]:
         sampling = replace(self._sampling, seed=step_seed(self._seed, self._step, refill))
+        # Their numbers are free: a refill has staleness 0, where nothing else is on its way.
         for place, problem in enumerate(self._problems.take(count)):
             self._stream.submit(place, problem, self._samples, sampling, place)
         groups, begun = {}, time.monotonic()

@@ -87,8 +87,8 @@ class Teacher:
         self.engine.close()
 
     def scored(self, groups: Sequence[Group]) -> list[Group]:
-        """Returns the groups with the teacher's log-prob of every token of each sample that was graded; others are not trained
-        on. Each sample costs a whole prefill: the prefix cache holds no log-probs. Raises EngineFailed."""
+        """Returns the groups with the teacher's log-prob of every token of each sample that was graded. Raises EngineFailed."""
+        # Samples without a grade are not trained on, and each one costs a whole prefill: the prefix cache holds no log-probs.
         samples = [(group, s) for group in groups for s in group.samples if s.score is not None]
         samples = [(group, s) for group, s in samples if len(s.completion.tokens)]
         paths, texts = [], []
