@@ -84,11 +84,10 @@ class NearLevel:
             raise Mistake(
                 f"task={task} has {number}: give levels to choose from, as levels=[{{level: 1}},{{level: 2}}]"
             )
-        # They are the beginnings of ids, up to the first slash.
-        names = [",".join(f"{key}={value}" for key, value in level.items()).replace("/", "-") for level in levels or ()]
-        if len(set(names)) < len(names):
+        # Ids of problems begin with these names, up to the first slash.
+        self._levels = [(name or "default").replace("/", "-") for name in level_names(levels or ())]
+        if len(set(self._levels)) < len(self._levels):
             raise Mistake(f"levels={list(levels)}: two of them are the same")
-        self._levels = names
         self._floor, self._seed = floor, seed
         self._signal: dict[str, float] = {}  # by level, or by id of a problem: the share of groups with a signal
 
@@ -158,3 +157,21 @@ class NearLevel:
             return getattr(self._tasks[0], method)(problem, *rest)
         name, _, own = problem.id.partition("/")
         return getattr(self._tasks[self._levels.index(name)], method)(replace(problem, id=own), *rest)
+
+
+def level_names(levels: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names levels by the settings in which they differ: "level=4", "suspects=2,rooms=3", or "gcd" where only one has that."""
+    words = [[] for _ in levels]
+    for key in dict.fromkeys(key for level in levels for key in level):
+        values = [level[key] for level in levels if key in level]
+        if len(values) == len(levels) and all(isinstance(value, Mapping) for value in values):
+            parts = level_names(values)
+        elif values.count(values[0]) == len(levels):
+            continue
+        else:
+            # What a generator is set to would make a long name. Where only one level has it, its own name is enough.
+            short = len(values) == 1 and (values[0] is None or isinstance(values[0], Mapping))
+            parts = [(key if short else f"{key}={level[key]}") if key in level else "" for level in levels]
+        for mine, part in zip(words, parts, strict=True):
+            mine += [part] * bool(part)
+    return [",".join(mine) for mine in words]

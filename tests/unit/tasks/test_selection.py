@@ -8,7 +8,7 @@ from tables import every_row
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.order import ProblemStream
-from torchtune_ext.tasks.selection import NearLevel
+from torchtune_ext.tasks.selection import NearLevel, level_names
 from torchtune_ext.tasks.task import ConversationTask, Score
 
 ARITHMETIC = "torchtune_ext.tasks.arithmetic.Arithmetic"
@@ -89,6 +89,22 @@ def test_a_resumed_run_asks_the_same(make):
     resumed.load_state_dict(pickle.loads(pickle.dumps(stream.state_dict())))
     resumed.cursor = stream.cursor
     assert play(resumed, 4, signal)[0] == whole[4:]
+
+
+@every_row(
+    "levels, names",
+    [
+        ([{"level": 1}, {"level": 4}], ["level=1", "level=4"]),
+        ([{"level": 1, "split": "all"}, {"split": "all"}], ["level=1", "default"]),
+        (
+            [{"size": {"suspects": n, "weapons": 2, "rooms": m}} for n in (2, 3) for m in (2, 3)],
+            ["suspects=2,rooms=2", "suspects=2,rooms=3", "suspects=3,rooms=2", "suspects=3,rooms=3"],
+        ),
+        ([{"generators": {"chain_sum": {"min_terms": 2}}}, {"generators": {"gcd": None}}], ["chain_sum", "gcd"]),
+    ],
+)
+def test_levels_are_named_by_what_differs(levels, names):
+    assert [name or "default" for name in level_names(levels)] == names
 
 
 def test_it_grades_as_the_task_does_and_has_what_that_has():
