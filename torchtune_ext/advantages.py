@@ -229,7 +229,8 @@ def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
     """
     order = np.argsort(rewards_G, kind="stable")
     r, n = rewards_G[order], len(rewards_G)
-    # The probability that the i-th smallest reward is the best of a subset.
+    # In ascending order, the best of a subset is its last one, so subsets are counted instead of listed. What follows is the
+    # probability that the i-th smallest reward is the best of a subset.
     best = np.array([math.comb(i, k - 1) for i in range(n)]) / math.comb(n, k)
     mean = float(best @ r)
     std = math.sqrt(max(0.0, float(best @ (r - mean) ** 2)))

@@ -89,15 +89,15 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
 def interval(means: np.ndarray) -> tuple[float, float]:
     """Returns the 95% interval of the mean of independent problems, [problems].
 
-    Where all lie in [0, 1] it is Wilson's (JASA 22, 1927) with the number of problems that would make a share of right
-    answers as uncertain as this mean is (Franco et al., J. Surv. Stat. Methodol. 7, 2019): it stays in [0, 1], and has a
-    width where all problems are alike. Others have that of the normal distribution.
+    Means in [0, 1] have Wilson's (JASA 22, 1927), others that of the normal distribution.
     """
     count, mean = len(means), float(means.mean())
     variance = float(means.var(ddof=1)) / count if count > 1 else math.inf
     if means.min() < 0 or means.max() > 1:
         half = Z * math.sqrt(variance)
         return mean - half, mean + half
+    # Wilson's interval stays in [0, 1], and has a width also where all problems are alike. Its count is the number of problems
+    # that would make a share of right answers as uncertain as this mean (Franco et al., J. Surv. Stat. Methodol. 7, 2019).
     share = mean * (1 - mean)
     # No mean of numbers in [0, 1] is less certain than a share of as many right answers.
     effective = max(count, share / variance) if 0 < variance < math.inf else count

@@ -33,7 +33,8 @@ from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.records import Completion
 
-LENGTHS = 32  # lengths between a power of two and the next that a padded row may have
+# A padded row has one of so many lengths between a power of two and the next: at most 3% is padding, and few kernels compile.
+LENGTHS = 32
 ROUND = 512  # tokens; what a round costs beside its rows: launches of kernels, and weights that ranks gather
 TRIES = 5  # sizes of rows that are compared for each number of rounds
 FINER = 1.02  # the ratio of a size to the one before
@@ -290,12 +291,14 @@ def _branches(prompt: int, shared: int, completion: Completion) -> Branches:
         shared: how many of them stand before the first place.
     """
     length = prompt + len(completion.tokens)
-    # A path is a list of places, those of the shared prompt below 0. A prompt's own rest comes before the first turn.
+    # A path is a list of places, those of the shared prompt below 0. A completion that branches inside the prompt brings the
+    # rest of the prompt as its own, before its first turn.
     path, tokens = np.arange(prompt) - shared, [np.arange(shared, prompt)]
     positions, ends, sources = [np.arange(shared, prompt)], np.full(length, -1), []
     at, begin = prompt - shared, 0
     spans, kept = completion.spans, completion.kept or (length,) * len(completion.spans)
     for (start, stop), keeps, next_keeps in zip(spans, kept, (*kept[1:], 0), strict=True):
+        # What this turn does not keep of the path before it, it does not see.
         ends[path[keeps:]] = at
         path = path[:keeps]
         context, size = len(path), stop - begin
@@ -316,6 +319,7 @@ def contexts(row: Row) -> list[int]:
     Labels with equal hashes, also in different rows, have the same log-prob under the same policy.
     """
     tokens, ends, before = row.tokens_T.tolist(), row.ends_T.tolist(), []
+    # Places come in the order of a walk through the tree, so the path of each is a stack.
     path: list[int] = []  # places that the present one sees
     for place, token in enumerate(tokens):
         while path and ends[path[-1]] <= place:
@@ -421,6 +425,7 @@ def balanced_rows(groups: Sequence[Lengths], row_tokens: int, layout: Layout) ->
     # The sorts are stable: items of equal length keep their order, so the rows are deterministic.
     largest_first = sorted(range(len(groups)), key=lambda i: -groups[i].tokens)
     longest_first = [sorted(range(len(g.completions)), key=lambda i: -g.completions[i]) for g in groups]
+    # Fewer rounds launch fewer kernels; more rounds can be balanced better. So it begins with the fewest and goes up.
     fewest = rounds = max(math.ceil(total / (ranks * row_tokens)), 1)
     best, best_cost = None, math.inf
     # The rounds cost at least `total / ranks + rounds * ROUND`, however well they are balanced.
@@ -493,6 +498,7 @@ def _fill(
 
 def _none_empty(rows: list[list[tuple[int, Sequence[int]]]]) -> list[list[tuple[int, Sequence[int]]]]:
     """Gives an empty row half of the row with the most completions, as long as that one has two."""
+    # A rank without labels would only wait for the others through its round.
     for empty in (row for row in rows if not row):
         fullest = max(rows, key=lambda row: sum(len(taken) for _, taken in row))
         if len(fullest) > 1:

@@ -27,7 +27,8 @@ from torchtune_ext.tasks.task import Problem, Turn
 
 log = logging.getLogger(__name__)
 
-# Python acts on a Ctrl-C in the main thread only, but the kernel may give it to another thread. So a wait wakes up this often.
+# Python acts on a Ctrl-C only in the main thread, but the kernel may deliver it to another one, and then a wait in the main
+# thread goes on. So a wait wakes up this often, in seconds.
 WAKE_S = 1.0
 CLOSE_S = 10.0  # seconds that the thread of a stream has to end
 DEADLINE_S = 1800.0  # seconds without any completion or grade after which a wait is given up
@@ -43,7 +44,7 @@ class Watcher(Protocol):
 
 
 class Unfinished:
-    """A group on its way: its completions arrive, then their outcomes, each in any order."""
+    """A group on its way. Completions arrive in any order, and so do their outcomes."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Unfinished:
         self.number, self.problem, self._decode = number, problem, tokenizer.decode
         self.sampling, self.place, self.priority = sampling, place, priority  # as `GroupStream.submit` has them
         self.prompt = tokenizer.prompt_ids(problem.messages, problem.tools)
+        # Where the prompt ends in an open "<think>", graders and people read a text that begins with it.
         self._opened = tokenizer.opened_thought(self.prompt)
         self.samples: list[Sample | None] = [None] * samples
         # Of conversations, one for each sample.
@@ -93,7 +95,7 @@ class Unfinished:
 
     @property
     def drawn(self) -> bool:
-        """The engine is done with it, or waits until an environment has answered."""
+        """Whether the engine has nothing to do for the group now. It may go on when an environment has answered."""
         return not self.drawing
 
     @property
@@ -146,6 +148,7 @@ class GroupStream:
         self._differs = False  # whether it was said that a context is not the template's own text
         # Those that `next` has not handed out and `cancel` has not ended. Only their caller's thread changes the dict.
         self._groups: dict[int, Unfinished] = {}
+        # The engine's and the graders' threads only put what has come into this queue, so that they are never held up.
         self._events: SimpleQueue[tuple[Unfinished, int | None, Completion | Future] | None] = SimpleQueue()
         self._finished: SimpleQueue[Unfinished | Exception | None] = SimpleQueue()
         # A thread hands texts to the graders, so that groups go on while the trainer computes and nobody waits.
@@ -309,6 +312,7 @@ class GroupStream:
             try:
                 self._take(*event)
             except Exception as error:
+                # `next` raises it in the thread that waits for the groups.
                 self._finished.put(error)
                 continue
             if group.drawn and not group.ungraded:
@@ -335,6 +339,7 @@ class GroupStream:
             self._events.put((group, first + index, completion))
 
         group.drawing += 1
+        # Turns of a conversation go to the engine that has the earlier ones in its prefix cache.
         home = group if group.episodes else None
         drawing = self._engine.submit(prompt, samples, sampling, arrived, number, priority, home)
         group.futures.append(drawing)
@@ -374,6 +379,7 @@ class GroupStream:
         if not self._grader.compares:
             self._when_done(group, place, self._grader.submit(group.problem, text))
         elif whole:
+            # A grader that compares needs all texts of a group at once.
             self._when_done(group, 0, self._grader.submit(group.problem, *(each.text for each in group.samples)))
 
     def _take_turn(self, group: Unfinished, place: int, completion: Completion) -> None:
@@ -397,7 +403,7 @@ class GroupStream:
         """Goes on with a conversation once it has a process, or its environment has answered."""
         episode = group.episodes[place]
         if isinstance(answer, int):
-            # All of a group are with the same environment.
+            # The seed is that of the group, not of the sample: only what the policy does should differ inside a group.
             begin = group.problem, mixed_seed(group.sampling.seed or 0, group.place)
             self._when_done(group, place, self._grader.step(episode.seat, episode.message, begin))
             return
@@ -422,7 +428,9 @@ class GroupStream:
             return
         episode.go_on(prompt, self._tokenizer.opened_thought(prompt))
         seed = group.sampling.seed
+        # The seeds of later turns follow from the sample and the number of the turn, whichever conversation is faster.
         own = replace(group.sampling, seed=None if seed is None else mixed_seed(seed, group.place, place))
+        # A later turn goes before new groups: most of it still lies in the prefix cache.
         self._draw(group, prompt, 1, own, episode.turns, min(group.priority, Priority.TURN), place)
 
     def _next_context(self, problem: Problem, episode: Episode, answer: Turn) -> list[int]:
@@ -440,6 +448,7 @@ class GroupStream:
         return context
 
     def _end_episode(self, group: Unfinished, place: int, sample: Sample) -> None:
+        # The process is free for another conversation before the rest of this group is over.
         group.leave(place)
         group.samples[place] = sample
         if (watcher := self._watcher_of(group)) is not None:
@@ -518,11 +527,12 @@ def sample_held_out(
     deadline_s: float = DEADLINE_S,
     greedy: bool = True,
 ) -> list[list[Group]]:
-    """Samples and grades every held-out problem before whatever else is queued: `samples_per_problem` times, and once greedily.
+    """Samples and grades every held-out problem `samples_per_problem` times and once greedily, before what else is queued.
 
     Args:
         bars: makes a watcher from its number of samples and a title.
-        watch, deadline_s: as in `sample_groups`.
+        watch: as in `GroupStream.next`.
+        deadline_s: as in `sample_groups`.
         greedy: whether to sample greedily, too.
 
     Returns:

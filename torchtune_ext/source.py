@@ -101,7 +101,9 @@ class GroupSource:
         self.ledger = ledger
         self._stream, self._problems, self._samples = stream, problems, samples
         self._sampling, self._seed, self._deadline_s = sampling, seed, deadline_s
-        self._cursors: dict[int, int] = {}  # number -> where its problem stands in the run, of all that are not taken
+        # Number -> where its problem stands in the run, of all groups that are not taken: a group that is submitted again, or
+        # by a resumed run, keeps its problem.
+        self._cursors: dict[int, int] = {}
         self.finished: dict[int, Group] = {}
         self._dropped_tokens = 0
         self._step = 0  # whose groups were taken last, counted from 1
@@ -234,6 +236,7 @@ class GroupSource:
             self._error = error
 
     def _take_batch(self, watch: Callable[[str], AbstractContextManager]) -> tuple[list[Group], dict[str, float]]:
+        # With staleness 0 nothing was submitted before.
         self._submit()
         self._collect(within_s=0.0)
         begun = time.monotonic()
@@ -266,6 +269,8 @@ class GroupSource:
         return [groups[place] for place in range(count)]
 
     def _forget_late(self, version: int) -> None:
+        # While the version grows by one with every step, no group is ever too old. A run that goes on with a smaller staleness
+        # may meet some.
         for number in self.ledger.advance(version):
             finished = self.finished.pop(number, None)
             if finished:
@@ -290,6 +295,7 @@ class GroupSource:
         self._cursors |= {number: cursor for number, (cursor, _) in problems.items()}
         for number in numbers:
             problem = problems[number][1]
+            # The seed follows from the number, so a group that is submitted again is sampled with the same one.
             step, place = divmod(number, self.ledger.batch)
             sampling = replace(self._sampling, seed=step_seed(self._seed, step + 1))
             try:
@@ -304,6 +310,7 @@ class GroupSource:
         missing: Sequence[int] | None = None,
     ) -> None:
         """Takes what is finished from the stream; waits for the first one for `within_s` seconds."""
+        # All that is there is taken, so that the ledger chooses the oldest.
         while pair := self._stream.next(watch, within_s, missing):
             number, group = pair
             self.finished[number] = group

@@ -94,7 +94,7 @@ class Teacher:
         paths, texts = [], []
         for group, s in samples:
             prompt, ids = len(group.prompt_tokens), np.concatenate([group.prompt_tokens, s.completion.tokens])
-            # Without branches the last path holds all others.
+            # Without branches the last path holds all others, and one prefill scores them all.
             for path in list(s.completion.paths(prompt))[0 if s.completion.kept else -1 :]:
                 paths.append((s, path - prompt))
                 texts.append(ids[path])
