@@ -163,11 +163,11 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> str:
 def report(runs: dict[str, list[Run]]) -> str:
     """The tables. `runs`: those of each arm, one for each repeat."""
     goals = [min(max(run.accuracies()) for run in repeat) for repeat in zip(*runs.values(), strict=True)]
-    took = {arm: [run.seconds() for run in found] for arm, found in runs.items()}
-    reached = {arm: [run.seconds_to(goals[i]) for i, run in enumerate(found)] for arm, found in runs.items()}
+    took = {arm: [run.seconds() for run in arm_runs] for arm, arm_runs in runs.items()}
+    reached = {arm: [run.seconds_to(goals[i]) for i, run in enumerate(arm_runs)] for arm, arm_runs in runs.items()}
     rows = [["arm", "seconds to the accuracy", *COLUMNS], ["---"] * (2 + len(COLUMNS))]
-    for arm, found in runs.items():
-        cells = [spread([value(run) for run in found], form) for form, value in COLUMNS.values()]
+    for arm, arm_runs in runs.items():
+        cells = [spread([value(run) for run in arm_runs], form) for form, value in COLUMNS.values()]
         rows.append([arm, spread(reached[arm], ".1f"), *cells])
     rows += [[], ["times faster", "all steps", "to the accuracy"], ["---"] * 3]
     for fast, slow in ((ASYNC_PINNED, SYNC_PINNED), (ASYNC_PINNED, SYNC), (ASYNC, SYNC)):

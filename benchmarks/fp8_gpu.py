@@ -328,15 +328,15 @@ PARTS = {"quantize": part_quantize, "gemm": part_gemm, "linear": part_linear, "b
 def aims(report: Report) -> None:
     """Of each aim the backend with the best median."""
     report.table("Aims", "aim | wanted | measured, median | worst | reached | backend | measurements")
-    for aim, (wanted, what) in AIMS.items():
-        found = report.results[aim]
-        if not found:
-            report.row(what, f"{wanted:g}", "not measured")
+    for aim, (goal, what) in AIMS.items():
+        results = report.results[aim]
+        if not results:
+            report.row(what, f"{goal:g}", "not measured")
             continue
-        best = max(found, key=lambda backend: median(found[backend]))
-        middle, worst = median(found[best]), min(found[best])
-        reached = "yes" if worst >= wanted else "in the median" if middle >= wanted else "no"
-        report.row(what, f"{wanted:g}", f"{middle:.2f}", f"{worst:.2f}", reached, best, len(found[best]))
+        best = max(results, key=lambda backend: median(results[backend]))
+        middle, worst = median(results[best]), min(results[best])
+        reached = "yes" if worst >= goal else "in the median" if middle >= goal else "no"
+        report.row(what, f"{goal:g}", f"{middle:.2f}", f"{worst:.2f}", reached, best, len(results[best]))
 
 
 def main() -> None:

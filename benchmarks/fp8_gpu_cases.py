@@ -147,14 +147,14 @@ def gemm_sides(x: Tensor, w: Tensor, dy: Tensor, quantizer: str = "auto") -> dic
 
 def relative_error(gemm: str, backend: str, first: Fp8Blocks, second: Fp8Blocks) -> float:
     """||got - reference|| / ||reference|| of the first CUT rows of the result: the reference is slow."""
-    got = getattr(fp8_gemm, gemm)(first, second, torch.bfloat16, backend)[:CUT].float()
+    result = getattr(fp8_gemm, gemm)(first, second, torch.bfloat16, backend)[:CUT].float()
     if gemm == "wgrad":  # a row of dW is an out-feature, and sums over all tokens
-        values, scales, shape = first.values[:, :CUT], first.scales[:, :CUT], (first.shape[0], got.shape[0])
+        values, scales, shape = first.values[:, :CUT], first.scales[:, :CUT], (first.shape[0], result.shape[0])
     else:
-        values, scales, shape = first.values[:CUT], first.scales[:CUT], (got.shape[0], first.shape[1])
+        values, scales, shape = first.values[:CUT], first.scales[:CUT], (result.shape[0], first.shape[1])
     cut = Fp8Blocks(values, scales, first.block, shape)
     want = getattr(fp8_gemm, gemm)(cut, second, torch.float32, "reference")
-    return ((got - want).norm() / want.norm()).item()
+    return ((result - want).norm() / want.norm()).item()
 
 
 def in_fp8(module: nn.Module, config: Fp8Config) -> nn.Module:

@@ -141,13 +141,13 @@ def run(
     out: Path, config: str, options: list[str], rate: str, healthy: int, faults: list[str], engine: str = ""
 ) -> list[dict]:
     """The lines of one run, which is made unless it is there. Args: engine: more of `engine.extra_args`."""
-    found = out / "found.jsonl"
-    if not (found.exists() and len(found.read_text().splitlines()) == 1 + len(faults)):
+    results = out / "found.jsonl"
+    if not (results.exists() and len(results.read_text().splitlines()) == 1 + len(faults)):
         out.mkdir(parents=True, exist_ok=True)
-        found.unlink(missing_ok=True)
+        results.unlink(missing_ok=True)
         (out / "fault").write_text("none")
-        wanted = {"FAULT": out / "fault", "HEALTHY": healthy, "FAULTS": ";".join(faults), "OUT": found}
-        environ = os.environ | {f"GATE_{name}": str(value) for name, value in wanted.items()}
+        variables = {"FAULT": out / "fault", "HEALTHY": healthy, "FAULTS": ";".join(faults), "OUT": results}
+        environ = os.environ | {f"GATE_{name}": str(value) for name, value in variables.items()}
         environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
         )
@@ -166,7 +166,7 @@ def run(
         ]
         with (out / "log").open("w") as log:
             subprocess.run(command, check=True, env=environ, stdout=log, stderr=subprocess.STDOUT)
-    return [json.loads(line) for line in found.read_text().splitlines()]
+    return [json.loads(line) for line in results.read_text().splitlines()]
 
 
 def main() -> None:
@@ -186,13 +186,13 @@ def main() -> None:
         for number, rate in enumerate(args.rates):
             planted = [] if number else faults
             out = (args.out / f"{cell}, lr {rate}".replace(" ", "_")).absolute()
-            health, *found = run(out, args.config, CELLS[cell] + args.options, rate, args.steps, planted)
+            health, *lines = run(out, args.config, CELLS[cell] + args.options, rate, args.steps, planted)
             if not number:
                 rope = run(Path(f"{out}, rope"), args.config, CELLS[cell] + args.options, rate, 1, [], ROPE)
-                found.append(rope[0] | {"fault": "wrong rope"})
+                lines.append(rope[0] | {"fault": "wrong rope"})
             steps = f"{args.steps} steps, {health['tokens']} tokens"
             alarms.append((cell, rate, steps, f"{health['limit']:.2g}", test_of(health["message"]) or "none"))
-            for line in found:
+            for line in lines:
                 how = f"{line['publications']} ({line['tokens']})"
                 rows[line["fault"]].append(
                     f"{test_of(line['message'])}: {how}" if line["message"] else f"not found: {how}"

@@ -98,9 +98,9 @@ def compiled_kernels() -> Iterator[tuple]:
             file.write(program.asm["ptx"])
             file.flush()
             command = [ptxas, "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
-            said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-        registers = int(re.search(r"Used (\d+) registers", said)[1])
-        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+            log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        registers = int(re.search(r"Used (\d+) registers", log)[1])
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
         shared, threads = program.metadata.shared, 32 * warps
         fit = min(REGISTERS // (registers * threads), SHARED // max(1, shared), THREADS // threads, PROGRAMS)
         yield form, registers, spilled, f"{shared / 1024:.1f}", fit, f"{fit * threads / THREADS:.0%}"
@@ -162,9 +162,9 @@ def operations_of(model: TransformerDecoder, row: Row, checkpointing: bool = Fal
         mock.patch("torchtune_ext.policy.logprobs.packed_mask", lambda row: mask),
         FlopCounterMode(display=False) as counter,
     ):
-        said = policy(row.to(torch.device("meta")))
+        output = policy(row.to(torch.device("meta")))
         forward = products(counter)
-        said.logprobs_L.sum().backward()
+        output.logprobs_L.sum().backward()
     again = forward if checkpointing else 0  # layers are computed once more; the head is not, and counts little
     pairs = tiles(row) * TILE**2 * attention * (3.5 + checkpointing)
     return products(counter) + again + pairs, pairs

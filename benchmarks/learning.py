@@ -49,31 +49,31 @@ def learn(out: Path, warmup: int, seed: int, threads: int, args: argparse.Namesp
     tune(run, threads, "grpo_full", "--config", args.config, f"seed={seed}", model, *args.grpo)
     lines = read_metrics(run / "metrics.jsonl")
     evaluated = [line for line in lines if "eval/accuracy_sampled" in line]
-    found = {"warmup": warmup, "seed": seed, "threads": threads}
+    result = {"warmup": warmup, "seed": seed, "threads": threads}
     for way in WAYS:
-        found[f"{way}/before"], found[f"{way}/after"] = (evaluated[i][f"eval/accuracy_{way}"] for i in (0, -1))
-        found[f"{way}/rise"] = found[f"{way}/after"] - found[f"{way}/before"]
-    found["entropy"] = [line["loss/entropy"] for line in lines if "loss/entropy" in line][-1]
-    found["mismatch"] = max(line.get("mismatch/mean_abs", 0.0) for line in lines)
-    found["minutes"] = sum(float((folder / "seconds").read_text()) for folder in (warm, run)) / 60
-    return found
+        result[f"{way}/before"], result[f"{way}/after"] = (evaluated[i][f"eval/accuracy_{way}"] for i in (0, -1))
+        result[f"{way}/rise"] = result[f"{way}/after"] - result[f"{way}/before"]
+    result["entropy"] = [line["loss/entropy"] for line in lines if "loss/entropy" in line][-1]
+    result["mismatch"] = max(line.get("mismatch/mean_abs", 0.0) for line in lines)
+    result["minutes"] = sum(float((folder / "seconds").read_text()) for folder in (warm, run)) / 60
+    return result
 
 
-def row(found: dict[str, float]) -> str:
-    cells = [str(found[name]) for name in ("warmup", "seed", "threads")]
+def row(result: dict[str, float]) -> str:
+    cells = [str(result[name]) for name in ("warmup", "seed", "threads")]
     for way in WAYS:
-        cells += [f"{found[f'{way}/before']:.3f}", f"{found[f'{way}/after']:.3f}", f"{found[f'{way}/rise']:+.3f}"]
-    cells += [f"{found['entropy']:.3f}", f"{found['mismatch']:.1e}", f"{found['minutes']:.1f}"]
+        cells += [f"{result[f'{way}/before']:.3f}", f"{result[f'{way}/after']:.3f}", f"{result[f'{way}/rise']:+.3f}"]
+    cells += [f"{result['entropy']:.3f}", f"{result['mismatch']:.1e}", f"{result['minutes']:.1f}"]
     return "| " + " | ".join(cells) + " |"
 
 
-def spread(found: list[dict[str, float]], way: str) -> str:
+def spread(results: list[dict[str, float]], way: str) -> str:
     """The rise over warm-ups, each the mean of its runs, since runs of one warm-up are no independent draws."""
     by_warmup: dict[int, list[float]] = {}
-    for run in found:
+    for run in results:
         by_warmup.setdefault(run["warmup"], []).append(run[f"{way}/rise"])
     mean, half = interval([statistics.fmean(rises) for rises in by_warmup.values()])
-    every = [run[f"{way}/rise"] for run in found]
+    every = [run[f"{way}/rise"] for run in results]
     return (
         f"{way}: {mean:+.3f} ± {half:.3f} over {len(by_warmup)} warm-ups, so at least {mean - half:+.3f}; runs from "
         f"{min(every):+.3f} to {max(every):+.3f}"
@@ -91,19 +91,19 @@ def main(words: list[str] | None = None) -> list[dict[str, float]]:
     parser.add_argument("--warmup", nargs="*", default=[], help="key=value for the warm-ups")
     parser.add_argument("--grpo", nargs="*", default=[], help="key=value for the GRPO runs")
     args = parser.parse_args(words)
-    found: list[dict[str, float]] = []
+    results: list[dict[str, float]] = []
 
     def column(warmup: int, threads: int) -> None:  # one warm-up is made once, and its seeds follow one another
         for seed in args.seeds:
-            found.append(learn(args.out, warmup, seed, threads, args))
-            print(row(found[-1]), flush=True)
+            results.append(learn(args.out, warmup, seed, threads, args))
+            print(row(results[-1]), flush=True)
 
     print(f"| {HEAD} |\n" + "|---" * len(HEAD.split(" | ")) + "|", flush=True)
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(column, *zip(*[(w, t) for w in args.warmups for t in args.threads], strict=True)))
     for way in WAYS:
-        print(spread(found, way))
-    return found
+        print(spread(results, way))
+    return results
 
 
 if __name__ == "__main__":

@@ -97,13 +97,13 @@ class Again:
 
     def gflops(self, sources: set[str], seed: int) -> dict[str, float]:
         """Returns GFLOPS by source: the median of the rounds, 0.0 if it turns out to be wrong."""
-        found: dict[str, list[float]] = {source: [] for source in (*sources, NUMPY)}
+        speeds: dict[str, list[float]] = {source: [] for source in (*sources, NUMPY)}
         for _ in range(REPEATS):
-            order = list(found)
+            order = list(speeds)
             random.Random(seed).shuffle(order)
             for source in order:
-                found[source].append(self._once(source))
-        return {source: median(values) for source, values in found.items()}
+                speeds[source].append(self._once(source))
+        return {source: median(values) for source, values in speeds.items()}
 
     def _once(self, source: str) -> float:
         if source == NUMPY:
@@ -162,11 +162,11 @@ def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str,
         speeds = again.gflops(sources, seed)
     finally:
         again.close()
-    found = {}
+    results = {}
     for name, each in held.items():
         seconds = float((runs[name] / "seconds").read_text())
         before, after = mean_gflops(each.first, speeds), mean_gflops(each.last, speeds)
-        found[name] = {
+        results[name] = {
             "before": before,
             "after": after,
             "times": after / before if before else math.inf,
@@ -180,19 +180,19 @@ def measure(runs: dict[str, Path], seed: int, size: int, out: Path) -> dict[str,
             "warm-up minutes": float((out.parent / f"warmup_{seed}" / "seconds").read_text()) / 60,
             "minutes": seconds / 60,
         }
-    out.write_text(json.dumps(found, indent=1))
-    return found
+    out.write_text(json.dumps(results, indent=1))
+    return results
 
 
 def row(cells: Sequence[object]) -> str:
     return "| " + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
 
 
-def compared(found: dict[int, dict[str, dict[str, float]]], names: Sequence[str]) -> list[str]:
+def compared(results: dict[int, dict[str, dict[str, float]]], names: Sequence[str]) -> list[str]:
     """Says for each figure what two variants came to, and whether they can be told apart."""
     lines = [row(["", *names, f"{names[1]} - {names[0]}", ""]), "| --- " * (len(names) + 3) + "|"]
     for figure in ("best", "cells", "after", "right after"):
-        values = {name: [each[name][figure] for each in found.values()] for name in names}
+        values = {name: [each[name][figure] for each in results.values()] for name in names}
         cells = ["{:.3g} ± {:.2g}".format(*interval(values[name])) for name in names]
         mean, half = interval([b - a for a, b in zip(values[names[0]], values[names[1]], strict=True)])
         verdict = "more" if mean > half else "less" if -mean > half else "not told apart"
@@ -236,23 +236,23 @@ def main(words: list[str] | None = None) -> dict[int, dict[str, dict[str, float]
     settings = Settings(args.out, args.config, args.size, args.threads, tuple(args.warmup), tuple(args.grpo))
     variants = args.compare or ["none"]
     print(f"{fingerprint()}; products of {args.size}, one thread\n", flush=True)
-    found: dict[int, dict[str, dict[str, float]]] = {}
+    results: dict[int, dict[str, dict[str, float]]] = {}
     for seed in range(args.seeds):
         runs = runs_of(seed, variants, settings)
-        found[seed] = measure(runs, seed, args.size, args.out / f"{'_'.join(variants)}_{seed}.json")
+        results[seed] = measure(runs, seed, args.size, args.out / f"{'_'.join(variants)}_{seed}.json")
         if seed == 0:
-            figures = list(found[0][variants[0]])
+            figures = list(results[0][variants[0]])
             print(row(["seed", "variant", *figures]), "| --- " * (len(figures) + 2) + "|", sep="\n")
         for name in variants:
-            print(row([seed, name, *found[seed][name].values()]), flush=True)
+            print(row([seed, name, *results[seed][name].values()]), flush=True)
     if args.seeds > 1:
         *others, base = variants
         for name in others:
-            print("", *compared(found, (base, name)), sep="\n")
+            print("", *compared(results, (base, name)), sep="\n")
         # That of a curriculum has begun with a stage that permits nothing fast, so its own rise says little.
-        mean, half = interval([each[base]["times"] for each in found.values()])
+        mean, half = interval([each[base]["times"] for each in results.values()])
         print(f"\n{base}: {mean:.2f} ± {half:.2f} times the GFLOPS sampled before, over {args.seeds} seeds")
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ def rewards(kind: str, fastest: float) -> dict[str, float]:
         speed = SimpleNamespace(gflops=gflops, ratio=gflops / NAIVE, peak_share=gflops / PEAK)
         return reward("ok", speed, kind)
 
-    found = {outcome: reward(outcome, kind=kind) for outcome in SHARES if outcome != SLOW}
-    return found | {SLOW: success(NAIVE), OTHER: success(fastest)}
+    values = {outcome: reward(outcome, kind=kind) for outcome in SHARES if outcome != SLOW}
+    return values | {SLOW: success(NAIVE), OTHER: success(fastest)}
 
 
 def advantages(kind: str, fastest: float) -> dict[str, float]:
@@ -74,18 +74,18 @@ def advantages(kind: str, fastest: float) -> dict[str, float]:
 def distance(kind: str, name: str, fastest: float) -> float:
     """Returns how far the two outcomes of a line of DISTANCES are apart in advantage."""
     worse, better = DISTANCES[name]
-    found = advantages(kind, fastest)
-    return found[better] - found[worse]
+    values = advantages(kind, fastest)
+    return values[better] - values[worse]
 
 
 def outcomes_table() -> str:
     """The reward of each outcome, and its advantage without and with the fastest program."""
     heads = [f"{kind}: {word}" for kind in KINDS for word in ("reward", f"{NAIVE:g} GFLOPS", f"{FASTEST:g} GFLOPS")]
     lines = [f"| outcome | of {SIZE} | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
-    found = {kind: (rewards(kind, FASTEST), advantages(kind, NAIVE), advantages(kind, FASTEST)) for kind in KINDS}
+    columns = {kind: (rewards(kind, FASTEST), advantages(kind, NAIVE), advantages(kind, FASTEST)) for kind in KINDS}
     for outcome, count in (SHARES | {OTHER: 1}).items():
         cells = []
-        for of, without, with_it in found.values():
+        for of, without, with_it in columns.values():
             cells += [f"{of[outcome]:.3g}", f"{without[outcome]:+.2f}", f"{with_it[outcome]:+.2f}"]
         lines.append(f"| {outcome} | {count} | {' | '.join(cells)} |")
     return "\n".join(lines)

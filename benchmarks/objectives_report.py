@@ -104,11 +104,11 @@ def _learning_s(line: dict[str, float]) -> float:
 
 def grouped(results: list[Result], updates: int) -> dict[str, list[Result]]:
     """Method -> its runs by seed, in the order of the plan."""
-    found: dict[str, list[Result]] = {}
+    methods: dict[str, list[Result]] = {}
     for result in results:
         if result.run.updates == updates:
-            found.setdefault(result.run.method, []).append(result)
-    return found
+            methods.setdefault(result.run.method, []).append(result)
+    return methods
 
 
 COLUMNS = {

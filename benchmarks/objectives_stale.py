@@ -75,10 +75,10 @@ def collapsed(rewards: Sequence[float]) -> bool:
 def table(results: list[Result]) -> str:
     """Mean over seeds ± half of the 95% interval."""
     rows = [["staleness", "method", "seeds", *(title for title, _ in COLUMNS.values()), "collapsed"]]
-    for (age, method), found in grouped(results).items():
-        cells = [cell([r.values[name] for r in found], digits) for name, (_, digits) in COLUMNS.items()]
-        lost = sum(collapsed(r.rewards) for r in found)
-        rows.append([str(age), method, str(len(found)), *cells, f"{lost} of {len(found)}"])
+    for (age, method), method_results in grouped(results).items():
+        cells = [cell([r.values[name] for r in method_results], digits) for name, (_, digits) in COLUMNS.items()]
+        lost = sum(collapsed(r.rewards) for r in method_results)
+        rows.append([str(age), method, str(len(method_results)), *cells, f"{lost} of {len(method_results)}"])
     return markdown(rows)
 
 
@@ -87,10 +87,10 @@ def differences(results: list[Result], to_age: int | None) -> str:
     methods = grouped(results)
     what = "to decoupled" if to_age is None else f"to decoupled at staleness {to_age}"
     rows = [["staleness", "method", f"seeds, {what}", *(COLUMNS[name][0] for name in DIFFERENCES)]]
-    for (age, method), found in methods.items():
+    for (age, method), method_results in methods.items():
         beside = (age if to_age is None else to_age, BASE)
         base = {r.run.seed: r.values for r in methods.get(beside, [])}
-        pairs = [(r.values, base[r.run.seed]) for r in found if r.run.seed in base]
+        pairs = [(r.values, base[r.run.seed]) for r in method_results if r.run.seed in base]
         if pairs and (age, method) != beside:
             cells = [verdict([a[name] - b[name] for a, b in pairs], COLUMNS[name][1]) for name in DIFFERENCES]
             rows.append([str(age), method, str(len(pairs)), *cells])
@@ -100,16 +100,16 @@ def differences(results: list[Result], to_age: int | None) -> str:
 def verdict(values: Sequence[float], digits: int) -> str:
     """A difference with its interval, and whether that includes 0."""
     center, half = interval(values)
-    told = "one seed" if isnan(half) else "" if abs(center) > half else "not told apart"
-    return cell(values, digits, "+") + (f", {told}" if told else "")
+    remark = "one seed" if isnan(half) else "" if abs(center) > half else "not told apart"
+    return cell(values, digits, "+") + (f", {remark}" if remark else "")
 
 
 def grouped(results: list[Result]) -> dict[tuple[int, str], list[Result]]:
     """(staleness, method) -> its runs by seed, staleness by staleness."""
-    found: dict[tuple[int, str], list[Result]] = {}
+    methods: dict[tuple[int, str], list[Result]] = {}
     for result in sorted(results, key=lambda result: result.run.staleness):
-        found.setdefault((result.run.staleness, result.run.method), []).append(result)
-    return found
+        methods.setdefault((result.run.staleness, result.run.method), []).append(result)
+    return methods
 
 
 def report(results: list[Result]) -> str:
@@ -130,9 +130,9 @@ def draw(results: list[Result], folder: Path) -> None:
     for axis, age in zip(axes.flat, ages, strict=True):
         lines = {"staleness 0": (methods.get((0, BASE), []), "#999999")}
         lines |= {method: (methods.get((age, method), []), color) for method, color in COLORS.items()}
-        for label, (found, color) in lines.items():
-            if found:
-                steps, center, low, high = band(found)
+        for label, (method_results, color) in lines.items():
+            if method_results:
+                steps, center, low, high = band(method_results)
                 axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
                 axis.plot(steps, center, color=color, linewidth=1.3, label=label)
         axis.set_title(f"staleness {age}")

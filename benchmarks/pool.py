@@ -107,15 +107,15 @@ def on_gpus(devices: list[str], parallel: int, memory: float) -> EngineConfig:
 
 def measure(model: str, config: EngineConfig, folder: str, args: argparse.Namespace, first: int) -> list[Pass]:
     """Starts engines, draws some passes, and ends them. The first pass, in which the throttle still learns, is not counted."""
-    vocabulary, found = AutoConfig.from_pretrained(model).vocab_size, []
+    vocabulary, passes = AutoConfig.from_pretrained(model).vocab_size, []
     with Engine(model, config, folder) as engine:
         engine.start()
         engine.wait_ready()
         engine.sample([[1, 2, 3]], 4, SamplingConfig(max_tokens=8))
         for number in range(first, first + args.passes + 1):
             # vLLM's blocks on a GPU have 16 tokens where nothing else is said.
-            found.append(run_pass(engine, args.prompts, number, vocabulary, config.block_size or 16))
-    return found[1:]
+            passes.append(run_pass(engine, args.prompts, number, vocabulary, config.block_size or 16))
+    return passes[1:]
 
 
 def show(name: str, passes: list[Pass], beside: list[Pass]) -> None:
@@ -129,12 +129,12 @@ def show(name: str, passes: list[Pass], beside: list[Pass]) -> None:
 
 def compare(number: int, configs: dict[str, EngineConfig], args: argparse.Namespace, model: str, folder: str) -> None:
     """Measures configs in turns, and prints each beside the first one."""
-    found: dict[str, list[Pass]] = {name: [] for name in configs}
+    results: dict[str, list[Pass]] = {name: [] for name in configs}
     for turn in range(args.turns):
         for name, config in configs.items():
-            found[name] += measure(model, config, folder, args, 1000 * turn)
-    first = next(iter(found.values()))
-    for name, passes in found.items():
+            results[name] += measure(model, config, folder, args, 1000 * turn)
+    first = next(iter(results.values()))
+    for name, passes in results.items():
         show(f"{number} | {name}", passes, first)
 
 

@@ -72,7 +72,7 @@ def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, ou
     make = partial(from_config, str(model_dir))
     engine = EngineConfig(dtype="bfloat16", max_model_len=256, kv_cache_bytes=128 << 20)
     precision = Precision(PrecisionConfig(flow=flow), on_meta(make), source, "bfloat16", engine, CPU)
-    found = {}
+    answers = {}
     with Engine(str(model_dir), precision.engine, str(out / f"engine_{flow}")) as engine:
         engine.start()
         engine.wait_ready()
@@ -85,10 +85,10 @@ def sampled(model_dir: Path, flow: str, policy: PackedPolicy, questions: int, ou
                 sampling = SamplingConfig(tokens, seed=level, stop_token_ids=() if kind == "run-on" else stops)
                 problems = [task[i] for i in range(questions)]
                 groups = in_order(sample_groups(problems, SAMPLES, sampling, engine, tokenizer, grader))
-                found[kind] = [replace(g, samples=tuple(replace(s, trained=True) for s in g.samples)) for g in groups]
+                answers[kind] = [replace(g, samples=tuple(replace(s, trained=True) for s in g.samples)) for g in groups]
             finally:
                 grader.close()
-    return found
+    return answers
 
 
 def scored(policy: PackedPolicy, groups: list[Group], alone: bool = False, gradient: bool = False) -> list[np.ndarray]:
@@ -98,7 +98,7 @@ def scored(policy: PackedPolicy, groups: list[Group], alone: bool = False, gradi
         alone: each answer in a row of its own, not packed with the others of its prompt.
         gradient: by the forward that keeps what a backward needs.
     """
-    found = []
+    logprobs = []
     for group in groups:
         parts = [Group(group.problem, group.prompt_tokens, (s,)) for s in group.samples] if alone else [group]
         rows = [row for part in parts for row in pack([part], 4096)[0]]
@@ -107,8 +107,8 @@ def scored(policy: PackedPolicy, groups: list[Group], alone: bool = False, gradi
         else:
             learner = Learner(policy, PolicyLoss(), Ranks(0, 1, CPU))
             values = [scores.logprobs_L for scores in learner.logprobs(rows)]
-        found.append(torch.cat(values).double().numpy())
-    return found
+        logprobs.append(torch.cat(values).double().numpy())
+    return logprobs
 
 
 def engine_logprobs(groups: list[Group]) -> list[np.ndarray]:
@@ -219,8 +219,8 @@ def _gradients(model_dir: Path, policies: dict[str, PackedPolicy], answers: dict
     cases = [(name, policy, 1.0) for name, policy in policies.items()]
     cases += [(f"fp8, loss x {SMALL:g}", policies["fp8"], SMALL), ("fp8 in the forward alone", forward_alone, 1.0)]
     for name, policy, factor in cases:
-        got = gradient(policy, factor)
-        cosine, error = got @ want / got.norm() / want.norm(), (got - want).norm() / want.norm()
+        result = gradient(policy, factor)
+        cosine, error = result @ want / result.norm() / want.norm(), (result - want).norm() / want.norm()
         lines.append(f"| {name} | {cosine:.4f} | {error:.1%} |")
     return lines
 

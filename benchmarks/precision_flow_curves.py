@@ -94,13 +94,13 @@ def train(run: Run, model: Path, threads: int, settings: list[str]) -> None:
 def values(run: Run) -> dict[str, float]:
     """What a run came to: its last evaluation, and means over its last steps."""
     lines = run.lines()
-    found = {}
+    facts = {}
     for title, metric in COLUMNS.items():
         if metric.startswith("eval/"):
-            found[title] = lines[-1][metric]
+            facts[title] = lines[-1][metric]
         else:
-            found[title] = mean(line[metric] for line in lines[-LAST_STEPS:] if metric in line) / UNITS.get(title, 1.0)
-    return found
+            facts[title] = mean(line[metric] for line in lines[-LAST_STEPS:] if metric in line) / UNITS.get(title, 1.0)
+    return facts
 
 
 def report(runs: Sequence[Run], levels: Mapping[int, str]) -> str:
@@ -111,13 +111,13 @@ def report(runs: Sequence[Run], levels: Mapping[int, str]) -> str:
     for level, name in levels.items():
         at = {(run.flow, run.seed): (run, values(run)) for run in runs if run.level == level}
         for flow in FLOWS:
-            mine = {seed: found for (f, seed), found in at.items() if f == flow}
+            mine = {seed: entry for (f, seed), entry in at.items() if f == flow}
             if not mine:
                 continue
             start = mean(run.lines()[0]["eval/accuracy_sampled"] for run, _ in mine.values())
-            cells = [_pm([found[title] for _, found in mine.values()]) for title in COLUMNS]
+            cells = [_pm([facts[title] for _, facts in mine.values()]) for title in COLUMNS]
             for title in ("sampled", "greedy"):
-                pairs = [found[title] - at["bf16", s][1][title] for s, (_, found) in mine.items() if ("bf16", s) in at]
+                pairs = [facts[title] - at["bf16", s][1][title] for s, (_, facts) in mine.items() if ("bf16", s) in at]
                 cells.append("" if flow == "bf16" else _pm(pairs, sign=True))
             lines.append(f"| {name} | {flow} | {len(mine)} | {start:.3f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -132,11 +132,11 @@ def run(out: Path, arm: str, seed: int, warm: Path, args: argparse.Namespace) ->
         model = max((folder / "checkpoints").glob("step_*"))
         model = model / "merged" if (model / "merged").exists() else model
         lines = [line for line in read_metrics(folder / "metrics.jsonl") if "mismatch/mean_abs" in line]
-    found = evaluated(out, Path(f"{folder}_eval"), model, args.problems) | {"minutes": minutes}
+    result = evaluated(out, Path(f"{folder}_eval"), model, args.problems) | {"minutes": minutes}
     if lines:
-        found["mismatch"] = fmean(line["mismatch/mean_abs"] for line in lines)
-        found["entropy"] = lines[-1].get("loss/entropy", float("nan"))
-    return found
+        result["mismatch"] = fmean(line["mismatch/mean_abs"] for line in lines)
+        result["entropy"] = lines[-1].get("loss/entropy", float("nan"))
+    return result
 
 
 def row(name: str, runs: list[dict]) -> list[str]:
@@ -158,8 +158,8 @@ def difference(first: list[dict], second: list[dict]) -> str:
         [fmean(r["solved"][p] for r in first) - fmean(r["solved"][p] for r in second) for p in sorted(problems)]
     )
     half = 1.96 * d.std(ddof=1) / len(d) ** 0.5
-    told = "" if abs(d.mean()) > half else ", cannot be told apart"
-    return f"{100 * d.mean():+.1f} [{100 * (d.mean() - half):.1f}, {100 * (d.mean() + half):.1f}]{told}"
+    remark = "" if abs(d.mean()) > half else ", cannot be told apart"
+    return f"{100 * d.mean():+.1f} [{100 * (d.mean() - half):.1f}, {100 * (d.mean() + half):.1f}]{remark}"
 
 
 def main() -> None:
@@ -173,22 +173,22 @@ def main() -> None:
     warm_minutes = tune(out / "warmup", "warmup_sft", "--config", "warmup/smollm2")
     warm = out / "warmup" / "model"
     base = Path("models/SmolLM2-135M-Instruct").absolute()
-    found = {"as downloaded": [evaluated(out, out / "base_eval", base, args.problems)]}
-    found["warm-up"] = [evaluated(out, out / "warmup_eval", warm, args.problems) | {"minutes": warm_minutes}]
+    results = {"as downloaded": [evaluated(out, out / "base_eval", base, args.problems)]}
+    results["warm-up"] = [evaluated(out, out / "warmup_eval", warm, args.problems) | {"minutes": warm_minutes}]
     for arm in args.arms:
-        found[arm] = [run(out, arm, seed, warm, args) for seed in range(ARMS[arm][0])]
+        results[arm] = [run(out, arm, seed, warm, args) for seed in range(ARMS[arm][0])]
     print(f"{fingerprint()}; {args.problems} held-out problems\n")
     print(
         "| arm | seeds | solved | of the seeds | pass@8 | credit | a number | tokens | entropy | mismatch | minutes |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for name, runs in found.items():
+    for name, runs in results.items():
         print(f"| {' | '.join(row(name, runs))} |")
     print("\n| arm | against | points, 95% over problems |\n|---|---|---|")
     for arm in args.arms:
         for other in AGAINST[arm]:
-            if other in found:
-                print(f"| {arm} | {other} | {difference(found[arm], found[other])} |")
+            if other in results:
+                print(f"| {arm} | {other} | {difference(results[arm], results[other])} |")
 
 
 if __name__ == "__main__":

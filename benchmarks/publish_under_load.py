@@ -80,8 +80,8 @@ class RecordedCore(RemoteCore):
         self.fresh = False
         times = await super().load(buffers, version)
         if buffers:
-            (found,) = await self.checksums()
-            LOG.loads.append((version, found))
+            (checksums,) = await self.checksums()
+            LOG.loads.append((version, checksums))
         LOG.loaded.set()
         return times
 
@@ -231,7 +231,7 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
 
     for completion in answered:
         kinds[len(set(completion.versions.tolist()))] += len(completion.tokens)
-    wrong = [version for version, found in LOG.loads if publisher.sent[version] != found]
+    wrong = [version for version, checksums in LOG.loads if publisher.sent[version] != checksums]
     unknown = {v for completion in answered for v in completion.versions.tolist()} - set(publisher.sent)
     pauses = np.array([report.pause_s for report in reports])
     table = {

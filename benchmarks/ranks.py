@@ -76,23 +76,23 @@ def wait(ranks: Ranks, seconds: float, over: str) -> dict:
 def message(ranks: Ranks, megabytes: float) -> dict:
     """Seconds from the start of a broadcast until all ranks have it."""
     payload = {"rows": torch.zeros(int(megabytes * 1e6), dtype=torch.uint8)} if ranks.is_main else None
-    found = []
+    seconds = []
     for _ in range(TURNS):
         dist.barrier()
         began = time.monotonic()
-        got = ranks.broadcast(payload)
+        copy = ranks.broadcast(payload)
         dist.barrier()
-        found.append(time.monotonic() - began)
-        assert got["rows"].numel() == int(megabytes * 1e6)
-    return {"megabytes": megabytes, "seconds": found}
+        seconds.append(time.monotonic() - began)
+        assert copy["rows"].numel() == int(megabytes * 1e6)
+    return {"megabytes": megabytes, "seconds": seconds}
 
 
 def rank(args: argparse.Namespace) -> None:
     ranks = init_ranks(args.device)
     ways = ["gloo", "NCCL"] if ranks.device.type == "cuda" else ["gloo"]
-    found = {"waits": [wait(ranks, args.seconds, way) for way in ways]}
-    found["messages"] = [message(ranks, size) for size in args.megabytes]
-    (args.rank_of / f"{ranks.rank}.json").write_text(json.dumps(found))
+    result = {"waits": [wait(ranks, args.seconds, way) for way in ways]}
+    result["messages"] = [message(ranks, size) for size in args.megabytes]
+    (args.rank_of / f"{ranks.rank}.json").write_text(json.dumps(result))
     close_ranks()
 
 
@@ -104,16 +104,16 @@ def main() -> None:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
         command = [sys.executable, *launch, __file__, *sys.argv[1:], "--rank-of", folder]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        found = [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(args.ranks)]
+        results = [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(args.ranks)]
     print(f"rank 0 sleeps for {args.seconds:g} s, and {args.ranks - 1} others wait in a broadcast, on {args.device}\n")
     print("| over | rank | processor s | of a core | GPU busy |\n|---|---|---|---|---|")
-    for turn in range(len(found[0]["waits"])):
-        for each in (one["waits"][turn] for one in found):
+    for turn in range(len(results[0]["waits"])):
+        for each in (one["waits"][turn] for one in results):
             gpu = "-" if each["gpu"] is None else f"{each['gpu']:.0%}"
             share = f"{each['cpu'] / each['seconds']:.2%}"
             print(f"| {each['over']} | {each['rank']} | {each['cpu']:.3f} | {share} | {gpu} |")
     print("\n| message, MB | s | range | MB/s |\n|---|---|---|---|")
-    for each in found[0]["messages"]:
+    for each in results[0]["messages"]:
         s = median(each["seconds"])
         span = f"{min(each['seconds']):.4f} - {max(each['seconds']):.4f}"
         print(f"| {each['megabytes']:g} | {s:.4f} | {span} | {each['megabytes'] / s:,.0f} |")

@@ -104,7 +104,7 @@ def ours(folder: Path, model: Path, shape: str, dtype: str, steps: int) -> dict[
     with peaks("sampling.client_process") as (trainer, engine):
         run(command, folder)
     config = json.loads((model / "config.json").read_text())
-    found = defaultdict(list)
+    series = defaultdict(list)
     table = config["vocab_size"] * config["hidden_size"]
     layers = sum(tensor.numel() for _, tensor in HFModel(model).tensors()) - table
     peak = float((folder / "matmul").read_text())
@@ -116,15 +116,15 @@ def ours(folder: Path, model: Path, shape: str, dtype: str, steps: int) -> dict[
             continue
         names = ("time/sample", "time/train/logprobs", "time/train/backward", "time/train/optimizer", "time/publish")
         for phase, name in zip(PHASES, names, strict=True):
-            found[phase].append(line.get(name, 0.0))
-        found["step"].append(line["time/step"] - line.get("time/save", 0.0))
+            series[phase].append(line.get(name, 0.0))
+        series["step"].append(line["time/step"] - line.get("time/save", 0.0))
         flops = 6 * (layers * line["pack/tokens"] + table * line["pack/labels"])
-        found["of matmul"].append(flops / line["time/train/backward"] / peak)
-        found["reward"].append(line["reward/mean"])
-        found["tokens"].append(line["length/mean"])
-    found["GiB"] = [trainer[0] / 2**30]
-    found["engine GiB"] = [engine[0] / 2**30]
-    return found
+        series["of matmul"].append(flops / line["time/train/backward"] / peak)
+        series["reward"].append(line["reward/mean"])
+        series["tokens"].append(line["length/mean"])
+    series["GiB"] = [trainer[0] / 2**30]
+    series["engine GiB"] = [engine[0] / 2**30]
+    return series
 
 
 # -- TRL --------------------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def trl_main(folder: Path, model: Path, shape: str, dtype: str, steps: int) -> N
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     prompts, samples, words = SHAPES[shape]
-    seconds, found = defaultdict(float), defaultdict(list)
+    seconds, series = defaultdict(float), defaultdict(list)
 
     @contextmanager
     def timed(phase: str) -> Iterator[None]:
@@ -172,7 +172,7 @@ def trl_main(folder: Path, model: Path, shape: str, dtype: str, steps: int) -> N
                 seconds["step"], Steps.began = now - Steps.began, now
                 seconds["backward"] = seconds["step"] - sum(seconds.get(phase, 0.0) for phase in PHASES)
                 for name, value in seconds.items():
-                    found[name].append(value)
+                    series[name].append(value)
                 seconds.clear()
 
     def reward(completions, **_):
@@ -207,9 +207,9 @@ def trl_main(folder: Path, model: Path, shape: str, dtype: str, steps: int) -> N
     trainer.train()
     for line in trainer.state.log_history:
         if "reward" in line:
-            found["reward"].append(line["reward"])
-            found["tokens"].append(line["completions/mean_length"])
-    (folder / "found.json").write_text(json.dumps({name: values[1:] for name, values in found.items()}))
+            series["reward"].append(line["reward"])
+            series["tokens"].append(line["completions/mean_length"])
+    (folder / "found.json").write_text(json.dumps({name: values[1:] for name, values in series.items()}))
 
 
 def trl(folder: Path, model: Path, shape: str, dtype: str, steps: int) -> dict[str, list[float]]:
@@ -270,7 +270,7 @@ def main() -> None:
     columns = ["shape", "dtype", "way", "step", *PHASES, "times ours", *last]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     for shape in args.shapes:
-        found = defaultdict(lambda: defaultdict(list))
+        results = defaultdict(lambda: defaultdict(list))
         for turn in range(args.turns):
             for dtype in args.dtypes:
                 for name, way in ways.items():
@@ -278,12 +278,12 @@ def main() -> None:
                     shutil.rmtree(folder, ignore_errors=True)
                     folder.mkdir(parents=True)
                     for key, values in way(folder, args.model.absolute(), shape, dtype, args.steps).items():
-                        found[dtype, name][key] += values
-        for (dtype, name), values in found.items():
+                        results[dtype, name][key] += values
+        for (dtype, name), values in results.items():
             row = {key: median(numbers) for key, numbers in values.items()}
             spread = f"{row['step']:.1f} ({min(values['step']):.1f}-{max(values['step']):.1f})"
             cells = [shape, dtype, name, spread, *(f"{row[phase]:.1f}" if phase in row else "" for phase in PHASES)]
-            cells.append(f"{row['step'] / median(found[dtype, 'ours']['step']):.2f}")
+            cells.append(f"{row['step'] / median(results[dtype, 'ours']['step']):.2f}")
             cells += [f"{row[key]:.2f}" if key in row else "" for key in last]
             print("| " + " | ".join(cells) + " |", flush=True)
 

@@ -94,11 +94,11 @@ def measure(config: str, ranks: int, steps: int) -> list[str]:
     cfg, width, rng = OmegaConf.load(folder("configs") / f"grpo/{config}.yaml"), SHAPES[config][2], random.Random(0)
     pair_cost = 1 / (6 * width)  # 2 products of `width` for a pair, 12 * width^2 weights, in each layer
     layouts = {"before": FullLength(ranks, cfg.row_tokens, pair_cost), "after": Layout(ranks, TILE, pair_cost)}
-    found: dict[str, list[float]] = {}
+    series: dict[str, list[float]] = {}
     needed, seconds = 0, 0.0
 
     def add(name: str, value: float) -> None:
-        found.setdefault(name, []).append(value)
+        series.setdefault(name, []).append(value)
 
     for _ in range(steps):
         groups = draw(config, rng)
@@ -117,10 +117,10 @@ def measure(config: str, ranks: int, steps: int) -> list[str]:
                 add(f"{way}/cost", layout.over_rounds(rows, layout.cost))
                 add(f"{way}/rounds", len(rows) / ranks)
                 add(f"{way}/tokens", sum(map(tokens, rows)))
-    whole = {name: sum(values) for name, values in found.items()}
+    whole = {name: sum(values) for name, values in series.items()}
     used = {way: needed / whole[f"{way}/computed"] for way in layouts}
     prompts_too = whole["after/tokens"] / whole["after/computed"]
-    rounds = [f"{statistics.fmean(found[f'{way}/rounds']):.1f}" for way in layouts]
+    rounds = [f"{statistics.fmean(series[f'{way}/rounds']):.1f}" for way in layouts]
     ratio = whole["after/cost"] / whole["before/cost"]
     return [
         f"{used['before']:.2f}",

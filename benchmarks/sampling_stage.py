@@ -62,8 +62,8 @@ def bare(model: str, stack: ExitStack) -> Way:
             for number, prompt in enumerate(prompts)
             for seed in group_seeds(sampling.seed, number, SAMPLES)
         ]
-        asked = [{"prompt_token_ids": call.prompt} for call in calls]
-        answers = llm.generate(asked, [SamplingParams(**call.vllm_params()) for call in calls], use_tqdm=False)
+        inputs = [{"prompt_token_ids": call.prompt} for call in calls]
+        answers = llm.generate(inputs, [SamplingParams(**call.vllm_params()) for call in calls], use_tqdm=False)
         drawn = [answer.outputs[0] for answer in answers]
         return [
             (

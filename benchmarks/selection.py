@@ -125,8 +125,8 @@ def main() -> None:
         cells = [spread([points[0][2] for points in runs])]
         for column in (0, 1):
             ends = [(points[-1][column], points[-1][2]) for points in curves["none"]]
-            found = [at(points, column, place) for points, (place, _) in zip(runs, ends, strict=True)]
-            cells += [spread(found), spread([value - base for value, (_, base) in zip(found, ends, strict=True)])]
+            values = [at(points, column, place) for points, (place, _) in zip(runs, ends, strict=True)]
+            cells += [spread(values), spread([value - base for value, (_, base) in zip(values, ends, strict=True)])]
         cells.append(spread([each["all"][0] / each["all"][1] for each in counts[arm]]))
         print(f"| {arm} | " + " | ".join(cells) + " |")
     levels = sorted(name for name in counts["none"][0] if name != "all")
@@ -135,10 +135,10 @@ def main() -> None:
     for arm in ARMS:
         cells = []
         for level in levels:
-            good, asked, everything = (
+            good, count, everything = (
                 sum(x) for x in zip(*((*c[level], c["all"][1]) for c in counts[arm]), strict=True)
             )
-            cells.append(f"{good / max(1, asked):.2f} ({asked / everything:.2f})")
+            cells.append(f"{good / max(1, count):.2f} ({count / everything:.2f})")
         print(f"| {arm} | " + " | ".join(cells) + " |")
 
 

@@ -93,11 +93,11 @@ class Way:
     def gradient(self) -> dict[str, Tensor]:
         """Takes the step once, clears the gradient and returns it."""
         self.step()
-        found = dict(
+        grads = dict(
             self.hf_name(clean_name(name), whole(p.grad).double().cpu()) for name, p in self.model.named_parameters()
         )
         self.model.zero_grad(set_to_none=True)
-        return found
+        return grads
 
     def seconds(self) -> float:
         """Takes the step once and clears the gradient; returns how long the step took."""
@@ -197,17 +197,17 @@ def differences(ways: dict[str, Way], dtype: torch.dtype) -> dict[str, float]:
     Raises:
         RuntimeError: it is farther than rounding explains.
     """
-    want, found = ways["packed"].gradient(), {"packed": 0.0}
+    want, distances = ways["packed"].gradient(), {"packed": 0.0}
     size = sum(tensor.square().sum() for tensor in want.values()).sqrt().item()
     for name in list(ways)[1:]:
-        got = ways[name].gradient()
-        found[name] = sum((got[n] - want[n]).square().sum() for n in want).sqrt().item() / size
-        if not found[name] <= BOUNDS[dtype]:
+        result = ways[name].gradient()
+        distances[name] = sum((result[n] - want[n]).square().sum() for n in want).sqrt().item() / size
+        if not distances[name] <= BOUNDS[dtype]:
             raise RuntimeError(
-                f"the gradient of {name!r} differs from that of the packed rows by {found[name]:.1e} in {dtype}, more than "
+                f"the gradient of {name!r} differs from that of the packed rows by {distances[name]:.1e} in {dtype}, more than "
                 f"{BOUNDS[dtype]:.0e}: it computes something else, so its time says nothing"
             )
-    return found
+    return distances
 
 
 def measure(prompt: int, completion: int, names: list[str], checked: Path, timed: Path, args: argparse.Namespace):

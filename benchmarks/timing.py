@@ -53,13 +53,13 @@ LOOPS = {
 
 def programs(count: int) -> dict[str, str]:
     """Programs by name, of many speeds."""
-    found = {}
+    sources = {}
     for block in (4, 8, 12, 16, 24, 32, 48, 64, 96, 128):
         for order in ORDERS:
             loops = "\n        ".join(LOOPS[letter] for letter in order)
-            found[f"{order}_{block}"] = TEMPLATE.format(block=block, loops=loops.format(block=block))
-    names = random.Random(0).sample(sorted(found), min(count, len(found)))
-    return {name: found[name] for name in names}
+            sources[f"{order}_{block}"] = TEMPLATE.format(block=block, loops=loops.format(block=block))
+    names = random.Random(0).sample(sorted(sources), min(count, len(sources)))
+    return {name: sources[name] for name in names}
 
 
 def spearman(a: list[float], b: list[float]) -> float:
@@ -107,12 +107,12 @@ def neighbor(core: int | None):
 
 def measure(timer: Timer, libraries: dict[str, Path], seconds: float, rng: random.Random) -> dict[str, list[Timing]]:
     """Times programs in random order for so long, each of them at least twice."""
-    found: dict[str, list[Timing]] = {name: [] for name in libraries}
+    timings: dict[str, list[Timing]] = {name: [] for name in libraries}
     end = time.monotonic() + seconds
-    while time.monotonic() < end or min(map(len, found.values())) < 2:
+    while time.monotonic() < end or min(map(len, timings.values())) < 2:
         for name in rng.sample(list(libraries), len(libraries)):
-            found[name].append(timer.time(libraries[name]))
-    return found
+            timings[name].append(timer.time(libraries[name]))
+    return timings
 
 
 def main() -> int:
@@ -136,21 +136,21 @@ def main() -> int:
             libraries[name] = checker.compile_own(Program(args.size, source))
         with Timer(checker, args.budget) as timer:
             quiet = measure(timer, libraries, 60 * args.minutes, rng)
-            first, second = ([found[i].ratio for found in quiet.values()] for i in (0, -1))
-            times = [[t.seconds for t in found] for found in quiet.values()]
-            ratios = [[t.ratio for t in found] for found in quiet.values()]
+            first, second = ([timings[i].ratio for timings in quiet.values()] for i in (0, -1))
+            times = [[t.seconds for t in timings] for timings in quiet.values()]
+            ratios = [[t.ratio for t in timings] for timings in quiet.values()]
             own, ratio = (median(map(deviation, each)) for each in (times, ratios))
             own_range, ratio_range = (median(map(half_range, each)) for each in (times, ratios))
             correlation = spearman(first, second)
             rounds = min(map(len, quiet.values()))
-            speeds = sorted(median(t.gflops for t in found) for found in quiet.values())
+            speeds = sorted(median(t.gflops for t in timings) for timings in quiet.values())
             print(f"{len(libraries)} programs of {speeds[0]:.2g} to {speeds[-1]:.2g} GFLOPS, {rounds} rounds and more")
             print(
                 "| rank correlation, first and last round | time: deviation | half range | ratio: deviation | half range "
                 "| flagged |"
             )
             print("| --- | --- | --- | --- | --- | --- |")
-            share = np.mean([is_flagged(t) for found in quiet.values() for t in found])
+            share = np.mean([is_flagged(t) for timings in quiet.values() for t in timings])
             print(
                 f"| {correlation:.4f} | {own:.2%} | {own_range:.2%} | {ratio:.2%} | {ratio_range:.2%} | {share:.0%} |\n"
             )

@@ -105,15 +105,15 @@ def ours(folder: Path, model: Path, steps: int) -> dict[str, list[float]]:
     }
     task, rows = "torchtune_ext.tasks.tool_class.ToolClass", make_rows(PROMPTS * steps, seed=1)
     tune("grpo_full", folder, model, rows, task, LEARNING_RATE, settings)
-    lines, found = {line["step"]: line for line in read_metrics(folder / "metrics.jsonl")}, defaultdict(list)
+    lines, series = {line["step"]: line for line in read_metrics(folder / "metrics.jsonl")}, defaultdict(list)
     for step, path in rollout_paths(folder).items():
         gaps = gaps_to_transformers(list(read_rollouts(path)), model)
         for name, key in METRICS.items():
-            found[name].append(lines[step][key])
-        found["step"].append(lines[step]["time/step"] - lines[step].get("time/save", 0.0))
-        found["sampled"].append(len(gaps))
-        found["differ"].append(int((gaps > TOLERANCE).sum()))
-    return found
+            series[name].append(lines[step][key])
+        series["step"].append(lines[step]["time/step"] - lines[step].get("time/save", 0.0))
+        series["sampled"].append(len(gaps))
+        series["differ"].append(int((gaps > TOLERANCE).sum()))
+    return series
 
 
 def gaps_to_transformers(groups: list[Group], model_dir: Path) -> np.ndarray:
@@ -139,14 +139,14 @@ def trl_main(folder: Path, model: Path, steps: int) -> None:
         from trl import GRPOConfig, GRPOTrainer
     from datasets import Dataset
 
-    found, batch_sizes, episodes = defaultdict(list), [], []  # of each step; of each turn of it; of it, so far
+    series, batch_sizes, episodes = defaultdict(list), [], []  # of each step; of each turn of it; of it, so far
 
     class Trainer(GRPOTrainer):
         def _generate(self, *args, **options):
             episodes.clear(), batch_sizes.clear()
             began = time.perf_counter()
             result = super()._generate(*args, **options)
-            found["rollout"].append(time.perf_counter() - began)
+            series["rollout"].append(time.perf_counter() - began)
             return result
 
         def _generate_single_turn(self, prompt_ids, *args, **options):
@@ -157,11 +157,11 @@ def trl_main(folder: Path, model: Path, steps: int) -> None:
 
         def _generate_and_score_completions(self, inputs):
             batch = super()._generate_and_score_completions(inputs)
-            found["won"].append(mean(game.get_reward() for game in self.environments))
-            found["turns"].append(sum(batch_sizes) / len(episodes))
-            found["sampled"].append(sum(is_sampled for episode in episodes for _, is_sampled in episode))
-            found["labels"].append(int((batch["completion_mask"] * batch["tool_mask"]).sum()))
-            found["differ"].append(differing(episodes, batch))
+            series["won"].append(mean(game.get_reward() for game in self.environments))
+            series["turns"].append(sum(batch_sizes) / len(episodes))
+            series["sampled"].append(sum(is_sampled for episode in episodes for _, is_sampled in episode))
+            series["labels"].append(int((batch["completion_mask"] * batch["tool_mask"]).sum()))
+            series["differ"].append(differing(episodes, batch))
             return batch
 
     class Steps(TrainerCallback):
@@ -169,7 +169,7 @@ def trl_main(folder: Path, model: Path, steps: int) -> None:
             self.began = time.perf_counter()
 
         def on_step_end(self, *_, **__):
-            found["step"].append(time.perf_counter() - self.began)
+            series["step"].append(time.perf_counter() - self.began)
 
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
@@ -195,7 +195,7 @@ def trl_main(folder: Path, model: Path, steps: int) -> None:
         policy, [], config, rows, processing_class=tokenizer, environment_factory=Number, callbacks=[Steps()]
     )
     trainer.train()
-    (folder / "found.json").write_text(json.dumps(found))
+    (folder / "found.json").write_text(json.dumps(series))
 
 
 def follow(episodes: list[list[Pair]], prompts: list[list[int]], turns: list[list[int]]) -> None:
@@ -226,9 +226,9 @@ def trl(folder: Path, model: Path, steps: int) -> dict[str, list[float]]:
 # -- both -------------------------------------------------------------------------------------------------------------------
 
 
-def cells(found: dict[str, list[float]]) -> dict[str, str]:
+def cells(series: dict[str, list[float]]) -> dict[str, str]:
     """What stands in the table of a run. Its first step counts only where tokens differ."""
-    later = {name: values[1:] for name, values in found.items()}
+    later = {name: values[1:] for name, values in series.items()}
     step, rollout, sampled = (mean(later[name]) for name in ("step", "rollout", "sampled"))
     return {
         "turns": f"{mean(later['turns']):.2f}",
@@ -240,7 +240,7 @@ def cells(found: dict[str, list[float]]) -> dict[str, str]:
         "sampled a second of rollout": f"{sampled / rollout:,.0f}",
         "sampled a step": f"{sampled:,.0f}",
         "trained on": f"{mean(later['labels']):,.0f}",
-        "differ": f"{sum(found['differ'])} of {sum(found['sampled']):,}",
+        "differ": f"{sum(series['differ'])} of {sum(series['sampled']):,}",
     }
 
 
@@ -259,9 +259,9 @@ def main() -> None:
     out = args.out.absolute()
     model = warm_up(out / "warmup", out / "start")
     for repeat in range(args.repeats):
-        found = {way.__name__: way(out / f"{way.__name__}_{repeat}", model, args.steps) for way in (ours, trl)}
-        base = mean(found["ours"]["step"][1:])
-        for way, values in found.items():
+        results = {way.__name__: way(out / f"{way.__name__}_{repeat}", model, args.steps) for way in (ours, trl)}
+        base = mean(results["ours"]["step"][1:])
+        for way, values in results.items():
             row = {"way": way} | cells(values) | {"times ours": f"{mean(values['step'][1:]) / base:.1f}"}
             if repeat == 0 and way == "ours":
                 print(f"| {' | '.join(row)} |\n{'|---' * len(row)}|")
