@@ -143,7 +143,7 @@ def pytest_unconfigure(config):
     """The last line of a run: what was skipped for want of a package of the system."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     reasons = [report.longrepr[2] for report in reporter.stats.get("skipped", ())] if reporter else []
-    wanted = [next((name for name in PACKAGES if name in reason), None) for reason in reasons]
-    counted = [f"{wanted.count(name)} for {name} (apt install {name})" for name in PACKAGES if name in wanted]
+    packages = [next((name for name in PACKAGES if name in reason), None) for reason in reasons]
+    counted = [f"{packages.count(name)} for {name} (apt install {name})" for name in PACKAGES if name in packages]
     if counted:
         reporter.write_line(f"skipped: {', '.join(counted)}")

@@ -23,7 +23,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 def imported(tree: ast.AST, whole: bool = True) -> list[str]:
     """Modules of ours that a file imports. Args: whole: also inside functions, which only run when they are called."""
     nodes = ast.walk(tree) if whole else [n for n in ast.walk(tree) if n in getattr(tree, "body", [])]
-    found = []
+    modules = []
     for node in nodes:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:
@@ -32,8 +32,8 @@ def imported(tree: ast.AST, whole: bool = True) -> list[str]:
             name.replace("torchtune_ext.kernels", "kernels").replace("torchtune_ext.recipes", "recipes")
             for name in names
         ]
-        found += [name for name in names if name in FILES]
-    return found
+        modules += [name for name in names if name in FILES]
+    return modules
 
 
 def room(name: str) -> str:

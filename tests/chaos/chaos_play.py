@@ -322,11 +322,11 @@ class Play:
 
     def aim(self, run: Run) -> None:
         """Waits for the drawn phase of the drawn step, then for the drawn delay."""
-        wanted = PHASES.index(self.drawn.phase)
+        phase = PHASES.index(self.drawn.phase)
         give_up_at = time.monotonic() + RUN_S
         while True:
             now = run.watch.moment()
-            if (now.step, PHASES.index(now.phase)) >= (self.drawn.step, wanted) or now.step > self.drawn.step:
+            if (now.step, PHASES.index(now.phase)) >= (self.drawn.step, phase) or now.step > self.drawn.step:
                 break
             if run.process.poll() is not None:
                 raise Failed(f"the run ended with {run.wait(0)} before its fault: {last_line(run)}")
@@ -377,12 +377,12 @@ class Play:
     def find(self, run: Run, role: str) -> int:
         """A process of that role; the grading process that has a text in hand, if any."""
         give_up_at = time.monotonic() + 20
-        while not (found := [p.pid for p in run.of(role)]):
+        while not (pids := [p.pid for p in run.of(role)]):
             if time.monotonic() > give_up_at or run.process.poll() is not None:
                 raise LookupError(f"there is no {role}")
             time.sleep(0.01)
         self.note_hit(run)
-        return run.watch.last_pid if run.watch.last_pid in found else self.rng.choice(found)
+        return run.watch.last_pid if run.watch.last_pid in pids else self.rng.choice(pids)
 
     def pause(self, pid: int, seconds: float) -> None:
         os.kill(pid, signal.SIGSTOP)
@@ -473,12 +473,12 @@ class Play:
         """What has to hold when all is over."""
         folder = self.home.output_dir
         self.check_left(folder, partial=True)
-        made = 0
+        updates = 0
         for run in self.home.runs:
             run.watch.follow()
-            made += run.watch.updates
+            updates += run.watch.updates
         known = STEPS if self.fault.name.startswith("damage_") else 0  # by the run whose folder was copied
-        self.result.lost = max(0, -(-made // UPDATES) + known - STEPS)
+        self.result.lost = max(0, -(-updates // UPDATES) + known - STEPS)
         if self.fault.name == "sigterm" and self.result.lost and self.result.hit not in SET_UP:
             self.result.problems.append(
                 f"{self.result.lost} steps made again: SIGTERM has to save at the next boundary"
@@ -504,8 +504,8 @@ class Play:
 
     def say(self, run: Run, pattern: str) -> None:
         """Keeps what the run said: the last line that the pattern finds, or else its last line."""
-        found = [line for line in run.output().splitlines() if pattern and re.search(pattern, line)]
-        self.result.message = (found[-1] if found else last_line(run)).strip()[:300]
+        matches = [line for line in run.output().splitlines() if pattern and re.search(pattern, line)]
+        self.result.message = (matches[-1] if matches else last_line(run)).strip()[:300]
 
 
 def last_line(run: Run) -> str:

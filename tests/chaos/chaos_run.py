@@ -84,7 +84,7 @@ class Process:
 
 def processes(mark: str) -> list[Process]:
     """Every living process whose environment holds the mark, by number. Zombies have ended and do not count."""
-    found = []
+    members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -101,8 +101,8 @@ def processes(mark: str) -> list[Process]:
             role = next((role for text, role in ROLES.items() if text in words), "")
             role = "core" if name == "vllm-engine" else role
             rank = next((int(v[5:]) for v in environ.decode(errors="replace").split("\0") if v.startswith("RANK=")), 0)
-            found.append(Process(int(entry.name), role, rank))
-    return sorted(found, key=lambda p: p.pid)
+            members.append(Process(int(entry.name), role, rank))
+    return sorted(members, key=lambda p: p.pid)
 
 
 class Round:
@@ -209,10 +209,10 @@ class Run:
         """Process id of a rank; without torchrun, of the command itself. Raises LookupError before it has begun."""
         if self.ranks == 1:
             return self.pid
-        found = [p.pid for p in self.of("rank") if p.rank == rank]
-        if not found:
+        pids = [p.pid for p in self.of("rank") if p.rank == rank]
+        if not pids:
             raise LookupError(f"rank {rank} is not there")
-        return found[0]
+        return pids[0]
 
 
 @dataclass
@@ -333,10 +333,10 @@ def _weights(run: Path, reference: Path) -> list[str]:
         if not (last_checkpoint(run) / file.name).is_file():
             wrong.append(f"the last checkpoint has no {file.name}")
             continue
-        want, got = load_file(file), load_file(last_checkpoint(run) / file.name)
-        if want.keys() != got.keys():
+        want, result = load_file(file), load_file(last_checkpoint(run) / file.name)
+        if want.keys() != result.keys():
             wrong.append(f"{file.name} has other tensors")
-        wrong += [f"weights {n} differ" for n in want.keys() & got.keys() if not torch.equal(want[n], got[n])][:1]
+        wrong += [f"weights {n} differ" for n in want.keys() & result.keys() if not torch.equal(want[n], result[n])][:1]
     return wrong
 
 
@@ -362,8 +362,8 @@ def _rollouts(run: Path, reference: Path) -> list[str]:
 
 def left_in(run: Path) -> list[str]:
     """Half-written files and folders in the folder of a run."""
-    found = [path for path in run.rglob("*") if path.name.startswith(".") or path.name.endswith(".tmp")]
-    mine = [path for path in found if path.name != ".metadata"]  # that is torch's, in every checkpoint
+    paths = [path for path in run.rglob("*") if path.name.startswith(".") or path.name.endswith(".tmp")]
+    mine = [path for path in paths if path.name != ".metadata"]  # that is torch's, in every checkpoint
     return [f"left over: {path.relative_to(run)}" for path in mine]
 
 

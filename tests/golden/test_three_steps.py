@@ -28,11 +28,11 @@ VOCABULARY = 50
 
 def values(count: int, seed: int, low: float, high: float) -> np.ndarray:
     """Numbers that are the same in every version of every library: a linear congruential sequence."""
-    state, found = seed, []
+    state, numbers = seed, []
     for _ in range(count):
         state = (1664525 * state + 1013904223) % 2**32
-        found.append(low + (high - low) * state / 2**32)
-    return np.array(found)
+        numbers.append(low + (high - low) * state / 2**32)
+    return np.array(numbers)
 
 
 def fixed_model():
@@ -68,14 +68,14 @@ def three_updates(**loss) -> list[dict[str, float]]:
     learner = alone(policy, loss, temperature=0.9)
     old = [learner.logprobs(rows) for rows in updates]
     optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
-    found = []
+    results = []
     for rows, proximal in zip(updates, old, strict=True):
         gradient = learner.forward_backward(rows, proximal, proximal if loss.needs_reference else None)
         norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0).item()
         optimizer.step()
         optimizer.zero_grad()
-        found.append({"loss": gradient.loss, "grad_norm": norm, **gradient.metrics})
-    return found
+        results.append({"loss": gradient.loss, "grad_norm": norm, **gradient.metrics})
+    return results
 
 
 CASES = {
@@ -89,11 +89,11 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_are_those_that_were_kept(case):
     kept = json.loads(FILE.read_text())[case]
-    for got, want in zip(three_updates(**CASES[case]), kept, strict=True):
-        assert got.keys() == want.keys()
+    for result, want in zip(three_updates(**CASES[case]), kept, strict=True):
+        assert result.keys() == want.keys()
         for name in want:
             # float32 sums over 50 tokens and 20,000 weights, in another order on another processor
-            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+            assert result[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
 
 
 if __name__ == "__main__":

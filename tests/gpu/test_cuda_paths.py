@@ -48,8 +48,8 @@ def test_flex_attention_equals_the_dense_mask(dtype, T):
     bound = 4 * (2**-8 if dtype == torch.bfloat16 else 2**-9)
     assert (dense - fast).abs().max() < bound
     want = torch.autograd.grad(dense, (q, k, v), upstream.double())
-    got = torch.autograd.grad(fast, (q, k, v), upstream)
-    for a, b in zip(want, got, strict=True):
+    grads = torch.autograd.grad(fast, (q, k, v), upstream)
+    for a, b in zip(want, grads, strict=True):
         assert (a.double() - b.double()).norm() / a.double().norm() < 4 * bound
 
 

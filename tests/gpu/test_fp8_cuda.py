@@ -21,12 +21,12 @@ def random(*shape, scale=1.0, dtype=torch.bfloat16):
     return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 
 
-def assert_same_bits(got: Fp8Blocks, want: Fp8Blocks):
-    assert got.block == want.block and got.shape == want.shape
-    assert got.values.shape == want.values.shape and got.values.stride() == want.values.stride()
-    assert got.scales.shape == want.scales.shape and got.scales.stride() == want.scales.stride()
-    assert torch.equal(got.scales.cpu(), want.scales.cpu())
-    differ = got.values.contiguous().view(torch.uint8).cpu() != want.values.contiguous().view(torch.uint8).cpu()
+def assert_same_bits(result: Fp8Blocks, want: Fp8Blocks):
+    assert result.block == want.block and result.shape == want.shape
+    assert result.values.shape == want.values.shape and result.values.stride() == want.values.stride()
+    assert result.scales.shape == want.scales.shape and result.scales.stride() == want.scales.stride()
+    assert torch.equal(result.scales.cpu(), want.scales.cpu())
+    differ = result.values.contiguous().view(torch.uint8).cpu() != want.values.contiguous().view(torch.uint8).cpu()
     assert not differ.any(), f"{differ.sum()} of {differ.numel()} values differ"
 
 
@@ -71,8 +71,8 @@ def test_triton_shows_what_is_not_finite(bad):
     x = torch.ones(256, 256, device="cuda")
     x[5, 7] = bad
     for quantize in (quantize_rows, quantize_columns, quantize_weight):
-        got, want = (dequantize(quantize(x, backend=backend)).isnan() for backend in ("triton", "torch"))
-        assert want.any() and torch.equal(got, want)
+        result, want = (dequantize(quantize(x, backend=backend)).isnan() for backend in ("triton", "torch"))
+        assert want.any() and torch.equal(result, want)
 
 
 def test_the_row_form_equals_vllms_kernel():
@@ -80,9 +80,9 @@ def test_the_row_form_equals_vllms_kernel():
     fp8_utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.fp8_utils")
     x = random(300, 896)
     values, scales = fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=False)
-    got = quantize_rows(x)
-    assert torch.equal(got.scales, scales)
-    assert torch.equal(got.values.view(torch.uint8), values.view(torch.uint8))
+    result = quantize_rows(x)
+    assert torch.equal(result.scales, scales)
+    assert torch.equal(result.values.view(torch.uint8), values.view(torch.uint8))
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
@@ -104,7 +104,7 @@ def compare(backend, gemm, x, w, dy, dtype):
     first = {"fprop": quantize_rows(x), "dgrad": quantize_rows(dy), "wgrad": quantize_columns(dy)}[gemm]
     second = quantize_columns(x) if gemm == "wgrad" else quantize_weight(w)
     try:
-        got = FUNCTIONS[gemm](first, second, dtype, backend)
+        result = FUNCTIONS[gemm](first, second, dtype, backend)
     except ValueError as error:
         pytest.skip(str(error))
     want = FUNCTIONS[gemm](first, second, torch.float32, "reference")
@@ -114,8 +114,8 @@ def compare(backend, gemm, x, w, dy, dtype):
 
     sums = FUNCTIONS[gemm](magnitudes(first), magnitudes(second), torch.float32, "reference")
     bound = 132 * 2**-13 * sums + (2**-9 * (1 + 2**-6) * want.abs() if dtype == torch.bfloat16 else 0)
-    assert got.dtype == dtype and ((got.float() - want).abs() <= bound).all()
-    assert (got.float() - want).norm() < 2**-7 * want.norm()
+    assert result.dtype == dtype and ((result.float() - want).abs() <= bound).all()
+    assert (result.float() - want).norm() < 2**-7 * want.norm()
 
 
 def test_auto_takes_a_fast_backend_on_hopper():

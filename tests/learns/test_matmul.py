@@ -15,6 +15,6 @@ TIMES = 3.0  # how many times the GFLOPS of the warmed-up model, in the mean ove
 @pytest.mark.timeout(3600)
 def test_sampled_programs_become_faster(tmp_path):
     folder = Path(os.environ.get("TORCHTUNE_EXT_MATMUL", tmp_path))
-    found = matmul.main(["--out", str(folder), "--seeds", "1"])[0]["none"]
-    assert found["times"] >= TIMES, found
-    assert found["right after"] >= found["right before"], found
+    figures = matmul.main(["--out", str(folder), "--seeds", "1"])[0]["none"]
+    assert figures["times"] >= TIMES, figures
+    assert figures["right after"] >= figures["right before"], figures

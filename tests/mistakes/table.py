@@ -38,12 +38,12 @@ def main() -> None:
         place = make_place(Path(folder) / "right")
         for number, (name, mistake) in enumerate(MISTAKES.items(), 1):
             if not words or any(word in name for word in words):
-                said = attempt(mistake, place, Path(folder) / str(number), in_fork)
+                result = attempt(mistake, place, Path(folder) / str(number), in_fork)
                 print(
-                    f"{number} {name}\n    $ torchtune-ext {mistake.typed}\n    {said.text.replace(chr(10), chr(10) + '    ')}"
+                    f"{number} {name}\n    $ torchtune-ext {mistake.typed}\n    {result.text.replace(chr(10), chr(10) + '    ')}"
                 )
                 print(
-                    f"    [status {said.status}]{' left behind: ' + ', '.join(said.changed) if said.changed else ''}\n"
+                    f"    [status {result.status}]{' left behind: ' + ', '.join(result.changed) if result.changed else ''}\n"
                 )
 
 

@@ -42,11 +42,11 @@ def in_fork():
     forks.close()
 
 
-def require(mistake: Mistake, said) -> None:
-    assert said.status == mistake.status, said
-    assert re.search(mistake.says, said.text), f"says: {mistake.says}\nsaid: {said.text}"
-    assert len(said.text.splitlines()) <= LINES and "Traceback" not in said.text, said.text
-    assert said.changed == [], said
+def require(mistake: Mistake, result) -> None:
+    assert result.status == mistake.status, result
+    assert re.search(mistake.says, result.text), f"says: {mistake.says}\nsaid: {result.text}"
+    assert len(result.text.splitlines()) <= LINES and "Traceback" not in result.text, result.text
+    assert result.changed == [], result
 
 
 def as_command(words: list[str], folder: Path, log: Path) -> int:
@@ -71,14 +71,14 @@ def test_there_are_enough_of_them():
     "typed", ["grpo_full --config run.yaml", "grpo_lora --config lora.yaml", "evaluate --config eval.yaml"]
 )
 def test_without_a_mistake_the_engine_starts(place, in_fork, tmp_path, typed):
-    said = attempt(Mistake(f"run {typed}", ""), place, tmp_path / "run", in_fork)
-    assert said.status == ENGINE_STARTED and "error:" not in said.text, said
-    assert "out/run.json" in said.changed
+    result = attempt(Mistake(f"run {typed}", ""), place, tmp_path / "run", in_fork)
+    assert result.status == ENGINE_STARTED and "error:" not in result.text, result
+    assert "out/run.json" in result.changed
 
 
 def test_without_a_mistake_a_warm_up_ends_well(place, in_fork, tmp_path):
-    said = attempt(Mistake("run warmup_sft --config warm.yaml", ""), place, tmp_path / "run", in_fork)
-    assert said.status == 0 and "model:     out/model, in Hugging Face's format" in said.text, said
+    result = attempt(Mistake("run warmup_sft --config warm.yaml", ""), place, tmp_path / "run", in_fork)
+    assert result.status == 0 and "model:     out/model, in Hugging Face's format" in result.text, result
 
 
 @pytest.mark.timeout(1200)  # each of them has a deadline of its own
@@ -108,19 +108,19 @@ def test_commands_say_the_same(place, tmp_path, names):
 @pytest.mark.slow
 def test_under_torchrun_one_rank_speaks_and_first(place, tmp_path):
     words = "run --nproc_per_node 2 grpo_full --config run.yaml optimizer.lr=fast"
-    said = attempt(Mistake(words, ""), place, tmp_path / "run", as_command)
-    assert said.status == 2 and said.changed == [], said
-    assert said.text.count("error: ") == said.text.count("optimizer.lr='fast'") == 1, said.text
-    assert "Traceback" not in said.text and "rank 1:" not in said.text, said.text
-    before = said.text.partition("error: ")[0]
-    assert "exitcode" not in before and len(before.splitlines()) <= 3, said.text
+    result = attempt(Mistake(words, ""), place, tmp_path / "run", as_command)
+    assert result.status == 2 and result.changed == [], result
+    assert result.text.count("error: ") == result.text.count("optimizer.lr='fast'") == 1, result.text
+    assert "Traceback" not in result.text and "rank 1:" not in result.text, result.text
+    before = result.text.partition("error: ")[0]
+    assert "exitcode" not in before and len(before.splitlines()) <= 3, result.text
 
 
 def test_a_variable_shows_the_traceback(place, in_fork, tmp_path):
     run = partial(in_fork, **{WITH_TRACEBACK: "1"})
-    said = attempt(full("optimizer.lr=fast", ""), place, tmp_path / "run", run)
-    assert said.status == 2 and "Traceback" in said.text and "in check_optimizer" in said.text, said
-    assert said.text.splitlines()[-1].startswith("torchtune_ext.run.errors.Mistake: optimizer.lr='fast'")
+    result = attempt(full("optimizer.lr=fast", ""), place, tmp_path / "run", run)
+    assert result.status == 2 and "Traceback" in result.text and "in check_optimizer" in result.text, result
+    assert result.text.splitlines()[-1].startswith("torchtune_ext.run.errors.Mistake: optimizer.lr='fast'")
 
 
 def test_what_nobody_foresaw_keeps_its_traceback(place, in_fork, tmp_path):
@@ -129,8 +129,8 @@ def test_what_nobody_foresaw_keeps_its_traceback(place, in_fork, tmp_path):
     text = source.replace("        parts = self.parts = make_parts(cfg, self.ranks)\n", "        {}['a bug']\n", 1)
     assert text != source
     mistake = Mistake("run my_grpo.py --config run.yaml", "", files={"my_grpo.py": text})
-    said = attempt(mistake, place, tmp_path / "run", in_fork)
-    assert said.status == 1 and "Traceback" in said.text and said.text.endswith("KeyError: 'a bug'"), said
+    result = attempt(mistake, place, tmp_path / "run", in_fork)
+    assert result.status == 1 and "Traceback" in result.text and result.text.endswith("KeyError: 'a bug'"), result
 
 
 def test_a_folder_in_use_is_left_alone(place, in_fork, tmp_path):

@@ -184,11 +184,11 @@ def attempt(mistake: Mistake, place: Path, folder: Path, run: Callable[[list[str
 
 def listing(folder: Path) -> dict[str, tuple]:
     """Returns size and time of every file below a folder, and the names of the folders."""
-    found = {}
+    entries = {}
     for path in folder.rglob("*"):
         stat = path.lstat()
-        found[str(path.relative_to(folder))] = () if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
-    return found
+        entries[str(path.relative_to(folder))] = () if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
+    return entries
 
 
 def import_all() -> None:
