@@ -48,8 +48,8 @@ def require_replayed(run, workplace, recipe, *args):
     replay = workplace / f"{run.name}_replayed"
     steps = len(rollout_paths(run))
     words = [f"output_dir={replay.name}", f"replay={run.name}", f"max_steps={steps}", *args]
-    said = runs.run(workplace, recipe, *words)
-    assert f"replays {run.name}: {steps} of its {steps} steps" in said and "Set otherwise" not in said
+    output = runs.run(workplace, recipe, *words)
+    assert f"replays {run.name}: {steps} of its {steps} steps" in output and "Set otherwise" not in output
     assert weights(replay) == weights(run) != {}
     assert stored(replay).keys() == stored(run).keys()
     for (step, ours), theirs in zip(stored(replay).items(), stored(run).values(), strict=True):
@@ -75,13 +75,13 @@ def test_zero_steps_ahead_is_the_run_that_samples_and_trains_in_turns(request, w
     """Another bound of the age changes nothing where nothing is sampled ahead: no token, no loss, no weight."""
     folder, word = map(request.getfixturevalue, (workplace, server))
     runs.run(folder, recipe, "output_dir=in_turns", "staleness=1", "depth=0", word, config=config)
-    want, got = folder / "reference", folder / "in_turns"
-    assert {s: record(g) for s, g in stored(got).items()} == {s: record(g) for s, g in stored(want).items()}
-    lines = runs.metrics(got)
+    want, result = folder / "reference", folder / "in_turns"
+    assert {s: record(g) for s, g in stored(result).items()} == {s: record(g) for s, g in stored(want).items()}
+    lines = runs.metrics(result)
     assert all(line["async/age_max"] == line["async/running"] == 0.0 for line in lines[1:])
     ours = [{name: v for name, v in line.items() if not name.startswith("async/")} for line in lines]
     assert ours == runs.metrics(want)
-    assert weights(got) == weights(want) != {}
+    assert weights(result) == weights(want) != {}
 
 
 def test_a_run_that_is_shorter_than_it_may_be_ahead(full_workplace, served):
@@ -119,8 +119,8 @@ def test_flight_over_the_publications_of_a_run(tmp_path, model, load):
     # `crossed`: versions whose publication came in the midst of a completion; `wrong`: distances to other versions.
     policies, crossed, wrong = [load(path, folder / "model") for path in paths[:steps]], set(), []
     for group, c in ((g, s.completion) for groups in stored(run).values() for g in groups for s in g.samples):
-        said = [tiny_model.logprobs(policy, group.prompt_tokens.tolist(), c.tokens) for policy in policies]
-        apart = flights.distances(c, said.__getitem__, other=lambda v: v - 1 if v else v + 1)
+        logprobs = [tiny_model.logprobs(policy, group.prompt_tokens.tolist(), c.tokens) for policy in policies]
+        apart = flights.distances(c, logprobs.__getitem__, other=lambda v: v - 1 if v else v + 1)
         assert all(own.max() < 1e-4 for own, _ in apart.values())
         wrong += [other.mean() for _, other in apart.values()]
         crossed |= set(list(apart)[1:])
@@ -132,8 +132,8 @@ def test_a_replay_of_refills_and_a_reference_resumes_as_any_run(full_workplace, 
     require_replayed(kl_run, full_workplace, "grpo_full", *runs.KL)
     replay, words = full_workplace / "kl_replayed", ["output_dir=kl_replayed", "max_steps=2", *runs.KL]
     shutil.rmtree(replay / "checkpoints" / "step_000002")
-    said = runs.run(full_workplace, "grpo_full", "resume_from_checkpoint=True", *words, ok=False)
-    assert "this checkpoint is of a replay of run" in said
+    output = runs.run(full_workplace, "grpo_full", "resume_from_checkpoint=True", *words, ok=False)
+    assert "this checkpoint is of a replay of run" in output
     runs.run(full_workplace, "grpo_full", "resume_from_checkpoint=True", "replay=kl", *words)
     assert weights(replay) == weights(kl_run)
 

@@ -62,9 +62,9 @@ def over_publication(run: Path, version: int) -> tuple[int, int]:
         How many went on over the publication, and how many began with it. Of those some had been under way before it, or had
         waited for others that were.
     """
-    groups = [g for step, found in stored(run).items() if version < step <= version + STALENESS for g in found]
-    found = [s.completion.versions.tolist() for g in groups for s in g.samples]
-    return sum(versions[0] < version <= versions[-1] for versions in found), sum(v[0] == version for v in found)
+    groups = [g for step, part in stored(run).items() if version < step <= version + STALENESS for g in part]
+    series = [s.completion.versions.tolist() for g in groups for s in g.samples]
+    return sum(versions[0] < version <= versions[-1] for versions in series), sum(v[0] == version for v in series)
 
 
 def test_a_frozen_and_a_killed_engine_at_publications_and_a_hanging_grader(workplace, recovers):
@@ -85,9 +85,9 @@ def test_a_frozen_and_a_killed_engine_at_publications_and_a_hanging_grader(workp
     engine.kill()
     assert run.wait(240) == 0, run.output()
 
-    said = " ".join(run.output().split())
+    output = " ".join(run.output().split())
     # An engine that is frozen before a publication takes no weights. Who waits for it notices first: mostly the publication.
-    lost = re.findall(r"engine lost \((?:publication: )?(.*?)\), failure (\d) in a row", said)
+    lost = re.findall(r"engine lost \((?:publication: )?(.*?)\), failure (\d) in a row", output)
     assert [failure for _, failure in lost] == ["1", "1"], lost
     assert lost[0][0] == f"the engine did not answer is_paused within {PROBE_S:g} s" and "SIGKILL" in lost[1][0], lost
     folder = recovers.output_dir
@@ -100,7 +100,7 @@ def test_a_frozen_and_a_killed_engine_at_publications_and_a_hanging_grader(workp
         assert went_on == 0 and began > 0
 
     # The text that held its grader has no reward, and it is not trained on.
-    assert (workplace / f"hung_{hung}").exists() and "1 of 8 texts timed_out" in said
+    assert (workplace / f"hung_{hung}").exists() and "1 of 8 texts timed_out" in output
     (group,) = [g for g in stored(folder)[8] if g.problem.id == f"letters-{hung}"]
     assert Counter(s.outcome.kind for s in group.samples) == {"scored": 1, "timed_out": 1}
     assert not any(s.trained for s in group.samples if s.score is None)

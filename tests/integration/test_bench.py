@@ -56,12 +56,12 @@ def alone() -> dict[str, tuple[str, str]]:
             verdicts["prose"] = checker.check("I would use vector instructions.")
     except SandboxError as error:
         pytest.skip(str(error))
-    found = {name: (verdict.outcome, verdict.stage) for name, verdict in verdicts.items()}
-    assert {outcome for outcome, _ in found.values()} >= {"ok", "wrong_result", "timeout", "runtime_error", "forbidden", "compile_error", "format"}  # fmt: skip
-    return {name: (outcome, "time" if outcome == "ok" else stage) for name, (outcome, stage) in found.items()}
+    pairs = {name: (verdict.outcome, verdict.stage) for name, verdict in verdicts.items()}
+    assert {outcome for outcome, _ in pairs.values()} >= {"ok", "wrong_result", "timeout", "runtime_error", "forbidden", "compile_error", "format"}  # fmt: skip
+    return {name: (outcome, "time" if outcome == "ok" else stage) for name, (outcome, stage) in pairs.items()}
 
 
-def seen(results: dict[str, Result]) -> dict[str, tuple[str, str]]:
+def outcomes(results: dict[str, Result]) -> dict[str, tuple[str, str]]:
     return {name: (result.outcome, result.stage) for name, result in results.items()}
 
 
@@ -72,7 +72,7 @@ def test_a_mixed_stream_ends_as_each_program_does_alone(alone, workers, caplog):
         futures = {name: bench.submit(CalmReduction(), text) for name, text in texts.items()}
         product = bench.submit(CalmDgemm(), fenced(Dgemm.naive))
         results = {name: future.result(timeout=WAIT_S) for name, future in futures.items()}
-        assert seen(results) == alone and product.result(timeout=WAIT_S).outcome == "ok"
+        assert outcomes(results) == alone and product.result(timeout=WAIT_S).outcome == "ok"
         assert "is repeated" not in caplog.text
         assert results["right"].timing.calls >= 3 and results["crashes"].timing is None
 
@@ -104,7 +104,9 @@ def test_processes_that_are_killed_in_the_middle_lose_nothing(alone, caplog, mon
             time.sleep(0.1)
             os.kill(bench._pools[kind].pids()[0], signal.SIGKILL)
         results = {name: future.result(timeout=WAIT_S) for name, future in futures.items()}
-        assert {name: found for (name, _), found in seen(results).items()} == {name: alone[name] for name in names}
+        assert {name: outcome for (name, _), outcome in outcomes(results).items()} == {
+            name: alone[name] for name in names
+        }
         assert last.result(timeout=WAIT_S).outcome == "ok"
         assert 1 <= caplog.text.count("is repeated") <= 6
 

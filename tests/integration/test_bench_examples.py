@@ -18,14 +18,14 @@ EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.c")
 def checkers():
     if shutil.which("gcc") is None and shutil.which("clang") is None:
         pytest.skip("needs gcc")
-    made = {}
+    instances = {}
     try:
         for name in {path.name.partition("_")[0] for path in EXAMPLES}:
-            made[name] = Checker(KERNELS[name]())
+            instances[name] = Checker(KERNELS[name]())
     except SandboxError as error:
         pytest.skip(str(error))
-    yield made
-    for checker in made.values():
+    yield instances
+    for checker in instances.values():
         checker.close()
 
 

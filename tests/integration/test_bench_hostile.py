@@ -222,13 +222,13 @@ def test_a_harness_that_is_killed_takes_its_programs_along(namespaces):
 
 
 def command_lines(folder: str) -> list[bytes]:
-    found = []
+    lines = []
     for pid in hostile.processes(folder):
         try:
-            found.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+            lines.append(Path(f"/proc/{pid}/cmdline").read_bytes())
         except OSError:
             continue  # it has ended
-    return found
+    return lines
 
 
 def wait_until(met: Callable[[], bool]) -> None:
@@ -251,21 +251,21 @@ def test_work_is_counted(name):
     kernel = KERNELS[program.kernel]()
     with Checker(kernel, namespaces=False, screened=False) as checker:
         honest_s = min(call.cpu_s for call in calls(checker, kernel.naive, 5))
-        found = calls(checker, program.source, 20)
-        assert all(call.seconds >= honest_s / 2 for call in found), (honest_s, [call.seconds for call in found])
+        results = calls(checker, program.source, 20)
+        assert all(call.seconds >= honest_s / 2 for call in results), (honest_s, [call.seconds for call in results])
 
 
 def calls(checker: Checker, source: str, count: int) -> list[children.Call]:
     """Calls a program at the timed size, each time with new inputs in a new place, and checks each result."""
     kernel, rng = checker.kernel, np.random.default_rng(0)
-    found = []
+    results = []
     with started(checker, source) as child:
         for _ in range(count):
             child.place(lay_out(kernel, kernel.timed, child.arena_bytes, True, rng))
             inputs = draw_inputs(kernel, kernel.timed, "biased", rng)
-            found.append(child.call(kernel.timed, inputs, 60.0))
-            assert compare(kernel, expect(kernel, kernel.timed, inputs), found[-1].outputs).ok
-    return found
+            results.append(child.call(kernel.timed, inputs, 60.0))
+            assert compare(kernel, expect(kernel, kernel.timed, inputs), results[-1].outputs).ok
+    return results
 
 
 def started(checker: Checker, source: str) -> Child:
@@ -334,8 +334,8 @@ def weakly(
                     patch.setattr(children, "POISON", next(iter(kernel.reference(size, inputs).values())))
                 outputs = child.call(size, inputs, 60.0).outputs
             if tolerance:
-                wanted = kernel.reference(size, inputs)
-                if not all(np.allclose(outputs[each], wanted[each], rtol=tolerance) for each in wanted):
+                reference = kernel.reference(size, inputs)
+                if not all(np.allclose(outputs[each], reference[each], rtol=tolerance) for each in reference):
                     return False
             elif not compare(kernel, expect(kernel, size, inputs), outputs).ok:
                 return False

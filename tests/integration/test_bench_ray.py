@@ -61,9 +61,9 @@ def cluster():
         cluster.raylets = [cluster.add("bench_host"), cluster.add("bench_host")]
         yield cluster
     finally:
-        seen = cluster.processes()
+        processes = cluster.processes()
         cluster.close()
-        assert psutil.wait_procs(seen, timeout=20)[1] == []
+        assert psutil.wait_procs(processes, timeout=20)[1] == []
         assert not Path(cluster.folder).exists()
 
 

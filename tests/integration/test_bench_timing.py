@@ -63,10 +63,10 @@ def test_a_program_that_does_more_is_slower(timer):
         timer, timer.kernel.naive.replace("for (int i", "for (volatile int r = 0; r < 100; r++) for (int i", 1)
     )
     assert slow.ratio < naive.ratio / 5
-    for found in (naive, slow):
-        assert 0 <= found.spread < 1 and found.calls >= 3
-        assert found.gflops == pytest.approx(2 * 96**3 / found.seconds / 1e9)
-        assert found.peak_share == pytest.approx(found.gflops / timer.probe.peak_gflops)
+    for timing in (naive, slow):
+        assert 0 <= timing.spread < 1 and timing.calls >= 3
+        assert timing.gflops == pytest.approx(2 * 96**3 / timing.seconds / 1e9)
+        assert timing.peak_share == pytest.approx(timing.gflops / timer.probe.peak_gflops)
 
 
 # From its 6th call on it computes in single precision.
@@ -115,11 +115,11 @@ def test_exploits_of_the_clock_gain_nothing(timer):
             if library is None:
                 continue
             try:
-                found = timer.time(library)
+                timing = timer.time(library)
             except ChildFailed:
                 continue
             # They compute as the reference does. An answer that was kept would come some hundred times as fast.
-            assert found.ratio < 10 * honest, each.name
+            assert timing.ratio < 10 * honest, each.name
 
 
 def test_who_works_while_others_are_timed_is_refused(timer):
@@ -177,11 +177,11 @@ def test_who_takes_the_core_away_is_seen(any_machine):
         neighbor.start()
         try:
             assert burns.wait(60)
-            found = measured(timer, timer.kernel.naive)
+            timing = measured(timer, timer.kernel.naive)
         finally:
             neighbor.kill()
             neighbor.join(30)
-    assert found.disturbed == 1 and found.is_noisy  # the naive program felt it, too
+    assert timing.disturbed == 1 and timing.is_noisy  # the naive program felt it, too
 
 
 def test_a_naive_program_that_dies_is_no_fault_of_the_one_beside_it(timer):
@@ -201,13 +201,13 @@ def test_programs_of_ours_may_work_for_days_and_others_as_long_as_they_are_timed
         assert cpu_limit(child) >= 365 * 24 * 3600
     with timer.checker.checked(timer.kernel.naive, extracted=True) as (_, library):
         start = timer.checker.child
-        asked = []
+        limits = []
         monkeypatch.setattr(
-            timer.checker, "child", lambda kernel, library, cpu_s: asked.append(cpu_s) or start(kernel, library, cpu_s)
+            timer.checker, "child", lambda kernel, library, cpu_s: limits.append(cpu_s) or start(kernel, library, cpu_s)
         )
         timer.time(library)
         # Each call may last until its deadline.
-        assert asked[0] >= timer.budget_s + 5 * timer.checker.deadlines.verify_s
+        assert limits[0] >= timer.budget_s + 5 * timer.checker.deadlines.verify_s
         monkeypatch.undo()
         for cpu_s, allowed in ((0, Limits().cpu_s), (99.5, 100)):
             with timer.checker.child(timer.kernel, library, cpu_s) as child:
@@ -229,10 +229,10 @@ def test_the_command_prints_a_table(monkeypatch, capsys):
     affinity = os.sched_getaffinity(0)
     status = cli.main(["bench", *files, "--budget", "0.3", "--size", "64"])
     assert os.sched_getaffinity(0) == affinity
-    said = capsys.readouterr().out
-    assert status == 1 and "; timed on core " in said  # one is wrong on purpose
-    assert re.search(r"\ndgemm_float.c: C\[.* and should be ", said)
-    rows = {tuple(line.split()[:3]) for line in said.splitlines()}
+    output = capsys.readouterr().out
+    assert status == 1 and "; timed on core " in output  # one is wrong on purpose
+    assert re.search(r"\ndgemm_float.c: C\[.* and should be ", output)
+    rows = {tuple(line.split()[:3]) for line in output.splitlines()}
     assert rows >= {
         ("(naive)", "dgemm", "ok"),
         ("(naive)", "reduction", "ok"),

@@ -189,13 +189,13 @@ def test_early_stop_cuts_at_the_token_where_the_rule_fires(engine, models):
 
 
 def test_callback_sees_every_completion_once(engine):
-    seen = {}
+    completions = {}
     futures = [
-        engine.submit(prompt, 5, SamplingConfig(max_tokens=4), lambda s, c, p=p: seen.__setitem__((p, s), c), p)
+        engine.submit(prompt, 5, SamplingConfig(max_tokens=4), lambda s, c, p=p: completions.__setitem__((p, s), c), p)
         for p, prompt in enumerate(tiny_model.prompts(3, 10))
     ]
     groups = [future.result(60) for future in futures]
-    assert seen == {(p, s): groups[p][s] for p in range(3) for s in range(5)}
+    assert completions == {(p, s): groups[p][s] for p in range(3) for s in range(5)}
     with pytest.raises(ZeroDivisionError):
         engine.submit([1, 2, 3], 2, SamplingConfig(max_tokens=4), lambda s, c: 1 / 0).result(60)
     after = engine.sample(tiny_model.prompts(1, 10), 2, SamplingConfig(max_tokens=4))
@@ -219,7 +219,7 @@ def test_a_group_is_ended_alone(engine):
 
 
 @pytest.fixture
-def seen(engine, monkeypatch):
+def record(engine, monkeypatch):
     """The engine's steps, the priorities of its requests, as they begin, and the groups that end with the test."""
     core, steps, begun, groups = engine._pool.lanes[0].core, [], [], []
     generate, on_step = core.generate, core.on_step
@@ -231,9 +231,9 @@ def seen(engine, monkeypatch):
     engine._pool.lanes[0].throttle.fixed = None
 
 
-def test_the_canary_goes_before_every_queued_request(engine, seen):
+def test_the_canary_goes_before_every_queued_request(engine, record):
     """The engine takes each of its requests into the next step, so none waits when a step is over."""
-    steps, begun, groups = seen
+    steps, begun, groups = record
     engine._pool.lanes[0].throttle.fixed = 16
     for prompt in tiny_model.prompts(125, 100, seed=3):
         groups.append(engine.submit(prompt, 4, SamplingConfig(max_tokens=900)))
@@ -245,20 +245,20 @@ def test_the_canary_goes_before_every_queued_request(engine, seen):
     assert max(step.running for step in steps) > 16 and not any(step.waiting for step in steps)
 
 
-def test_the_canary_goes_before_what_a_publication_makes_the_engine_compute_again(engine, models, seen, back_to_a):
+def test_the_canary_goes_before_what_a_publication_makes_the_engine_compute_again(engine, models, record, back_to_a):
     """200 requests of 300 tokens and more, of which a step takes 13 at most, are under way again after 16 steps. On a busy
     machine the canary may come after those: such a publication shows nothing, and there is another one."""
-    steps, _, groups = seen
+    steps, _, groups = record
     engine._pool.lanes[0].throttle.fixed = 200
     for prompt in tiny_model.prompts(200, 300, seed=3):
         groups.append(engine.submit(prompt, 1, SamplingConfig(max_tokens=700)))
     wait_until_running(engine, 200)
-    canary, asked = SamplingConfig(max_tokens=1, seed=0), tiny_model.prompts(4, 30)
+    canary, prompts = SamplingConfig(max_tokens=1, seed=0), tiny_model.prompts(4, 30)
     for _ in range(5):
         left = []
         note = lambda *done, left=left: left.append(steps[-1].waiting)  # noqa: E731
         engine.publish(models[1].named_parameters(), engine.version + 1)
-        answers = [engine.submit(prompt, 8, canary, note, p, Priority.CANARY) for p, prompt in enumerate(asked)]
+        answers = [engine.submit(prompt, 8, canary, note, p, Priority.CANARY) for p, prompt in enumerate(prompts)]
         before = steps[-1].waiting
         for answer in answers:
             answer.result(60)
@@ -310,10 +310,10 @@ def test_whole_weights_published_in_flight_mark_every_token(engine, models, back
     prompts, first = tiny_model.prompts(2, 50), engine.version
     policies = dict(enumerate([models[0], models[1], tiny_model.build(2), models[0]], start=first))
     publish = [partial(engine.publish, policies[v].named_parameters(), v) for v in range(first + 1, first + 4)]
-    found = flights.flown(engine, prompts, 4, SamplingConfig(max_tokens=900, seed=8), publish)
-    for prompt, c in ((prompt, c) for prompt, group in zip(prompts, found, strict=True) for c in group):
-        said = {v: tiny_model.logprobs(model, prompt, c.tokens) for v, model in policies.items()}
-        apart = flights.distances(c, said.get, other=lambda v: v - 1 if v > first else v + 1)
+    groups = flights.flown(engine, prompts, 4, SamplingConfig(max_tokens=900, seed=8), publish)
+    for prompt, c in ((prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group):
+        logprobs = {v: tiny_model.logprobs(model, prompt, c.tokens) for v, model in policies.items()}
+        apart = flights.distances(c, logprobs.get, other=lambda v: v - 1 if v > first else v + 1)
         assert list(apart) == list(policies)
         assert all(own.max() < 1e-4 and other.mean() > 0.1 for own, other in apart.values())
 

@@ -95,11 +95,11 @@ def test_adapters_published_in_flight_mark_every_token(engine):
     adapters = {version: adapter(version) for version in range(first, first + 4)}
     engine.publish(adapters[first].items(), first, PEFT)
     publish = [partial(engine.publish, adapters[v].items(), v, PEFT) for v in range(first + 1, first + 4)]
-    found = flights.flown(engine, prompts, 4, SamplingConfig(max_tokens=980, seed=8), publish)
+    groups = flights.flown(engine, prompts, 4, SamplingConfig(max_tokens=980, seed=8), publish)
     policies = {version: merged(tensors) for version, tensors in adapters.items()}
-    for prompt, c in ((prompt, c) for prompt, group in zip(prompts, found, strict=True) for c in group):
-        said = {v: tiny_model.logprobs(model, prompt, c.tokens) for v, model in policies.items()}
-        apart = flights.distances(c, said.get, other=lambda v: v - 1 if v > first else v + 1)
+    for prompt, c in ((prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group):
+        logprobs = {v: tiny_model.logprobs(model, prompt, c.tokens) for v, model in policies.items()}
+        apart = flights.distances(c, logprobs.get, other=lambda v: v - 1 if v > first else v + 1)
         assert list(apart) == list(policies)
         assert all(own.max() < 1e-4 and other.mean() > 1e-2 for own, other in apart.values())
 

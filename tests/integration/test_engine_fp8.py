@@ -79,8 +79,8 @@ def test_a_width_without_whole_tiles(tmp_path):
         assert engine.checksums() == [{name: checksum(tensor) for name, tensor in tensors.items()}]
         exact = build_policy(partial(from_config, str(source.path)), source, torch.device("cpu"), torch.float32)
         pairs = [(p, c) for p, group in zip(PROMPTS, engine.sample(PROMPTS, 4, SAMPLING), strict=True) for c in group]
-        said = [(said_by(policy, *pair), said_by(exact, *pair), pair[1].logprobs) for pair in pairs]
-        ours, truth, theirs = (np.concatenate(part) for part in zip(*said, strict=True))
+        logprobs = [(said_by(policy, *pair), said_by(exact, *pair), pair[1].logprobs) for pair in pairs]
+        ours, truth, theirs = (np.concatenate(part) for part in zip(*logprobs, strict=True))
         assert 0 < np.abs(ours - theirs).mean() < 2 * np.abs(ours - truth).mean()  # see below
 
 
@@ -91,11 +91,11 @@ def published(policy, source) -> dict:
 
 def joined(tensors: dict) -> set[str]:
     """The names of the engine's parameters: vLLM joins some layers."""
-    found = set()
+    names = set()
     for name in tensors:
         head, layer, kind = name.rsplit(".", 2)
-        found.add(f"{head}.{next((whole for whole, parts in FUSED.items() if layer in parts), layer)}.{kind}")
-    return found
+        names.add(f"{head}.{next((whole for whole, parts in FUSED.items() if layer in parts), layer)}.{kind}")
+    return names
 
 
 def test_every_byte_and_scale_is_the_trainers_and_a_b_a_restores(trained):
@@ -149,18 +149,18 @@ def test_weights_in_fp8_published_in_flight_mark_every_token(trained):
     sent = {version: put(version) or published(policy, source) for version in masters}
     engine.publish(sent[first].items(), first)
     publish = [partial(engine.publish, sent[version].items(), version) for version in list(masters)[1:]]
-    found = flights.flown(engine, PROMPTS, 4, SamplingConfig(max_tokens=240, seed=8), publish)
+    groups = flights.flown(engine, PROMPTS, 4, SamplingConfig(max_tokens=240, seed=8), publish)
 
-    pairs = [(prompt, c) for prompt, group in zip(PROMPTS, found, strict=True) for c in group]
-    said, rounding = {}, {}
+    pairs = [(prompt, c) for prompt, group in zip(PROMPTS, groups, strict=True) for c in group]
+    logprobs, rounding = {}, {}
     for version in masters:
         put(version)
-        said[version] = [said_by(policy, prompt, c) for prompt, c in pairs]
-        e = [np.abs(said_by(exact, *pair) - ours) for pair, ours in zip(pairs, said[version], strict=True)]
+        logprobs[version] = [said_by(policy, prompt, c) for prompt, c in pairs]
+        e = [np.abs(said_by(exact, *pair) - ours) for pair, ours in zip(pairs, logprobs[version], strict=True)]
         rounding[version] = np.concatenate(e).mean()
     spans = {version: [] for version in masters}
     for i, (_, c) in enumerate(pairs):
-        apart = flights.distances(c, lambda v, i=i: said[v][i], other=lambda v: v - 1 if v > first else v + 1)
+        apart = flights.distances(c, lambda v, i=i: logprobs[v][i], other=lambda v: v - 1 if v > first else v + 1)
         assert list(apart) == list(masters)
         for version, both in apart.items():
             spans[version].append(both)

@@ -68,8 +68,8 @@ def pids(engine):
     return [engine_pid(engine, number) for number in range(len(lanes(engine)))]
 
 
-def require_same(found, expected):
-    for group, other in zip(found, expected, strict=True):
+def require_same(groups, expected):
+    for group, other in zip(groups, expected, strict=True):
         for c, d in zip(group, other, strict=True):
             assert np.array_equal(c.tokens, d.tokens) and c.finish_reason == d.finish_reason
             assert np.abs(c.logprobs - d.logprobs).max() < 1e-5
@@ -81,13 +81,13 @@ def completed(engine):
 
 def test_two_engines_give_the_completions_of_one_and_compute_each_prompt_once(pool, monkeypatch):
     prompts, before = tiny_model.prompts(8, 300), completed(pool)
-    found = pool.sample(prompts, 8, SAMPLING)
+    groups = pool.sample(prompts, 8, SAMPLING)
     assert (completed(pool) - before).tolist() == [32, 32]  # four groups each, which stayed together
-    for group in found:
+    for group in groups:
         # Nine blocks of 32 of a prompt of 300 can be shared: the first sample computes them, the others find them.
         assert sorted(c.cached_prompt_tokens for c in group) == [0] + [288] * 7
     monkeypatch.setattr(pool._pool, "_choose", lambda: lanes(pool)[1])
-    require_same(pool.sample(prompts, 8, SAMPLING), found)
+    require_same(pool.sample(prompts, 8, SAMPLING), groups)
     assert (completed(pool) - before).tolist() == [32, 96]
 
 

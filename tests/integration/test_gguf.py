@@ -87,9 +87,9 @@ def write(path, source, architecture="qwen2", tokenizer="gpt2"):
 def test_a_file_becomes_a_folder_with_its_weights_and_its_tokenizer(source, tmp_path, capsys):
     left = write(tmp_path / "small.gguf", source)
     assert main(["gguf", str(tmp_path / "small.gguf"), str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    assert "million parameters in bfloat16" in said and "Q8_0" in said and "has lost stays lost" in said
-    made = HFModel(tmp_path / "out")
+    output = capsys.readouterr().out
+    assert "million parameters in bfloat16" in output and "Q8_0" in output and "has lost stays lost" in output
+    model = HFModel(tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == left.keys()
     assert all(torch.equal(written[name], left[name].bfloat16()) for name in left)
@@ -101,8 +101,8 @@ def test_a_file_becomes_a_folder_with_its_weights_and_its_tokenizer(source, tmp_
         "tie_word_embeddings",
         "architectures",
     )
-    assert {key: made.config[key] for key in same} == {key: source.config[key] for key in same}
-    assert "quantization_config" not in made.config and (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o077
+    assert {key: model.config[key] for key in same} == {key: source.config[key] for key in same}
+    assert "quantization_config" not in model.config and (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o077
     ours, theirs = ChatTokenizer(tmp_path / "out"), ChatTokenizer(source.path)
     messages = [{"role": "user", "content": "7 times 8 makes what?"}]
     # A GGUF file has no room for our way of splitting words, so the ids may differ, and what they stand for may not.

@@ -108,8 +108,8 @@ def test_killed_and_resumed_equals_uninterrupted(workplace, served):
     assert kills, "the run ended before it could be killed"
     runs.run(workplace, "grpo_full", "output_dir=killed", "resume_from_checkpoint=True", served)
     assert runs.metrics(run_dir) == runs.metrics(workplace / "reference")
-    want, got = weights(workplace, "reference"), weights(workplace, "killed")
-    assert all(torch.equal(want[n], got[n]) for n in want)
+    want, result = weights(workplace, "reference"), weights(workplace, "killed")
+    assert all(torch.equal(want[n], result[n]) for n in want)
 
 
 def test_a_copied_recipe_with_a_loss_and_a_reward_of_its_own(workplace, served):

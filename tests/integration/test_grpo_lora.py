@@ -95,8 +95,8 @@ def test_killed_and_resumed_equals_uninterrupted(workplace, lora_served):
     process.wait(10)
     run(workplace, *args)
     assert runs.metrics(workplace / "killed") == runs.metrics(workplace / "reference")
-    want, got = adapter(workplace, "reference"), adapter(workplace, "killed")
-    assert all(torch.equal(want[n], got[n]) for n in want)
+    want, result = adapter(workplace, "reference"), adapter(workplace, "killed")
+    assert all(torch.equal(want[n], result[n]) for n in want)
     output = run(workplace, *args, "model.lora_rank=8", ok=False)
     assert "belongs to another model" in output and "rank=4" in output and "rank=8" in output, output[-2000:]
 

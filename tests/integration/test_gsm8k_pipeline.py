@@ -110,11 +110,11 @@ def graded(workplace):
 
 
 def test_every_question_was_asked_and_graded(workplace, data_dir):
-    asked = Counter(problem for problem, *_ in graded(workplace))
-    test = {name: count for name, count in asked.items() if "-test-" in name}
+    counts = Counter(problem for problem, *_ in graded(workplace))
+    test = {name: count for name, count in counts.items() if "-test-" in name}
     # Four times each: sampled and greedy, before the first step and after the last.
     assert len(test) == QUESTIONS and set(test.values()) == {4}
-    train = {name: count for name, count in asked.items() if "-train-" in name}
+    train = {name: count for name, count in counts.items() if "-train-" in name}
     assert len(train) == STEPS * PROMPTS and set(train.values()) == {SAMPLES}
     gold = GSM8K("test", str(data_dir / "gsm8k" / "test.jsonl"))
     answers = {gold[i].id: gold[i].answer for i in range(len(gold))}

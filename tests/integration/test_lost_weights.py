@@ -115,10 +115,10 @@ def test_weights_that_do_not_arrive_stop_the_run(repo_root, tmp_path, way):
     options += ["prompts_per_step=2", "task.count=8", "max_steps=20"]  # more than all rounds of `drive` together
     output = runs.run(tmp_path, "driven.py", "output_dir=run", *options)
     lines = [line.removeprefix("FAULT ").split(" | ") for line in output.splitlines() if line.startswith("FAULT ")]
-    found = {fault: (int(publications), outcome) for fault, publications, outcome in lines}
-    assert found.pop("none") == (2, "ended well")
-    assert list(found) == ["lost", "lost under its label", "one tensor old", "all tensors old"]
-    unseen = {f: (n, said) for f, (n, said) in found.items() if n != 1 or "weights: " not in said or "dtype" in said}
+    outcomes = {fault: (int(publications), outcome) for fault, publications, outcome in lines}
+    assert outcomes.pop("none") == (2, "ended well")
+    assert list(outcomes) == ["lost", "lost under its label", "one tensor old", "all tensors old"]
+    unseen = {f: (n, text) for f, (n, text) in outcomes.items() if n != 1 or "weights: " not in text or "dtype" in text}
     assert not unseen
-    assert "labels what it samples with version" in found["lost"][1]
-    assert "v_proj" in found["one tensor old"][1] and " 1 of the " in found["one tensor old"][1]
+    assert "labels what it samples with version" in outcomes["lost"][1]
+    assert "v_proj" in outcomes["one tensor old"][1] and " 1 of the " in outcomes["one tensor old"][1]

@@ -59,27 +59,27 @@ def cases(data_dir):
 
 def check(name, cases, judge, expected):
     """Every case of a file: judged as expected, or as `DEVIATIONS` says."""
-    found, numbers = {}, []
+    differences, numbers = {}, []
     for number, case in cases:
         numbers.append(number)
         try:
-            got = judge(case)
+            answer = judge(case)
         except ValueError:
-            got = REFUSED
-        if got not in expected(case):
-            found[f"{name} {number}"] = got
-    listed = {key: got for key, (got, _) in DEVIATIONS.items() if key.startswith(f"{name} ")}
-    assert found == listed
+            answer = REFUSED
+        if answer not in expected(case):
+            differences[f"{name} {number}"] = answer
+    listed = {key: answer for key, (answer, _) in DEVIATIONS.items() if key.startswith(f"{name} ")}
+    assert differences == listed
     return len(numbers)
 
 
 def test_equivalence(cases):
     def judge(case):
-        level, gold, said = case["level"].split()[0], gold_answer(case["gold"]), case["pred"]
+        level, gold, answer = case["level"].split()[0], gold_answer(case["gold"]), case["pred"]
         if level in EQUALITIES:
-            return equal(gold, said)
+            return equal(gold, answer)
         options = {"require_box": case["options"]["strict_box"]} if level == "completion_dapo" else COMPLETIONS[level]
-        return MathGrader(**options)(gold, said).reward == 1.0
+        return MathGrader(**options)(gold, answer).reward == 1.0
 
     def expected(case):
         """A right answer that is missing or no mathematics (null: the source skips the sample) may not be rewarded."""
@@ -92,17 +92,17 @@ def test_equivalence(cases):
 
 def test_extraction(cases):
     def judge(case):
-        said = case["input"]
+        text = case["input"]
         if case["op"] == "gsm8k_final_answer":
-            return after_hashes(said)
+            return after_hashes(text)
         if case["op"] == "final_int":  # our last resort; the value counts
-            found, wanted = search(said), case["expected"]
-            return wanted if found and verified(str(wanted), found) else found or None
-        return last_box(said)
+            answer, gold = search(text), case["expected"]
+            return gold if answer and verified(str(gold), answer) else answer or None
+        return last_box(text)
 
     def expected(case):
-        wanted = case["expected"]  # ours goes without the wrapper
-        return (wanted[wanted.index("{") + 1 : -1] if wanted and case["op"] == "last_boxed_with_wrapper" else wanted,)
+        gold = case["expected"]  # ours goes without the wrapper
+        return (gold[gold.index("{") + 1 : -1] if gold and case["op"] == "last_boxed_with_wrapper" else gold,)
 
     assert check("extraction", cases("extraction"), judge, expected) == 54
 

@@ -142,8 +142,8 @@ def require_equal(run, reference):
     assert (run / FILE).read_bytes() == (reference / FILE).read_bytes()
     assert runs.metrics(run) == runs.metrics(reference)
     assert states(run)[STEPS].task == states(reference)[STEPS].task
-    got, want = weights(run, STEPS), weights(reference, STEPS)
-    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    result, want = weights(run, STEPS), weights(reference, STEPS)
+    assert result.keys() == want.keys() and all(torch.equal(result[name], want[name]) for name in want)
 
 
 def test_programs_are_mended_in_conversations(workplace):
@@ -163,14 +163,14 @@ def test_the_run_moves_through_the_stages_and_keeps_programs(workplace):
     """Else the comparisons below would compare nothing."""
     run = workplace / "reference"
     lines = runs.metrics(run)
-    asked = {name for _, name, _ in questions(run)}
-    assert len({name.split("/")[1] for name in asked}) >= 3 and any(name.endswith("/improve") for name in asked)
+    problems = {name for _, name, _ in questions(run)}
+    assert len({name.split("/")[1] for name in problems}) >= 3 and any(name.endswith("/improve") for name in problems)
     assert sum(line.get("stage/moves", 0.0) for line in lines) >= 4
     archive = Archive.load(run / FILE)
     assert len(archive) >= 5 and {entry.machine for entry in archive} == {few_programs.MACHINE}
     assert len({entry.found for entry in archive}) > 1
-    found = few_programs.outcomes(group for path in rollout_paths(run).values() for group in read_rollouts(path))
-    assert found["ok"] > 20 and found["wrong_result"], found
+    counts = few_programs.outcomes(group for path in rollout_paths(run).values() for group in read_rollouts(path))
+    assert counts["ok"] > 20 and counts["wrong_result"], counts
 
 
 # Killed after a step whose observations no checkpoint has, and while a checkpoint is written.
@@ -197,8 +197,8 @@ def test_a_replay_learns_the_same(workplace):
     run, reference = workplace / "replayed", workplace / "reference"
     assert (run / FILE).read_bytes() == (reference / FILE).read_bytes()
     assert states(run)[STEPS].task == states(reference)[STEPS].task
-    got, want = weights(run, STEPS), weights(reference, STEPS)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    result, want = weights(run, STEPS), weights(reference, STEPS)
+    assert all(torch.equal(result[name], want[name]) for name in want)
 
 
 @pytest.mark.rest
@@ -225,8 +225,8 @@ def test_a_killed_run_with_real_timings_loses_nothing_that_a_checkpoint_has(work
         for _, state in sorted(after.items())
     ]
     assert window[-1][: 2 * before.step] == before.task["learned"]["curriculum"]["problems"]["dgemm-48-48-48"]["window"]
-    found = few_programs.outcomes(group for path in rollout_paths(run).values() for group in read_rollouts(path))
-    assert found["ok"] > 0 and sum(found.values()) == 5 * 2 * 4, found
+    counts = few_programs.outcomes(group for path in rollout_paths(run).values() for group in read_rollouts(path))
+    assert counts["ok"] > 0 and sum(counts.values()) == 5 * 2 * 4, counts
     assert runs.metrics(run)[-1]["archive/cells"] == len(archive)
     assert not [line for line in ps_lines() if str(workplace) in line]
 

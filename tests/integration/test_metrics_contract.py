@@ -106,8 +106,8 @@ def test_every_metric_that_a_run_writes_is_drawn_and_explained(all_runs, repo_ro
 def test_every_metric_that_is_drawn_or_explained_is_written_by_a_run(all_runs, repo_root):
     names = set().union(*map(written, all_runs))
     for known in (documented(repo_root / "docs" / "telemetry.md"), drawn()):
-        found = {known_as(name, known) for name in names}
-        assert known - found - AT_TIMES == ELSEWHERE.keys()
+        metrics = {known_as(name, known) for name in names}
+        assert known - metrics - AT_TIMES == ELSEWHERE.keys()
         assert known >= AT_TIMES
 
 

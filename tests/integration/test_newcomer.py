@@ -40,9 +40,9 @@ def test_what_the_function_returns_is_what_is_trained_on(folder):
     with working_in(folder):
         from my_reward import near
 
-        found = [[near(group.problem, sample.text) for sample in group.samples] for group in groups(run)]
-    assert [[sample.score.reward for sample in group.samples] for group in groups(run)] == found
-    assert [len(rewards) for rewards in found] == [8] * 64
+        grades = [[near(group.problem, sample.text) for sample in group.samples] for group in groups(run)]
+    assert [[sample.score.reward for sample in group.samples] for group in groups(run)] == grades
+    assert [len(rewards) for rewards in grades] == [8] * 64
     assert all(0 < line["reward/mean"] < 1 and line["groups/used"] > 0 for line in lines[1:])
     assert 0 < lines[0]["eval/accuracy_sampled"] < 1
     assert (run / "report.html").stat().st_size > 10_000
@@ -57,10 +57,10 @@ def test_a_judge_of_the_page_takes_its_place(folder):
     with working_in(folder):
         from my_judge import as_good
 
-        found = [as_good(group.problem, [sample.text for sample in group.samples]) for group in groups(run)]
-    assert [[sample.score.reward for sample in group.samples] for group in groups(run)] == found
-    assert len(found) >= 64 and all(line["groups/infra_failed"] == 0 for line in metrics(run)[1:])
-    assert len({reward for rewards in found for reward in rewards}) > 2
+        grades = [as_good(group.problem, [sample.text for sample in group.samples]) for group in groups(run)]
+    assert [[sample.score.reward for sample in group.samples] for group in groups(run)] == grades
+    assert len(grades) >= 64 and all(line["groups/infra_failed"] == 0 for line in metrics(run)[1:])
+    assert len({reward for rewards in grades for reward in rewards}) > 2
 
 
 def test_the_path_with_rows_and_a_pretrained_model(page, tmp_path):

@@ -72,7 +72,7 @@ def failed(workplace, served):
     return runs.run(workplace, "grpo_full", *args, served, "resume_from_checkpoint=True", ok=False)
 
 
-def asked(run_dir):
+def problems_of(run_dir):
     """The problems of each step, in their order."""
     return {step: [group.problem.id for group in read_rollouts(path)] for step, path in rollout_paths(run_dir).items()}
 
@@ -80,10 +80,10 @@ def asked(run_dir):
 def test_a_bad_problem_is_named_passed_over_and_stays_so(workplace, served):
     """Eight rows, four a step: after two steps each has been met. Then row 3 is mended, which the run does not look at again."""
     args = ["task._component_=rows.Rows", EVAL, served]
-    said = runs.run(workplace, "grpo_full", "output_dir=rows", "max_steps=4", *args)
-    assert said.count(BROKEN) == 2, "once of the training rows, once of the held-out ones"
-    assert said.count(LONG) == 1
-    assert "1 problem is left out of the 5 of Rows: " + BROKEN in said
+    output = runs.run(workplace, "grpo_full", "output_dir=rows", "max_steps=4", *args)
+    assert output.count(BROKEN) == 2, "once of the training rows, once of the held-out ones"
+    assert output.count(LONG) == 1
+    assert "1 problem is left out of the 5 of Rows: " + BROKEN in output
     lines = {line["step"]: line for line in runs.metrics(workplace / "rows")}
     assert [lines[step]["problems/skipped"] for step in (2, 3, 4)] == [2.0, 2.0, 2.0]
     assert [lines[step]["eval/skipped"] for step in (0, 2, 4)] == [1.0, 1.0, 1.0]
@@ -91,37 +91,39 @@ def test_a_bad_problem_is_named_passed_over_and_stays_so(workplace, served):
     runs.run(workplace, "grpo_full", "output_dir=again", "max_steps=2", *args)
     (workplace / "mended").touch()
     try:
-        said = runs.run(workplace, "grpo_full", "output_dir=again", "max_steps=4", "resume_from_checkpoint=True", *args)
+        output = runs.run(
+            workplace, "grpo_full", "output_dir=again", "max_steps=4", "resume_from_checkpoint=True", *args
+        )
     finally:
         (workplace / "mended").unlink()
-    assert asked(workplace / "again") == asked(workplace / "rows")
-    assert {len(problems) for problems in asked(workplace / "rows").values()} == {4}
-    assert not {"letters-3", "letters-5"} & set(sum(asked(workplace / "again").values(), []))
-    assert BROKEN not in said and LONG not in said
+    assert problems_of(workplace / "again") == problems_of(workplace / "rows")
+    assert {len(problems) for problems in problems_of(workplace / "rows").values()} == {4}
+    assert not {"letters-3", "letters-5"} & set(sum(problems_of(workplace / "again").values(), []))
+    assert BROKEN not in output and LONG not in output
     assert [line["problems/skipped"] for line in runs.metrics(workplace / "again")[2:]] == [2.0, 2.0, 2.0]
 
 
 def test_a_bad_problem_may_be_an_error_and_all_of_them_are(workplace):
     """Both are said before the engine starts."""
-    said = refused(
+    output = refused(
         workplace, "grpo_full", "output_dir=strict", "task._component_=rows.Rows", "rollouts.bad_problems=error"
     )
-    assert "problem " + BROKEN in said and "or set rollouts.bad_problems=skip" in said
-    said = refused(workplace, "grpo_full", "output_dir=none", "sampling.max_tokens=127")
+    assert "problem " + BROKEN in output and "or set rollouts.bad_problems=skip" in output
+    output = refused(workplace, "grpo_full", "output_dir=none", "sampling.max_tokens=127")
     assert (
         "leaves room for a prompt of 1 in engine.max_model_len=128, and the 64 prompts of task that were looked at have "
-        in said
+        in output
     )
-    assert "tokens; set engine.max_model_len=" in said
+    assert "tokens; set engine.max_model_len=" in output
     assert not (workplace / "none" / "engine.log").exists()
 
 
 def test_a_bad_problem_is_not_learned_in_a_warmup(workplace):
     (workplace / "warmup.yaml").write_text(WARMUP)
-    said = runs.run(workplace, "warmup_sft", config="warmup.yaml")
-    assert "2 problems are left out of the 8 of Rows: " + BROKEN in said
-    assert "; 'letters-5' (index 5): its text has " in said and "tokens, more than row_tokens=128" in said
-    assert "model:     warmup/model, in Hugging Face's format: train it with model_dir=warmup/model\n" in said
+    output = runs.run(workplace, "warmup_sft", config="warmup.yaml")
+    assert "2 problems are left out of the 8 of Rows: " + BROKEN in output
+    assert "; 'letters-5' (index 5): its text has " in output and "tokens, more than row_tokens=128" in output
+    assert "model:     warmup/model, in Hugging Face's format: train it with model_dir=warmup/model\n" in output
 
 
 def test_a_failing_grader_ends_the_run_and_keeps_its_checkpoint(workplace, failed):
@@ -143,11 +145,11 @@ def test_resume_says_where_it_goes_on_what_has_changed_and_that_nothing_is_to_do
     shutil.copytree(workplace / "failing", workplace / "going_on")
     run_id = json.loads((workplace / "going_on" / "run.json").read_text())["id"]
     again = ["output_dir=going_on", "evaluation.task=null", served, "resume_from_checkpoint=True"]
-    said = runs.run(
+    output = runs.run(
         workplace, "grpo_full", *again, "max_steps=2", "optimizer.lr=1e-4", "seed=7", "preset=dapo", typed=True
     )
-    assert f"resume:    from step 1 of run {run_id}, begun " in said
-    changed = next(line for line in said.splitlines() if line.startswith("changed:"))
+    assert f"resume:    from step 1 of run {run_id}, begun " in output
+    changed = next(line for line in output.splitlines() if line.startswith("changed:"))
     for words in (
         "optimizer.lr 0.001 -> 0.0001",
         "seed 0 -> 7",
@@ -158,13 +160,13 @@ def test_resume_says_where_it_goes_on_what_has_changed_and_that_nothing_is_to_do
         assert words in changed
     assert "output_dir" not in changed and "resume_from_checkpoint" not in changed
     for label in ("model", "device", "objective", "problems", "files", "engine", "done", "report", "longer"):
-        assert f"\n{label + ':':<11}" in "\n" + said, label
-    assert "engine:    ready after " in said
-    assert "model:     going_on/checkpoints/step_000002, a model in Hugging Face's format\n" in said
+        assert f"\n{label + ':':<11}" in "\n" + output, label
+    assert "engine:    ready after " in output
+    assert "model:     going_on/checkpoints/step_000002, a model in Hugging Face's format\n" in output
     process = json.loads((workplace / "going_on" / "run.json").read_text())["process"]
     assert process["command"].endswith("preset=dapo") and process["folder"] == str(workplace)
     assert process["versions"]["torchtune"].startswith("0.6.1")
 
-    said = runs.run(workplace, "grpo_full", *again, "max_steps=2")
-    assert "step 2 >= max_steps=2: nothing to do\ndone:      2 of 2 steps\n" in said
-    assert "engine:" not in said, "nothing was started"
+    output = runs.run(workplace, "grpo_full", *again, "max_steps=2")
+    assert "step 2 >= max_steps=2: nothing to do\ndone:      2 of 2 steps\n" in output
+    assert "engine:" not in output, "nothing was started"

@@ -56,10 +56,10 @@ def test_an_engine_that_cannot_hold_an_update_has_not_lost_it(workplace):
     file = workplace / "grid" / "model.safetensors"
     save_file({name: w.bfloat16().float() for name, w in load_file(file).items()}, file, metadata={"format": "pt"})
     mixture = ("dtype=float32", "engine.dtype=bfloat16", "optimizer.lr=1e-5", "max_steps=3")
-    said = runs.run(workplace, "grpo_full", "output_dir=mixed", "model_dir=grid", *mixture, *BFLOAT16[2:])
-    assert "trainer in float32, engine in bfloat16: it cannot hold" in said
-    assert re.search(r"rounding: +[0-9.e-]+ nats in bfloat16; max_mismatch [0-9.]+", said)
-    assert said.count("publish/changed_share 0.1") == 1 and "Set engine.dtype=float32, or dtype=bfloat16" in said
+    output = runs.run(workplace, "grpo_full", "output_dir=mixed", "model_dir=grid", *mixture, *BFLOAT16[2:])
+    assert "trainer in float32, engine in bfloat16: it cannot hold" in output
+    assert re.search(r"rounding: +[0-9.e-]+ nats in bfloat16; max_mismatch [0-9.]+", output)
+    assert output.count("publish/changed_share 0.1") == 1 and "Set engine.dtype=float32, or dtype=bfloat16" in output
     lines = runs.metrics(workplace / "mixed")[1:]
     assert all(0 < line["publish/changed_share"] < 0.2 for line in lines)
     assert [line["step"] for line in lines] == [1, 2, 3], "the gate has let all canaries pass"

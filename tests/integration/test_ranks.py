@@ -148,13 +148,13 @@ def test_a_rank_that_is_stopped_ends_the_run(start):
 def listening(pid: int) -> set[str]:
     """Addresses at which a process listens, as the kernel writes them."""
     inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.add(fields[1].split(":")[0])
-    return found
+                addresses.add(fields[1].split(":")[0])
+    return addresses
 
 
 def test_ranks_wait_longer_for_rank_0_than_for_each_other_and_listen_on_this_machine_only(start):

@@ -42,9 +42,9 @@ def cluster():
         cluster.raylets = [cluster.add("CPU"), cluster.add("CPU")]
         yield cluster
     finally:
-        seen = cluster.processes()
+        processes = cluster.processes()
         cluster.close()
-        assert psutil.wait_procs(seen, timeout=20)[1] == []
+        assert psutil.wait_procs(processes, timeout=20)[1] == []
 
 
 def words(cluster, *more, config="run.yaml"):
@@ -79,11 +79,11 @@ def of_runs(cluster):
 
 def fds(process):
     """What the descriptors of a process are."""
-    found = []
+    targets = []
     for each in Path(f"/proc/{process.pid}/fd").iterdir():
         with suppress(OSError):
-            found.append(os.readlink(each))
-    return found
+            targets.append(os.readlink(each))
+    return targets
 
 
 class Started:
@@ -110,9 +110,9 @@ class Started:
 
     def one(self, words):
         """The process of the run with the words on its command line."""
-        found = [each for each in self.began if words in command_of(each, 5)]
-        assert len(found) == 1, [command_of(each) for each in self.began]
-        return found[0]
+        matches = [each for each in self.began if words in command_of(each, 5)]
+        assert len(matches) == 1, [command_of(each) for each in self.began]
+        return matches[0]
 
     def raylet_of(self, process):
         """The place in `cluster.raylets` of the raylet whose actor holds the other end of the pipe to a process's guard."""
@@ -139,14 +139,14 @@ class Started:
 @pytest.fixture
 def started(full_workplace, cluster):
     """Makes a `Started`, which does not outlive its test."""
-    made = []
+    instances = []
 
     def start(name, *more, **settings):
-        made.append(Started(full_workplace, cluster, name, *more, **settings))
-        return made[-1]
+        instances.append(Started(full_workplace, cluster, name, *more, **settings))
+        return instances[-1]
 
     yield start
-    for each in made:
+    for each in instances:
         if each.process.poll() is None:
             each.end()
 
@@ -156,21 +156,21 @@ def newest(run_dir):
 
 
 def require_same(one, other):
-    want, got = (load_file(newest(each) / "model-00001-of-00001.safetensors") for each in (one, other))
-    assert newest(one).name == newest(other).name and want.keys() == got.keys()
-    assert all(torch.equal(want[name], got[name]) for name in want)
+    want, result = (load_file(newest(each) / "model-00001-of-00001.safetensors") for each in (one, other))
+    assert newest(one).name == newest(other).name and want.keys() == result.keys()
+    assert all(torch.equal(want[name], result[name]) for name in want)
     assert runs.metrics(one) == runs.metrics(other)
 
 
 def test_one_command_ends_with_the_weights_of_a_run_without_ray(full_workplace, cluster):
-    status, said = ray(full_workplace, cluster, "--train-cpus", "1", "--engine-cpus", "1", "output_dir=placed")
-    assert status == 0, said
-    assert f"ray:       {cluster.address}, 2 cores on 2 machines" in said
-    assert re.search(r"server 0:  http://127\.0\.0\.[23]:\d+ on 127\.0\.0\.[23], its log there: .*\.out\n", said), said
-    assert "done:      3 of 3 steps" in said and said.count("engine:    ready after") == 1
+    status, text = ray(full_workplace, cluster, "--train-cpus", "1", "--engine-cpus", "1", "output_dir=placed")
+    assert status == 0, text
+    assert f"ray:       {cluster.address}, 2 cores on 2 machines" in text
+    assert re.search(r"server 0:  http://127\.0\.0\.[23]:\d+ on 127\.0\.0\.[23], its log there: .*\.out\n", text), text
+    assert "done:      3 of 3 steps" in text and text.count("engine:    ready after") == 1
     assert not of_runs(cluster)
     require_same(full_workplace / "reference", full_workplace / "placed")
-    assert "test_ray" not in (log := Path(re.search(r"its log there: (\S+)", said)[1]).read_text()) and "vLLM" in log
+    assert "test_ray" not in (log := Path(re.search(r"its log there: (\S+)", text)[1]).read_text()) and "vLLM" in log
 
 
 @pytest.mark.rest
@@ -178,27 +178,27 @@ def test_a_raylet_that_is_killed_ends_the_run_with_the_cause_and_leaves_a_checkp
     run = started("lost", *ASKED)
     index = run.raylet_of(run.one("-m torchtune_ext run"))
     os.kill(cluster.raylets[index], signal.SIGKILL)
-    status, said = run.ended()
+    status, text = run.ended()
     cluster.lose(cluster.raylets[index])
     cluster.raylets[index] = cluster.add("CPU")
-    assert status == 1 and "Traceback" not in said, said
-    assert re.search(r"error: the trainer on \S+ is lost: ", said), said
+    assert status == 1 and "Traceback" not in text, text
+    assert re.search(r"error: the trainer on \S+ is lost: ", text), text
     kept = newest(run.run_dir)
     assert (
-        f"The newest checkpoint is lost/checkpoints/{kept.name}; go on from there with resume_from_checkpoint" in said
+        f"The newest checkpoint is lost/checkpoints/{kept.name}; go on from there with resume_from_checkpoint" in text
     )
     load_file(kept / "model-00001-of-00001.safetensors")
 
 
 def test_a_cluster_without_the_gpus_says_what_it_has(full_workplace, cluster):
     began_at = time.monotonic()
-    status, said = ray(
+    status, text = ray(
         full_workplace, cluster, "--train-gpus", "8", "--engine-gpus", "8", "--wait", "2", "output_dir=nowhere"
     )
-    assert status == 2 and time.monotonic() < began_at + 60, said
-    assert "error: --train-gpus 8 --engine-gpus 8: no place within 2 s for 8, 1, 1, 1, 1, 1, 1, 1, 1 GPUs" in said
+    assert status == 2 and time.monotonic() < began_at + 60, text
+    assert "error: --train-gpus 8 --engine-gpus 8: no place within 2 s for 8, 1, 1, 1, 1, 1, 1, 1, 1 GPUs" in text
     assert (
-        "has 0 GPUs on 0 machines, of which 0 are free; ask for less" in said
+        "has 0 GPUs on 0 machines, of which 0 are free; ask for less" in text
         and not (full_workplace / "nowhere").exists()
     )
 
@@ -209,26 +209,26 @@ def test_a_raylet_of_the_server_that_is_killed_ends_the_run_and_it_goes_on_later
     index = run.raylet_of(run.one("-m vllm"))
     assert index != run.raylet_of(run.one("-m torchtune_ext run"))
     os.kill(cluster.raylets[index], signal.SIGKILL)
-    status, said = run.ended()
+    status, text = run.ended()
     cluster.lose(cluster.raylets[index])
     cluster.raylets[index] = cluster.add("CPU")
-    assert status == 1 and "Traceback" not in said, said
-    assert re.search(r"error: server 0 on \S+ is lost: ", said), said
+    assert status == 1 and "Traceback" not in text, text
+    assert re.search(r"error: server 0 on \S+ is lost: ", text), text
     step = int(newest(run.run_dir).name.removeprefix("step_"))
-    status, said = ray(
+    status, text = ray(
         full_workplace, cluster, *ASKED, "output_dir=served", f"max_steps={step + 1}", "resume_from_checkpoint=True"
     )
-    assert status == 0 and f"done:      {step + 1} of {step + 1} steps" in said, said
+    assert status == 0 and f"done:      {step + 1} of {step + 1} steps" in text, text
 
 
 @pytest.mark.long
 def test_a_server_that_is_killed_ends_the_run_with_its_last_words(started):
     run = started("bereft", *ASKED)
     run.one("-m vllm").kill()
-    status, said = run.ended()
-    assert status == 1 and "Traceback" not in said.partition("the last that it said")[0], said
-    assert re.search(r"error: server 0 on \S+ ended with status 137; the last that it said:\n", said), said
-    assert "SIGTERM: the run ends with this step" in said and "go on from there with resume_from_checkpoint" in said
+    status, text = run.ended()
+    assert status == 1 and "Traceback" not in text.partition("the last that it said")[0], text
+    assert re.search(r"error: server 0 on \S+ ended with status 137; the last that it said:\n", text), text
+    assert "SIGTERM: the run ends with this step" in text and "go on from there with resume_from_checkpoint" in text
 
 
 @pytest.mark.long
@@ -238,9 +238,9 @@ def test_a_server_that_is_killed_ends_the_run_with_its_last_words(started):
 def test_a_signal_reaches_the_trainer_and_all_ends(started, number, name, status):
     run = started(f"told_{status}", *ASKED)
     run.process.send_signal(number)
-    found, said = run.ended()
-    assert found == status and "Traceback" not in said and "error:" not in said, said
-    assert f"Stopped by {name}. It was at step " in said and "The newest checkpoint is" in said, said
+    code, text = run.ended()
+    assert code == status and "Traceback" not in text and "error:" not in text, text
+    assert f"Stopped by {name}. It was at step " in text and "The newest checkpoint is" in text, text
 
 
 @pytest.mark.long
@@ -255,22 +255,22 @@ def test_a_command_that_is_killed_leaves_nothing_running_and_the_step_is_saved(s
 @pytest.mark.long
 def test_a_server_that_ends_before_the_run_has_begun_ends_it_at_once(full_workplace, cluster):
     raylet = cluster.add("CPU")
-    asked = ["--train-cpus", "1", "--engine-cpus", "2", *ENDLESS, "output_dir=begun"]
+    options = ["--train-cpus", "1", "--engine-cpus", "2", *ENDLESS, "output_dir=begun"]
     out = (full_workplace / "begun.txt").open("w+")
-    run = subprocess.Popen(words(cluster, *asked), cwd=full_workplace, env=environment(), stdout=out, stderr=out)
+    run = subprocess.Popen(words(cluster, *options), cwd=full_workplace, env=environment(), stdout=out, stderr=out)
     try:
-        found = []
+        processes = []
 
         def serves():
-            found[:] = [each for each in of_runs(cluster) if "-m vllm" in command_of(each, 5)]
-            return found
+            processes[:] = [each for each in of_runs(cluster) if "-m vllm" in command_of(each, 5)]
+            return processes
 
         wait_until(serves, 100.0)
-        found[0].kill()
+        processes[0].kill()
         assert run.wait(60) == 1
         out.seek(0)
-        said = out.read()
-        assert re.search(r"error: server [01] on \S+ ended with status 137", said), said
+        text = out.read()
+        assert re.search(r"error: server [01] on \S+ ended with status 137", text), text
     finally:
         run.kill()
         run.wait()
@@ -292,14 +292,14 @@ time.sleep(600)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
         try:
             assert "taken\n" in iter(other.stdout.readline, "")
-            status, said = ray(full_workplace, cluster, *ASKED, "--wait", "2", "output_dir=nowhere")
+            status, text = ray(full_workplace, cluster, *ASKED, "--wait", "2", "output_dir=nowhere")
         finally:
             other.kill()
     assert (
         status == 2
-        and "--train-cpus 1 --engine-cpus 1: no place within 2 s for 1, 1 cores, each number on one machine." in said
-    ), said
-    assert "2 cores on 2 machines" in said and "of which 1 are free" in said, said
+        and "--train-cpus 1 --engine-cpus 1: no place within 2 s for 1, 1 cores, each number on one machine." in text
+    ), text
+    assert "2 cores on 2 machines" in text and "of which 1 are free" in text, text
 
 
 @pytest.mark.long
@@ -313,8 +313,8 @@ def test_other_versions_are_told(full_workplace, cluster, tmp_path, monkeypatch)
     copy = shutil.copytree(package, tmp_path / "torchtune_ext", ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "__init__.py").write_text('__version__ = "0.0.9"\n')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    status, said = ray(full_workplace, cluster, *ASKED, "output_dir=mixed")
+    status, text = ray(full_workplace, cluster, *ASKED, "output_dir=mixed")
     assert status == 2 and re.search(
-        r"the trainer on \S+: torchtune_ext 0\.0\.9 is there and .* here; all machines", said
-    ), said
+        r"the trainer on \S+: torchtune_ext 0\.0\.9 is there and .* here; all machines", text
+    ), text
     assert not of_runs(cluster)

@@ -57,13 +57,13 @@ def test_every_generator_asks_the_same_in_every_process_and_scores_its_own_answe
 
 
 def test_a_question_is_trained_on_or_held_out_whatever_the_seed():
-    asked = {}
+    splits = {}
     for split in ("train", "heldout"):
         texts = {ReasoningGym(SUMS, seed=seed, split=split, first=first)[i].messages[-1]["content"].partition("\n")[0]
                  for seed in (0, 1) for first in (0, 500) for i in range(60)}  # fmt: skip
         assert {held_out(text) for text in texts} == {split == "heldout"} and len(texts) > 100
-        asked[split] = texts
-    assert not asked["train"] & asked["heldout"]
+        splits[split] = texts
+    assert not splits["train"] & splits["heldout"]
 
 
 def test_strict_and_partial_reward():
@@ -72,8 +72,8 @@ def test_strict_and_partial_reward():
     long = f"The answer is {answer}"
     assert strict.grade(problem, f" {answer}\n").reward == 1.0
     assert strict.grade(problem, long).reward == 0.0
-    found = partial.grade(problem, long)
-    assert found.reward == len(answer) / len(long) and found.parts == {"solved": 0.0, "credit": found.reward}
+    score = partial.grade(problem, long)
+    assert score.reward == len(answer) / len(long) and score.parts == {"solved": 0.0, "credit": score.reward}
     assert strict.grade(problem, f"{long} <answer>0</answer> <answer>{answer}</answer>").reward == 1.0
     assert strict.solution(problem) == answer
 

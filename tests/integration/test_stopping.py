@@ -64,22 +64,24 @@ def newest(run_dir):
 
 
 def same_as_reference(folder, run):
-    want, got = (load_file(newest(folder / name) / "model-00001-of-00001.safetensors") for name in ("reference", run))
-    return all(torch.equal(want[name], got[name]) for name in want)
+    want, result = (
+        load_file(newest(folder / name) / "model-00001-of-00001.safetensors") for name in ("reference", run)
+    )
+    return all(torch.equal(want[name], result[name]) for name in want)
 
 
 def test_ctrl_c_says_where_the_run_stands_and_how_to_go_on(workplace, served):
     words = ["output_dir=at_once", "max_steps=400", "logging.to=[wandb]", served]
-    status, said = stopped(workplace, signal.SIGINT, 3, *words)
-    assert status == 130 and "Traceback" not in said, said
+    status, output = stopped(workplace, signal.SIGINT, 3, *words)
+    assert status == 130 and "Traceback" not in output, output
     assert re.search(
         r"Stopped by Ctrl-C\. It was at step \d+ of 400\. The newest checkpoint is .*step_\d+; go on from there with resume_from_checkpoint=True",
-        said,
-    ), said
-    assert "wandb sync" in said.split("Run summary")[-1], "the run was not closed for W&B"  # its last words
-    assert said.index("wandb sync") < said.index("Stopped by"), "W&B was closed by the end of the interpreter"
-    (seen,) = wandb_reader.starts(workplace / "at_once", 1)
-    assert seen.whole["exit_code"] == 130
+        output,
+    ), output
+    assert "wandb sync" in output.split("Run summary")[-1], "the run was not closed for W&B"  # its last words
+    assert output.index("wandb sync") < output.index("Stopped by"), "W&B was closed by the end of the interpreter"
+    (start,) = wandb_reader.starts(workplace / "at_once", 1)
+    assert start.whole["exit_code"] == 130
 
 
 def test_ctrl_c_while_it_sets_up(workplace):
@@ -98,23 +100,23 @@ def test_ctrl_c_while_it_sets_up(workplace):
     assert process.wait(180) == 130
     _, alive = psutil.wait_procs(children, timeout=60)
     assert children and not alive, f"left running: {alive}"
-    said = log.read_text()
+    output = log.read_text()
     assert (
         "Stopped by Ctrl-C. It had not begun its first step, and there is no checkpoint yet, so the next start begins anew"
-        in said
+        in output
     )
-    assert "Traceback" not in said, said
+    assert "Traceback" not in output, output
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.rest)])
 def test_sigterm_keeps_the_step_and_the_resumed_run_is_the_one_never_stopped(workplace, served, ranks):
     run = f"term_{ranks}"
     args = [f"output_dir={run}", "max_steps=400", "checkpoints.every=1000", served]
-    status, said = stopped(workplace, signal.SIGTERM, 2, *args, ranks=ranks)
-    assert status == 143 if ranks == 1 else status != 0, said
-    assert "SIGTERM: the run ends with this step, if the step ends within 25 s (stop_grace_s)" in said
+    status, output = stopped(workplace, signal.SIGTERM, 2, *args, ranks=ranks)
+    assert status == 143 if ranks == 1 else status != 0, output
+    assert "SIGTERM: the run ends with this step, if the step ends within 25 s (stop_grace_s)" in output
     kept = newest(workplace / run)
-    assert f"The newest checkpoint is {run}/checkpoints/{kept.name}" in said, said
+    assert f"The newest checkpoint is {run}/checkpoints/{kept.name}" in output, output
     step = int(kept.name.removeprefix("step_"))
     lines = runs.metrics(workplace / run)
     assert lines[-1]["step"] == step >= 1  # nothing was done in vain
@@ -139,11 +141,11 @@ def test_sigterm_keeps_the_step_and_the_resumed_run_is_the_one_never_stopped(wor
 def test_a_step_that_is_too_long_names_the_last_checkpoint(workplace, served):
     """Half a second is less than a step takes here, with 40 samples of each prompt."""
     args = ["output_dir=late", "max_steps=400", "checkpoints={every: 1, stop_grace_s: 0.2}", "samples_per_prompt=40"]
-    status, said = stopped(workplace, signal.SIGTERM, 3, *args, served, once="checkpoints/step_000002")
-    assert status == 143 and "within 0.2 s (stop_grace_s)" in said, said
-    found = re.search(
+    status, output = stopped(workplace, signal.SIGTERM, 3, *args, served, once="checkpoints/step_000002")
+    assert status == 143 and "within 0.2 s (stop_grace_s)" in output, output
+    match = re.search(
         r"Stopped by SIGTERM\. It was at step (\d+) of 400\. The newest checkpoint is late/checkpoints/step_(\d+);",
-        said,
+        output,
     )
-    assert found and int(found[1]) > int(found[2]), said
+    assert match and int(match[1]) > int(match[2]), output
     assert not list((workplace / "late" / "checkpoints").glob(".partial_*"))

@@ -131,8 +131,8 @@ def test_two_runs_of_an_agent_side_by_side_do_not_touch_each_other(pair, warmed_
             for key in each.name.split("."):
                 node = node[key]
             assert node == points[-1][each.name]
-    said = capfd.readouterr().out
-    assert all(f"files:     runs/side/{run_id};" in said for run_id in ids)
+    output = capfd.readouterr().out
+    assert all(f"files:     runs/side/{run_id};" in output for run_id in ids)
     if pair[0] != "sweeps/tiny_clip":
         return
     # An agent that is started again with the same id goes on.

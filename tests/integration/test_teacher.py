@@ -57,8 +57,8 @@ def logprobs(folder, texts):
     """Of the tokens of texts from the second on, by transformers in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        found = [model(torch.tensor([text])).logits[0].log_softmax(-1)[:-1] for text in texts]
-    return [each.gather(1, torch.tensor(text[1:])[:, None])[:, 0] for each, text in zip(found, texts, strict=True)]
+        rows = [model(torch.tensor([text])).logits[0].log_softmax(-1)[:-1] for text in texts]
+    return [each.gather(1, torch.tensor(text[1:])[:, None])[:, 0] for each, text in zip(rows, texts, strict=True)]
 
 
 @pytest.mark.parametrize("where", ["own", "server"])

@@ -145,8 +145,8 @@ def test_what_the_server_cannot_take_is_refused_there(server, models, tmp_path):
     with Engine("", connection(server, max_failures=1), str(tmp_path)) as engine:
         engine.start()
         engine.wait_ready(120)
-        said = r"published \S*down_proj.weight in the shape \[\[63, 128\]\], and the engine holds \[64, 128\]"
-        with pytest.raises(EngineFailed, match=said):
+        pattern = r"published \S*down_proj.weight in the shape \[\[63, 128\]\], and the engine holds \[64, 128\]"
+        with pytest.raises(EngineFailed, match=pattern):
             engine.publish(named, 1)
     with Engine("", connection(server), str(tmp_path)) as engine:  # and the server takes what is right
         engine.start()

@@ -64,14 +64,14 @@ def test_a_second_run_keeps_its_own_checkpoints_and_goes_on_from_them(workplace,
 
     reached = int(steps(folder)[-1].removeprefix("step_"))
     more = [f"max_steps={reached + 1}", "seed=7", served]
-    said = runs.run(workplace, "grpo_full", "output_dir=shared", *more, "resume_from_checkpoint=True")
+    output = runs.run(workplace, "grpo_full", "output_dir=shared", *more, "resume_from_checkpoint=True")
     lines = runs.metrics(folder)
-    assert [line["step"] for line in lines] == list(range(reached + 2)), said
+    assert [line["step"] for line in lines] == list(range(reached + 2)), output
     run = json.loads((folder / "run.json").read_text())
     assert run["id"] != a_id and run["config"]["seed"] == 7
     runs.run(workplace, "grpo_full", "output_dir=alone", *more)
-    want, got = model(workplace / "alone", reached + 1), model(folder, reached + 1)
-    assert all(torch.equal(want[name], got[name]) for name in want), "B did not go on from its own weights"
+    want, result = model(workplace / "alone", reached + 1), model(folder, reached + 1)
+    assert all(torch.equal(want[name], result[name]) for name in want), "B did not go on from its own weights"
 
     # What was set aside is a run like any other.
     runs.run(workplace, "grpo_full", "output_dir=shared/old-1", "max_steps=4", "resume_from_checkpoint=True", served)
@@ -86,9 +86,9 @@ def test_a_folder_in_use_is_refused_at_once(workplace, served):
     try:
         runs.wait_for_steps(workplace / "busy", 1, process)
         for resume in ("False", "True"):
-            said = refused(workplace, "grpo_full", "output_dir=busy", f"resume_from_checkpoint={resume}")
-            assert f"process {process.pid} " in said and "output_dir=busy" in said, said
-            assert "engine core" not in said
+            output = refused(workplace, "grpo_full", "output_dir=busy", f"resume_from_checkpoint={resume}")
+            assert f"process {process.pid} " in output and "output_dir=busy" in output, output
+            assert "engine core" not in output
         steps = len(runs.metrics(workplace / "busy"))
         runs.wait_for_steps(workplace / "busy", steps + 1, process)  # the first one goes on undisturbed
     finally:
@@ -100,5 +100,5 @@ def test_a_folder_in_use_is_refused_at_once(workplace, served):
 
 def test_another_model_or_another_base_is_refused_by_name(workplace):
     runs.make_workplace(workplace / "other", intermediate_size=96)
-    said = refused(workplace, "grpo_full", "output_dir=mine", "model_dir=other/model", "resume_from_checkpoint=True")
-    assert "model" in said.splitlines()[-1] and "model_dir" in said.splitlines()[-1], said[-2000:]
+    output = refused(workplace, "grpo_full", "output_dir=mine", "model_dir=other/model", "resume_from_checkpoint=True")
+    assert "model" in output.splitlines()[-1] and "model_dir" in output.splitlines()[-1], output[-2000:]
