@@ -75,14 +75,14 @@ class Plain(torch.nn.Module):
 
     def forward(self, ids):
         params = dict(self.adapted.named_parameters())
-        made = {name: p for name, p in params.items() if name not in lora.adapter_names(self.adapted)}
+        stock_params = {name: p for name, p in params.items() if name not in lora.adapter_names(self.adapted)}
         for name in lora.adapted_modules(self.adapted):
             scaling = 2.0  # alpha / rank
             v = params[f"{name}.weight"] + scaling * params[f"{name}.lora_b.weight"] @ params[f"{name}.lora_a.weight"]
             if f"{name}.magnitude" in params:
                 v = params[f"{name}.magnitude"][:, None] * v / v.pow(2).sum(1, keepdim=True).sqrt().detach()
-            made[f"{name}.weight"] = v
-        return functional_call(self.stock, made, (ids,))
+            stock_params[f"{name}.weight"] = v
+        return functional_call(self.stock, stock_params, (ids,))
 
     def named_parameters(self, *args, **kwargs):
         return [(n, p) for n, p in self.adapted.named_parameters() if p.requires_grad]

@@ -21,7 +21,7 @@ def fenced(source: str) -> str:
     return f"Here it is:\n\n```c\n{source}\n```\nIt is fast."
 
 
-def made(kind: type, *arguments):
+def instance(kind: type, *arguments):
     probe.WILD = 1e9
     probe.Probe.is_disturbed = lambda self, *looks: False
     timing.WAITED, timing.stolen_ticks = math.inf, lambda cores: 0
@@ -35,7 +35,7 @@ class CalmDgemm(Dgemm):
         self.size = size
 
     def __reduce__(self):
-        return made, (type(self), self.size)
+        return instance, (type(self), self.size)
 
 
 class CalmReduction(Reduction):
@@ -44,7 +44,7 @@ class CalmReduction(Reduction):
         self.size = size
 
     def __reduce__(self):
-        return made, (type(self), self.size)
+        return instance, (type(self), self.size)
 
 
 class Faulty(CalmReduction):
@@ -59,7 +59,7 @@ class Faulty(CalmReduction):
         self.folder = folder
 
     def __reduce__(self):
-        return made, (type(self), self.folder)
+        return instance, (type(self), self.folder)
 
     def reference(self, size, inputs):
         # Not while the checker or the timer of this kernel is made.

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtune_ext.tasks.temporal_clue import clues as said
+from torchtune_ext.tasks.temporal_clue import clues as statements
 from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, Scenario, World, motivated_by
 
 DATA = Path(os.environ.get("TORCHTUNE_EXT_DATA", Path(__file__).parents[2] / "../shared/data")) / "temporal-clue"
@@ -51,8 +51,8 @@ def read(text: str) -> Reading:
     after = {paragraph.split(":")[0]: parts[n + 1] for n, paragraph in enumerate(parts[:-1])}
 
     def block(start: str) -> list[str]:
-        found = [value for key, value in after.items() if key.startswith(start)]
-        return found[0].split("\n") if found else []
+        values = [value for key, value in after.items() if key.startswith(start)]
+        return values[0].split("\n") if values else []
 
     suspects = [line.removeprefix("• ") for line in parts[1].split("\n")]
     weapons = [line.removeprefix("• ") for line in block("And the following weapons")]
@@ -70,11 +70,11 @@ def read(text: str) -> Reading:
         motives[motive] = int(count or 1)
     who = Namer(suspects, weapons, list(numbered.values()), times, list(motives))
     lines = [line.removeprefix("- ") for line in block("The available clues")]
-    asked = [line.split(". ", 1) for line in block("Please answer")]
+    questions = [line.split(". ", 1) for line in block("Please answer")]
     bonus = [line.split(". ", 1) for line in block("And the following bonus")]
-    reading = Reading(suspects, weapons, list(numbered.values()), cell, times, motives, [], {}, len(asked))
+    reading = Reading(suspects, weapons, list(numbered.values()), cell, times, motives, [], {}, len(questions))
     reading.clues = [who.clue(line) for line in lines]
-    reading.questions = {letter: who.question(words) for letter, words in asked + bonus}
+    reading.questions = {letter: who.question(words) for letter, words in questions + bonus}
     reading.kinds = dict(line.split(". ") for line in block("Fill out"))
     return reading
 
@@ -97,8 +97,8 @@ class Namer:
         self.arms = any_of(weapons)
 
     def match(self, pattern: str, words: str) -> list[str] | None:
-        found = re.fullmatch(pattern, words)
-        return None if found is None else [re.sub("^(The|A) ", lambda m: m[0].lower(), g) for g in found.groups()]
+        match = re.fullmatch(pattern, words)
+        return None if match is None else [re.sub("^(The|A) ", lambda m: m[0].lower(), g) for g in match.groups()]
 
     def clue(self, line: str) -> tuple:
         assert line[0].isupper(), line
@@ -199,8 +199,8 @@ def holds(r: Reading, night: Night, clue: tuple) -> bool:
     return rest[0] == {"murdered with": night.weapon, "murdered in": night.room, "murdered at": night.time}[kind]
 
 
-def answer(night: Night, asked: tuple) -> str:
-    kind, *rest = asked
+def answer(night: Night, question: tuple) -> str:
+    kind, *rest = question
     if kind == "weapon":
         return night.weapon.removeprefix("the ")
     if kind == "motive":
@@ -258,7 +258,7 @@ def check_by_trying(text: str, solution: dict[str, str], minimal: bool, whole: b
     )
     left = [nights[n] for n in np.flatnonzero(fits.all(1))]
     assert left, "no night fits the clues"
-    assert all({k: answer(n, asked) for k, asked in r.questions.items()} == solution for n in left)
+    assert all({k: answer(n, q) for k, q in r.questions.items()} == solution for n in left)
     if whole:
         assert len(left) == 1
     words = {"SUSPECT": r.suspects, "WEAPON": r.weapons, "ROOM": r.rooms, "TIME": r.times, "MOTIVE": list(r.motives)}
@@ -271,7 +271,7 @@ def check_by_trying(text: str, solution: dict[str, str], minimal: bool, whole: b
             if whole:
                 assert len(left) > 1, r.clues[drop]
             else:
-                assert len({tuple(answer(n, asked) for asked in r.questions.values()) for n in left}) > 1, r.clues[drop]
+                assert len({tuple(answer(n, q) for q in r.questions.values()) for n in left}) > 1, r.clues[drop]
     return len(nights)
 
 
@@ -299,39 +299,39 @@ class Translator:
     def room(self, room: str) -> int:
         return self.r.rooms.index(room)
 
-    def clue(self, clue: tuple) -> said.Statement:
+    def clue(self, clue: tuple) -> statements.Statement:
         kind, *rest = clue
         match kind:
             case "or":
-                return said.Either(*map(self.clue, rest))
+                return statements.Either(*map(self.clue, rest))
             case "iff":
-                return said.Iff(*map(self.clue, rest))
+                return statements.Iff(*map(self.clue, rest))
             case "place":
-                return said.Place(self.who(rest[0]), self.time(rest[2]), self.room(rest[1]))
+                return statements.Place(self.who(rest[0]), self.time(rest[2]), self.room(rest[1]))
             case "same room":
-                return said.SameRoom(self.who(rest[0]), self.who(rest[1]), self.time(rest[2]))
+                return statements.SameRoom(self.who(rest[0]), self.who(rest[1]), self.time(rest[2]))
             case "together":
-                return said.Together(self.who(rest[0]), self.who(rest[1]), self.room(rest[2]))
+                return statements.Together(self.who(rest[0]), self.who(rest[1]), self.room(rest[2]))
             case "beside":
                 who, direction, other, time = rest
                 pairs = itertools.product(self.r.rooms, repeat=2)
                 pairs = tuple((self.room(a), self.room(b)) for a, b in pairs if self.r.beside(a, b, direction))
-                return said.Beside(self.who(who), self.who(other), self.time(time), direction, pairs)
+                return statements.Beside(self.who(who), self.who(other), self.time(time), direction, pairs)
             case "moved" | "carried":
                 who, *cargo, start, end, time = rest
                 what = self.who(cargo[0]) if cargo else None
-                return said.Moved(self.who(who), what, self.time(time), self.room(start), self.room(end))
+                return statements.Moved(self.who(who), what, self.time(time), self.room(start), self.room(end))
             case "motive":
-                return said.HasMotive(self.who(rest[0]), list(self.r.motives).index(rest[1]))
+                return statements.HasMotive(self.who(rest[0]), list(self.r.motives).index(rest[1]))
             case "murdered by":
                 who = self.who(rest[0])
-                return said.Murder("motive", -3 - who) if who < 0 else said.Murder("murderer", who)
+                return statements.Murder("motive", -3 - who) if who < 0 else statements.Murder("murderer", who)
             case "murdered with":
-                return said.Murder("weapon", self.who(rest[0]))
+                return statements.Murder("weapon", self.who(rest[0]))
             case "murdered in":
-                return said.Murder("room", self.room(rest[0]))
+                return statements.Murder("room", self.room(rest[0]))
             case "murdered at":
-                return said.Murder("time", self.time(rest[0]))
+                return statements.Murder("time", self.time(rest[0]))
         raise AssertionError(clue)
 
     def world(self, night: Night) -> World:
@@ -340,14 +340,14 @@ class Translator:
         murderer, weapon = self.names.index(night.murderer), self.names.index(night.weapon)
         return World(places, motives, murderer, weapon, self.room(night.room), self.time(night.time))
 
-    def asked(self, asked: tuple, gold: str) -> tuple[said.Statement, bool]:
-        kind, *rest = asked
+    def question(self, question: tuple, gold: str) -> tuple[statements.Statement, bool]:
+        kind, *rest = question
         if kind == "where":
-            return said.Place(self.who(rest[0]), self.time(rest[1]), self.room(gold)), False
+            return statements.Place(self.who(rest[0]), self.time(rest[1]), self.room(gold)), False
         if kind == "motive of":
-            return said.HasMotive(self.who(rest[0]), list(self.r.motives).index(gold)), False
+            return statements.HasMotive(self.who(rest[0]), list(self.r.motives).index(gold)), False
         if kind == "who has":
-            return said.HasMotive(self.who(gold), list(self.r.motives).index(rest[0])), True
+            return statements.HasMotive(self.who(gold), list(self.r.motives).index(rest[0])), True
         name = f"the {gold}" if kind == "weapon" else gold
         value = {"room": self.r.rooms, "time": self.r.times, "motive": list(self.r.motives)}.get(kind, self.names)
-        return said.Murder(kind, value.index(name)), False
+        return statements.Murder(kind, value.index(name)), False

@@ -54,15 +54,15 @@ def enter(hosts: Path) -> None:
 
 def listeners() -> list[str]:
     """Addresses on which somebody listens in this network, one for each TCP socket."""
-    found = []
+    addresses = []
     for file in ("tcp", "tcp6"):
         for line in Path("/proc/net", file).read_text().splitlines()[1:]:
             _, local, _, state, *_ = line.split()
             if state == LISTEN:
                 words = bytes.fromhex(local.split(":")[0])  # 32 bits each, in the machine's order of bytes
                 parts = [words[i : i + 4][:: -1 if sys.byteorder == "little" else 1] for i in range(0, len(words), 4)]
-                found.append(str(ipaddress.ip_address(b"".join(parts))))
-    return found
+                addresses.append(str(ipaddress.ip_address(b"".join(parts))))
+    return addresses
 
 
 def socket_folders(pids: list[int]) -> list[tuple[str, int, int]]:
@@ -80,9 +80,9 @@ def group() -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        found = listeners()
+        addresses = listeners()
         dist.destroy_process_group()
-    return {"tcp": found}
+    return {"tcp": addresses}
 
 
 def engine(folder: str) -> dict:
@@ -122,8 +122,8 @@ def main(command: str, *rest: str) -> None:
                 print(f"a network of its own is not permitted here: {error}", file=sys.stderr)
                 sys.exit(NOT_PERMITTED)
         os.execv(sys.executable, [sys.executable, __file__, *rest])
-    found = {"group": group, "engine": engine}[command](*rest)
-    print(json.dumps(found))
+    result = {"group": group, "engine": engine}[command](*rest)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

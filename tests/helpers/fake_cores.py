@@ -105,7 +105,7 @@ class SleepingCore(FakeCore):
     """An engine whose process sleeps, and whose requests never end. Its launch blocks the thread, as vLLM's does, until
     `come_up` or until it is killed."""
 
-    made: list = []
+    instances: list = []
     come_up = threading.Event()
 
     def __init__(self, *args):
@@ -113,7 +113,7 @@ class SleepingCore(FakeCore):
         self.launched, self.busy = threading.Event(), threading.Event()
         self.process = subprocess.Popen(["sleep", "600"], start_new_session=True)
         self.group = self.process.pid
-        self.made.append(self)
+        self.instances.append(self)
 
     @property
     def dead(self):

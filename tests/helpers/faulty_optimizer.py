@@ -19,12 +19,12 @@ class Freezing(torch.optim.AdamW):
 
     def __init__(self, params, after=(), **options):
         super().__init__(params, **options)
-        self.after, self.made = tuple(after), 0
+        self.after, self.count = tuple(after), 0
 
     def step(self, closure=None):
         result = super().step(closure)
-        self.made += 1
-        if self.made in self.after:
+        self.count += 1
+        if self.count in self.after:
             (engine,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "vllm-engine"]
             engine.send_signal(signal.SIGSTOP)
             with Path("frozen").open("a") as file:

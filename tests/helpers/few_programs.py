@@ -38,8 +38,8 @@ class Few:
         program, shown = PROGRAMS[index % len(PROGRAMS)], PROGRAMS[index * 7 // 12 % len(PROGRAMS)]
         elite = Entry(MACHINE, kernel.name, kernel.timed, shown.techniques, shown.source, 1.9, 0.1, 1.0, 1)
         # A program is found anew in each prompt with one, so the answer does not hang on what is shown.
-        asked = messages(kernel, stage, elite if index // 12 % 2 else None)
-        return Problem(f"{problem_of(kernel)}/{stage}/{index}", asked, f"```c\n{program.source}```")
+        prompt = messages(kernel, stage, elite if index // 12 % 2 else None)
+        return Problem(f"{problem_of(kernel)}/{stage}/{index}", prompt, f"```c\n{program.source}```")
 
     def solution(self, problem: Problem) -> str:
         return problem.answer
@@ -88,12 +88,12 @@ class RecordedMatmul(Matmul):
 
 def outcomes(groups) -> Counter:
     """Counts what became of the samples of groups; "noisy" are those that were not graded."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for group in groups:
         for sample in group.samples:
             parts = {} if sample.score is None else sample.score.parts
-            found.update(
+            counts.update(
                 [name.removeprefix("outcome_") for name, value in parts.items() if value and "outcome_" in name]
             )
-            found["noisy"] += sample.score is None
-    return found
+            counts["noisy"] += sample.score is None
+    return counts

@@ -38,12 +38,12 @@ def flown(
 
 def spans(versions: Sequence[int]) -> dict[int, slice]:
     """Version -> the place of its tokens. Raises AssertionError where a version comes after a newer one."""
-    found, start = {}, 0
+    slices, start = {}, 0
     for version, tokens in groupby(np.asarray(versions).tolist()):
         end = start + len(list(tokens))
-        assert version > max(found, default=-1), f"version {version} after {max(found)}"
-        found[version], start = slice(start, end), end
-    return found
+        assert version > max(slices, default=-1), f"version {version} after {max(slices)}"
+        slices[version], start = slice(start, end), end
+    return slices
 
 
 def distances(

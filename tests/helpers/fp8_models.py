@@ -85,12 +85,12 @@ def cosine(one, other):
 @contextmanager
 def saved_tensors():
     """{address of storage: (bytes, dtype)} of all that autograd keeps inside."""
-    found = {}
+    storages = {}
 
     def pack_hook(tensor):
         storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = (storage.nbytes(), tensor.dtype, storage)  # held, so that no address comes twice
+        storages[storage.data_ptr()] = (storage.nbytes(), tensor.dtype, storage)  # held, so that no address comes twice
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
-        yield found
+        yield storages

@@ -99,16 +99,16 @@ def speeds(programs: Sequence[Exploit], checker: Checker) -> dict[str, tuple[flo
 
 
 def _speeds(programs: Sequence[Exploit], checker: Checker, timer: Timer) -> dict[str, tuple[float, float]]:
-    found = {}
+    ratios = {}
     honest = timing_of(checker.kernel.naive, checker, timer)
     most = honest.ratio * (1 + honest.ratio_spread) * (1 + MOVED)
     for each in programs:
         try:
             timing = timing_of(each.source, checker, timer)
-            found[each.name] = timing.ratio * (1 - timing.ratio_spread), most
+            ratios[each.name] = timing.ratio * (1 - timing.ratio_spread), most
         except ChildFailed:
-            found[each.name] = 0.0, most
-    return found
+            ratios[each.name] = 0.0, most
+    return ratios
 
 
 def timing_of(source: str, checker: Checker, timer: Timer) -> Timing:
@@ -143,27 +143,27 @@ def run_one(program: Exploit, checker: Checker, screened: bool) -> Result:
 def traces(checker: Checker) -> set[str]:
     """Returns what a program could leave behind: its processes, its files, and mounts."""
     folder = str(checker.sandbox.folder)
-    found = {f"process {pid}" for pid in processes(folder)}
-    found |= {f"file {path}" for path in checker.sandbox.folder.rglob("*")}
+    entries = {f"process {pid}" for pid in processes(folder)}
+    entries |= {f"file {path}" for path in checker.sandbox.folder.rglob("*")}
     for place in ("/tmp", "/dev/shm", "/var/tmp"):
         names = os.listdir(place) if os.path.isdir(place) else []
-        found |= {f"file {place}/{name}" for name in names if is_ours(Path(place, name))}
-    found |= {f"mount {line}" for line in Path("/proc/mounts").read_text().splitlines()}
-    return found
+        entries |= {f"file {place}/{name}" for name in names if is_ours(Path(place, name))}
+    entries |= {f"mount {line}" for line in Path("/proc/mounts").read_text().splitlines()}
+    return entries
 
 
 def processes(folder: str) -> list[int]:
     """Returns the processes that were started from the sandbox's folder, and their children by fork."""
-    found = []
+    pids = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
                 line = (process / "cmdline").read_bytes()
                 if folder.encode() in line and b"janitor.py" not in line:
-                    found.append(int(process.name))
+                    pids.append(int(process.name))
             except OSError:
                 continue  # it has ended
-    return found
+    return pids
 
 
 def is_ours(path: Path) -> bool:

@@ -20,12 +20,12 @@ class Labelled:
 
 def labelled_programs(file: str = "labelled_programs.txt") -> list[Labelled]:
     text = (ROOT / "tests/unit/measured" / file).read_text(encoding="utf-8")
-    found = []
+    programs = []
     for part in text.split("=== ")[1:]:
         head, _, source = part.partition("\n")
         name, kernel, techniques = (word.strip() for word in head.split("|"))
-        found.append(Labelled(name, kernel, frozenset(techniques.replace("-", "").split()), source))
-    return found
+        programs.append(Labelled(name, kernel, frozenset(techniques.replace("-", "").split()), source))
+    return programs
 
 
 @cache

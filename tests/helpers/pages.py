@@ -68,9 +68,9 @@ def opened(page: Path, probe: str, before: str = "", place: str = "") -> tuple[d
                f"--user-data-dir={page.parent}/profile", "--virtual-time-budget=60000", "--enable-logging=stderr", "--dump-dom",
                f"file://{around}"]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
-    told = re.search(r'<pre id="told">([^<]*)</pre>', ended.stdout)
-    assert told, ended.stderr
-    return {(copy["width"], copy["theme"]): copy for copy in json.loads(base64.b64decode(told[1]))}, ended.stderr
+    match = re.search(r'<pre id="told">([^<]*)</pre>', ended.stdout)
+    assert match, ended.stderr
+    return {(copy["width"], copy["theme"]): copy for copy in json.loads(base64.b64decode(match[1]))}, ended.stderr
 
 
 class Scripts(HTMLParser):

@@ -42,8 +42,8 @@ class SecondMachine:
             self._there("ip", "addr", "add", f"{self.there}/30", "dev", self._end)
             self._there("ip", "link", "set", self._end, "up")
             # As behind a router: where nobody answers, nobody says so either.
-            told = self._there("ip", "-o", "link", "show", "dev", self._end).split()
-            far = told[told.index("link/ether") + 1]
+            words = self._there("ip", "-o", "link", "show", "dev", self._end).split()
+            far = words[words.index("link/ether") + 1]
             self._ip("neigh", "replace", self.there, "lladdr", far, "dev", self.link, "nud", "permanent")
         except BaseException:
             self.close()
@@ -54,9 +54,9 @@ class SecondMachine:
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
         give_up_at = time.monotonic() + 10
         while time.monotonic() < give_up_at:
-            found = children.read_text().split()
-            if found and Path(f"/proc/{found[0]}/comm").read_text().strip() == "sleep":
-                return int(found[0])
+            pids = children.read_text().split()
+            if pids and Path(f"/proc/{pids[0]}/comm").read_text().strip() == "sleep":
+                return int(pids[0])
             time.sleep(0.02)
         raise AssertionError("the namespaces did not come up")
 

@@ -21,12 +21,12 @@ def runner(file: Path, folder: Path, jobs: int = 1, *further: str, seed: int = 0
     sweep = read_sweep(file)
     place = SweepFolder(folder, sweep, further, seed)
     place.begin()
-    made = Runner(
+    instance = Runner(
         place,
         jobs,
         lambda point: [sys.executable, str(PROGRAM), *(f"{key}={value}" for key, value in point.items()), *further],
     )
-    return made, place
+    return instance, place
 
 
 if __name__ == "__main__":

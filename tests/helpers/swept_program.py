@@ -18,8 +18,8 @@ with open(out.parent.parent / "starts", "a") as file:
     file.write(
         f"{out.name} {first} {os.getpid()} {os.environ.get('WANDB_RUN_ID')} {os.environ.get('WANDB_RUN_GROUP')}\n"
     )
-told = []
-signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+signals = []
+signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
 if lr < 0:
     print(f"Traceback\nerror: optimizer.lr={lr} must be 0 or more", file=sys.stderr)
     sys.exit(2)
@@ -30,5 +30,5 @@ with open(out / "metrics.jsonl", "a") as file:
         line = {"step": step, "eval/accuracy_sampled": value, "eval/low": value - 0.01, "eval/high": value + 0.01}
         print(json.dumps(line), file=file, flush=True)
         (out / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
-        if told:
+        if signals:
             sys.exit(143)

@@ -181,8 +181,8 @@ def reference(model, groups, loss, aggregation, temperature, ref_model=None):
             weight = float(np.float32(of_label))
             for term in terms:
                 total += weight * term.sum().item()
-                found = torch.autograd.grad(weight * term.sum(), params.values(), retain_graph=True)
-                for name, grad in zip(params, found, strict=True):
+                term_grads = torch.autograd.grad(weight * term.sum(), params.values(), retain_graph=True)
+                for name, grad in zip(params, term_grads, strict=True):
                     grads[name] += grad
                     sizes[name] += grad.abs().max().item()
             loss_size += weight * sum(change.abs().sum().item() for change in changes)

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass
-class Seen:
+class Start:
     """What W&B's reader says of one start of a run."""
 
     folder: Path
@@ -28,11 +28,11 @@ class Seen:
     @property
     def history(self) -> dict[int, dict[str, Any]]:
         """step -> its scalars, merged."""
-        found: dict[int, dict[str, Any]] = {}
+        scalars: dict[int, dict[str, Any]] = {}
         for line in self.of("history"):
             item = {name: value for name, value in line["item"].items() if not name.startswith(("_", "samples/"))}
-            found.setdefault(item.pop("step"), {}).update(item)
-        return found
+            scalars.setdefault(item.pop("step"), {}).update(item)
+        return scalars
 
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
@@ -47,21 +47,23 @@ class Seen:
         return {one["name"]: one for one in self.of("artifact") if one["type"] != "run_table"}
 
 
-def starts(run_dir: Path, number: int, seconds: float = 20.0, ended: bool = True) -> list[Seen]:
+def starts(run_dir: Path, number: int, seconds: float = 20.0, ended: bool = True) -> list[Start]:
     """The starts of a run, once there are so many whose file is complete: on a busy machine W&B's process lags behind."""
     deadline = time.monotonic() + seconds
     while True:
         folders = sorted((run_dir / "wandb").glob("offline-run-*"))
-        seen = [_seen(folder) for folder in folders if list(folder.glob("*.wandb"))]
-        if len(seen) == number and (not ended or all(one.of("exit") for one in seen)):
-            return seen
-        assert time.monotonic() < deadline, f"{run_dir}: {[(one.folder.name, one.whole.get('state')) for one in seen]}"
+        result = [_start(folder) for folder in folders if list(folder.glob("*.wandb"))]
+        if len(result) == number and (not ended or all(one.of("exit") for one in result)):
+            return result
+        assert time.monotonic() < deadline, (
+            f"{run_dir}: {[(one.folder.name, one.whole.get('state')) for one in result]}"
+        )
         time.sleep(0.2)
 
 
-def _seen(folder: Path) -> Seen:
+def _start(folder: Path) -> Start:
     (file,) = folder.glob("*.wandb")
-    return Seen(
+    return Start(
         folder, [json.loads(line) for line in _inspect(file).splitlines()], json.loads(_inspect(file, "--summary"))
     )
 

@@ -19,7 +19,7 @@ GRIDS = [
 def main(path):
     from sweeps import next_runs
 
-    found = {
+    reference = {
         "grids": [
             {
                 "parameters": given,
@@ -33,7 +33,7 @@ def main(path):
         ],
     }
     with open(path, "w") as file:
-        json.dump(found, file, default=lambda value: value.item())
+        json.dump(reference, file, default=lambda value: value.item())
         file.write("\n")
 
 

@@ -44,18 +44,18 @@ def receive(update_info):
         raise Refused("it had stalled")
     if not GROUP:
         raise Refused("no group")
-    give_up_at, found = time.monotonic() + info.deadline_s, {}
+    give_up_at, checksums = time.monotonic() + info.deadline_s, {}
     try:
         for begin, end, manifest in chunks(update_info, info.chunk_bytes):
             data = torch.empty(end - begin, dtype=torch.uint8)
             GROUP[0].broadcast(data, give_up_at)
-            found |= {name: checksum(tensor) for name, tensor in views(data, manifest)}
+            checksums |= {name: checksum(tensor) for name, tensor in views(data, manifest)}
             if STATE["fault"] == "die":
                 os._exit(9)
     except RuntimeError:
         GROUP.clear()
         raise
-    return found
+    return checksums
 
 
 def rpc(method, args):

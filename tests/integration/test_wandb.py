@@ -98,19 +98,19 @@ def test_scalars_are_those_of_metrics_jsonl(watched):
 
 
 def test_both_starts_are_one_run_with_its_place_and_its_settings(watched):
-    run_dir, seen, typed, process = watched
+    run_dir, starts, typed, process = watched
     record = json.loads((run_dir / "run.json").read_text())
-    for one in seen:
+    for one in starts:
         assert one.whole["run_id"] == record["id"] and one.whole["project"] == "letters"
         assert one.whole["name"] == "watched" and one.whole["exit_code"] == 0
-    config = seen[0].whole["config"]
+    config = starts[0].whole["config"]
     # As it was resolved, and as the user wrote it.
     assert config["task"]["_component_"] == "noted.Noted" and config["sampling"]["max_tokens"] == 12
     assert config["max_grad_norm"] == 1.0, "a default"
     assert config["process"]["command"] == process["command"] and process["command"].endswith("max_steps=2")
     assert process["command"].endswith(shlex.join(typed))
     assert config["process"]["yaml"] == (run_dir.parent / "run.yaml").read_text()
-    assert seen[1].whole["config"]["max_steps"] == 3
+    assert starts[1].whole["config"]["max_steps"] == 3
 
 
 def test_each_step_has_a_table_of_samples_under_a_key_of_its_own(watched):
@@ -140,7 +140,7 @@ def test_no_file_of_the_run_is_uploaded(watched):
 
 
 def test_a_crash_is_a_failure_for_wandb(workplace):
-    said = runs.run(
+    output = runs.run(
         workplace,
         "warmup_sft",
         "output_dir=crash",
@@ -148,10 +148,10 @@ def test_a_crash_is_a_failure_for_wandb(workplace):
         ok=False,
         config="warmup.yaml",
     )
-    (seen,) = wandb_reader.starts(workplace / "crash", 1)
-    assert "no such luck" in said
-    assert seen.whole["exit_code"] == 1 and seen.whole["state"] == "failed"
-    assert sorted(seen.history) == [1, 2]
+    (start,) = wandb_reader.starts(workplace / "crash", 1)
+    assert "no such luck" in output
+    assert start.whole["exit_code"] == 1 and start.whole["state"] == "failed"
+    assert sorted(start.history) == [1, 2]
 
 
 @pytest.mark.rest
@@ -162,7 +162,9 @@ def test_two_ranks_are_one_run_of_an_agent(workplace):
         env={**runs.environment(), "WANDB_PROJECT": "theirs", "WANDB_RUN_ID": "agent7"}, capture_output=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = sorted((workplace / "ranks").rglob("*.wandb"))
-    assert [path.name for path in found] == ["run-agent7.wandb"], found
-    seen = wandb_reader._seen(found[0].parent)
-    assert seen.whole["project"] == "theirs" and seen.whole["exit_code"] == 0 and sorted(seen.history) == [1, 2, 3, 4]
+    files = sorted((workplace / "ranks").rglob("*.wandb"))
+    assert [path.name for path in files] == ["run-agent7.wandb"], files
+    start = wandb_reader._start(files[0].parent)
+    assert (
+        start.whole["project"] == "theirs" and start.whole["exit_code"] == 0 and sorted(start.history) == [1, 2, 3, 4]
+    )

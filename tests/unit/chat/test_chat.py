@@ -76,7 +76,7 @@ def test_recorded_vectors(data_dir, qwen_dir, family):
     rows = json.loads((data_dir / "chat-templates/vectors.json").read_text())
     tokenizer = ChatTokenizer(qwen_dir, template=str(data_dir / f"chat-templates/{family}.jinja"))
     assert tokenizer.stop_token_ids == (151645,)  # no config names it: it is the token that ends a turn
-    seen = 0
+    count = 0
     for row in rows:
         arguments = row["messages"], row["tools"], row["add_generation_prompt"]
         if row["template"] == family:
@@ -88,8 +88,8 @@ def test_recorded_vectors(data_dir, qwen_dir, family):
             assert (ids, [int(m) for m in mask]) == (row["input_ids"], row["assistant_mask"]), row["name"]
         else:
             continue
-        seen += 1
-    assert seen == 24
+        count += 1
+    assert count == 24
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])

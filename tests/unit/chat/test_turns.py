@@ -189,13 +189,13 @@ def test_a_warm_up_learns_the_ids_that_a_run_appends(tokenizer, messages):
 
 
 FRAGMENTS = ["a", "The ", "4", " ", "\n", "\n\n", "\t", "é", "中", "🙂", ".", "<think>", "<tool_call>", *SPECIAL]
-said = st.text(max_size=9).filter(lambda text: not any(token in text for token in SPECIAL)).map(str.strip)
+contents = st.text(max_size=9).filter(lambda text: not any(token in text for token in SPECIAL)).map(str.strip)
 answers = st.builds(
     lambda role, parts: {"role": role, "content": "".join(parts)},
     st.sampled_from(["user", "tool", "system"]),
     st.lists(st.sampled_from(FRAGMENTS) | st.characters(exclude_categories=["Cs", "Co"]), max_size=8),
 )
-rounds = st.lists(st.tuples(said.map(policy), st.lists(answers, min_size=1, max_size=3)), min_size=1, max_size=4)
+rounds = st.lists(st.tuples(contents.map(policy), st.lists(answers, min_size=1, max_size=3)), min_size=1, max_size=4)
 
 
 @families(*KEEPING, ("qwen3", {}))
@@ -273,9 +273,9 @@ DROPS, EMPTY, TRIMS, CALLS = REWRITTEN.values()
     indirect=["tokenizer"],
 )
 def test_what_a_template_rewrites_stays_as_it_was_sampled(tokenizer, rewritten):
-    turn, told, was, becomes = rewritten
+    turn, message, was, becomes = rewritten
     ids, _, _ = appended(tokenizer, [user("2+2?"), turn, user("So?")])
-    whole = tokenizer.prompt_ids([user("2+2?"), told, user("So?")])
+    whole = tokenizer.prompt_ids([user("2+2?"), message, user("So?")])
     assert ids != whole and tokenizer.spell(ids).replace(was, becomes, 1) == tokenizer.spell(whole)
 
 

@@ -70,8 +70,8 @@ def place(tmp_path, monkeypatch):
 def test_what_is_refused(typed, says, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["ray", *shlex.split(typed)])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.startswith("error: ") and says in said, said
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and message.startswith("error: ") and says in message, message
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch, capsys):
@@ -126,8 +126,8 @@ def test_settings_may_stand_anywhere_and_the_config_names_the_recipe(monkeypatch
 
 
 def test_the_trainer_and_each_server_are_a_bundle():
-    asked = Request("gpus", 8, 2, each=4)
-    assert asked.bundles() == [8, 4, 4] and asked.words() == "--train-gpus 8 --engine-gpus 8"
+    request = Request("gpus", 8, 2, each=4)
+    assert request.bundles() == [8, 4, 4] and request.words() == "--train-gpus 8 --engine-gpus 8"
 
 
 def test_the_server_has_the_settings_of_the_run(monkeypatch, tmp_path, capsys):

@@ -210,7 +210,7 @@ def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_oth
         bad = {word: grader.submit(task[0], "a", word, "b") for word in words}
         good = grader.submit(task[1], "b", "a")
         partly = grader.submit(task[2], "b", "odd", "a")
-        found = {word: future.result(timeout=60) for word, future in bad.items()}
+        outcomes = {word: future.result(timeout=60) for word, future in bad.items()}
         assert [outcome.score.reward for outcome in good.result(timeout=60)] == [1.0, 0.0]
         kinds = [outcome.kind for outcome in partly.result(timeout=60)]
     assert kinds == ["scored", "infra_failed", "scored"], "one entry that is no number is the loss of its text alone"
@@ -225,8 +225,8 @@ def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_oth
         ),
         ("few", "infra_failed", r"\) returned 1 values for 3 texts; return a list with a number for each$"),
     ):
-        assert [(outcome.kind, outcome.score) for outcome in found[word]] == [(kind, None)] * 3
-        assert all(re.search(cause, outcome.cause) for outcome in found[word])
+        assert [(outcome.kind, outcome.score) for outcome in outcomes[word]] == [(kind, None)] * 3
+        assert all(re.search(cause, outcome.cause) for outcome in outcomes[word])
 
 
 # ---- mistakes

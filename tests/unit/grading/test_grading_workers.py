@@ -42,7 +42,7 @@ def test_a_stopped_worker_is_replaced():
 
 def test_workers_outlive_the_thread_that_made_the_grader():
     """The kernel's death signal is tied to a thread, not to the process."""
-    made: list[Grader] = []
+    graders: list[Grader] = []
     pids: list[float] = []
 
     def in_a_thread(work) -> None:
@@ -53,14 +53,14 @@ def test_workers_outlive_the_thread_that_made_the_grader():
         wait_until(lambda: not Path(f"/proc/self/task/{thread.native_id}").exists())
 
     def make() -> None:
-        made.append(Grader(Scripted()))
+        graders.append(Grader(Scripted()))
         ask()
 
     def ask() -> None:
-        pids.append(made[0].grade([(PROBLEM, "pid")])[0].score.reward)
+        pids.append(graders[0].grade([(PROBLEM, "pid")])[0].score.reward)
 
     in_a_thread(make)
-    with made[0]:
+    with graders[0]:
         in_a_thread(ask)
         in_a_thread(ask)
     assert len(pids) == 3 and len(set(pids)) == 1

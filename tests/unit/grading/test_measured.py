@@ -32,10 +32,10 @@ class StubBench:
     timed_cores = ()
 
     def __init__(self):
-        self.asked, self.futures, self.closed = [], [], 0
+        self.requests, self.futures, self.closed = [], [], 0
 
     def submit(self, kernel, text, group=None, permitted=None):
-        self.asked.append((kernel, text, group, permitted))
+        self.requests.append((kernel, text, group, permitted))
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -54,10 +54,10 @@ class Asked(MeasuredTask):
     def permitted(self, problem):
         return {"blocking"}
 
-    def score(self, problem, found):
-        if found.note == "a bug":
+    def score(self, problem, bench_result):
+        if bench_result.note == "a bug":
             raise ZeroDivisionError("a bug of the task")
-        return Score(float(found.note or 1.0), {"gflops": 3.0}, "", {"machine": found.fingerprint})
+        return Score(float(bench_result.note or 1.0), {"gflops": 3.0}, "", {"machine": bench_result.fingerprint})
 
 
 class Unmeasured:
@@ -77,11 +77,11 @@ def grader(bench):
 
 def test_a_text_goes_to_the_service_and_its_result_to_the_task(grader, bench):
     outcome = grader.submit(PROBLEM, "a text")
-    assert bench.asked == [("the kernel of p", "a text", "p", {"blocking"})] and not outcome.done()
+    assert bench.requests == [("the kernel of p", "a text", "p", {"blocking"})] and not outcome.done()
     bench.futures[0].set_result(result())
-    (found,) = outcome.result(5)
-    assert (found.kind, found.score.reward, found.score.parts) == ("scored", 1.0, {"gflops": 3.0})
-    assert found.score.facts == {"machine": "here"}
+    (grade,) = outcome.result(5)
+    assert (grade.kind, grade.score.reward, grade.score.parts) == ("scored", 1.0, {"gflops": 3.0})
+    assert grade.score.facts == {"machine": "here"}
 
 
 def test_nobody_waits_for_a_slower_neighbor(grader, bench):
@@ -107,9 +107,9 @@ def test_nobody_waits_for_a_slower_neighbor(grader, bench):
 def test_what_the_machine_did_wrong_is_no_grade(grader, bench, end, kind, cause):
     outcome = grader.submit(PROBLEM, "a text")
     (bench.futures[0].set_exception if isinstance(end, BaseException) else bench.futures[0].set_result)(end)
-    (found,) = outcome.result(5)
+    (grade,) = outcome.result(5)
     line = Asked.score.__code__.co_firstlineno
-    assert (found.kind, found.score, found.cause) == (kind, None, cause.format(line=line))
+    assert (grade.kind, grade.score, grade.cause) == (kind, None, cause.format(line=line))
 
 
 def test_a_bug_of_the_task_reaches_who_waits(grader, bench):
@@ -136,8 +136,8 @@ def test_metrics_are_those_since_the_last_call(grader, bench):
     for end in ends:
         grader.submit(PROBLEM, "a text")
         bench.futures[-1].set_result(end)
-    found = grader.metrics()
-    assert found == {
+    metrics = grader.metrics()
+    assert metrics == {
         "time/bench": 3.5,
         "bench/noisy": pytest.approx(1 / 3),
         "bench/cache_hits": pytest.approx(1 / 3),
@@ -145,7 +145,7 @@ def test_metrics_are_those_since_the_last_call(grader, bench):
     # A refill belongs to the same step.
     grader.submit(PROBLEM, "a text")
     bench.futures[-1].set_result(result(compile=0.5))
-    assert grader.metrics(refill=True) == found | {"time/bench": 4.0, "bench/noisy": 0.25, "bench/cache_hits": 0.25}
+    assert grader.metrics(refill=True) == metrics | {"time/bench": 4.0, "bench/noisy": 0.25, "bench/cache_hits": 0.25}
     assert set(grader.metrics().values()) == {0.0}
 
 
@@ -268,7 +268,7 @@ def test_what_was_started_ends_where_the_rest_cannot_start(monkeypatch):
 
 def test_a_measured_task_is_rehearsed_with_its_own_settings(monkeypatch):
     rehearsed = []
-    monkeypatch.setattr(grading, "rehearse_bench", lambda *asked: rehearsed.append(asked))
+    monkeypatch.setattr(grading, "rehearse_bench", lambda *arguments: rehearsed.append(arguments))
     rehearse([Asked({"threads": 2}), Asked()], GraderConfig())
     assert rehearsed == [(BenchConfig(threads=2), Asked.kernels)] * 2, "the held-out task shares the service"
     with pytest.raises(ValueError, match="^evaluation.task.bench is not that of the first task, .*; leave it out"):

@@ -16,7 +16,7 @@ def test_the_end_of_torchrun_has_the_status_of_the_first_rank(tmp_path, capsys):
         failed.timestamp += later
         return failed
 
-    for error, status, said in (
+    for error, status, message in (
         (ChildFailedError("grpo.py", {1: failure(1, -15), 0: failure(0, 2)}), 2, ""),
         (ChildFailedError("grpo.py", {1: failure(1, -15), 3: failure(3, 1)}), 1, "rank 3 ended with exit code 1"),
         (
@@ -36,6 +36,6 @@ def test_the_end_of_torchrun_has_the_status_of_the_first_rank(tmp_path, capsys):
             raise error
         assert left.value.code == status
         printed = capsys.readouterr().err
-        assert printed.startswith(said) and bool(printed) == bool(said)
+        assert printed.startswith(message) and bool(printed) == bool(message)
     with pytest.raises(KeyError), quiet_end():
         raise KeyError("a bug")

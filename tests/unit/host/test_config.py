@@ -68,12 +68,12 @@ def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, 
         OmegaConf.register_new_resolver("tte_shout", lambda text: text.upper() + "!", replace=True)
         OmegaConf.register_new_resolver("tte_count", len, replace=True)
     deep = 'task: {deep: [{token: "${oc.env:TTE_TOKEN}", plain: 1}], two: 2}\n'
-    cfg, found = of_environment(monkeypatch, f"{deep}model: {{a: {{b: [0, {json.dumps(written)}]}}}}\n")
+    cfg, values = of_environment(monkeypatch, f"{deep}model: {{a: {{b: [0, {json.dumps(written)}]}}}}\n")
     assert cfg.model["a"]["b"][1] == value
-    assert found["model"] == {"a": {"b": [0, kept]}}
-    assert found["task"] == {"deep": [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}], "two": 2}
+    assert values["model"] == {"a": {"b": [0, kept]}}
+    assert values["task"] == {"deep": [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}], "two": 2}
     # Everything else is resolved, and of a node there is what was given.
-    assert found["output_dir"] == "x" and found["sampling"] == {"max_tokens": 8} and found["engine"] == {}
+    assert values["output_dir"] == "x" and values["sampling"] == {"max_tokens": 8} and values["engine"] == {}
 
 
 def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
@@ -81,14 +81,14 @@ def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
         "loss: {_component_: a.Loss, x: '${oc.env:TTE_TOKEN}', y: '${prompts_per_step}'}\n"
     )
     text = f'max_steps: "${{oc.env:TTE_STEPS}}"\nprompts_per_step: "${{max_steps}}"\npreset: {tmp_path}/mine.yaml\n'
-    cfg, found = of_environment(
+    cfg, values = of_environment(
         monkeypatch, text, cli=["model_dir=${oc.env:TTE_TOKEN}", "tokenizer.path=${model_dir}/t"]
     )
     assert (cfg.max_steps, cfg.prompts_per_step, cfg.model_dir, cfg.tokenizer["path"]) == (7, 7, "s3cret", "s3cret/t")
-    assert found["max_steps"] == found["prompts_per_step"] == "${oc.env:TTE_STEPS}"
-    assert (found["model_dir"], found["tokenizer"]) == ("${oc.env:TTE_TOKEN}", {"path": "${oc.env:TTE_TOKEN}/t"})
+    assert values["max_steps"] == values["prompts_per_step"] == "${oc.env:TTE_STEPS}"
+    assert (values["model_dir"], values["tokenizer"]) == ("${oc.env:TTE_TOKEN}", {"path": "${oc.env:TTE_TOKEN}/t"})
     assert cfg.loss == {"_component_": "a.Loss", "x": "s3cret", "y": 7}
-    assert found["loss"] == {"_component_": "a.Loss", "x": "${oc.env:TTE_TOKEN}", "y": "${oc.env:TTE_STEPS}"}
+    assert values["loss"] == {"_component_": "a.Loss", "x": "${oc.env:TTE_TOKEN}", "y": "${oc.env:TTE_STEPS}"}
 
 
 def test_a_missing_variable_is_still_named(monkeypatch):
@@ -104,8 +104,8 @@ def test_the_paths_that_settings_name(tmp_path, monkeypatch):
     given |= {
         "task": {"path": "${oc.env:PWD,x}/../data.jsonl", "more": [str(tmp_path / "data.jsonl"), "\0", "", "x" * 5000]}
     }
-    found = named_paths(load_config(grpo.Config, OmegaConf.create(given)))
-    assert sorted(map(str, found)) == sorted(["model", str(tmp_path / "data.jsonl")])
+    paths = named_paths(load_config(grpo.Config, OmegaConf.create(given)))
+    assert sorted(map(str, paths)) == sorted(["model", str(tmp_path / "data.jsonl")])
 
 
 def test_an_old_key_that_has_no_successor_in_a_recipe_is_just_unknown():
@@ -153,8 +153,8 @@ def test_every_knob_that_a_message_names_exists():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
         texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone]
-        found = {match.groups() for text in texts if isinstance(text, str) for match in knob.finditer(text)}
+        names = {match.groups() for text in texts if isinstance(text, str) for match in knob.finditer(text)}
         known = {(node, field.name) for node, kind in NODES.items() for field in fields(kind)}
-        wrong += [(path.name, *pair) for pair in found - known if pair[1] not in ("log", "json")]
+        wrong += [(path.name, *pair) for pair in names - known if pair[1] not in ("log", "json")]
     assert not wrong
     assert {key.partition(".")[0] for key in APART} | set(NO_NEWS) <= {field.name for field in fields(grpo.Config)}

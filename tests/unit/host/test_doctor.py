@@ -62,8 +62,8 @@ def look(monkeypatch, tmp_path):
         monkeypatch.setattr(doctor.plugin, "installed", lambda: hook)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
         monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=disk))
-        found = SimpleNamespace(path="/usr/bin/gcc", version="gcc 12.2.0") if compiler else None
-        monkeypatch.setattr(doctor.Compiler, "find", raising(found, ValueError("none")))
+        gcc = SimpleNamespace(path="/usr/bin/gcc", version="gcc 12.2.0") if compiler else None
+        monkeypatch.setattr(doctor.Compiler, "find", raising(gcc, ValueError("none")))
         monkeypatch.setattr(doctor, "layers_here", raising(layers, SandboxError("no header")))
         return list(doctor.findings_here())
 
@@ -148,9 +148,9 @@ def test_a_good_machine_has_no_trouble(look, machine):
 def test_trouble_is_named_with_its_cure(look, case):
     machine, mark, name, text, fix = TROUBLE[case]
     findings = look(**machine)
-    found = [finding for finding in findings if (finding.mark, finding.name) == (mark, name) and text in finding.text]
-    assert len(found) == 1, findings
-    assert fix in found[0].fix
+    matches = [finding for finding in findings if (finding.mark, finding.name) == (mark, name) and text in finding.text]
+    assert len(matches) == 1, findings
+    assert fix in matches[0].fix
     assert all(finding.mark == OK or finding.fix for finding in findings)
 
 

@@ -114,8 +114,8 @@ def launched(config):
 def ranks_of(command):
     """How many ranks a command starts, on all nodes together."""
     words = command.split()
-    found = [int(words[words.index(option) + 1]) for option in ("--nnodes", "--nproc_per_node") if option in words]
-    return math.prod(found)
+    counts = [int(words[words.index(option) + 1]) for option in ("--nnodes", "--nproc_per_node") if option in words]
+    return math.prod(counts)
 
 
 @every_row("name", CONFIGS)

@@ -16,13 +16,13 @@ def test_what_pip_is_asked_for():
 
 
 def test_the_first_failure_ends_it(monkeypatch, capsys):
-    asked = []
+    commands = []
 
     def run(command):
-        asked.append(command)
+        commands.append(command)
         return subprocess.CompletedProcess(command, 3)
 
     monkeypatch.setattr(engine_install.shutil, "which", lambda name: None)
     monkeypatch.setattr(engine_install.subprocess, "run", run)
-    assert main(["install-engine"]) == 3 and len(asked) == 1
+    assert main(["install-engine"]) == 3 and len(commands) == 1
     assert " -m pip " in capsys.readouterr().out

@@ -145,14 +145,14 @@ def test_shown_ends_with_one_message(capsys, monkeypatch):
         with shown():
             function(*arguments)
 
-    for kind, said, status in (
+    for kind, output, status in (
         (Mistake, "error: x\n", 2),
         (Failure, "error: x\n", 1),
         (EngineFailed, "error: EngineFailed: x\n", 1),
     ):
         error = error_of(call, ours["on_purpose"], kind)
         assert isinstance(error, SystemExit) and error.code == status
-        assert capsys.readouterr().err == said
+        assert capsys.readouterr().err == output
     assert isinstance(error_of(call, ours["by_library"]), json.JSONDecodeError)
     assert isinstance(error_of(call, ours["on_purpose"], KeyboardInterrupt), KeyboardInterrupt)
     monkeypatch.setenv(errors.WITH_TRACEBACK, "1")
@@ -176,7 +176,7 @@ def test_another_rank_waits_and_names_itself(capsys, monkeypatch):
 
 
 @every_row(
-    "name, known, found",
+    "name, known, match",
     [
         ("clip_hi", ["clip_low", "clip_high"], "clip_high"),
         ("learning_rate", ["max_steps", "optimizer.lr"], "optimizer.lr"),
@@ -186,5 +186,5 @@ def test_another_rank_waits_and_names_itself(capsys, monkeypatch):
         ("zebra", ["clip_low", "optimizer.lr"], None),
     ],
 )
-def test_the_nearest_name(name, known, found):
-    assert nearest(name, known) == found
+def test_the_nearest_name(name, known, match):
+    assert nearest(name, known) == match

@@ -47,8 +47,8 @@ def test_the_list_of_a_recipe_is_its_dataclass(name):
 
 
 def test_a_node_has_the_defaults_of_its_recipe():
-    found = {knob.name: knob.default for knob in knobs.listing(["warmup_sft", "schedule"])[1]}
-    assert found == {"schedule": "{...}", "schedule.decay": "cosine", "schedule.warmup": "20"}
+    defaults = {knob.name: knob.default for knob in knobs.listing(["warmup_sft", "schedule"])[1]}
+    assert defaults == {"schedule": "{...}", "schedule.decay": "cosine", "schedule.warmup": "20"}
 
 
 @every_row(

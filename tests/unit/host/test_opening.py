@@ -40,9 +40,9 @@ def line(cfg):
 
 
 def test_a_preset_changes_all_of_tinys_objective():
-    said = line(settings("grpo/tiny", preset="atr_grpo"))
-    assert said.startswith("KL3 <= 0.02 (clip 0.187/0.214) per token, TIS <= 2, advantage mean/group_std, seq")
-    assert said.endswith("; preset atr_grpo")
+    text = line(settings("grpo/tiny", preset="atr_grpo"))
+    assert text.startswith("KL3 <= 0.02 (clip 0.187/0.214) per token, TIS <= 2, advantage mean/group_std, seq")
+    assert text.endswith("; preset atr_grpo")
 
 
 @every_row(
@@ -70,9 +70,9 @@ def test_a_preset_changes_all_of_tinys_objective():
     ],
 )  # fmt: skip
 def test_words(own, words):
-    said = line(settings(**own))
-    assert words in said
-    assert said.endswith(words.partition("; ")[2])
+    text = line(settings(**own))
+    assert words in text
+    assert text.endswith(words.partition("; ")[2])
 
 
 def test_machines_and_copies_of_the_weights_are_said():
@@ -124,8 +124,8 @@ def lines(cfg, **own):
 
 
 def test_a_run_says_what_it_is_about_to_do():
-    said = lines(settings("grpo/tiny"), processes=2)
-    labels, texts = [line[:11].strip() for line in said], [line[11:] for line in said]
+    output = lines(settings("grpo/tiny"), processes=2)
+    labels, texts = [line[:11].strip() for line in output], [line[11:] for line in output]
     assert labels == ["model:", "device:", "objective:", "problems:", "files:", "engine:"]
     assert texts[0] == "models/q: qwen2 of 4 layers, 1.5 million parameters; trains all weights"
     assert texts[1] == "2 processes on cpu; in float32"
@@ -139,9 +139,9 @@ def test_a_run_says_what_it_is_about_to_do():
 
 def test_a_server_and_no_evaluation_are_said():
     cfg = settings("grpo/tiny", engine={"address": "http://there:8000"}, evaluation={"task": None})
-    said = lines(cfg)
-    assert said[3].endswith("; none held out")
-    assert said[5] == "engine:    connecting to http://there:8000"
+    output = lines(cfg)
+    assert output[3].endswith("; none held out")
+    assert output[5] == "engine:    connecting to http://there:8000"
 
 
 def test_problems_that_are_trained_on_or_come_again_are_told():
@@ -176,9 +176,9 @@ def test_counts_have_few_digits():
 def test_checkpoints_without_a_score_are_said():
     cfg = settings("grpo/tiny")
     assert len(lines(cfg)) == 6
-    said = lines(cfg, every=50)
-    assert said[6].startswith("best:      only a checkpoint that is written when the run evaluates has an accuracy; ")
-    assert "with checkpoints.every=50 and evaluation.every=40 that is each 200 steps" in said[6]
+    output = lines(cfg, every=50)
+    assert output[6].startswith("best:      only a checkpoint that is written when the run evaluates has an accuracy; ")
+    assert "with checkpoints.every=50 and evaluation.every=40 that is each 200 steps" in output[6]
     assert len(lines(cfg, every=10_000)) == 6
 
 

@@ -54,7 +54,7 @@ def test_adapters_and_precision_of_the_config_reach_the_server(capsys, model):
 def test_what_is_wrong_is_said(capsys, model, monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     monkeypatch.setattr(serve.os, "execve", lambda *words: pytest.fail("it started"))
-    for words, said in (
+    for words, message in (
         (["--config", "grpo/tiny", model], f"{KEY_VARIABLE} is not set"),
         (["--config", "grpo/tiny", model, "engine.transfer=rdma"], "engine.transfer is 'rdma'"),
         (["--config", "no/such"], "no/such"),
@@ -63,4 +63,4 @@ def test_what_is_wrong_is_said(capsys, model, monkeypatch):
     ):
         with pytest.raises(SystemExit) as ended:
             cli.main(["serve", *words])
-        assert ended.value.code == 2 and said in capsys.readouterr().err
+        assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -23,8 +23,8 @@ def nodes(tree, where=""):
 
 
 def check(tree):
-    found = list(nodes(tree))
-    for where, node in found:
+    components = list(nodes(tree))
+    for where, node in components:
         module, _, name = node["_component_"].rpartition(".")
         if not module or module.startswith("my_"):  # it stands in a file of the user
             continue
@@ -34,7 +34,7 @@ def check(tree):
             inspect.signature(component).bind_partial(**given)
         except TypeError as error:
             raise AssertionError(f"{where}: {node['_component_']}: {error}") from None
-    return len(found)
+    return len(components)
 
 
 def test_configs_give_components_what_they_take(repo_root):
@@ -47,15 +47,15 @@ def test_configs_give_components_what_they_take(repo_root):
 
 def test_docs_give_components_what_they_take(repo_root):
     pages = [repo_root / "README.md", *sorted((repo_root / "docs").glob("*.md"))]
-    seen = 0
+    count = 0
     for page in pages:
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S):
             if language in ("", "yaml") and "_component_" in block:
                 try:
-                    seen += check(yaml.safe_load(block))
+                    count += check(yaml.safe_load(block))
                 except (AssertionError, yaml.YAMLError) as error:
                     raise AssertionError(f"{page.name}: {error} in\n{block}") from None
-    assert seen > 5
+    assert count > 5
 
 
 @pytest.mark.parametrize("wrong", ["preset", "pathh"])
@@ -73,7 +73,7 @@ GENERATED = (
 
 
 def test_tasks_that_read_no_file_can_be_made(repo_root):
-    made = 0
+    count = 0
     for name, path in config_files(repo_root / "configs").items():
         cfg = OmegaConf.load(path)
         for where in ("task", "evaluation.task"):
@@ -84,5 +84,5 @@ def test_tasks_that_read_no_file_can_be_made(repo_root):
                 assert len(instantiate(component(node))) != 0
             except ValueError as error:
                 raise AssertionError(f"configs/{name}.yaml: {where}: {error}") from None
-            made += 1
-    assert made > 10
+            count += 1
+    assert count > 10

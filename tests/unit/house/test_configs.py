@@ -173,8 +173,8 @@ def test_presets_are_the_published_methods():
     for name, (loss_settings, advantage_settings, rest) in PUBLISHED.items():
         cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": name}))
         loss = instantiate(cfg.loss)
-        for built, wanted in ((loss, loss_settings), (cfg.advantage, advantage_settings)):
-            for key, value in wanted.items():
+        for built, settings in ((loss, loss_settings), (cfg.advantage, advantage_settings)):
+            for key, value in settings.items():
                 assert getattr(built, key) == (pytest.approx(value, rel=1e-4) if isinstance(value, float) else value)
         assert {key: getattr(cfg, key) for key in rest} == rest
         assert loss.kl_coef == loss.entropy_coef == 0.0
@@ -285,12 +285,12 @@ def test_fp8_configs_train_and_sample_all_but_the_head_in_fp8(size, tmp_path):
     assert cfg.precision.flow == "fp8_unified" and cfg.dtype == cfg.engine.dtype == "bfloat16"
     model = on_meta(partial(instantiate, cfg.model))
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    found = memory.in_fp8(model, cfg.precision, trains=True)
+    shapes = memory.in_fp8(model, cfg.precision, trains=True)
     layers = {"Qwen3-8B-Base": 253, "Qwen2.5-7B": 197, "Qwen2.5-32B": 449}[size[2]]
-    assert len(linear) == layers and len(found) == layers - 1 and "lm_head" not in found
+    assert len(linear) == layers and len(shapes) == layers - 1 and "lm_head" not in shapes
     # vLLM cuts whole blocks: in-features of o and down, out-features of the others.
     tensor_parallel = cfg.engine.tensor_parallel_size
-    for kind, (out, features) in found.items():
+    for kind, (out, features) in shapes.items():
         cut = features if kind.endswith(("o_proj", "down_proj")) else out
         assert cut % (128 * tensor_parallel) == 0, kind
 

@@ -206,7 +206,7 @@ def nothing_is_too_long(files: Files) -> Iterator[str]:
 def recipes_list_their_knobs(recipes: Files) -> Iterator[str]:
     for file in recipes:
         classes = [node for node in file.nodes[0].body if isinstance(node, ast.ClassDef) and node.name == "Config"]
-        knobs = [node for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
+        knobs = [node for definition in classes for node in definition.body if isinstance(node, ast.AnnAssign)]
         if len(classes) != 1 or not 0 < len(knobs) <= MAX_KNOBS:
             yield f"{file.path} needs one dataclass `Config` at the top, with 1 to {MAX_KNOBS} knobs: {len(knobs)}"
         lines = file.text.splitlines()

@@ -40,7 +40,7 @@ def first_run(repo_root):
 
 @pytest.mark.parametrize(("name", "least"), [("README.md", 2), ("docs/README.md", 9), ("docs/first_real_run.md", 6)])
 def test_every_run_that_a_page_shows_is_one(repo_root, name, least):
-    seen = 0
+    count = 0
     for command in commands(repo_root / name):
         run = run_command(command)
         if run is None or run.config not in CONFIGS:  # a copy of the user's
@@ -48,12 +48,12 @@ def test_every_run_that_a_page_shows_is_one(repo_root, name, least):
         module = MODULES[RECIPES[run.recipe].path.stem]
         cfg = OmegaConf.merge(OmegaConf.load(CONFIGS[run.config]), OmegaConf.from_dotlist(run.overrides))
         load_config(module.Config, cfg)
-        seen += 1
-    assert seen >= least
+        count += 1
+    assert count >= least
 
 
 def test_trainers_and_engines_of_the_page_have_gpus_of_their_own(first_run):
-    seen = 0
+    count = 0
     for command in commands(first_run):
         run = run_command(command)
         if run is None or not run.config.startswith("grpo/qwen"):
@@ -69,12 +69,12 @@ def test_trainers_and_engines_of_the_page_have_gpus_of_their_own(first_run):
             assert len(train) == run.processes and not set(train) & set(engine), command.line
             assert bool(engine) != bool(cfg.engine.get("address")), command.line
             assert len(engine) % cfg.engine.tensor_parallel_size == 0, command.line
-        seen += 1
-    assert seen >= 8
+        count += 1
+    assert count >= 8
 
 
 def test_the_words_of_torchtune_ext_and_hf_on_the_page_are_taken(first_run):
-    seen = set()
+    words = set()
     for command in commands(first_run):
         if command.words[0] == "torchtune-ext":
             parser = argparse.ArgumentParser()
@@ -85,8 +85,8 @@ def test_the_words_of_torchtune_ext_and_hf_on_the_page_are_taken(first_run):
             assert options <= set(inspect.signature(download).parameters), command.line
         else:
             continue
-        seen.add(command.words[1])
-    assert seen >= {"clue", "doctor", "report", "download"}
+        words.add(command.words[1])
+    assert words >= {"clue", "doctor", "report", "download"}
 
 
 @pytest.mark.parametrize(
@@ -126,15 +126,15 @@ def test_every_word_of_the_command_is_on_its_page(repo_root):
 
 def literals(root: Path) -> str:
     """The literal texts of all Python files, each piece between two placeholders on a line of its own."""
-    found = []
+    texts = []
     for path in [*(root / "torchtune_ext").rglob("*.py"), *(root / "recipes").glob("*.py")]:
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
                 # Messages of `logging` have placeholders of their own.
-                found += re.split(r"%[dsgr]", " ".join(node.value.split()))
-    return "\n".join(found)
+                texts += re.split(r"%[dsgr]", " ".join(node.value.split()))
+    return "\n".join(texts)
 
 
 def pieces(text: str) -> list[str]:

@@ -87,14 +87,14 @@ def test_install_takes_the_engine_of_the_machine(tmp_path, run):
         assert (installed[-1] == "--force-reinstall --no-deps torchtune==0.6.1") == (status == 0)
         return status, installed[:-1] if status == 0 else installed, printed
 
-    asked = "--dry-run --quiet --retries 1 --no-deps torch==2.13.0+cpu"
+    dry_run = "--dry-run --quiet --retries 1 --no-deps torch==2.13.0+cpu"
     status, called, printed = steps("None")
-    assert (status, called) == (0, [asked, "torch==2.13.0+cpu", *rest])
+    assert (status, called) == (0, [dry_run, "torch==2.13.0+cpu", *rest])
     lines = printed.splitlines()
     assert "install: this project, " in printed and lines[-1].startswith("install: done. Next: . ") and len(lines) <= 8
     status, called, printed = steps("None", missing="1")
-    there = asked.replace("torch==", "--extra-index-url its index torch==")
-    assert (status, called) == (0, [asked, there, "torch==2.13.0", *rest])
+    there = dry_run.replace("torch==", "--extra-index-url its index torch==")
+    assert (status, called) == (0, [dry_run, there, "torch==2.13.0", *rest])
     assert "built for CUDA and 4 GB larger; it runs on a CPU, too" in printed
 
     program(tmp_path / "bin" / "nvidia-smi", RECORD)
@@ -103,7 +103,7 @@ def test_install_takes_the_engine_of_the_machine(tmp_path, run):
     assert status == 1 and called == ["torch==2.13.0"] and "PIP_FIND_LINKS" in printed
 
     program(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho No devices were found\nexit 6\n")
-    assert steps("None")[:2] == (0, [asked, "torch==2.13.0+cpu", *rest])
+    assert steps("None")[:2] == (0, [dry_run, "torch==2.13.0+cpu", *rest])
 
 
 def torch_index(folder: Path, *builds: str) -> str:
@@ -166,22 +166,22 @@ def test_install_without_a_network_says_so(install):
 
 
 def test_install_tells_interpreters_apart(tmp_path, run):
-    def said(python, env=tmp_path / "env"):
+    def error(python, env=tmp_path / "env"):
         status, called, printed = run("install.sh", VENV=str(env), PYTHON=str(python), EXTRAS="dev")
         assert status == 1 and not any(" install " in line for line in called)
         return printed
 
     program(tmp_path / "old", '#!/bin/sh\ncase "$*" in *version_info*) exit 1 ;; esac\n')
-    assert "old is older than Python 3.11; name another one: make install PYTHON=python3.11" in said(tmp_path / "old")
+    assert "old is older than Python 3.11; name another one: make install PYTHON=python3.11" in error(tmp_path / "old")
     program(tmp_path / "shim", "#!/bin/sh\nexit 127\n")  # as pyenv's, of a version that is not chosen
     for python in ("python3.99", tmp_path / "shim"):
-        assert f"no {python} that works; name an interpreter, or its path: make install PYTHON=" in said(python)
+        assert f"no {python} that works; name an interpreter, or its path: make install PYTHON=" in error(python)
     program(tmp_path / "broken" / "bin" / "python", "#!/bin/sh\nexit 1\n")
-    assert "broken has no Python 3.11 or later that works: delete it" in said(sys.executable, tmp_path / "broken")
+    assert "broken has no Python 3.11 or later that works: delete it" in error(sys.executable, tmp_path / "broken")
     program(
         tmp_path / "bare" / "bin" / "python", '#!/bin/sh\ncase "$*" in *pip*) exit 1 ;; *print*) echo 3.99 ;; esac\n'
     )
-    printed = said(sys.executable, tmp_path / "bare")
+    printed = error(sys.executable, tmp_path / "bare")
     assert (
         "bare has Python 3.99 and keeps it" in printed
         and "bare has no pip, as where its making was broken off" in printed

@@ -47,7 +47,7 @@ def printed(tmp_path):
 
 def require_a_run(lines, first):
     """Asserts that the lines are those of all machines of one run: as torchrun and the recipe take their words."""
-    asked = []
+    machines = []
     for line in lines:
         devices, _, words = line.partition("|")
         words = words.split()
@@ -65,9 +65,9 @@ def require_a_run(lines, first):
         assert cfg.ranks.shard_within == int(args.nproc_per_node), "a copy on each machine"
         assert cfg.output_dir.startswith("/shared/") and cfg.model_dir.startswith("/shared/")
         assert not set(str(cfg.engine.devices).split(",")) & set(devices.split(",")), "the engine has GPUs of its own"
-        asked.append((args.node_rank, args.nnodes, args.nproc_per_node, args.rdzv_id, tuple(overrides)))
-    assert [rank for rank, *_ in asked] == [0, 1] and len({tuple(rest) for _, *rest in asked}) == 1
-    assert {nnodes for _, nnodes, *_ in asked} == {"2"}
+        machines.append((args.node_rank, args.nnodes, args.nproc_per_node, args.rdzv_id, tuple(overrides)))
+    assert [rank for rank, *_ in machines] == [0, 1] and len({tuple(rest) for _, *rest in machines}) == 1
+    assert {nnodes for _, nnodes, *_ in machines} == {"2"}
 
 
 def test_the_lines_by_hand_and_those_of_slurm_start_one_run_on_two_machines(page, printed):

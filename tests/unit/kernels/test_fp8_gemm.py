@@ -69,7 +69,7 @@ def cut(gemm, out, features):
 @every_row("gemm, tokens, out, features", sorted({cut(gemm, *shape) for gemm in FUNCTIONS for shape in SHAPES}))
 def test_every_linear_of_qwen(gemm, tokens, out, features):
     (first, second), quantized, product = operands(gemm, tokens, out, features, seed=out + features)
-    got = FUNCTIONS[gemm](*quantized, out_dtype=torch.float32, backend="reference").double()
+    result = FUNCTIONS[gemm](*quantized, out_dtype=torch.float32, backend="reference").double()
     first, second = first.double(), second.double()
     first_q, second_q = (dequantize(q, torch.float64) for q in quantized)
 
@@ -78,13 +78,13 @@ def test_every_linear_of_qwen(gemm, tokens, out, features):
     K = {"fprop": features, "dgrad": out, "wgrad": tokens}[gemm]
     n = (K + 3) * 2**-24
     rounding = n / (1 - n) * product(first_q.abs(), second_q.abs())
-    assert ((got - product(first_q, second_q)).abs() <= rounding).all()
+    assert ((result - product(first_q, second_q)).abs() <= rounding).all()
 
     # 2. Against the operands before quantization: |a^ b^ - a b| <= e_a |b| + |a| e_b + e_a e_b, summed.
     a, b = first.abs(), second.abs()
     e_a, e_b = quantization_error(first, quantized[0]), quantization_error(second, quantized[1])
     assert ((first_q - first).abs() <= e_a).all() and ((second_q - second).abs() <= e_b).all()
-    error = got - product(first, second)
+    error = result - product(first, second)
     assert (error.abs() <= product(a + e_a, b + e_b) - product(a, b) + rounding).all()
 
     # 3. On average far less: an error spread evenly over its interval has 1/sqrt(3) of the bound as root mean square, and
@@ -225,10 +225,10 @@ def test_deep_gemm_gets_what_it_asserts(deep_gemm, tokens):
     for gemm, call in (("fprop", (tokens, 256, 896)), ("dgrad", (tokens, 896, 256)), ("wgrad", (256, 896, padded))):
         _, (first, second), _ = operands(gemm, tokens, 256, 896)
         want = FUNCTIONS[gemm](first, second, backend="reference")
-        got = module._deep_gemm(*module._operands(gemm, first, second), want.dtype)
-        assert deep_gemm.pop() == call and got.dtype == want.dtype
+        result = module._deep_gemm(*module._operands(gemm, first, second), want.dtype)
+        assert deep_gemm.pop() == call and result.dtype == want.dtype
         # two orders of one float32 sum; bfloat16 may round them to neighbors
-        assert (got - want).norm() < (2**-8 if want.dtype == torch.bfloat16 else 2**-18) * want.norm()
+        assert (result - want).norm() < (2**-8 if want.dtype == torch.bfloat16 else 2**-18) * want.norm()
 
 
 def test_real_deep_gemm_has_that_signature():
@@ -264,8 +264,8 @@ def test_torchao_gets_what_it_asserts(monkeypatch):
         for tokens in (1, 130, 256):
             _, (first, second), _ = operands(gemm, tokens, 256, 896)
             want = FUNCTIONS[gemm](first, second, torch.float32, "reference")
-            got = module._torchao(*module._operands(gemm, first, second), torch.float32)
-            assert (got - want).norm() < 2**-18 * want.norm()
+            result = module._torchao(*module._operands(gemm, first, second), torch.float32)
+            assert (result - want).norm() < 2**-18 * want.norm()
 
 
 @every_row(
@@ -366,5 +366,5 @@ def test_a_layer_of_the_three_gemms_compiles_whole():
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
     exact = (x.double() @ w.double().T, upstream.double() @ w.double(), upstream.double().T @ x.double())
-    for got, want in zip(results[0], exact, strict=True):  # the third bound above, and one rounding to bfloat16
-        assert (got.double() - want).norm() < ((2 / 3) ** 0.5 * 2**-4 + 2**-9) * want.norm()
+    for result, want in zip(results[0], exact, strict=True):  # the third bound above, and one rounding to bfloat16
+        assert (result.double() - want).norm() < ((2 / 3) ** 0.5 * 2**-4 + 2**-9) * want.norm()

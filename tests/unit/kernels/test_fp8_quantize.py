@@ -92,15 +92,15 @@ LARGEST = [
 
 @every_row("block", [ROWS, COLUMNS, TILES])
 def test_every_bfloat16(block):
-    seen = set()
+    codes = set()
     for largest in LARGEST:
         x = all_bfloat16_up_to(largest)
         if block == COLUMNS:
             x = x.T
         q = QUANTIZERS[block](x)
         assert_exact(q, x)
-        seen.update(np.unique(codes_of(q)).tolist())
-    assert seen == set(range(256)) - {127, 255}  # every finite code, both zeros, both ends
+        codes.update(np.unique(codes_of(q)).tolist())
+    assert codes == set(range(256)) - {127, 255}  # every finite code, both zeros, both ends
 
 
 @st.composite

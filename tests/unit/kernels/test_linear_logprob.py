@@ -19,11 +19,11 @@ def test_equals_whole_logits(monkeypatch, temperature, chunk_elements):
     labels = torch.randint(0, 23, (11,))
     upstream = torch.randn(2, 11, dtype=torch.float64)
     want = torch.stack(linear_logprob_reference(hidden, weight, labels, temperature))
-    got = torch.stack(linear_logprob(hidden, weight, labels, temperature))
-    assert (want - got).abs().max() < 1e-12
+    result = torch.stack(linear_logprob(hidden, weight, labels, temperature))
+    assert (want - result).abs().max() < 1e-12
     for a, b in zip(
         torch.autograd.grad(want, (hidden, weight), upstream),
-        torch.autograd.grad(got, (hidden, weight), upstream),
+        torch.autograd.grad(result, (hidden, weight), upstream),
         strict=True,
     ):
         assert (a - b).abs().max() < 1e-12
@@ -41,11 +41,11 @@ def test_bfloat16_states_get_float32_sums():
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32).bfloat16(), (torch.randn(500, 32) * 0.5).bfloat16()
     labels = torch.randint(0, 500, (64,))
-    got, entropy = linear_logprob(hidden, weight, labels)
+    logprobs, entropy = linear_logprob(hidden, weight, labels)
     want, want_entropy = linear_logprob_reference(hidden.double(), weight.double(), labels)
-    assert got.dtype == entropy.dtype == torch.float32
+    assert logprobs.dtype == entropy.dtype == torch.float32
     # the logits are rounded to bfloat16 (8 bits): half an ulp of a logit below 16 is 2^-5, once for z_y and once in logsumexp
-    assert (got - want).abs().max() < 2 * 2**-5
+    assert (logprobs - want).abs().max() < 2 * 2**-5
     assert (entropy - want_entropy).abs().max() < 4 * 2**-5
 
 
@@ -68,14 +68,14 @@ def test_the_logits_of_one_chunk_in_half_precision_are_computed_once(monkeypatch
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 32).to(dtype).requires_grad_() for n in (64, 500))
     labels, upstream = torch.randint(0, 500, (64,)), torch.randn(2, 64)
-    with Products() as made:
-        said = torch.stack(linear_logprob(hidden, weight, labels, 0.8))
-        got = torch.autograd.grad(said, (hidden, weight), upstream)
-    assert made.count == products
+    with Products() as counter:
+        logprobs = torch.stack(linear_logprob(hidden, weight, labels, 0.8))
+        grads = torch.autograd.grad(logprobs, (hidden, weight), upstream)
+    assert counter.count == products
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     want = torch.autograd.grad(torch.stack(linear_logprob_reference(*exact, labels, 0.8)), exact, upstream.double())
     # A logit is rounded to 8 bits, so its share of the gradient is off by as many, and the sums over 500 and 64 average that.
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(grads, want, strict=True):
         assert (a - b).norm() < (2**-5 if dtype == torch.bfloat16 else 1e-5) * b.norm()
 
 
@@ -107,6 +107,6 @@ def test_top_k_and_gather(monkeypatch, k):
     assert torch.equal(ids, want.indices) and (top - want.values).abs().max() < 1e-12
     assert not top.requires_grad
     other = torch.randn(11, 8, dtype=torch.float64)
-    got = linear_gather(other, weight, ids, 0.7)
-    assert (got - torch.log_softmax(other @ weight.T / 0.7, -1).gather(1, ids)).abs().max() < 1e-12
+    logprobs = linear_gather(other, weight, ids, 0.7)
+    assert (logprobs - torch.log_softmax(other @ weight.T / 0.7, -1).gather(1, ids)).abs().max() < 1e-12
     assert linear_gather(other[:0], weight, ids[:0]).shape == (0, min(k, 23))

@@ -103,10 +103,10 @@ def test_kill_9_at_any_moment_leaves_a_readable_file(tmp_path):
             child.stdout.readline()
             time.sleep(rng.uniform(0.0, 0.15))
             os.kill(child.pid, signal.SIGKILL)
-            said = [1, *map(int, child.stdout.read().split())]
+            numbers = [1, *map(int, child.stdout.read().split())]
         finally:
             child.kill()
             child.wait()
         newest = max(each.found for each in Archive.load(path))
         # What was said to be saved is there; one more may have been saved and not said.
-        assert newest in (said[-1], said[-1] + 1)
+        assert newest in (numbers[-1], numbers[-1] + 1)

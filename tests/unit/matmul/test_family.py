@@ -23,23 +23,23 @@ needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 def distinct(count: int, broken: float = 0.0):
     """The first programs of a family that differ."""
-    family, found = Family(broken=broken), {}
+    family, programs = Family(broken=broken), {}
     for index in range(20 * count):
         program = family[index]
-        found.setdefault(program.text, program)
-        if len(found) == count:
+        programs.setdefault(program.text, program)
+        if len(programs) == count:
             break
-    return list(found.values())
+    return list(programs.values())
 
 
 @pytest.fixture(scope="module")
 def checker():
     try:
-        made = Checker(Dgemm(96))
+        instance = Checker(Dgemm(96))
     except (ValueError, SandboxError) as error:
         pytest.skip(str(error))
-    with made:
-        yield made
+    with instance:
+        yield instance
 
 
 def require(checker: Checker, program) -> None:

@@ -45,11 +45,11 @@ def test_a_kernel_of_ones_own(page, tmp_path, monkeypatch):
     single = kernel.naive.replace("x[i] * y[j]", "(float)x[i] * (float)y[j]")
     try:
         with Checker(kernel) as checker:
-            found = []
+            verdicts = []
             for source in (kernel.naive, columns, single):
                 with checker.checked(source, extracted=True, permitted=task.permitted(problem)) as (verdict, _):
-                    found.append(verdict)
+                    verdicts.append(verdict)
     except SandboxError as error:
         pytest.skip(str(error))
-    assert [verdict.outcome for verdict in found] == ["ok", "forbidden", "wrong_result"], found
-    assert "loops in another order" in found[1].note
+    assert [verdict.outcome for verdict in verdicts] == ["ok", "forbidden", "wrong_result"], verdicts
+    assert "loops in another order" in verdicts[1].note

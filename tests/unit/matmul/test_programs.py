@@ -62,33 +62,33 @@ def test_a_problem_is_a_function_of_its_index():
 @pytest.mark.parametrize("stages", [list(STAGES), ONE_THREAD, ["none", "blocking"]], ids=len)
 def test_a_stage_permits_the_programs_that_it_asks_for(stages):
     task = Programs(stages=stages)
-    seen = Counter()
+    counts = Counter()
     for problem in (task[index] for index in range(400)):
         program, stage = program_of(task, problem), stage_of(problem)
         assert task.solution(problem) == program.text
         assert program.techniques <= STAGES[stage] and stage in stages
         assert "threads" in stages or "#pragma omp" not in problem.answer
-        seen[stage] += 1
+        counts[stage] += 1
     # 400 draws of 1 / len(stages): five deviations of at most 10.
-    assert all(abs(seen[stage] - 400 / len(stages)) < 50 for stage in stages)
+    assert all(abs(counts[stage] - 400 / len(stages)) < 50 for stage in stages)
 
 
 @pytest.mark.parametrize("new", [0.0, 0.5, 1.0])
 def test_the_share_of_programs_that_no_earlier_stage_permits(new):
     task = Programs(stages=["blocking", "all"], new=new)
-    asked = [problem for problem in (task[index] for index in range(600)) if stage_of(problem) == "all"]
-    share = sum(not program_of(task, each).techniques <= STAGES["blocking"] for each in asked) / len(asked)
+    problems = [problem for problem in (task[index] for index in range(600)) if stage_of(problem) == "all"]
+    share = sum(not program_of(task, each).techniques <= STAGES["blocking"] for each in problems) / len(problems)
     # The others are any of the family without OpenMP, and some of these are new as well.
     drawn = [program for program in map(Family(seed=1).__getitem__, range(2000)) if "#pragma omp" not in program.source]
     natural = sum(not program.techniques <= STAGES["blocking"] for program in drawn) / len(drawn)
     # Five deviations of a share among 240 or more: 5 * sqrt(1/4 / 240) = 0.16.
-    assert len(asked) >= 240 and abs(share - (new + (1 - new) * natural)) < 0.16
+    assert len(problems) >= 240 and abs(share - (new + (1 - new) * natural)) < 0.16
 
 
 def test_the_sizes_and_the_prompt_are_those_of_the_kernel():
     task = Programs([192, 256])
-    asked = {task[index].messages[0]["content"] for index in range(300)}
-    assert asked == {short_messages(Dgemm(size), stage)[0]["content"] for size in (192, 256) for stage in STAGES}
+    questions = {task[index].messages[0]["content"] for index in range(300)}
+    assert questions == {short_messages(Dgemm(size), stage)[0]["content"] for size in (192, 256) for stage in STAGES}
 
 
 def test_weights_choose_the_writers():

@@ -23,23 +23,25 @@ def text(*arguments, **keywords) -> str:
 @every_row("kernel", KERNELS.values(), ids=list(KERNELS))
 def test_everything_is_said(kernel, stage):
     its = kernel()
-    said = text(its, stage)
-    assert prototype(its) in said and its.question in said
-    assert all(f"{name} = {number}" in said for name, number in its.timed.items())
+    prompt = text(its, stage)
+    assert prototype(its) in prompt and its.question in prompt
+    assert all(f"{name} = {number}" in prompt for name, number in its.timed.items())
     for name, words in TECHNIQUES.items():
-        assert words in said
+        assert words in prompt
         # What is permitted stands before what is not.
-        is_before = said.index(words) < said.find("These are not:") if "These are not:" in said else stage != "none"
+        is_before = (
+            prompt.index(words) < prompt.find("These are not:") if "These are not:" in prompt else stage != "none"
+        )
         assert is_before == (name in STAGES[stage]), name
 
 
 def test_an_elite_is_shown_with_its_speed():
     elite = Entry("m", "dgemm", Dgemm().timed, ["blocking"], "void dgemm() { /* fast */ }\n", 3.14159, 0.01, 6.0, 1)
-    said = text(Dgemm(), "blocking", elite)
-    assert "```c\nvoid dgemm() { /* fast */ }\n```" in said and "3.1 times as fast" in said
+    prompt = text(Dgemm(), "blocking", elite)
+    assert "```c\nvoid dgemm() { /* fast */ }\n```" in prompt and "3.1 times as fast" in prompt
 
 
 def test_the_short_question_tells_problems_and_stages_apart():
-    said = {short_messages(kernel(), stage)[0]["content"] for kernel in KERNELS.values() for stage in STAGES}
-    assert len(said) == len(KERNELS) * len(STAGES) and "dgemm 256 256 256 blocking" in said
+    questions = {short_messages(kernel(), stage)[0]["content"] for kernel in KERNELS.values() for stage in STAGES}
+    assert len(questions) == len(KERNELS) * len(STAGES) and "dgemm 256 256 256 blocking" in questions
     assert short_messages(Dgemm(64), "all")[0]["content"] == "dgemm 64 64 64 all"

@@ -35,14 +35,14 @@ def visit(rng: random.Random, right: float, speed: float) -> Visit:
 
 @given(visits=VISITS)
 def test_whatever_comes_a_stage_changes_by_one_and_only_after_a_window(visits):
-    curriculum, at, seen = Curriculum(), "none", 0
+    curriculum, at, count = Curriculum(), "none", 0
     for each in visits:
-        reason, seen = curriculum.observe("p", each), seen + 1
+        reason, count = curriculum.observe("p", each), count + 1
         after = curriculum.stage("p")
         assert bool(reason) == (after != at)
         if reason:
-            assert NAMES.index(after) == NAMES.index(at) + 1 and seen >= WINDOW
-            seen = 0
+            assert NAMES.index(after) == NAMES.index(at) + 1 and count >= WINDOW
+            count = 0
         at = after
 
 
@@ -124,11 +124,11 @@ def test_nobody_leaves_a_stage_without_enough():
 def test_a_rise_keeps_a_problem_where_it_is_until_it_has_had_its_time():
     for speed, right in ((0.05, 0.0), (0.0, 0.004)):
         curriculum = Curriculum()
-        seen = 0
+        count = 0
         while curriculum.stage("p") == "none":
-            curriculum.observe("p", Visit(min(1.0, 0.6 + right * 4 * seen), speed * seen))
-            seen += 1
-        assert seen == PATIENCE if speed else WINDOW < seen < PATIENCE
+            curriculum.observe("p", Visit(min(1.0, 0.6 + right * 4 * count), speed * count))
+            count += 1
+        assert count == PATIENCE if speed else WINDOW < count < PATIENCE
 
 
 def test_bad_arguments():

@@ -59,7 +59,7 @@ def result(outcome="ok", ratio=2.0, techniques=ORDER, spread=0.02, machine=HERE)
     return Result("dgemm", outcome, "time", "", timing if outcome == "ok" else None, {}, machine, False, techniques)
 
 
-def told(task, *results, index=0, cursor=0):
+def visit(task, *results, index=0, cursor=0):
     """A group of the problem that is asked now, with these results; None: the sample could not be graded. "noisy" is right."""
     problem = task.ask(index, cursor)
     kinds = [one if isinstance(one, str) else "scored" if one else "infra_failed" for one in results]
@@ -141,9 +141,9 @@ def test_of_a_kernel_that_cannot_be_compared_with_no_technique_is_looked_for():
 @pytest.mark.parametrize(("kind", "worth"), [("log_speedup", 1.0), ("peak_share", 1 / 64), ("published", 3.0)])
 def test_a_score_is_the_reward_with_what_was_measured(kind, worth):
     task = Matmul({"dgemm": 64}, reward=kind)
-    found = task.score(task[0], result(ratio=1.0))
-    assert found.reward == pytest.approx(worth) and found.parts["speedup"] == 1.0 and found.parts["outcome_ok"] == 1.0
-    assert found.facts == {"machine": HERE, "techniques": "loop_order"}
+    score = task.score(task[0], result(ratio=1.0))
+    assert score.reward == pytest.approx(worth) and score.parts["speedup"] == 1.0 and score.parts["outcome_ok"] == 1.0
+    assert score.facts == {"machine": HERE, "techniques": "loop_order"}
     wrong = task.score(task[0], result("wrong_result"))
     assert wrong.reward == (-10.0 if kind == "published" else failure("wrong_result")) and "speedup" not in wrong.parts
 
@@ -205,25 +205,25 @@ def window(task):
 
 def test_a_visit_is_the_graded_samples_of_a_group(tmp_path):
     task = Matmul({"dgemm": 64}, stages=["none", "all"])
-    task.observe(1, [told(task, result(ratio=4.0), result("wrong_result"), None, None)], tmp_path)
+    task.observe(1, [visit(task, result(ratio=4.0), result("wrong_result"), None, None)], tmp_path)
     assert window(task) == [{"correct": 0.5, "speed": 2.0}]
-    task.observe(2, [told(task, result("format"), None)], tmp_path)
+    task.observe(2, [visit(task, result("format"), None)], tmp_path)
     assert window(task)[1:] == [{"correct": 0.0, "speed": None}]
-    task.observe(3, [told(task, None, None)], tmp_path)
+    task.observe(3, [visit(task, None, None)], tmp_path)
     assert len(window(task)) == 2, "nothing is known of a group without a grade"
 
 
 def test_a_program_is_right_though_the_machine_was_busy(tmp_path):
     # All that is wrong is graded, and little of what is right: half of the programs are.
     task, busy = Matmul({"dgemm": 64}, stages=["none", "all"]), [result("wrong_result")] * 4 + ["noisy"] * 4
-    task.observe(1, [told(task, *busy)], tmp_path)
+    task.observe(1, [visit(task, *busy)], tmp_path)
     assert window(task) == [{"correct": 0.5, "speed": None}]
 
 
 def test_groups_of_another_stage_are_no_visits_but_their_programs_are_kept(tmp_path):
     task = Matmul({"dgemm": 64}, stages=["none", "all"])
-    late = told(task, result(ratio=8.0, techniques=()))
-    first = [told(task, result(ratio=2.0), result(ratio=2.0)) for _ in range(WINDOW)]
+    late = visit(task, result(ratio=8.0, techniques=()))
+    first = [visit(task, result(ratio=2.0), result(ratio=2.0)) for _ in range(WINDOW)]
     values = task.observe(1, first, tmp_path)
     assert task.ask(0, 0).id == f"{NAME}/all" and values["stage/moves"] == 1 and values["stage/all"] == 1
     task.observe(2, [late], tmp_path)
@@ -231,27 +231,27 @@ def test_groups_of_another_stage_are_no_visits_but_their_programs_are_kept(tmp_p
     assert max(one.ratio for one in task.archive) == 8.0
     # Groups of the same stage that reach this step together with those that end it are late as well.
     task = Matmul({"dgemm": 64}, stages=["none", "all"])
-    task.observe(1, [told(task, result()) for _ in range(WINDOW + 5)], tmp_path)
+    task.observe(1, [visit(task, result()) for _ in range(WINDOW + 5)], tmp_path)
     assert task.ask(0, 0).id == f"{NAME}/all" and window(task) == []
 
 
 def test_problems_that_this_run_does_not_ask_are_left_out(tmp_path):
     wide, narrow = (Matmul({"dgemm": sizes}, stages=["none", "all"]) for sizes in ([64, 96], 64))
-    narrow.observe(1, [told(wide, result(), index=1)], tmp_path)
+    narrow.observe(1, [visit(wide, result(), index=1)], tmp_path)
     assert len(narrow.archive) == 0 and narrow.state_dict()["curriculum"]["problems"] == {}
 
 
 def test_the_archive_keeps_what_was_timed_and_lies_in_the_folder(tmp_path, caplog):
     task = Matmul({"dgemm": 64})
     samples = [result(ratio=4.0), result(ratio=1.0), result("wrong_result"), None, result(ratio=64.0, spread=1.2)]
-    values = task.observe(5, [told(task, *samples)], tmp_path)
+    values = task.observe(5, [visit(task, *samples)], tmp_path)
     kept = task.archive
     assert [(one.source, one.ratio, one.found) for one in kept] == [(program(1), 1.0, 5), (program(0), 4.0, 5)]
     assert Archive.load(tmp_path / FILE).dumps() == task.archive.dumps()
     assert values == {"archive/cells": 2.0, "archive/best_speedup": 4.0}
     # A folder that cannot be written to costs a warning, not the run.
     with caplog.at_level(logging.WARNING):
-        task.observe(6, [told(task, result(ratio=16.0))], tmp_path / FILE)
+        task.observe(6, [visit(task, result(ratio=16.0))], tmp_path / FILE)
     assert f"cannot write {tmp_path / FILE / FILE}" in caplog.text and "The run goes on" in caplog.text
     assert len(task.archive) == 3
 

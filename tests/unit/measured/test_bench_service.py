@@ -54,8 +54,8 @@ def bench(**arguments) -> Bench:
 
 @pytest.fixture(scope="module")
 def service():
-    with bench(workers=2) as made:
-        yield made
+    with bench(workers=2) as instance:
+        yield instance
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,9 @@ def faults(tmp_path_factory):
 @pytest.fixture(scope="module")
 def lonely(faults):
     """A service with one process that checks. Both of its processes know the kernel that fails."""
-    with bench() as made:
-        assert outcome(made.submit(Faulty(faults), variant())).outcome == "ok"
-        yield made
+    with bench() as instance:
+        assert outcome(instance.submit(Faulty(faults), variant())).outcome == "ok"
+        yield instance
 
 
 def outcome(future, seconds: float = 200.0) -> Result:
@@ -102,25 +102,25 @@ def test_results_are_those_of_the_stages(service, caplog):
         "runtime_error": service.submit(kernel, fenced(SUM.format("*total = x[-100000];"))),
         "timeout": service.submit(kernel, fenced(HANGS)),
     }
-    found = {word: outcome(future) for word, future in futures.items()}
-    assert {word: each.outcome for word, each in found.items()} == {word: word for word in found}
-    stages = {word: each.stage for word, each in found.items()}
+    results = {word: outcome(future) for word, future in futures.items()}
+    assert {word: each.outcome for word, each in results.items()} == {word: word for word in results}
+    stages = {word: each.stage for word, each in results.items()}
     assert stages == {
         "ok": "time", "format": "extract", "forbidden": "screen", "compile_error": "compile", "wrong_result": "verify",
         "runtime_error": "verify", "timeout": "verify",
     }  # fmt: skip
-    for word, each in found.items():
+    for word, each in results.items():
         assert pickle.loads(pickle.dumps(each)) == each and not each.is_cached and each.kernel == "reduction"
         assert (each.note == "") == (word == "ok") == (each.timing is not None)
         assert str(os.cpu_count()) in each.fingerprint
-    assert list(found["ok"].seconds) == [*STAGES, "wait", "time"] and found["ok"].timing.calls >= 3
+    assert list(results["ok"].seconds) == [*STAGES, "wait", "time"] and results["ok"].timing.calls >= 3
     assert not repeated(caplog)
 
 
 def test_a_program_that_turns_out_wrong_while_it_is_timed(service, caplog):
-    found = outcome(service.submit(CalmReduction(), fenced(LATE)))
-    assert (found.outcome, found.stage, found.timing) == ("wrong_result", "time", None)
-    assert "in a timed call" in found.note and not repeated(caplog)
+    result = outcome(service.submit(CalmReduction(), fenced(LATE)))
+    assert (result.outcome, result.stage, result.timing) == ("wrong_result", "time", None)
+    assert "in a timed call" in result.note and not repeated(caplog)
 
 
 def test_kernels_do_not_mix_and_may_be_ones_own(service):
@@ -150,11 +150,11 @@ def test_kernels_do_not_mix_and_may_be_ones_own(service):
 def test_equal_programs_are_measured_once(service):
     text = variant()
     same = [service.submit(CalmReduction(), words + text) for words in ("", "Well. ", "Let me see. ")]
-    found = [outcome(each) for each in same]
+    results = [outcome(each) for each in same]
     again = service.submit(CalmReduction(), text)
     assert outcome(again).is_cached
-    assert [each.is_cached for each in found] == [False, True, True]
-    assert len({each.timing for each in found}) == 1
+    assert [each.is_cached for each in results] == [False, True, True]
+    assert len({each.timing for each in results}) == 1
 
 
 def test_only_what_would_come_again_is_kept():
@@ -254,12 +254,12 @@ def test_checks_and_timings_share_a_core_one_after_the_other():
     with one:
         texts = [variant() for _ in range(3)] + [fenced(SUM.format(f"*total = {i};")) for i in range(6)]
         futures = [one.submit(CalmReduction(), text) for text in texts]
-        seen = []
+        moments = []
         while not all(each.done() for each in futures):
-            seen.append(dict(one._turns.running))
+            moments.append(dict(one._turns.running))
             time.sleep(0.002)
-    assert all(not (each.get("check") and each.get("time")) for each in seen)
-    assert any(each.get("time") for each in seen) and any(each.get("check") == 2 for each in seen)
+    assert all(not (each.get("check") and each.get("time")) for each in moments)
+    assert any(each.get("time") for each in moments) and any(each.get("check") == 2 for each in moments)
 
 
 def test_checks_leave_the_timed_cores_alone(service):
@@ -301,9 +301,9 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
         holder = threading.Thread(target=hold)
         holder.start()
         free.wait(200)
-        found = time_program(make, cores, timed, 0.2, "key", sent, "reduction", library)
+        result = time_program(make, cores, timed, 0.2, "key", sent, "reduction", library)
         holder.join()
-        assert found.outcome == "ok" and found.seconds["wait"] > 0.9
+        assert result.outcome == "ok" and result.seconds["wait"] > 0.9
         # An engine may have begun while this waited for the cores.
         assert looked[0] < released[0] <= looked[-1]
     finally:
@@ -328,8 +328,8 @@ def varying(size: int) -> Varying:
 
 
 def test_a_machine_on_which_nothing_can_be_timed_is_no_fault_of_the_program(service):
-    found = [outcome(service.submit(Varying(), fenced(HONEST))) for _ in range(2)]
-    for each in found:
+    results = [outcome(service.submit(Varying(), fenced(HONEST))) for _ in range(2)]
+    for each in results:
         assert (each.outcome, each.stage, each.timing) == ("noisy", "time", None)
         assert "this machine varies" in each.note and not each.is_cached
 

@@ -31,14 +31,14 @@ def checker(**arguments) -> Checker:
 
 @pytest.fixture(scope="module")
 def bare():
-    with checker(namespaces=False) as made:
-        yield made
+    with checker(namespaces=False) as instance:
+        yield instance
 
 
 @pytest.fixture(scope="module")
 def unscreened():
-    with checker(namespaces=False, screened=False) as made:
-        yield made
+    with checker(namespaces=False, screened=False) as instance:
+        yield instance
 
 
 def fenced(source: str) -> str:
@@ -46,9 +46,9 @@ def fenced(source: str) -> str:
 
 
 def test_ok(bare):
-    found = bare.check(fenced(HONEST))
-    assert (found.outcome, found.stage, found.note) == ("ok", "verify", "")
-    assert list(found.seconds) == list(STAGES) and all(0 <= value < 60 for value in found.seconds.values())
+    verdict = bare.check(fenced(HONEST))
+    assert (verdict.outcome, verdict.stage, verdict.note) == ("ok", "verify", "")
+    assert list(verdict.seconds) == list(STAGES) and all(0 <= value < 60 for value in verdict.seconds.values())
 
 
 CASES = {
@@ -72,16 +72,16 @@ CASES = {
 def test_outcomes(bare, monkeypatch, case):
     monkeypatch.setattr(bare, "deadlines", Deadlines(verify_s=1.0 if case == "no end" else 20.0))
     text, outcome, stage, words = CASES[case]
-    found = bare.check(text)
-    assert found.outcome == outcome or outcome is None and found.outcome in ("forbidden", "compile_error"), found
-    assert found.stage == stage or stage is None
-    assert words in found.note and found.outcome in OUTCOMES
+    verdict = bare.check(text)
+    assert verdict.outcome == outcome or outcome is None and verdict.outcome in ("forbidden", "compile_error"), verdict
+    assert verdict.stage == stage or stage is None
+    assert words in verdict.note and verdict.outcome in OUTCOMES
 
 
 def test_a_note_obeys_no_terminal(bare):
-    found = bare.check_source('#error "\x1b[2J red \x07"')
-    assert found.outcome == "compile_error" and "red" in found.note
-    assert all(letter.isprintable() or letter == "\n" for letter in found.note)
+    verdict = bare.check_source('#error "\x1b[2J red \x07"')
+    assert verdict.outcome == "compile_error" and "red" in verdict.note
+    assert all(letter.isprintable() or letter == "\n" for letter in verdict.note)
     assert bare.check_source("\ud800\0" + HONEST).outcome in ("compile_error", "ok")
 
 
@@ -92,11 +92,11 @@ def test_folders_are_removed(bare):
 
 
 def test_a_library_stays_as_long_as_it_is_needed(bare):
-    with bare.checked(fenced(HONEST)) as (found, library):
-        assert found.outcome == "ok" and library.name == LIBRARY and library.exists()
+    with bare.checked(fenced(HONEST)) as (verdict, library):
+        assert verdict.outcome == "ok" and library.name == LIBRARY and library.exists()
     assert not library.exists()
-    with bare.checked("x") as (found, library):
-        assert found.outcome == "format" and library is None
+    with bare.checked("x") as (verdict, library):
+        assert verdict.outcome == "format" and library is None
 
 
 def test_each_check_draws_other_sizes(bare, monkeypatch):
@@ -112,8 +112,8 @@ def test_naive_programs_are_right_with_every_compiler(bare, compiler, name):
     if shutil.which(compiler) is None:
         pytest.skip(f"needs {compiler}")
     # It checks the kernel's own program.
-    with Checker(KERNELS[name](96), Compiler.find(compiler), "-O0", namespaces=False) as made:
-        assert compiler in made.compiler.path
+    with Checker(KERNELS[name](96), Compiler.find(compiler), "-O0", namespaces=False) as instance:
+        assert compiler in instance.compiler.path
 
 
 def test_openmp(bare):
@@ -130,8 +130,8 @@ void reduction(int n, const double *x, double *total) {
 """
     with checker(threads=2, compiler=Compiler.find("gcc"), namespaces=False) as two:
         assert two.check_source(source).outcome == "ok"
-    found = bare.check_source(source.replace("#include <omp.h>", "int omp_get_num_threads(void);"))
-    assert found.outcome == "compile_error" and "omp_get_num_threads" in found.note
+    verdict = bare.check_source(source.replace("#include <omp.h>", "int omp_get_num_threads(void);"))
+    assert verdict.outcome == "compile_error" and "omp_get_num_threads" in verdict.note
 
 
 @pytest.mark.skipif(
@@ -141,44 +141,44 @@ def test_flushing_denormals_is_refused(unscreened):
     source = "#include <immintrin.h>\n" + HONEST.replace(
         "double s = 0;", "double s = 0; _mm_setcsr(_mm_getcsr() | 0x8040);"
     )
-    found = unscreened.check_source(source)
-    assert found.outcome == "wrong_result" and "denormal" in found.note
+    verdict = unscreened.check_source(source)
+    assert verdict.outcome == "wrong_result" and "denormal" in verdict.note
 
 
 def test_loading_belongs_to_verifying(unscreened, monkeypatch):
     monkeypatch.setattr(unscreened, "deadlines", Deadlines(load_s=0.5))
     slow = "#include <unistd.h>\n__attribute__((constructor)) static void linger(void) { for (;;) sleep(1); }\n"
-    found = unscreened.check_source(slow + HONEST)
-    assert (found.outcome, found.stage) == ("timeout", "verify") and "loading" in found.note
+    verdict = unscreened.check_source(slow + HONEST)
+    assert (verdict.outcome, verdict.stage) == ("timeout", "verify") and "loading" in verdict.note
 
 
 def test_a_compiler_that_does_not_end_is_stopped(unscreened, monkeypatch):
     """Thirty macros that double: a file of 2^30 words."""
     monkeypatch.setattr(unscreened, "deadlines", Deadlines(compile_s=1.0))
     lines = ["#define X0 1,", *(f"#define X{i + 1} X{i} X{i}" for i in range(30)), "int x[] = {X30};", HONEST]
-    found = unscreened.check_source("\n".join(lines))
-    assert found.stage == "compile" and found.outcome in ("timeout", "compile_error")
-    assert found.seconds["compile"] < 10
+    verdict = unscreened.check_source("\n".join(lines))
+    assert verdict.stage == "compile" and verdict.outcome in ("timeout", "compile_error")
+    assert verdict.seconds["compile"] < 10
 
 
 @every_row("path", ["/etc/passwd", "/proc/self/environ", "/proc/1/environ"])
 @every_row("line", ['#include "{}"', '__asm__(".incbin \\"{}\\"");'])
 def test_a_compiler_reads_nothing_of_the_machine(unscreened, path, line):
-    found = unscreened.check_source(line.format(path) + "\n" + HONEST)
-    assert found.outcome == "compile_error"
-    assert "root:" not in found.note and "PATH=" not in found.note
+    verdict = unscreened.check_source(line.format(path) + "\n" + HONEST)
+    assert verdict.outcome == "compile_error"
+    assert "root:" not in verdict.note and "PATH=" not in verdict.note
 
 
 def test_several_at_a_time(bare):
     texts = [fenced(HONEST), "x", fenced(SUM.format("")), fenced("y")] * 3
     with ThreadPoolExecutor(4) as pool:
-        found = [verdict.outcome for verdict in pool.map(bare.check, texts)]
-    assert found == ["ok", "format", "wrong_result", "compile_error"] * 3
+        outcomes = [verdict.outcome for verdict in pool.map(bare.check, texts)]
+    assert outcomes == ["ok", "format", "wrong_result", "compile_error"] * 3
 
 
 def _as_user(namespaces: bool) -> list[Result]:
-    with Checker(Reduction(), namespaces=namespaces) as made:
-        return [made.check_source(source) for source in (HONEST, SUM.format(""))]
+    with Checker(Reduction(), namespaces=namespaces) as instance:
+        return [instance.check_source(source) for source in (HONEST, SUM.format(""))]
 
 
 @pytest.mark.parametrize("namespaces", [False, True])
@@ -192,14 +192,14 @@ def test_as_root_and_as_an_ordinary_user(namespaces):
 
 
 def test_what_the_machine_does_wrong_is_no_verdict(monkeypatch):
-    with checker(namespaces=False) as made:
-        made.sandbox.without = ["--without", "nothing"]
+    with checker(namespaces=False) as instance:
+        instance.sandbox.without = ["--without", "nothing"]
         with pytest.raises(SandboxError, match="could not be locked in"):
-            made.check_source(HONEST)
-        made.sandbox.without = []
-        made.sandbox.program.unlink()
+            instance.check_source(HONEST)
+        instance.sandbox.without = []
+        instance.sandbox.program.unlink()
         with pytest.raises(SandboxError, match="could not be started"):
-            made.check_source(HONEST)
+            instance.check_source(HONEST)
 
 
 class Late(Reduction):
@@ -232,8 +232,8 @@ def test_a_compiler_that_is_too_slow_for_our_own_program_says_nothing_of_the_ker
         SandboxError, match="too busy to check the kernel's own program of reduction.*the compiler: late"
     ):
         Checker(Reduction(), namespaces=False)
-    found = bare.check_source(HONEST)
-    assert (found.outcome, found.stage) == ("timeout", "compile")
+    verdict = bare.check_source(HONEST)
+    assert (verdict.outcome, verdict.stage) == ("timeout", "compile")
 
 
 def test_a_program_cannot_pretend_that_the_machine_failed(unscreened):
@@ -256,13 +256,13 @@ void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {
     with Checker(Dgemm(24)) as checker:
 
         def verdict(source: str, permitted: set[str] | None) -> Result:
-            with checker.checked(source, extracted=True, permitted=permitted) as (found, _):
-                return found
+            with checker.checked(source, extracted=True, permitted=permitted) as (result, _):
+                return result
 
         assert verdict(source, None).techniques == ()  # nobody has asked for them
         assert verdict(source, {"loop_order", "blocking"}).techniques == ("loop_order",)
-        found = verdict(source, {"blocking"})
-        assert (found.outcome, found.stage) == ("forbidden", "screen")
-        assert found.note.startswith("line 4: not permitted here: loops in another order")
+        result = verdict(source, {"blocking"})
+        assert (result.outcome, result.stage) == ("forbidden", "screen")
+        assert result.note.startswith("line 4: not permitted here: loops in another order")
         # What does not compile cannot be read either, and its message is the compiler's.
         assert verdict(source.replace(";\n}", "\n}"), {"blocking"}).outcome == "compile_error"

@@ -103,11 +103,11 @@ ARRAYS = (Parameter("in"), Parameter("out", is_output=True))
 @pytest.fixture(scope="module", params=["bare", "wrapped"])
 def sandbox(request):
     try:
-        made = Sandbox(Compiler.find().path, request.param == "wrapped")
+        instance = Sandbox(Compiler.find().path, request.param == "wrapped")
     except (ValueError, SandboxError) as error:
         pytest.skip(str(error))
-    with made:
-        yield made
+    with instance:
+        yield instance
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +181,8 @@ def test_outputs_are_poisoned_before_each_call(run):
     ],
 )
 def test_failures(run, name, at_end, outcome, words):
-    found, note = failure(run, name, at_end=at_end)
-    assert found == outcome and words in note
+    kind, note = failure(run, name, at_end=at_end)
+    assert kind == outcome and words in note
 
 
 def test_a_step_behind_an_array_of_whole_lines_is_seen(sandbox, library):

@@ -12,8 +12,8 @@ from torchtune_ext.measured.sandbox import Sandbox, SandboxError
 @pytest.fixture(scope="module")
 def sandbox():
     try:
-        with Sandbox(Compiler.find().path, namespaces=False) as made:
-            yield made
+        with Sandbox(Compiler.find().path, namespaces=False) as instance:
+            yield instance
     except (ValueError, SandboxError) as error:
         pytest.skip(str(error))
 

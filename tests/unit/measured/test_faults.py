@@ -26,8 +26,8 @@ KILLED = {"all": ["/bin/sh", "-c", "kill -9 $$"], "cc1": [GCC, "-wrapper", "sh,-
 @pytest.fixture(scope="module", params=[False, None], ids=["bare", "namespaces"])
 def checker(request):
     try:
-        with Checker(Reduction(), namespaces=request.param) as made:
-            yield made
+        with Checker(Reduction(), namespaces=request.param) as instance:
+            yield instance
     except SandboxError as error:
         pytest.skip(str(error))
 
@@ -44,10 +44,10 @@ def compiling_by(monkeypatch, command: list[str]) -> None:
 @pytest.mark.parametrize("what", KILLED)
 def test_what_becomes_of_a_killed_compiler_is_not_kept(checker, monkeypatch, what):
     compiling_by(monkeypatch, KILLED[what])
-    found = checker.check_source(HONEST)
-    assert (found.outcome, found.stage) == ("compile_error", "compile")
-    assert found.note.startswith("SIGKILL: the compiler was killed")
-    assert not would_repeat(found)
+    verdict = checker.check_source(HONEST)
+    assert (verdict.outcome, verdict.stage) == ("compile_error", "compile")
+    assert verdict.note.startswith("SIGKILL: the compiler was killed")
+    assert not would_repeat(verdict)
 
 
 @pytest.mark.parametrize("what", KILLED)
@@ -61,8 +61,8 @@ def test_a_compiler_that_is_killed_over_our_own_program_is_no_fault_of_the_kerne
 
 @pytest.mark.parametrize("is_full", [True, False])
 def test_a_full_disk_is_no_fault_of_the_program_but_its_words_prove_nothing(checker, monkeypatch, is_full):
-    said = ["/bin/sh", "-c", "echo 'ld: final link failed: No space left on device' >&2; exit 1"]
-    compiling_by(monkeypatch, said)
+    command = ["/bin/sh", "-c", "echo 'ld: final link failed: No space left on device' >&2; exit 1"]
+    compiling_by(monkeypatch, command)
     usage = shutil.disk_usage("/")._replace(free=1000 if is_full else 1 << 40)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     if is_full:

@@ -26,7 +26,7 @@ def task():
     return CompileAndFix({"reduction": [64, 100]}, max_turns=3)
 
 
-def said(program, fence="```c\n{}\n```"):
+def reply(program, fence="```c\n{}\n```"):
     return {"role": "assistant", "content": fence.format(program)}
 
 
@@ -37,14 +37,14 @@ def test_a_program_is_mended_by_what_the_compiler_and_the_test_said(task):
         (RIGHT.replace("+=", "-="), "wrong_result", "(n = ", 1.0),
         (RIGHT.replace("double s", "system(0); double s"), "forbidden", "system", 0.0),
     ):
-        turn = workshop.step(said(program))
+        turn = workshop.step(reply(program))
         assert (turn.done, turn.reward, turn.parts) == (False, 0.0, {"accuracy": 0.0, "compiled": compiled})
         (message,) = turn.messages
         assert message["role"] == "user" and message["content"].endswith("Write the whole program again.")
         assert message["content"].startswith(f"{outcome}: ") and words in message["content"], message
         assert len(message["content"]) < MAX_CHARS + 100
-    assert "no closed block" in workshop.step(said(RIGHT, "{}")).messages[0]["content"]
-    turn = workshop.step(said(RIGHT))
+    assert "no closed block" in workshop.step(reply(RIGHT, "{}")).messages[0]["content"]
+    turn = workshop.step(reply(RIGHT))
     assert (turn.done, turn.reward, turn.parts) == (True, 1.0, {"accuracy": 1.0, "compiled": 1.0})
 
 

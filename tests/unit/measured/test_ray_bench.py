@@ -124,8 +124,8 @@ def test_texts_go_to_the_machine_with_the_least_work_and_groups_to_one():
 
 def test_what_a_lost_machine_had_goes_to_another_together():
     driver = driver_of(FakeActor("a", "lost"), FakeActor("b"), FakeActor("c"))
-    found = measured(driver, ["g", "g", "g"])
-    assert {state for state, _ in found} == {"result"} and len({name for _, name in found}) == 1
+    results = measured(driver, ["g", "g", "g"])
+    assert {state for state, _ in results} == {"result"} and len({name for _, name in results}) == 1
     assert set(driver._machines) == {"b", "c"}
 
 

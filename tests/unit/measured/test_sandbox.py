@@ -298,12 +298,12 @@ def spied(sandbox: Sandbox, *words: str) -> tuple[int | None, dict[str, int]]:
 
 def test_a_compiler_sees_the_system_and_writes_its_folder_only(sandbox, monkeypatch):
     monkeypatch.setenv("TORCHTUNE_EXT_TEST_SECRET", "1")
-    status, found = spied(sandbox)
+    status, report = spied(sandbox)
     assert status == 7
-    assert found["passwd"] in (EACCES, ENOENT) and found["environ"] in (EACCES, ENOENT)
-    assert found["writes_usr"] in (EACCES, errno.EROFS) and found["writes_tmp"] in (EACCES, ENOENT)
-    assert (found["usr"], found["writes_own"], found["child"], found["secret"]) == (0, 0, 1, 0)
-    assert os.geteuid() != 0 or found["user"] in range(61184, 65520)
+    assert report["passwd"] in (EACCES, ENOENT) and report["environ"] in (EACCES, ENOENT)
+    assert report["writes_usr"] in (EACCES, errno.EROFS) and report["writes_tmp"] in (EACCES, ENOENT)
+    assert (report["usr"], report["writes_own"], report["child"], report["secret"]) == (0, 0, 1, 0)
+    assert os.geteuid() != 0 or report["user"] in range(61184, 65520)
 
 
 def test_a_compiler_has_no_network(sandbox):
@@ -373,11 +373,11 @@ def test_what_a_compiler_has_started_ends_with_the_process_that_is_killed_and_so
 
 
 def sleepers() -> list[int]:
-    found = []
+    pids = []
     for process in psutil.process_iter(["cmdline"]):
         if process.info["cmdline"] == ["sleep", "98.76"]:
-            found.append(process.pid)
-    return found
+            pids.append(process.pid)
+    return pids
 
 
 def test_what_cannot_be_locked_in_never_runs(bare, monkeypatch):

@@ -200,8 +200,8 @@ def test_naive_programs_pass(name, tmp_path):
 @needs_gcc
 @every_row("name", FORBIDDEN)
 def test_forbidden(name, tmp_path):
-    source, said = FORBIDDEN[name]
-    assert said in screen(preprocess(source, tmp_path), source, DGEMM)
+    source, message = FORBIDDEN[name]
+    assert message in screen(preprocess(source, tmp_path), source, DGEMM)
 
 
 def marked(source: str) -> str:

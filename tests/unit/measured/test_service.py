@@ -23,8 +23,8 @@ def test_without_an_address_it_is_this_machine():
     with open_bench(BenchConfig(workers=1, budget_s=0.2)) as bench:
         wrong = bench.submit(CalmReduction(), fenced(HONEST.replace("s += x[i]", "s -= x[i]"))).result(200)
         broken = bench.submit(CalmReduction(), fenced("void reduction(int n) {}"), group="a prompt").result(200)
-    found = measured_score(wrong, -0.5)
-    assert found.reward == -0.5 and found.parts["outcome_wrong_result"] == 1 and "should be" in found.note
+    score = measured_score(wrong, -0.5)
+    assert score.reward == -0.5 and score.parts["outcome_wrong_result"] == 1 and "should be" in score.note
     assert (
         "conflicting types" in measured_score(broken, -1).note
         and measured_score(broken, -1).parts["outcome_compile_error"] == 1
@@ -60,18 +60,18 @@ def test_what_cannot_be_measured_is_found_out_before_anything_starts(config, ker
 
 
 def test_with_an_address_it_is_a_cluster(monkeypatch):
-    asked = []
-    monkeypatch.setattr(grading, "RayBench", lambda *words, **settings: asked.append((words, settings)))
+    calls = []
+    monkeypatch.setattr(grading, "RayBench", lambda *words, **settings: calls.append((words, settings)))
     open_bench(BenchConfig(address="10.0.0.1:6379", threads=4, budget_s=3.0))
-    ((words, settings),) = asked
+    ((words, settings),) = calls
     assert not words and settings["address"] == "10.0.0.1:6379"
     assert settings["threads"] == 4 and settings["budget_s"] == 3.0
 
 
 def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
-    found = measured_score(Result("dgemm", "ok", "time", "", SPEED), 1.5)
-    assert found.reward == 1.5 and found.note == ""
-    assert {name: value for name, value in found.parts.items() if value} == {
+    score = measured_score(Result("dgemm", "ok", "time", "", SPEED), 1.5)
+    assert score.reward == 1.5 and score.note == ""
+    assert {name: value for name, value in score.parts.items() if value} == {
         "outcome_ok": 1.0,
         "gflops": 0.25,
         "speedup": 0.25,
@@ -79,7 +79,7 @@ def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
         "peak_share": 0.25,
         "speedup_spread": 0.25,
     }
-    assert all(isinstance(value, float) for value in found.parts.values())
+    assert all(isinstance(value, float) for value in score.parts.values())
     late = measured_score(
         Result("dgemm", "timeout", "verify", "its calls took too long", None, fingerprint="a machine"), -0.5
     )

@@ -106,8 +106,8 @@ def timed_by_blocks(are_calm: str) -> Timing:
     ],
 )
 def test_a_few_calm_blocks_among_many_are_not_picked_out(are_calm, calls, disturbed, is_noisy):
-    found = timed_by_blocks(are_calm)
-    assert (found.calls, found.disturbed, found.is_noisy) == (calls, pytest.approx(disturbed), is_noisy)
+    timing = timed_by_blocks(are_calm)
+    assert (timing.calls, timing.disturbed, timing.is_noisy) == (calls, pytest.approx(disturbed), is_noisy)
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=70))

@@ -123,9 +123,9 @@ def test_four_units_in_the_last_place_more_than_the_bound_are_refused(name, seed
     place = np.unravel_index(np.random.default_rng(seed).integers(exact.size), exact.shape)
     wrong = exact.copy()
     wrong[place] = exact[place] + sign * (bound[place] + 4 * np.spacing(exact[place]))
-    found = compare(kernel, expect(kernel, size, inputs), {output: wrong})
-    assert not found.ok and found.where.startswith(output)
-    assert found.got == wrong[place] and found.expected == pytest.approx(exact[place], rel=1e-15)
+    comparison = compare(kernel, expect(kernel, size, inputs), {output: wrong})
+    assert not comparison.ok and comparison.where.startswith(output)
+    assert comparison.got == wrong[place] and comparison.expected == pytest.approx(exact[place], rel=1e-15)
 
 
 def test_the_bound_is_no_constant():
@@ -148,8 +148,8 @@ def test_single_precision_hides_in_random_signs_and_shows_with_biased_inputs():
     for kind in ("normal", "biased"):
         inputs = draw_inputs(kernel, kernel.timed, kind, rng)
         total = inputs["x"].astype(np.float32).astype(np.float64).sum(keepdims=True)
-        found = compare(kernel, expect(kernel, kernel.timed, inputs), {"total": total})
-        ok[kind] = found.ok
+        comparison = compare(kernel, expect(kernel, kernel.timed, inputs), {"total": total})
+        ok[kind] = comparison.ok
     assert ok == {"normal": True, "biased": False}
 
 
@@ -159,8 +159,8 @@ def test_single_precision_is_refused_at_the_timed_size(name):
     inputs = draw_inputs(kernel, kernel.timed, "biased", np.random.default_rng(1))
     singles = {key: value.astype(np.float32).astype(np.float64) for key, value in inputs.items()}
     assert compare(kernel, expect(kernel, kernel.timed, inputs), kernel.reference(kernel.timed, inputs)).ok
-    found = compare(kernel, expect(kernel, kernel.timed, inputs), kernel.reference(kernel.timed, singles))
-    assert not found.ok and found.worst > 10
+    comparison = compare(kernel, expect(kernel, kernel.timed, inputs), kernel.reference(kernel.timed, singles))
+    assert not comparison.ok and comparison.worst > 10
 
 
 @given(SEEDS)
@@ -183,8 +183,8 @@ def test_what_is_no_number_never_passes(name, bad):
     outputs = kernel.reference(size, inputs)
     (output,) = outputs
     outputs[output].flat[-1] = bad
-    found = compare(kernel, expect(kernel, size, inputs), outputs)
-    assert not found.ok and found.worst == math.inf
+    comparison = compare(kernel, expect(kernel, size, inputs), outputs)
+    assert not comparison.ok and comparison.worst == math.inf
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -50,15 +50,15 @@ def test_it_is_exact_where_the_policy_moves_by_the_same_step_in_each_version(opt
     sampler, step = (torch.randn(30, dtype=torch.float64, generator=noise) for _ in range(2))
     sampler, step, age = sampler - 4, 0.02 * step, torch.arange(30) % 5
     t = make_tokens(VERSION - age, sampler + (age + 1) * step, sampler, sampler + age * step)
-    for got, want in zip(gradient({"old": "interpolated", **options}, t)[:2], gradient(options, t)[:2], strict=True):
-        assert (got - want).abs().max() < 1e-12 * want.abs().max()
+    for result, want in zip(gradient({"old": "interpolated", **options}, t)[:2], gradient(options, t)[:2], strict=True):
+        assert (result - want).abs().max() < 1e-12 * want.abs().max()
 
 
 def test_a_token_of_the_present_version_has_the_sampler_for_its_old_policy():
     logprobs = -torch.arange(1.0, 7.0, dtype=torch.float64)
     t = make_tokens(torch.full((6,), VERSION), logprobs, logprobs - 0.1)
-    got, want = gradient({"old": "interpolated", "importance": "full"}, t), gradient({"old": "sampler"}, t)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    result, want = gradient({"old": "interpolated", "importance": "full"}, t), gradient({"old": "sampler"}, t)
+    assert torch.equal(result[0], want[0]) and torch.equal(result[1], want[1])
 
 
 def test_by_hand():

@@ -281,9 +281,9 @@ def test_importance_weights(settings, weights):
 
 def test_the_sampler_as_the_old_policy():
     shifted = [sampler + math.log(r) for sampler, r in zip(SAMPLER, RATIOS, strict=True)]
-    got = value_and_gradient(PolicyLoss(old="sampler"), tokens(new=shifted))
+    result = value_and_gradient(PolicyLoss(old="sampler"), tokens(new=shifted))
     want = value_and_gradient(PolicyLoss(), tokens())
-    assert got[0] == pytest.approx(want[0], abs=1e-12) and got[1] == pytest.approx(want[1], abs=1e-12)
+    assert result[0] == pytest.approx(want[0], abs=1e-12) and result[1] == pytest.approx(want[1], abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_kl_to_the_reference_and_to_the_old_policy(kl, value, slope):
 def test_a_teacher_is_a_surrogate_of_its_own():
     """The clip cuts it by the sign of its own advantage, here on other labels than that of the rewards."""
     teacher = [-0.5, -3.0, -0.4, -0.2, -4.0]
-    gaps = [said - old for said, old in zip(teacher, OLD, strict=True)]
+    gaps = [logprob - old for logprob, old in zip(teacher, OLD, strict=True)]
     loss = PolicyLoss(teacher_coef=0.5, reward_coef=2.0)
     t = tokens(teacher_logprobs_L=torch.tensor(teacher, dtype=torch.float64))
     clipped, pairs = interval(0.8, 1.2), zip(RATIOS, ADVANTAGES, gaps, strict=True)
@@ -343,13 +343,13 @@ def test_the_expected_gradient_of_a_teacher_is_that_of_the_reverse_kl():
         for second in range(3):
             # The first token leads from state 0 to state 1 + itself.
             places = torch.tensor([0, 1 + first]), torch.tensor([first, second])
-            said = policy[places]
+            logprobs = policy[places]
             values_L, _ = loss(
                 Tokens(
-                    logprobs_L=said,
+                    logprobs_L=logprobs,
                     entropy_L=torch.zeros(2, dtype=torch.float64),
-                    old_logprobs_L=said.detach(),
-                    behavior_logprobs_L=said.detach(),
+                    old_logprobs_L=logprobs.detach(),
+                    behavior_logprobs_L=logprobs.detach(),
                     ref_logprobs_L=None,
                     advantages_L=torch.zeros(2, dtype=torch.float64),
                     versions_L=torch.zeros(2, dtype=torch.int32),
@@ -357,7 +357,7 @@ def test_the_expected_gradient_of_a_teacher_is_that_of_the_reverse_kl():
                     teacher_logprobs_L=teacher[places],
                 )
             )
-            expected += said.detach().sum().exp() * values_L.sum()
+            expected += logprobs.detach().sum().exp() * values_L.sum()
     visits = torch.cat([torch.ones(1, dtype=torch.float64), policy[0].detach().exp()])
     divergence = (visits * (policy.exp() * (policy - teacher)).sum(-1)).sum()
     (ours,), (exact,) = (torch.autograd.grad(each, logits, retain_graph=True) for each in (expected, divergence))

@@ -183,9 +183,9 @@ def test_a_label_alone_and_the_order_of_completions_change_nothing():
             at = t.samples_L == sample
             cut = {f: getattr(t, f)[at].detach() for f in Tokens.__slots__ if f not in ("samples_L", "version")}
             alone = Tokens(**cut, samples_L=torch.zeros(int(at.sum()), dtype=torch.int64), version=t.version)
-            found = run(loss, alone)
-            kept["values"].insert(0, found[0])
-            kept["gradients"].insert(0, found[1])
+            result = run(loss, alone)
+            kept["values"].insert(0, result[0])
+            kept["gradients"].insert(0, result[1])
         assert torch.cat(kept["values"]).tolist() == pytest.approx(values.tolist(), rel=1e-12)
         assert torch.cat(kept["gradients"]).tolist() == pytest.approx(gradients.tolist(), rel=1e-12, abs=1e-15)
 
@@ -284,8 +284,8 @@ def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turn
     with torch.no_grad():
         for i, param in enumerate(policy.model.parameters()):
             param.add_(0.03 * torch.rand(param.shape, generator=torch.Generator().manual_seed(i)) - 0.015)
-    found = learner.forward_backward(rows, old, ref, version=7)
-    return found.loss, torch.cat([p.grad.flatten() for p in policy.model.parameters()]), found.metrics
+    gradient = learner.forward_backward(rows, old, ref, version=7)
+    return gradient.loss, torch.cat([p.grad.flatten() for p in policy.model.parameters()]), gradient.metrics
 
 
 @every_row("name", LOSSES)
@@ -324,7 +324,7 @@ def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_
         groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, 5).astype(np.int32), tuple(samples)))
     groups, _ = with_advantages(groups, AdvantageConfig(), train_all=loss.needs_all_groups)
     updates, _ = pack_updates(groups, num_updates, 400, aggregation=aggregation, aggregation_constant=16)
-    found = []
+    results = []
     for rows in updates:
         policy = PackedPolicy(tiny_model())
         learner = alone(policy, loss)
@@ -332,8 +332,8 @@ def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_
         ref = [replace(s, logprobs_L=s.logprobs_L - 0.5) for s in scored] if loss.kl_coef else None
         total = learner.forward_backward(rows, scored, ref).loss
         gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
-        found.append((sum(row.num_labels for row in rows), total, gradient))
-    return found
+        results.append((sum(row.num_labels for row in rows), total, gradient))
+    return results
 
 
 SIGNAL, SILENT = [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]
@@ -355,9 +355,9 @@ def test_kl_and_entropy_act_on_groups_without_signal(term):
 def test_a_constant_divides_by_all_completions():
     """Dr.GRPO: the gradient of a group is the same beside others, over the number of groups, whatever these were worth."""
     ((_, alone, want),) = step_of([SIGNAL], PolicyLoss(), "constant")
-    ((_, among, got),) = step_of([SIGNAL] + [SILENT] * 31, PolicyLoss(), "constant")
+    ((_, among, result),) = step_of([SIGNAL] + [SILENT] * 31, PolicyLoss(), "constant")
     assert abs(among - alone / 32) < BOUND
-    assert (got - want / 32).abs().max() < BOUND * (want / 32).abs().max()
+    assert (result - want / 32).abs().max() < BOUND * (want / 32).abs().max()
 
 
 def test_a_constant_is_a_positive_number_of_tokens():

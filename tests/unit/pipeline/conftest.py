@@ -21,16 +21,16 @@ def numbered_grader():
 @pytest.fixture
 def make(numbered_grader):
     """Makes a source of 2 groups a step for 10 steps, and its engine."""
-    made = []
+    sources = []
 
     def make(staleness=0, depth=None, at_once=True, batch=2, deadline_s=30.0, cursor=0, by=numbered_grader, task=None):
         engine, problems = Told(at_once), ProblemStream(task or Numbered(), SEED)
         problems.cursor = cursor
         stream = GroupStream(engine, LetterTokenizer(), by)
         sampling, ledger = SamplingConfig(max_tokens=8), Ledger(batch, 10, staleness, depth)
-        made.append(GroupSource(ledger, stream, problems, SAMPLES, sampling, SEED, deadline_s))
-        return made[-1], engine
+        sources.append(GroupSource(ledger, stream, problems, SAMPLES, sampling, SEED, deadline_s))
+        return sources[-1], engine
 
     yield make
-    for source in made:
+    for source in sources:
         source.close()

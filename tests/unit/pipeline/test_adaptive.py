@@ -17,7 +17,7 @@ class Adapting:
     """Counts the groups that it was told of, and asks for so many."""
 
     def __init__(self):
-        self.level, self.asked, self.told = 0, [], []
+        self.level, self.calls, self.visits = 0, [], []
 
     def __len__(self):
         return LENGTH
@@ -26,12 +26,12 @@ class Adapting:
         return self.ask(index, index)
 
     def ask(self, index, cursor):
-        self.asked.append((index, cursor))
+        self.calls.append((index, cursor))
         question = ({"role": "user", "content": f"{index} {cursor} {self.level}"},)
         return Problem(f"{index}/{self.level}", question, {"level": self.level})
 
     def observe(self, step, groups, folder):
-        self.told.append((step, groups, folder))
+        self.visits.append((step, groups, folder))
         self.level += len(groups)
         return {"level": float(self.level)}
 
@@ -47,15 +47,15 @@ class Adapting:
 def test_nothing_is_made_in_advance_and_each_problem_knows_where_it_stands(tmp_path):
     task = Adapting()
     stream, places = ProblemStream(task, SEED), [(problem_index(i, LENGTH, SEED), i) for i in range(12)]
-    assert task.asked == []
+    assert task.calls == []
     first = stream.take(4)
-    assert task.asked == places[:4] and stream.cursor == 4
+    assert task.calls == places[:4] and stream.cursor == 4
     assert [problem.id for problem in first] == [f"{index}/0" for index, _ in places[:4]]
     assert stream.observe(1, [(first[0], ())], tmp_path) == {"level": 1.0}
-    assert task.told == [(1, [(first[0], ())], tmp_path)]
+    assert task.visits == [(1, [(first[0], ())], tmp_path)]
     # The next epoch asks the same indices at other places.
     second = stream.take(8)
-    assert task.asked[4:] == places[4:] and {problem.id for problem in second} == {f"{i}/1" for i in range(LENGTH)}
+    assert task.calls[4:] == places[4:] and {problem.id for problem in second} == {f"{i}/1" for i in range(LENGTH)}
 
 
 def test_what_was_asked_before_is_asked_as_it_would_be_now_but_a_stored_one_is_believed():

@@ -106,14 +106,14 @@ def test_one_turn_is_an_episode(rewards, options):
 def test_against_the_definition(rewards):
     for scaling in ("group_std", "none"):
         (done,), stats = with_advantages([group(*map(sample, rewards))], AdvantageConfig(scale=scaling))
-        found = [s.advantage for s in done.samples]
+        values = [s.advantage for s in done.samples]
         if len(set(rewards)) == 1:  # a group of one, too
-            assert found == [0.0] * len(rewards)
+            assert values == [0.0] * len(rewards)
             assert not any(s.trained for s in done.samples)
             assert (stats.groups, stats.no_signal) == (0, 1)
             continue
         scale = statistics.pstdev(rewards) if scaling == "group_std" else 1.0
-        assert found == pytest.approx([(r - statistics.fmean(rewards)) / scale for r in rewards], rel=1e-9, abs=1e-9)
+        assert values == pytest.approx([(r - statistics.fmean(rewards)) / scale for r in rewards], rel=1e-9, abs=1e-9)
         assert all(s.trained for s in done.samples)
         assert (stats.groups, stats.no_signal) == (1, 0)
 
@@ -199,9 +199,9 @@ def test_a_loss_with_other_terms_trains_groups_without_signal_at_advantage_zero(
 @settings(max_examples=200)
 @given(signal=st.lists(st.booleans(), max_size=12), size=st.integers(1, 12), train_all=st.booleans())
 def test_refilling_replaces_groups_without_signal_the_last_first(signal, size, train_all):
-    signal = [found and sum(signal[:i]) < size for i, found in enumerate(signal)]  # sampling ends when there are enough
+    signal = [flag and sum(signal[:i]) < size for i, flag in enumerate(signal)]  # sampling ends when there are enough
     groups, _ = with_advantages(
-        [group(sample(1.0), sample(0.0 if found else 1.0)) for found in signal], AdvantageConfig(), train_all=train_all
+        [group(sample(1.0), sample(0.0 if flag else 1.0)) for flag in signal], AdvantageConfig(), train_all=train_all
     )
     kept, drawn = refilled(groups, size)
     replaced = [g for g in drawn if not any(g is k for k in kept)]
@@ -222,13 +222,13 @@ def test_more_groups_with_a_signal_than_a_step_has_leave_the_last_ones_out():
 
 
 def _expected(signal: list[bool], size: int) -> list[bool]:
-    silent = [i for i, found in enumerate(signal) if not found][: max(0, size - sum(signal))]
-    return [found or i in silent for i, found in enumerate(signal)]
+    silent = [i for i, flag in enumerate(signal) if not flag][: max(0, size - sum(signal))]
+    return [flag or i in silent for i, flag in enumerate(signal)]
 
 
 def test_leave_one_out_is_the_mean_of_the_others():
-    found = advantages(4.0, 0.0, 2.0, 1.0, baseline="leave_one_out", scale="none")
-    assert found == pytest.approx([4 - 3 / 3, 0 - 7 / 3, 2 - 5 / 3, 1 - 6 / 3])
+    values = advantages(4.0, 0.0, 2.0, 1.0, baseline="leave_one_out", scale="none")
+    assert values == pytest.approx([4 - 3 / 3, 0 - 7 / 3, 2 - 5 / 3, 1 - 6 / 3])
 
 
 def test_batch_std_is_that_of_all_gradable_rewards():
@@ -259,12 +259,12 @@ def test_best_of_k_against_all_subsets(rewards, k):
 
 def test_pass_at_k_of_binary_rewards_is_the_published_formula():
     n, wrong, k = 8, 6, 3
-    got = advantages(*[1.0] * (n - wrong), *[0.0] * wrong, pass_k=k)
+    values = advantages(*[1.0] * (n - wrong), *[0.0] * wrong, pass_k=k)
     mean = 1 - math.comb(wrong, k) / math.comb(n, k)
     deviation = math.sqrt(mean * (1 - mean))
     right = (1 - mean) / deviation
     other = (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)) / deviation
-    assert got == pytest.approx([right] * (n - wrong) + [other] * wrong)
+    assert values == pytest.approx([right] * (n - wrong) + [other] * wrong)
 
 
 def test_pass_at_k_without_a_subset_of_wrong_samples_carries_no_signal():

@@ -18,13 +18,13 @@ class Broken:
     """Problem 2 raises, problem 5 is no Problem, problem 7 is refused by `long`. Counts what it was asked for."""
 
     def __init__(self, length=LENGTH, bad=(2, 5)):
-        self.length, self.bad, self.asked = length, bad, []
+        self.length, self.bad, self.indices = length, bad, []
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index):
-        self.asked.append(index)
+        self.indices.append(index)
         if index in self.bad[:1]:
             raise KeyError("a broken row")
         return {"index": index} if index in self.bad else Problem(f"p-{index}", (), index)
@@ -71,13 +71,13 @@ def test_the_next_problem_takes_the_place_of_a_bad_one(caplog):
     assert answers(stream.take(4) + stream.take(3) + stream.take(14)) == usable(21)
     assert sorted(stream.skipped) == [2, 5, 7]
     assert stream.observe(1, (), None) == {"problems/skipped": 3.0}
-    said = caplog.text
-    assert said.count("index 2: KeyError: 'a broken row' (") == 1 and "test_bad_problems.py:" in said
-    assert said.count("index 5: the task gave dict, not a Problem") == 1
-    assert said.count("'p-7' (index 7): its prompt is long") == 1
+    log = caplog.text
+    assert log.count("index 2: KeyError: 'a broken row' (") == 1 and "test_bad_problems.py:" in log
+    assert log.count("index 5: the task gave dict, not a Problem") == 1
+    assert log.count("'p-7' (index 7): its prompt is long") == 1
     stream._ahead.result()
     # These are three epochs, and problems that are made in advance.
-    assert [task.asked.count(index) for index in (2, 5, 7)] == [1, 1, 1] and task.asked.count(0) >= 3
+    assert [task.indices.count(index) for index in (2, 5, 7)] == [1, 1, 1] and task.indices.count(0) >= 3
 
 
 def test_the_places_of_problems_are_told():
@@ -159,9 +159,9 @@ def test_a_task_that_adapts_is_asked_again(caplog):
 def test_held_out_problems_are_looked_at_once(caplog):
     task = Broken()
     held_out = Usable(task, long)
-    assert task.asked == []
+    assert task.indices == []
     assert answers(held_out.problems) == [0, 1, 3, 4, 6, 8, 9] == answers(held_out.problems)
-    assert held_out.skipped == 3 and task.asked == list(range(LENGTH))
+    assert held_out.skipped == 3 and task.indices == list(range(LENGTH))
     assert caplog.text.count("3 problems are left out of the 10 of Broken: index 2: KeyError") == 1
 
 

@@ -35,9 +35,9 @@ def test_every_completion_is_in_one_row_that_holds_it(groups, layout, slack):
             lengths = [group.completions[i] for i in part.completions]
             assert part.tokens == group.prompt + sum(lengths)
             # Each query sees the keys up to itself in its own sequence.
-            seen = [*range(1, group.prompt + 1)]
-            seen += [position for n in lengths for position in range(group.prompt + 1, group.prompt + n + 1)]
-            assert part.pairs == sum(seen)
+            positions = [*range(1, group.prompt + 1)]
+            positions += [position for n in lengths for position in range(group.prompt + 1, group.prompt + n + 1)]
+            assert part.pairs == sum(positions)
     assert rows == balanced_rows(groups, capacity, layout)
 
 
@@ -115,12 +115,12 @@ def test_a_round_less_is_worth_a_repeated_prompt(monkeypatch):
 
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 6))
 def test_dealing_is_fair(sizes, hands):
-    found = dealt(sizes, hands)
-    assert sorted(i for hand in found for i in hand) == list(range(len(sizes)))
-    assert len(found) == min(hands, len(sizes)) and found == sorted(found)
-    sums = [sum(sizes[i] for i in hand) for hand in found]
+    deal = dealt(sizes, hands)
+    assert sorted(i for hand in deal for i in hand) == list(range(len(sizes)))
+    assert len(deal) == min(hands, len(sizes)) and deal == sorted(deal)
+    sums = [sum(sizes[i] for i in hand) for hand in deal]
     # Graham's rule: when an item came to the largest hand, every other one was at least as large without it.
-    assert not sizes or max(sums) - min([*sums, *[0] * (hands - len(found))]) <= max(sizes)
+    assert not sizes or max(sums) - min([*sums, *[0] * (hands - len(deal))]) <= max(sizes)
 
 
 def test_dealing_keeps_the_order_of_equal_items():

@@ -36,18 +36,18 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n):
 
 
 def test_accuracy_counts_problems_and_leaves_failed_gradings_out():
-    found = accuracy([group([1.0, 0.5]), group([None, 0.0]), group([None])], ks=[1, 2])
-    assert found.mean == pytest.approx((0.75 + 0.0) / 2)
-    assert found.problems == 2 and found.ungraded == 2
-    assert found.pass_at == {1: pytest.approx(0.25)}  # k = 2 needs two graded samples of every problem
+    result = accuracy([group([1.0, 0.5]), group([None, 0.0]), group([None])], ks=[1, 2])
+    assert result.mean == pytest.approx((0.75 + 0.0) / 2)
+    assert result.problems == 2 and result.ungraded == 2
+    assert result.pass_at == {1: pytest.approx(0.25)}  # k = 2 needs two graded samples of every problem
 
 
 def test_interval_covers_the_mean_95_percent_of_the_time():
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(400):
-        found = accuracy([group([float(x)]) for x in rng.random(256) < 0.3])
-        covered += found.low <= 0.3 <= found.high
+        result = accuracy([group([float(x)]) for x in rng.random(256) < 0.3])
+        covered += result.low <= 0.3 <= result.high
     # binomial(400, 0.95): mean 380, standard deviation 4.4; four of them
     assert 362 <= covered <= 398
 
@@ -55,8 +55,8 @@ def test_interval_covers_the_mean_95_percent_of_the_time():
 @every_row("right, ends", [(0, (0.0, 0.2775)), (1, (0.0179, 0.4042)), (5, (0.2366, 0.7634)), (10, (0.7225, 1.0))])
 def test_interval_of_few_problems_is_wilsons(right, ends):
     """The ends are those of any table of Wilson's interval for so many of ten."""
-    found = accuracy([group([1.0])] * right + [group([0.0])] * (10 - right))
-    assert (found.low, found.high) == pytest.approx(ends, abs=1e-4)
+    result = accuracy([group([1.0])] * right + [group([0.0])] * (10 - right))
+    assert (result.low, result.high) == pytest.approx(ends, abs=1e-4)
 
 
 def test_interval_knows_how_far_problems_lie_apart():
@@ -85,13 +85,13 @@ def test_problem_order_is_a_permutation_each_epoch_and_depends_on_the_seed():
 
 class Counting:
     def __init__(self, length):
-        self.length, self.made = length, []
+        self.length, self.indices = length, []
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index):
-        self.made.append(index)
+        self.indices.append(index)
         return Problem(str(index), (), index)
 
 
@@ -99,10 +99,10 @@ class Counting:
 def test_a_stream_hands_out_what_the_order_says_whatever_is_taken(length):
     task = Counting(length)
     stream = ProblemStream(task, seed=3)
-    got = stream.take(4) + stream.take(4) + stream.take(2) + stream.take(7)
-    assert [problem.answer for problem in got] == [
+    problems = stream.take(4) + stream.take(4) + stream.take(2) + stream.take(7)
+    assert [problem.answer for problem in problems] == [
         problem_index(i, length, 3) for i in range(17)
     ] and stream.cursor == 17
     again = ProblemStream(task, seed=3)
     again.cursor = 8
-    assert again.take(9) == got[8:]
+    assert again.take(9) == problems[8:]

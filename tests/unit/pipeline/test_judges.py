@@ -29,7 +29,7 @@ def judge():
         yield judge
 
 
-def seen(group):
+def notes(group):
     """The texts of a group that were graded together, by what the notes say."""
     (note,) = {sample.score.note for sample in group.samples}
     return note.split("|")
@@ -54,11 +54,11 @@ def test_groups_ahead_of_the_trainer_are_graded_when_they_are_whole(make, judge)
     engine.calls[1].answer("x", "x")
     groups, _ = source.take(2)
     assert [values(group) for group in groups] == [[0.0, 1.0], [0.0, 0.0]]
-    assert [seen(group) for group in groups] == [["", "cc"], ["x", "x"]]
+    assert [notes(group) for group in groups] == [["", "cc"], ["x", "x"]]
     engine.calls[2].answer("dd", "e")
     source.open(version=1)
     groups, _ = source.take(2)
-    assert [seen(group) for group in groups] == [["dd", "e"], ["aaa", "b"]], "with its own texts, whenever they came"
+    assert [notes(group) for group in groups] == [["dd", "e"], ["aaa", "b"]], "with its own texts, whenever they came"
 
 
 def test_refills_are_judged_among_themselves(make, judge):
@@ -69,7 +69,7 @@ def test_refills_are_judged_among_themselves(make, judge):
     source.open(version=0)
     first, _ = source.take(2)
     more, _ = source.take(3, refill=1)
-    assert [seen(group) for group in first + more] == [["a", "a"], ["b", "bb"], ["cc", "c"], ["d", "d"], ["ee", "e"]]
+    assert [notes(group) for group in first + more] == [["a", "a"], ["b", "bb"], ["cc", "c"], ["d", "d"], ["ee", "e"]]
 
 
 def test_a_group_whose_judge_failed_is_not_trained_on(make, judge, caplog):
@@ -104,7 +104,7 @@ class Once:
 def test_an_evaluation_judges_groups_of_one_and_of_many(judge, n):
     task = Longer()
     problems = [task[i] for i in range(4)]
-    found = dict(sample_groups(problems, n, SamplingConfig(max_tokens=8), Once(), LetterTokenizer(), judge))
-    assert sorted(found) == [0, 1, 2, 3]
-    for group in found.values():
-        assert values(group) == [float(sample) for sample in range(n)] and len(seen(group)) == n
+    groups = dict(sample_groups(problems, n, SamplingConfig(max_tokens=8), Once(), LetterTokenizer(), judge))
+    assert sorted(groups) == [0, 1, 2, 3]
+    for group in groups.values():
+        assert values(group) == [float(sample) for sample in range(n)] and len(notes(group)) == n

@@ -118,8 +118,8 @@ def test_a_damaged_checkpoint_does_not_matter_where_an_older_one_says_the_same(r
 
 
 def test_settings_of_learning_that_differ_are_named(run):
-    said = str(replay(run, loss={"_component_": "PolicyLoss", "clip_low": 0.1}, staleness=2, lr=0.5))
-    assert said.endswith(
+    message = str(replay(run, loss={"_component_": "PolicyLoss", "clip_low": 0.1}, staleness=2, lr=0.5))
+    assert message.endswith(
         "Set otherwise there, so the weights may differ: loss.clip_low=0.2 (here 0.1), lr=default (here 0.5)"
     )
     many = str(replay(run, **{f"k{i}": i for i in range(10)}))

@@ -90,8 +90,8 @@ def rewards(group):
 
 def test_a_group_comes_when_it_is_whole_while_others_are_sampled(engine, grader):
     engine.script = [(0, 1, "b"), (2, 1, "ccc"), (1, 0, "x"), (2, 0, "cc")]
-    seen = Seen()
-    stream = stream_of(engine, grader, seen)
+    arrivals = Seen()
+    stream = stream_of(engine, grader, arrivals)
     index, group = next(stream)
     assert (index, group.problem, rewards(group)) == (2, PROBLEMS[2], [2.0, 3.0])
     assert engine.prompts[2] == group.prompt_tokens.tolist() == [ord("2"), ord("?")]
@@ -101,7 +101,7 @@ def test_a_group_comes_when_it_is_whole_while_others_are_sampled(engine, grader)
     assert not any(sample.advantage or sample.trained for sample in group.samples)
     engine.draw(1, 1, "")
     assert [index for index, _ in stream] == [1]
-    assert sorted(seen) == [0.0, 1.0, 1.0, 2.0, 3.0, 5.0]
+    assert sorted(arrivals) == [0.0, 1.0, 1.0, 2.0, 3.0, 5.0]
 
 
 def test_the_batch_is_in_the_order_of_the_problems(engine, grader):
@@ -199,31 +199,31 @@ def test_no_problems_no_groups(engine, grader):
 
 
 @pytest.fixture
-def seen():
+def arrivals():
     return Seen()
 
 
 @pytest.fixture
-def stream(engine, grader, seen):
+def stream(engine, grader, arrivals):
     """A stream with groups 0 and 1 on their way, of two completions each."""
-    stream = GroupStream(engine, LetterTokenizer(), grader, seen)
+    stream = GroupStream(engine, LetterTokenizer(), grader, arrivals)
     for number in (0, 1):
         stream.submit(number, PROBLEMS[number], 2, SAMPLING, place=number)
     yield stream
     stream.close()
 
 
-def test_grading_goes_on_while_nobody_waits(engine, stream, seen):
+def test_grading_goes_on_while_nobody_waits(engine, stream, arrivals):
     for p, s in ((0, 0), (0, 1), (1, 0)):
         engine.draw(p, s, "x" * (p + s))
-    wait_until(lambda: sorted(seen) == [0.0, 1.0, 1.0])
+    wait_until(lambda: sorted(arrivals) == [0.0, 1.0, 1.0])
     assert "0 of 2 texts are not graded" in stream.missing(0) and "not ended 1 of 2 completions" in stream.missing(1)
     number, group = stream.next(within_s=0.0)
     assert (number, rewards(group)) == (0, [0.0, 1.0])
     assert stream.next(within_s=0.0) is None
 
 
-def test_what_still_comes_of_a_cancelled_group_is_nobodys(engine, stream, seen):
+def test_what_still_comes_of_a_cancelled_group_is_nobodys(engine, stream, arrivals):
     engine.draw(0, 0, "xxx")
     wait_until(lambda: "not ended 1 of 2" in stream.missing(0))
     assert stream.cancel(0) == 3 and engine.futures[0].cancelled()
@@ -235,10 +235,10 @@ def test_what_still_comes_of_a_cancelled_group_is_nobodys(engine, stream, seen):
     assert stream.next(within_s=0.0) is None and not stream.drawing()
 
 
-def test_a_finished_group_may_be_cancelled_until_it_is_handed_out(engine, stream, seen):
+def test_a_finished_group_may_be_cancelled_until_it_is_handed_out(engine, stream, arrivals):
     for p, s in ((0, 0), (0, 1), (1, 0), (1, 1)):
         engine.draw(p, s, "xx")
-    wait_until(lambda: len(seen) == 4)
+    wait_until(lambda: len(arrivals) == 4)
     assert stream.cancel(0) == 4
     assert stream.next(within_s=20.0)[0] == 1 and stream.next(within_s=0.0) is None
 
@@ -254,11 +254,11 @@ class SeenWhole(Seen):
         self.lengths.append(tokens)
 
 
-def test_who_watches_sees_what_has_come_before_and_nothing_of_other_groups(engine, stream, seen):
+def test_who_watches_sees_what_has_come_before_and_nothing_of_other_groups(engine, stream, arrivals):
     stream.submit(2, PROBLEMS[2], 2, SAMPLING, place=2)
     for p, s, text in ((0, 0, "a"), (0, 1, "bb"), (1, 1, "ccc"), (2, 0, "dddd")):
         engine.draw(p, s, text)
-    wait_until(lambda: len(seen) == 4)
+    wait_until(lambda: len(arrivals) == 4)
     number, group = stream.next(within_s=0.0)
     watcher = SeenWhole()
     with stream.watched(watcher, finished={number: group}, below=2):
@@ -266,4 +266,4 @@ def test_who_watches_sees_what_has_come_before_and_nothing_of_other_groups(engin
         engine.draw(2, 1, "eeeee")
         engine.draw(1, 0, "ffffff")
         assert sorted({stream.next(within_s=20.0)[0] for _ in range(2)}) == [1, 2]
-    assert watcher.lengths[3:] == watcher[3:] == [6] and len(seen) == 4
+    assert watcher.lengths[3:] == watcher[3:] == [6] and len(arrivals) == 4

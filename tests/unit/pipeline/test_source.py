@@ -161,8 +161,8 @@ def test_a_run_may_go_on_with_other_prompts_per_step_when_nothing_is_on_its_way(
     resumed, engine = make(staleness=0, batch=3, cursor=2)
     resumed.load_state_dict({}, step=1, version=1)
     resumed.take(3)
-    assert [(made.step, made.place) for made in engine.calls] == [(2, 0), (2, 1), (2, 2)]
-    assert [made.problem for made in engine.calls] == [call(n).problem for n in (2, 3, 4)]
+    assert [(request.step, request.place) for request in engine.calls] == [(2, 0), (2, 1), (2, 2)]
+    assert [request.problem for request in engine.calls] == [call(n).problem for n in (2, 3, 4)]
 
     source, _ = make(staleness=1)
     source.open(version=0)
@@ -213,7 +213,7 @@ def test_a_refill_has_its_own_seeds_and_goes_on_with_the_problems(make, caplog):
     groups, values = source.take(3, refill=1)
     assert names(groups) == [call(n).problem for n in (2, 3, 4)] and values == {}
     source.take(1, refill=2)
-    assert [(made.step, made.refill, made.place) for made in engine.calls[2:]] == [
+    assert [(request.step, request.refill, request.place) for request in engine.calls[2:]] == [
         (1, 1, 0),
         (1, 1, 1),
         (1, 1, 2),
@@ -221,7 +221,7 @@ def test_a_refill_has_its_own_seeds_and_goes_on_with_the_problems(make, caplog):
     ]
     source.open(version=1)
     assert names(source.take(2)[0]) == [call(n).problem for n in (6, 7)]
-    assert [(made.step, made.refill, made.place) for made in engine.calls[6:]] == [(2, 0, 0), (2, 0, 1)]
+    assert [(request.step, request.refill, request.place) for request in engine.calls[6:]] == [(2, 0, 0), (2, 0, 1)]
 
 
 def test_a_refill_has_a_deadline(make):
@@ -267,7 +267,7 @@ def test_finished_groups_are_sampled_again_where_something_has_changed(make, cha
     again = [0, 1, 2, 3] if change == "settings" else [2]
     assert f"{len(again)} finished groups are sampled again" in caplog.text
     resumed.open(version=0)
-    assert [made.place + 2 * made.step - 2 for made in engine.calls] == again
+    assert [request.place + 2 * request.step - 2 for request in engine.calls] == again
     assert len(resumed.take(2)[0]) == 2
 
 
@@ -299,5 +299,5 @@ def test_close_ends_what_is_on_its_way(make):
     source, engine = make(staleness=1, at_once=False)
     source.open(version=0)
     source.close()
-    assert [made.future.cancelled() for made in engine.calls] == [True] * 4
+    assert [request.future.cancelled() for request in engine.calls] == [True] * 4
     source.close()

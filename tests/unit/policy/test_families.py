@@ -175,8 +175,8 @@ def test_configs_of_transformers_4_and_5_mean_the_same(case, tmp_path):
 def test_fresh_adapters_change_nothing(case, options, tmp_path):
     kind, changes = CASES[case]
     theirs = save(tmp_path, kind, **changes)
-    asked = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8.0}
-    model = loaded(tmp_path, **asked, **options)
+    adapter = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4, "lora_alpha": 8.0}
+    model = loaded(tmp_path, **adapter, **options)
     lora.initialize(model, seed=0)
     assert len(lora.adapted_modules(model)) == 2 * 5
     assert (logprobs(model) - logprobs(theirs)).abs().max() < LIMIT

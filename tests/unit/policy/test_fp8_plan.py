@@ -70,14 +70,14 @@ def test_trainer_and_vllm_quantize_the_same_layers(tmp_path, changes, skip, conv
     vllm_fp8 = pytest.importorskip("vllm.model_executor.layers.quantization.fp8")
     from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
-    asked = vllm_fp8.Fp8Config.from_config(receipt.quantization_config())
+    config = vllm_fp8.Fp8Config.from_config(receipt.quantization_config())
     mapping = Qwen2ForCausalLM.packed_modules_mapping
     assert sorted(mapping.values()) == sorted(map(list, fp8.FUSED))
     parts = {f"model.layers.{i}.{at}": mapping.get(at.rpartition(".")[2], [at.rpartition(".")[2]]) for i in range(2)
              for at in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")}  # fmt: skip
     for name, shards in parts.items():
         skipped = vllm_fp8.is_layer_skipped(
-            name, asked.ignored_layers, mapping, match_mode=asked.ignored_layers_match_mode
+            name, config.ignored_layers, mapping, match_mode=config.ignored_layers_match_mode
         )
         assert skipped == (f"{name.rpartition('.')[0]}.{shards[0]}" not in receipt.converted), name
 

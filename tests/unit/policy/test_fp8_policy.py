@@ -41,19 +41,19 @@ def test_gradient_of_a_policy_loss_whatever_its_scale(source):
     rows = some_rows()
     full, _ = gradients(policy_of(source, None), rows)
     policy = policy_of(source)
-    found, _ = gradients(policy, rows)
-    found = {name: grad.clone() for name, grad in found.items()}
-    assert cosine(full, found) > 0.99
+    grads, _ = gradients(policy, rows)
+    grads = {name: grad.clone() for name, grad in grads.items()}
+    assert cosine(full, grads) > 0.99
     converted = {n for n, m in policy.model.named_modules() if isinstance(m, Fp8BlockLinear)}
     assert len(converted) == 14 and all(
-        cosine({n: full[n]}, {n: found[n]}) > 0.97 for n in (f"{m}.weight" for m in converted)
+        cosine({n: full[n]}, {n: grads[n]}) > 0.97 for n in (f"{m}.weight" for m in converted)
     )
     # by a power of two every product and every scale is smaller by just that: a floor of amax that bites would show
     small, _ = gradients(policy, rows, 2.0**-5)
-    assert all(torch.equal(small[name], 2.0**-5 * grad) for name, grad in found.items())
+    assert all(torch.equal(small[name], 2.0**-5 * grad) for name, grad in grads.items())
     # with a floor of 1e-4 (DeepGEMM's) nothing would be left of a gradient that is smaller by 1e-5
     tiny = {name: grad.clone() for name, grad in gradients(policy, rows, 1e-5)[0].items()}
-    assert cosine(full, tiny) > 0.99 and cosine(found, tiny) > 0.999
+    assert cosine(full, tiny) > 0.99 and cosine(grads, tiny) > 0.999
 
 
 def test_checkpointing_changes_no_bit(source):
@@ -76,11 +76,11 @@ def test_what_is_kept_for_the_backward(source):
     }.items():
         block = policy_of(source, config).model.layers[0]
         block.attn._attention_call = lambda q, k, v, mask, dropout_p, is_causal: F.scaled_dot_product_attention(q, k, v)
-        with saved_tensors() as found:
+        with saved_tensors() as storages:
             block(x)
         weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-        kept[name] = {key: value for key, value in found.items() if key not in weights}
-    total = {name: sum(nbytes for nbytes, _, _ in found.values()) for name, found in kept.items()}
+        kept[name] = {key: value for key, value in storages.items() if key not in weights}
+    total = {name: sum(nbytes for nbytes, _, _ in storages.values()) for name, storages in kept.items()}
     in_fp8 = sum(nbytes for nbytes, dtype, _ in kept["fp8"].values() if dtype == FP8)
     padded = 256  # 200 tokens in blocks of 128
     assert in_fp8 == padded * numbers and not any(dtype == FP8 for _, dtype, _ in kept["full"].values())
@@ -126,8 +126,8 @@ def test_compiled_layers_share_their_code(tmp_path):
 
 
 def test_adapters_over_a_base_in_fp8(source):
-    asked = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4}
-    make = partial(from_config, str(source.path), **asked)
+    adapter = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4}
+    make = partial(from_config, str(source.path), **adapter)
     policy, rows = build_policy(make, source, CPU, F32, fp8=Fp8Config()), some_rows()
     plain = policy_of(source)
     assert policy.fp8.converted == plain.fp8.converted
@@ -139,9 +139,9 @@ def test_adapters_over_a_base_in_fp8(source):
             policy.model.get_parameter(name).add_(0.05 * torch.randn(policy.model.get_parameter(name).shape))
         with lora.AdapterOff(policy.model).swapped_in():
             assert torch.equal(policy(rows[0]).logprobs_L, before)
-    with saved_tensors() as found:
+    with saved_tensors() as storages:
         scores = policy(rows[0])
-    assert not any(dtype == FP8 for _, dtype, _ in found.values())  # no WGrad below an adapter
+    assert not any(dtype == FP8 for _, dtype, _ in storages.values())  # no WGrad below an adapter
     scores.logprobs_L.sum().backward()
     exact = build_policy(make, source, CPU, F32)
     exact.model.load_state_dict(policy.model.state_dict())

@@ -73,13 +73,13 @@ def test_a_full_rank_adapter_does_what_full_training_does():
     for each in (model, full):
         policy = PackedPolicy(each)
         optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
-        found = []
+        values = []
         for _ in range(3):
             with unpacked.whole_float64():
-                found.append(alone(policy, PolicyLoss(importance="tis")).forward_backward(rows).loss)
+                values.append(alone(policy, PolicyLoss(importance="tis")).forward_backward(rows).loss)
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(found)
+        losses.append(values)
     assert losses[0] == pytest.approx(losses[1], abs=1e-10)
     assert len({round(x, 6) for x in losses[1]}) == 3, "nothing was learned"
 
@@ -180,12 +180,12 @@ def test_vllm_reads_the_saved_adapter(source, tmp_path):
     move(policy.model)
     export_adapter(tmp_path, policy.model, source, spec)
     helper = PEFTHelper.from_local_dir(str(tmp_path), max_position_embeddings=None)
-    found = lora_model.LoRAModel.from_local_checkpoint(
+    adapter = lora_model.LoRAModel.from_local_checkpoint(
         str(tmp_path), set(spec.targets), helper, lora_model_id=1, device="cpu"
     )
     b = policy.model.get_parameter("layers.1.attn.q_proj.lora_b.weight")
-    loaded = found.loras["model.layers.1.self_attn.q_proj"]
-    assert torch.equal(loaded.lora_b, b) and loaded.scaling == 4.0 and len(found.loras) == 14
+    loaded = adapter.loras["model.layers.1.self_attn.q_proj"]
+    assert torch.equal(loaded.lora_b, b) and loaded.scaling == 4.0 and len(adapter.loras) == 14
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"quantize_base": True}], ids=["lora", "dora", "qlora"])
@@ -215,11 +215,11 @@ def test_dora_in_bfloat16_answers_to_small_changes_of_its_magnitude(options, cha
     with torch.no_grad():
         layer.magnitude.copy_((whole(layer.weight).double() + product).norm(dim=1) * (1 + change))
         x = torch.randn(512, 256).to(device, torch.bfloat16)
-        found = layer(x).double()
+        output = layer(x).double()
     # Values of NF4 are rounded where they are used.
     base = x.double() @ (whole(layer.weight).bfloat16().double() + product).T
     bias = 0.0 if layer.bias is None else layer.bias.detach().double()
-    answer = ((found - bias - base) * base).sum() / base.pow(2).sum()
+    answer = ((output - bias - base) * base).sum() / base.pow(2).sum()
     # Of one rounding: evenly within a step, 2^-7 of the power of two below, and so with a variance of step^2 / 12.
     step = 2.0**-7 * 2.0 ** (base * (1 + change) + bias).abs().log2().floor()
     sigma = (base * step).pow(2).sum().div(12).sqrt() / base.pow(2).sum()
@@ -243,9 +243,9 @@ def rows_of(logprobs):
 
 
 def share_of(sampler, on, off):
-    found = applied_share(rows_of(sampler), [on], [off], "forgets the adapter")
-    assert found.tokens == len(off)
-    return found.slope, found.noise
+    share = applied_share(rows_of(sampler), [on], [off], "forgets the adapter")
+    assert share.tokens == len(off)
+    return share.slope, share.noise
 
 
 def test_the_applied_share_tells_the_adapter_from_the_base():
@@ -303,9 +303,9 @@ def test_a_model_without_adapters_trains_all_weights_unless_adapters_were_asked_
     model = on_meta(partial(from_config, str(source.path)))
     assert isinstance(trained_part(model, source, {"model_dir": "m"}, AdapterConfig()), AllWeights)
     assert isinstance(trained_part(model, source, {"_component_": "exploration.qwen2"}, AdapterConfig()), AllWeights)
-    for asked in ({"lora_rank": 8}, {"_component_": "torchtune.models.qwen2.lora_qwen2"}, {"_component_": "my.qlora"}):
+    for node in ({"lora_rank": 8}, {"_component_": "torchtune.models.qwen2.lora_qwen2"}, {"_component_": "my.qlora"}):
         with pytest.raises(ValueError, match="speaks of LoRA, but the model has no adapters"):
-            trained_part(model, source, asked, AdapterConfig())
+            trained_part(model, source, node, AdapterConfig())
     with pytest.raises(ValueError, match="adapters.publish=merged, .* but `model:` has no adapters"):
         trained_part(model, source, {}, AdapterConfig(publish="merged"))
 

@@ -112,11 +112,11 @@ def test_segment_attention_equals_dense_mask_in_float64(shapes, seed, pad):
     upstream = draw()
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(row.ends_T)[None, None])
     fast = packed_attention(q, k, v, segment_mask(row.ends_T), 0.0, True)
-    want, got = (torch.autograd.grad(out, (q, k, v), upstream) for out in (dense, fast))
+    want, result = (torch.autograd.grad(out, (q, k, v), upstream) for out in (dense, fast))
     # Of v, which is averaged, and of the largest gradient: that of q and k is zero where a token sees itself alone.
     assert (dense - fast).abs().max() < 1e-12 * v.abs().max()
     size = max(grad.abs().max() for grad in want)
-    assert max((a - b).abs().max() for a, b in zip(want, got, strict=True)) < 1e-12 * size
+    assert max((a - b).abs().max() for a, b in zip(want, result, strict=True)) < 1e-12 * size
 
 
 def test_too_long_a_sample_is_an_error_that_names_the_knob():

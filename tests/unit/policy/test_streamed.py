@@ -34,8 +34,8 @@ def test_equal_to_the_policy(source, dtype, fp8):
     """The same operations on the same numbers in the same order, so to the last bit."""
     rows, policy = some_rows(), policy_of(source, fp8, dtype)
     weights = lora.merged_tensors(policy.model)
-    said = torch.cat(streamed_logprobs(rows, weights, builder(source), dtype, CPU, temperature=0.8, fp8=policy.fp8))
-    assert torch.equal(said, policy_said(policy, rows, 0.8)) and said.std() > 0.01
+    logprobs = torch.cat(streamed_logprobs(rows, weights, builder(source), dtype, CPU, temperature=0.8, fp8=policy.fp8))
+    assert torch.equal(logprobs, policy_said(policy, rows, 0.8)) and logprobs.std() > 0.01
 
 
 def test_adapters_are_merged(source):
@@ -45,10 +45,10 @@ def test_adapters_are_merged(source):
     for name, param in policy.model.named_parameters():
         if name.endswith("lora_b.weight"):
             torch.nn.init.normal_(param, std=0.05)
-    said = torch.cat(streamed_logprobs(rows, lora.merged_tensors(policy.model), make, F32, CPU))
+    logprobs = torch.cat(streamed_logprobs(rows, lora.merged_tensors(policy.model), make, F32, CPU))
     without = torch.cat(streamed_logprobs(rows, lora.base_tensors(policy.model), make, F32, CPU))
     want = policy_said(policy, rows, 1.0)
-    assert (said - want).abs().max() < 1e-4 < 1e-2 < (without - want).abs().mean()
+    assert (logprobs - want).abs().max() < 1e-4 < 1e-2 < (without - want).abs().mean()
 
 
 def test_an_output_layer_of_its_own(tmp_path):
@@ -59,8 +59,8 @@ def test_an_output_layer_of_its_own(tmp_path):
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0).contiguous()}, weights)
     source = HFModel(tmp_path / "model")
     rows, policy = some_rows(), policy_of(source, None)
-    said = torch.cat(streamed_logprobs(rows, lora.merged_tensors(policy.model), builder(source), F32, CPU))
-    assert torch.equal(said, policy_said(policy, rows, 1.0))
+    logprobs = torch.cat(streamed_logprobs(rows, lora.merged_tensors(policy.model), builder(source), F32, CPU))
+    assert torch.equal(logprobs, policy_said(policy, rows, 1.0))
 
 
 def test_no_rows(source):

@@ -29,8 +29,8 @@ def git(folder, *words):
 def test_the_command_is_as_it_was_typed(monkeypatch, typed, command):
     monkeypatch.setattr(sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    found = folder.origin()
-    assert found["command"] == command and found["config"] is None
+    origin = folder.origin()
+    assert origin["command"] == command and origin["config"] is None
 
 
 def test_the_config_is_named(tmp_path, monkeypatch):
@@ -40,8 +40,8 @@ def test_the_config_is_named(tmp_path, monkeypatch):
     for config in ["--config", "c.yaml"], ["--config=c.yaml"]:
         typed = ["tune", "run", "--nnodes=1", "x.py", *config, "optimizer.lr=1e-3", "~seed", "logging.to=[wandb]"]
         monkeypatch.setattr(sys, "orig_argv", typed)
-        found = folder.origin()
-        assert found["config"] == "c.yaml"
+        origin = folder.origin()
+        assert origin["config"] == "c.yaml"
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_the_commit_of_the_users_folder(tmp_path, monkeypatch):
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "one")
     (tmp_path / "beside.txt").write_text("untracked")
-    found = folder.commit(tmp_path)
-    assert len(found["id"]) == 40 and not found["changed"]
+    commit = folder.commit(tmp_path)
+    assert len(commit["id"]) == 40 and not commit["changed"]
     (tmp_path / "my.yaml").write_text("lr: 2\n")
-    assert folder.commit(tmp_path) == {**found, "changed": True}
+    assert folder.commit(tmp_path) == {**commit, "changed": True}
 
 
 def test_run_json_keeps_it_and_a_resumed_run_knows_its_settings(tmp_path):

@@ -66,10 +66,10 @@ class Unreadable:
 
 @pytest.fixture
 def processes():
-    made = Processes(cloudpickle.dumps(Target()), 1, "testing", "target")
-    yield made
-    made.close(RuntimeError("closed"))
-    assert not made.folder.exists()
+    instance = Processes(cloudpickle.dumps(Target()), 1, "testing", "target")
+    yield instance
+    instance.close(RuntimeError("closed"))
+    assert not instance.folder.exists()
 
 
 def answer(processes, *arguments, timeout_s=20.0, **more):
@@ -78,16 +78,16 @@ def answer(processes, *arguments, timeout_s=20.0, **more):
 
 
 def test_what_becomes_of_a_call_is_told_apart(processes):
-    found = [
+    answers = [
         answer(processes, "same", 5),
         answer(processes, "raises"),
         answer(processes, "dies"),
         answer(processes, "sleeps", 60, timeout_s=0.2),
         answer(processes, "same", 6),
     ]
-    kind, cause = found.pop(1)
+    kind, cause = answers.pop(1)
     assert kind == "raised" and "ValueError: no digits (test_processes.py:" in cause
-    assert found == [5, ("died", "signal SIGSEGV"), ("late", "no answer within 0.2 s; the process was killed"), 6]
+    assert answers == [5, ("died", "signal SIGSEGV"), ("late", "no answer within 0.2 s; the process was killed"), 6]
 
 
 def test_values_that_cannot_be_sent_or_read_are_errors_of_the_call(processes):

@@ -12,11 +12,11 @@ def complaints(caplog):
     """A function that returns what asyncio has complained of in this test, also of what only the collector of garbage finds."""
     gc.collect()  # what tests before this one have left
 
-    def found():
+    def messages():
         gc.collect()
         return [record.getMessage() for record in caplog.records if record.name == "asyncio"]
 
-    return found
+    return messages
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def make_engine(monkeypatch, tmp_path):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(janitor.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     monkeypatch.setitem(BACKENDS, "sleeping", SleepingCore)
-    monkeypatch.setattr(SleepingCore, "made", [])
+    monkeypatch.setattr(SleepingCore, "instances", [])
     monkeypatch.setattr(SleepingCore, "come_up", threading.Event())
     SleepingCore.come_up.set()
     engines = []
@@ -52,5 +52,5 @@ def make_engine(monkeypatch, tmp_path):
     for engine in engines:
         engine.close()
     # One that came up in the moment of `close` was killed, and dies a moment later.
-    wait_until(lambda: all(core.process.poll() is not None for core in SleepingCore.made))
+    wait_until(lambda: all(core.process.poll() is not None for core in SleepingCore.instances))
     assert list((tmp_path / "tmp").iterdir()) == [], "a temporary folder is left"

@@ -15,14 +15,14 @@ SHAPES = [(1,), (3,), (7, 5), (LINE,), (LINE + 1,), (2 * LINE,), (4 * LINE,), (3
 
 def weights() -> list[int]:
     """The multipliers, written out once more: odd SplitMix64 of seed 0 (its first output for seed 0 is 0xE220A8397B1DCDAF)."""
-    found, state = [], 0
+    values, state = [], 0
     for _ in range(LINE):
         state = (state + 0x9E3779B97F4A7C15) % WORDS
         z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % WORDS
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % WORDS
-        found.append((z ^ (z >> 31)) | 1)
-    assert found[0] == 0xE220A8397B1DCDAF
-    return found
+        values.append((z ^ (z >> 31)) | 1)
+    assert values[0] == 0xE220A8397B1DCDAF
+    return values
 
 
 def reference(data: bytes, multipliers: list[int]) -> int:
@@ -60,39 +60,39 @@ def test_bytes_alone_count_wherever_they_lie(dtype):
         shifted.copy_(tensor.flatten())
         transposed = torch.zeros(*reversed(shape), dtype=dtype).permute(*reversed(range(len(shape))))
         transposed.copy_(tensor)
-        found = checksum(tensor)
-        assert -(1 << 63) <= found < 1 << 63
-        assert found == checksum(shifted) == checksum(transposed) == checksum(torch.nn.Parameter(tensor, False))
-        assert found == checksum(tensor.contiguous().view(torch.uint8))
+        value = checksum(tensor)
+        assert -(1 << 63) <= value < 1 << 63
+        assert value == checksum(shifted) == checksum(transposed) == checksum(torch.nn.Parameter(tensor, False))
+        assert value == checksum(tensor.contiguous().view(torch.uint8))
 
 
 def test_every_flipped_bit_shows():
     rng, tensor = random.Random(0), some((5, LINE))
-    found, data = checksum(tensor), tensor.view(torch.uint8).flatten()
+    value, data = checksum(tensor), tensor.view(torch.uint8).flatten()
     places = [0, data.numel() - 1] + [rng.randrange(data.numel()) for _ in range(300)]
     for place in places:
         for bit in rng.sample(range(8), 2):
             data[place] ^= 1 << bit
-            assert checksum(tensor) != found, (place, bit)
+            assert checksum(tensor) != value, (place, bit)
             data[place] ^= 1 << bit
-    assert checksum(tensor) == found
+    assert checksum(tensor) == value
 
 
 def test_two_changes_do_not_cancel():
     """Signs above all: as the highest bits of 64 they would, whatever the odd multipliers are."""
     rng, tensor = random.Random(1), some((3, LINE))
-    found, flat = checksum(tensor), tensor.flatten()
+    value, flat = checksum(tensor), tensor.flatten()
     for _ in range(300):
         a, b = rng.sample(range(flat.numel()), 2)
         for change in (torch.neg, lambda x: x.flip(0), lambda x: x + 2**-6):
             other = flat.clone()
             other[[a, b]] = change(other[[a, b]])
-            assert (checksum(other) != found) == (not torch.equal(other, flat))
+            assert (checksum(other) != value) == (not torch.equal(other, flat))
 
 
 def test_parts_that_changed_places_show():
     tensor = some((64, LINE))
-    found = checksum(tensor)
+    value = checksum(tensor)
     rng = random.Random(2)
     for width in (1, 2, 16):  # rows, also whole lines of the sum, and columns
         for axis in (0, 1):
@@ -100,8 +100,8 @@ def test_parts_that_changed_places_show():
                 a, b = (width * place for place in rng.sample(range(tensor.shape[axis] // width), 2))
                 order = torch.arange(tensor.shape[axis])
                 order[a : a + width], order[b : b + width] = (torch.arange(x, x + width) for x in (b, a))
-                assert checksum(tensor.index_select(axis, order)) != found
-    assert checksum(tensor.roll(1)) != found and checksum(tensor.T) != found
+                assert checksum(tensor.index_select(axis, order)) != value
+    assert checksum(tensor.roll(1)) != value and checksum(tensor.T) != value
 
 
 def test_old_torn_cut_and_neighboring_tensors_show():

@@ -36,14 +36,14 @@ def test_close_while_an_engine_comes_up(make_engine, first):
         engine.start()
         engine.wait_ready(10)
         SleepingCore.come_up.clear()
-        SleepingCore.made[0].kill()
+        SleepingCore.instances[0].kill()
     count = 1 if first else 2
-    wait_until(lambda: len(SleepingCore.made) == count and SleepingCore.made[-1].launched.is_set())
+    wait_until(lambda: len(SleepingCore.instances) == count and SleepingCore.instances[-1].launched.is_set())
     sampler, outcome = in_thread(lambda: engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4)))
     started = time.monotonic()
     engine.close()
     assert time.monotonic() - started < 5
-    assert len(SleepingCore.made) == count  # no further one
+    assert len(SleepingCore.instances) == count  # no further one
     assert not Path(engine._janitor.folder).exists() and not Path(f"/proc/{engine._janitor.pid}").exists()
     sampler.join(5)
     assert isinstance(outcome[0], EngineFailed)
@@ -58,7 +58,7 @@ def test_closed_while_another_thread_waits_for_the_engine(make_engine, monkeypat
     engine = make_engine(start=False)
     engine.start()
     waiter, outcome = in_thread(lambda: engine.wait_ready(20))
-    assert SleepingCore.made[0].launched.wait(5)
+    assert SleepingCore.instances[0].launched.wait(5)
     engine.close()
     waiter.join(10)
     assert isinstance(outcome[0], EngineFailed) and "closed" in str(outcome[0])
@@ -90,7 +90,7 @@ def test_sample_and_publish_under_way_end_with_close(make_engine):
     sampler, sampled = in_thread(lambda: engine.sample([[1, 2]], 4, SamplingConfig(max_tokens=4)))
     publisher, published = in_thread(lambda: engine.publish(slowly(), 1))
     waiting, waited = in_thread(lambda: (half.wait(5), engine.publish(weights(2), 2)))
-    wait_until(lambda: half.is_set() and len(SleepingCore.made[0].calls) > 0)
+    wait_until(lambda: half.is_set() and len(SleepingCore.instances[0].calls) > 0)
     closer, closed = in_thread(engine.close)
     sampler.join(5)
     rest.set()
@@ -118,7 +118,7 @@ def test_a_caller_that_was_stopped_leaves_no_error_that_nobody_fetches(make_engi
         monkeypatch.setattr(SleepingCore, name, until_dead)
 
     def stop():
-        SleepingCore.made[0].busy.wait(10)
+        SleepingCore.instances[0].busy.wait(10)
         # The caller has to wait for it by then.
         time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -172,7 +172,7 @@ def test_nothing_is_published_while_an_evaluation_is_drawn(make_engine):
 
 def test_an_evaluation_waits_for_a_publication_under_way(make_engine):
     engine = make_engine()
-    core, half, rest = SleepingCore.made[0], threading.Event(), threading.Event()
+    core, half, rest = SleepingCore.instances[0], threading.Event(), threading.Event()
 
     def slowly():
         yield weights(1)[0]
@@ -182,8 +182,8 @@ def test_an_evaluation_waits_for_a_publication_under_way(make_engine):
 
     publisher, _ = in_thread(lambda: engine.publish(slowly(), 1))
     assert half.wait(5)
-    asked = lambda: engine.submit([1], 1, SamplingConfig(max_tokens=4), priority=Priority.EVALUATION)  # noqa: E731
-    asker, _ = in_thread(asked)
+    request = lambda: engine.submit([1], 1, SamplingConfig(max_tokens=4), priority=Priority.EVALUATION)  # noqa: E731
+    asker, _ = in_thread(request)
     time.sleep(0.05)
     assert not core.calls
     rest.set()
@@ -196,15 +196,15 @@ def test_an_evaluation_waits_for_a_publication_under_way(make_engine):
 def test_a_group_is_cancelled_while_an_engine_comes_up(make_engine):
     engine = make_engine()
     cancelled = engine.submit([1, 2], 3, SamplingConfig(max_tokens=4))
-    wait_until(lambda: SleepingCore.made[0].calls)
+    wait_until(lambda: SleepingCore.instances[0].calls)
     SleepingCore.come_up.clear()
-    SleepingCore.made[0].kill()
-    wait_until(lambda: len(SleepingCore.made) == 2 and SleepingCore.made[1].launched.is_set())
+    SleepingCore.instances[0].kill()
+    wait_until(lambda: len(SleepingCore.instances) == 2 and SleepingCore.instances[1].launched.is_set())
     assert cancelled.cancel()
     engine.submit([3], 1, SamplingConfig(max_tokens=4))
     SleepingCore.come_up.set()
-    wait_until(lambda: SleepingCore.made[1].calls)
-    assert [call.prompt for call in SleepingCore.made[1].calls.values()] == [[3]]
+    wait_until(lambda: SleepingCore.instances[1].calls)
+    assert [call.prompt for call in SleepingCore.instances[1].calls.values()] == [[3]]
 
 
 def test_an_error_over_the_counters_comes_out_of_sample(make_engine, monkeypatch):
@@ -215,7 +215,7 @@ def test_an_error_over_the_counters_comes_out_of_sample(make_engine, monkeypatch
 
     monkeypatch.setattr(engine._pool.lanes[0].throttle.controller, "step", broken)
     sampler, outcome = in_thread(lambda: engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4)))
-    core = SleepingCore.made[0]
+    core = SleepingCore.instances[0]
     wait_until(lambda: core.calls)
     try:
         core.on_step(Step(0.5, 1, 0, 0, 0, 0))

@@ -24,10 +24,10 @@ def test_a_dead_janitor_is_replaced_by_the_next_engine_and_does_its_work(make_en
     engine = make_engine()
     first = engine._janitor.pid
     os.kill(first, signal.SIGKILL)
-    SleepingCore.made[0].kill()
-    wait_until(lambda: len(SleepingCore.made) == 2 and engine.stats().restarts == 1)
+    SleepingCore.instances[0].kill()
+    wait_until(lambda: len(SleepingCore.instances) == 2 and engine.stats().restarts == 1)
     assert engine._janitor.pid != first and "a janitor ended (status -9)" in caplog.text
-    folder, core = Path(engine._janitor.folder), SleepingCore.made[1]
+    folder, core = Path(engine._janitor.folder), SleepingCore.instances[1]
     engine._janitor._process.stdin.close()  # what it sees when the trainer is killed
     wait_until(lambda: not folder.exists() and core.process.poll() is not None)
 
@@ -37,7 +37,7 @@ def test_close_with_a_dead_janitor(make_engine):
     os.kill(engine._janitor.pid, signal.SIGKILL)
     folder = Path(engine._janitor.folder)
     engine.close()
-    assert not folder.exists() and SleepingCore.made[0].process.poll() is not None
+    assert not folder.exists() and SleepingCore.instances[0].process.poll() is not None
 
 
 def test_close_with_a_stopped_janitor(make_engine, monkeypatch):
@@ -55,10 +55,10 @@ def test_an_engine_that_nobody_could_guard_is_ended(make_engine, monkeypatch):
         raise OSError("no more processes")
 
     monkeypatch.setattr(janitor.Janitor, "guard", fail)
-    SleepingCore.made[0].kill()
+    SleepingCore.instances[0].kill()
     with pytest.raises(EngineFailed, match="3 times in a row, the last time: no more processes"):
         engine.sample([[1, 2]], 1, SamplingConfig(max_tokens=4))
-    wait_until(lambda: all(core.process.poll() is not None for core in SleepingCore.made))
+    wait_until(lambda: all(core.process.poll() is not None for core in SleepingCore.instances))
 
 
 def test_nobody_is_guarded_after_close(make_engine):

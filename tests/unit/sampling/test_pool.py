@@ -218,12 +218,12 @@ def test_the_canary_asks_every_engine_of_the_pool(monkeypatch):
         bench.prepare_core = lambda core, number: core.go_on.clear()
         for core in bench.now:
             core.length = lambda call: 200
-        asked = asyncio.ensure_future(bench.pool.ask_each([bench.group(n=2, priority=Priority.CANARY)]))
+        future = asyncio.ensure_future(bench.pool.ask_each([bench.group(n=2, priority=Priority.CANARY)]))
         await until(lambda: all(core.calls for core in bench.now))
         lost = bench.now[2]
         lost.kill()
         await lost.stop()
-        assert [answer.engine for answer in await asked] == ["engine 0", "engine 1"]
+        assert [answer.engine for answer in await future] == ["engine 0", "engine 1"]
         bench.lives[2][-1].go_on.set()
 
     with monkeypatch.context() as patch:
@@ -249,11 +249,11 @@ def test_50_restarts_leave_a_pool_as_it_was(monkeypatch):
 
         for number in (0, 1):
             await restart(number)
-        found = process.num_fds(), len(asyncio.all_tasks()), len(process.children(recursive=True))
+        counts = process.num_fds(), len(asyncio.all_tasks()), len(process.children(recursive=True))
         for round_ in range(50):
             await restart(round_ % 2)
         await asyncio.sleep(0.05)
-        assert (process.num_fds(), len(asyncio.all_tasks()), len(process.children(recursive=True))) == found
+        assert (process.num_fds(), len(asyncio.all_tasks()), len(process.children(recursive=True))) == counts
         for lane in bench.pool.lanes:
             assert lane.throttle.held == 0 and not lane.throttle.blocked
             assert not lane._undisturbed and len(lane._held) == 1

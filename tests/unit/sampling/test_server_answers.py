@@ -32,10 +32,10 @@ CLEAR = "/reset_prefix_cache?reset_running_requests=true"
 
 def answers(monkeypatch, core, replies):
     """Lets the server answer by path: text, or an error to raise; all else is fine. Returns the paths that were asked."""
-    asked, replies = [], {CLEAR: {"success": True}} | replies
+    paths, replies = [], {CLEAR: {"success": True}} | replies
 
     async def request(method, path, body=None):
-        asked.append(path)
+        paths.append(path)
         reply = replies.get(path, {})
         reply = reply.pop(0) if isinstance(reply, list) else reply
         if isinstance(reply, Exception):
@@ -43,7 +43,7 @@ def answers(monkeypatch, core, replies):
         return reply
 
     monkeypatch.setattr(core, "_request", request)
-    return asked
+    return paths
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_an_answer_that_is_no_http_does_not_bring_the_key_into_a_message(core):
             for call in (core._request("GET", "/metrics"), core._check_guard()):
                 with pytest.raises(CoreLost, match="no connection to .*: .*Error: ") as caught:
                     await call
-                told = "".join(traceback.format_exception(caught.value)) + str(caught.value) + repr(caught.value)
-                assert KEY not in told and "Authorization" not in told
+                text = "".join(traceback.format_exception(caught.value)) + str(caught.value) + repr(caught.value)
+                assert KEY not in text and "Authorization" not in text
         with pytest.raises(CoreLost, match="Session is closed"):
             await core._check_guard()
         listener.close()
@@ -99,32 +99,32 @@ def test_only_a_server_that_cannot_read_our_memory_is_told_to_be_on_this_machine
 
 def test_a_cache_that_was_not_cleared_ends_the_connection(core, monkeypatch, weights):
     """The server says so in a body, with status 200."""
-    asked = answers(monkeypatch, core, {CLEAR: {"success": False}})
+    paths = answers(monkeypatch, core, {CLEAR: {"success": False}})
     with pytest.raises(CoreLost, match="refused to clear its KV cache"):
         asyncio.run(core.load([weights], 1))
-    assert "/update_weights" not in asked and "/resume" not in asked
+    assert "/update_weights" not in paths and "/resume" not in paths
 
 
 def test_an_update_that_is_refused_half_way_ends_this_life(core, monkeypatch, weights):
-    asked = answers(monkeypatch, core, {"/update_weights": ValueError("no such route")})
+    paths = answers(monkeypatch, core, {"/update_weights": ValueError("no such route")})
     with pytest.raises(CoreLost, match="refused an update that had begun: no such route"):
         asyncio.run(core.load([weights], 1))
-    assert "/resume" not in asked
+    assert "/resume" not in paths
 
 
 def test_kept_keys_and_values_are_found_by_no_later_request(core, monkeypatch, weights):
     core.config = replace(core.config, kv_on_publish="keep")
-    asked = answers(monkeypatch, core, {})
+    paths = answers(monkeypatch, core, {})
     asyncio.run(core.load([weights], 1))
-    assert CLEAR not in asked and core.salt.endswith("-1") and core.salt != "-1"
+    assert CLEAR not in paths and core.salt.endswith("-1") and core.salt != "-1"
 
 
 def test_an_update_that_another_trainer_began_is_finished_first(core, monkeypatch, weights):
     active = "failed (500): start_weight_update called while a weight update is already active. Call finish"
-    asked = answers(monkeypatch, core, {"/start_weight_update": [CoreLost(active), {}]})
+    paths = answers(monkeypatch, core, {"/start_weight_update": [CoreLost(active), {}]})
     asyncio.run(core.load([weights], 1))
     start, finish = "/start_weight_update", "/finish_weight_update"
-    assert [path for path in asked if "weight" in path][1:] == [start, finish, start, "/update_weights", finish]
+    assert [path for path in paths if "weight" in path][1:] == [start, finish, start, "/update_weights", finish]
     stuck = {"/start_weight_update": [CoreLost(active)], "/finish_weight_update": CoreLost("failed (500): no")}
     answers(monkeypatch, core, stuck)
     with pytest.raises(CoreLost, match="cannot be finished; start the server again"):
@@ -138,14 +138,14 @@ def test_a_server_is_asked_for_its_version_and_its_tensors(core, monkeypatch):
 
 
 def test_an_adapter_does_not_go_over_a_model_that_another_run_has_published(core, monkeypatch, weights):
-    asked = answers(monkeypatch, core, {})
+    paths = answers(monkeypatch, core, {})
     weights.adapter, core.replaced = {"r": 8}, True
     with pytest.raises(ValueError, match="does not hold the model of its folder any more: .*; start it again: "):
         asyncio.run(core.load([weights], 1))
-    assert asked == []
+    assert paths == []
     weights.adapter = None
     asyncio.run(core.load([weights], 1))
-    assert not core.replaced and "/finish_weight_update" in asked
+    assert not core.replaced and "/finish_weight_update" in paths
 
 
 PAGE = """vllm:num_requests_running{engine="0"} 3.0

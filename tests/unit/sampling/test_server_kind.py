@@ -18,7 +18,7 @@ from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_command  
 ADDRESS = "http://node2:8000"
 
 
-def told(**changes):
+def report(**changes):
     """What vLLM tells of itself, changed by "part__field"."""
     parts = {
         "model_config": {
@@ -47,7 +47,7 @@ def told(**changes):
 def check(config, **changes):
     core = ServerCore(config, lambda step: None)
     core.how = lambda: "THE COMMAND"
-    core.learn(told(**changes))
+    core.learn(report(**changes))
     return core
 
 
@@ -62,7 +62,7 @@ FP8 = {"quantization": {"quant_method": "fp8"}}
 
 
 @every_row(
-    "settings, changes, said",
+    "settings, changes, fault",
     [
         ({}, {"weight_transfer_config": None}, "transfer=None, and this run needs transfer=.*"),
         ({}, {"weight_transfer_config__backend": "ipc"}, "transfer=ipc, and this run needs transfer=.*"),
@@ -80,24 +80,24 @@ FP8 = {"quantization": {"quant_method": "fp8"}}
         ({"max_model_len": 8192}, {}, "max_model_len=4096, .*=8192"),
     ],
 )
-def test_a_server_that_does_not_fit_is_refused_with_the_command_that_does(settings, changes, said):
-    with pytest.raises(ValueError, match=f"{ADDRESS} has {said}; start it like this: THE COMMAND"):
+def test_a_server_that_does_not_fit_is_refused_with_the_command_that_does(settings, changes, fault):
+    with pytest.raises(ValueError, match=f"{ADDRESS} has {fault}; start it like this: THE COMMAND"):
         check(EngineConfig(address=ADDRESS, **settings), **changes)
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "said"),
+    ("there", "here", "place"),
     [
         ("cuda", False, "this trainer"),
         ("cpu", True, "http://node2:8000"),
         ("cpu", False, "http://node2:8000"),
     ],
 )
-def test_nccl_between_a_cpu_and_a_gpu_is_refused(monkeypatch, there, here, said):
+def test_nccl_between_a_cpu_and_a_gpu_is_refused(monkeypatch, there, here, place):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
     nccl = {"weight_transfer_config__backend": "nccl", "device_config__device": there}
     with pytest.raises(
-        ValueError, match=f"nccl moves weights between GPUs only, and {said} has none; use engine.transfer=gloo"
+        ValueError, match=f"nccl moves weights between GPUs only, and {place} has none; use engine.transfer=gloo"
     ):
         check(EngineConfig(address=ADDRESS), **nccl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -20,7 +20,7 @@ class Cache:
 
     def used(self):
         shared = {group: prompt // self.block for group, prompt, _, _ in self.running}
-        own = sum(-(-(p + made + 1) // self.block) - p // self.block for _, p, made, _ in self.running)
+        own = sum(-(-(p + length + 1) // self.block) - p // self.block for _, p, length, _ in self.running)
         return own + sum(shared.values())
 
     def step(self):

@@ -64,11 +64,11 @@ class WeightServer:
 
 @pytest.fixture(scope="module")
 def servers():
-    found = [WeightServer() for _ in range(3)]
+    instances = [WeightServer() for _ in range(3)]
     try:
-        yield [server.wait() for server in found]
+        yield [server.wait() for server in instances]
     finally:
-        for server in found:
+        for server in instances:
             server.close()
 
 

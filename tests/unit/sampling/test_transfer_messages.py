@@ -24,14 +24,14 @@ def test_a_receiver_finds_every_tensor_where_the_sender_has_it(kinds, limit):
     buffer = WeightBuffer()
     try:
         buffer.write(named)
-        memory, found = memory_of(buffer.address()["path"]), {}
+        memory, tensors = memory_of(buffer.address()["path"]), {}
         for begin, end, manifest in chunks(buffer.manifest, limit):
             here = dict(views(memory[begin:end].clone(), manifest))
             # Only the last tensor of a piece reaches the limit.
             ends = [offset + t.nbytes for offset, t in zip(manifest["offsets"], here.values(), strict=True)]
             assert all(each < limit for each in ends[:-1]) and ends[-1] == end - begin
-            found |= here
-        assert [(name, t.dtype, t.shape) for name, t in found.items()] == [(n, t.dtype, t.shape) for n, t in named]
-        assert all(checksum(found[name]) == checksum(tensor) for name, tensor in named)
+            tensors |= here
+        assert [(name, t.dtype, t.shape) for name, t in tensors.items()] == [(n, t.dtype, t.shape) for n, t in named]
+        assert all(checksum(tensors[name]) == checksum(tensor) for name, tensor in named)
     finally:
         buffer.close()

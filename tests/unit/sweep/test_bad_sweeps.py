@@ -94,8 +94,8 @@ CASES = [
 
 @every_row("change, message", CASES, ids=[message[:40] for _, message in CASES])
 def test_what_is_wrong_is_named(refusal, change, message):
-    said = refusal(**change)
-    assert message in said and said.startswith("error: ") and "Traceback" not in said
+    output = refusal(**change)
+    assert message in output and output.startswith("error: ") and "Traceback" not in output
 
 
 def test_words_of_the_command_are_checked(refusal):

@@ -49,19 +49,19 @@ def test_a_sweep_runs_every_point_once_and_keeps_a_record(tmp_path, capsys, monk
     file = small_sweeps.write(tmp_path / "lr.yaml", RATES)
     runner, folder = small_sweeps.runner(file, tmp_path / "out", 2, "steps=2")
     assert runner.run() and not runner.left
-    found = record(tmp_path / "out")
+    sweep = record(tmp_path / "out")
     assert (
-        found["format"] == 1 and found["method"] == "grid" and found["name"] == "lr" and found["words"] == ["steps=2"]
+        sweep["format"] == 1 and sweep["method"] == "grid" and sweep["name"] == "lr" and sweep["words"] == ["steps=2"]
     )
-    assert found["metric"] == {"name": "eval/accuracy_sampled", "goal": "maximize"}
-    assert [run["parameters"]["lr"] for run in found["runs"]] == [0.1, 0.2, 0.3]
-    assert all(run["state"] == "finished" and run["value"] == 2 * run["parameters"]["lr"] for run in found["runs"])
+    assert sweep["metric"] == {"name": "eval/accuracy_sampled", "goal": "maximize"}
+    assert [run["parameters"]["lr"] for run in sweep["runs"]] == [0.1, 0.2, 0.3]
+    assert all(run["state"] == "finished" and run["value"] == 2 * run["parameters"]["lr"] for run in sweep["runs"])
     assert sorted(line[0] for line in starts(tmp_path)) == ["run_01", "run_02", "run_03"]
     # No agent has started these runs: their folder is said to them. With an account they stand together.
     assert {tuple(line[3:]) for line in starts(tmp_path)} == {("None", "lr")}
     assert (tmp_path / "out" / "sweep.yaml").read_text() == file.read_text()
-    said = capsys.readouterr().out
-    assert "run_01 (1 of 3) starts: lr=0.1" in said and "finished after" in said
+    output = capsys.readouterr().out
+    assert "run_01 (1 of 3) starts: lr=0.1" in output and "finished after" in output
     folder.close()
 
 
@@ -93,8 +93,8 @@ def test_a_signal_lets_runs_save_and_the_sweep_goes_on_where_they_were(tmp_path,
     process = as_process(file, tmp_path / "out", 1)
     wait_until(lambda: list(tmp_path.glob("out/run_01/checkpoints/step_000002")), process)
     process.send_signal(number)
-    said, _ = process.communicate(timeout=30)
-    assert process.returncode == 1 and "the runs end their steps and save" in said, said
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "the runs end their steps and save" in output, output
     assert [run["state"] for run in record(tmp_path / "out")["runs"]] == ["waiting"]
     runner, folder = small_sweeps.runner(file, tmp_path / "out")
     assert runner.run()
@@ -112,8 +112,8 @@ def test_a_second_signal_ends_the_runs_at_once(tmp_path):
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: "once more" in process.stdout.readline(), process)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=15)
-    assert "the runs end at once" in said, said
+    output, _ = process.communicate(timeout=15)
+    assert "the runs end at once" in output, output
     assert [run["state"] for run in record(tmp_path / "out")["runs"]] == ["waiting", "waiting"]
 
 

@@ -20,10 +20,10 @@ def test_public_prompts_come_back_to_the_letter():
         translate = Translator(r)
         clues = [translate.clue(clue) for clue in r.clues]
         assert len(clues) == puzzle["num_clues"]
-        facts = [translate.asked(asked, puzzle["solution"][letter]) for letter, asked in r.questions.items()]
-        asked = [question(translate.scenario, fact, ask_who) for fact, ask_who in facts]
-        assert [gold for _, gold, _ in asked] == list(puzzle["solution"].values())
-        assert prompt(translate.scenario, clues, asked, r.main) == puzzle["prompt"], number
+        facts = [translate.question(words, puzzle["solution"][letter]) for letter, words in r.questions.items()]
+        questions = [question(translate.scenario, fact, ask_who) for fact, ask_who in facts]
+        assert [gold for _, gold, _ in questions] == list(puzzle["solution"].values())
+        assert prompt(translate.scenario, clues, questions, r.main) == puzzle["prompt"], number
 
 
 @needs_public
@@ -40,7 +40,7 @@ def test_public_puzzles_have_the_gold_answers_and_no_others():
         clues = [translate.clue(clue) for clue in r.clues]
         world = solver.find(clues, solver.model.new_bool_var(""))
         assert world is not None, number
-        facts = [translate.asked(asked, puzzle["solution"][letter])[0] for letter, asked in r.questions.items()]
+        facts = [translate.question(words, puzzle["solution"][letter])[0] for letter, words in r.questions.items()]
         assert all(fact.holds(world) for fact in facts), number
         assert all(clue.holds(world) for clue in clues), number
         everything = whole_world(replace(translate.scenario, truth=world))

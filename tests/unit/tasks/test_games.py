@@ -119,12 +119,12 @@ def test_the_last_turn_pays(shop):
 
 def test_games_without_rows_are_drawn(shop):
     task, state = ToolClass("my_shop.Shop", seed=1), random.getstate()
-    asked = [task[i].messages[0]["content"] for i in range(3)]
-    assert random.getstate() == state and len(set(asked)) == 3 and task[10**6]
+    questions = [task[i].messages[0]["content"] for i in range(3)]
+    assert random.getstate() == state and len(set(questions)) == 3 and task[10**6]
     random.seed(5)
     drawn = random.random()
     random.seed(5)
-    assert task.environment(task[2], 7).game.price == int(asked[2].split()[-1][:-1])
+    assert task.environment(task[2], 7).game.price == int(questions[2].split()[-1][:-1])
     assert random.random() == drawn  # what is drawn in play comes from the seed of the conversation
     assert ToolClass("my_shop.Shop", seed=2)[0].messages != task[0].messages
     assert ToolClass("my_shop.Shop", seed=1, first=2, count=1)[0] == task[2]

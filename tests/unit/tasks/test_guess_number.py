@@ -62,8 +62,8 @@ def test_answers_are_true():
     for _ in range(200):
         number, guess = draw.randint(0, 99), draw.randint(0, 99)
         turn = Game(number).step({"role": "assistant", "content": f" {guess}\n"})
-        said = [message["content"] for message in turn.messages]
-        assert said == (["higher"] if guess < number else ["lower"] if guess > number else [])
+        replies = [message["content"] for message in turn.messages]
+        assert replies == (["higher"] if guess < number else ["lower"] if guess > number else [])
 
 
 @every_row(

@@ -53,11 +53,11 @@ def strict(problem, text):
 
 
 def test_rows_of_chats_are_prompts_as_they_are(tmp_path):
-    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    path = jsonl(tmp_path, [{"messages": asked, "answer": 2}])
-    assert Jsonl(strict, path=path, question="messages")[0].messages == tuple(asked)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    path = jsonl(tmp_path, [{"messages": chat, "answer": 2}])
+    assert Jsonl(strict, path=path, question="messages")[0].messages == tuple(chat)
     task = Jsonl(strict, path=path, question="messages", system="You add.", prompt="not used: {question}")
-    assert task[0].messages == ({"role": "system", "content": "You add."}, *asked) and task[0].answer == 2
+    assert task[0].messages == ({"role": "system", "content": "You add."}, *chat) and task[0].answer == 2
     for content in (None, [{"type": "text", "text": "1+1?"}]):
         with pytest.raises(ValueError, match="some.jsonl:1: a message of 'messages' has no text as its content"):
             Jsonl(
@@ -66,7 +66,7 @@ def test_rows_of_chats_are_prompts_as_they_are(tmp_path):
                 question="messages",
             )
     with pytest.raises(ValueError, match="some.jsonl:1: the last message of 'messages' is of role 'assistant'"):
-        Jsonl(strict, path=jsonl(tmp_path, [{"messages": [*asked, {"role": "assistant"}]}]), question="messages")
+        Jsonl(strict, path=jsonl(tmp_path, [{"messages": [*chat, {"role": "assistant"}]}]), question="messages")
 
 
 def test_rows_of_csv_are_texts(tmp_path):

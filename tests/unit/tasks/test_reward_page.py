@@ -52,8 +52,8 @@ def test_the_function_grades_what_a_policy_may_write(folder):
     cfg = OmegaConf.load("my_run.yaml")
     task, held_out = instantiate(component(cfg.task)), instantiate(component(cfg.evaluation.task))
     assert (len(task), len(held_out)) == (9700, 300)
-    asked = [{t[n].messages[0]["content"] for n in range(len(t))} for t in (task, held_out)]
-    assert not asked[0] & asked[1], "no sum of the evaluation is trained on"
+    questions = [{t[n].messages[0]["content"] for n in range(len(t))} for t in (task, held_out)]
+    assert not questions[0] & questions[1], "no sum of the evaluation is trained on"
     problem = task[0]
     texts = {str(problem.answer): 1.0, f"(1 2) {problem.answer + 1}": 0.5, f"{problem.answer - 2}.": 1 / 3}
     texts |= dict.fromkeys(("", " \n", "(", "seven", "\ud800"), 0.0)
@@ -67,9 +67,9 @@ def test_what_the_warm_up_learns_gets_a_reward(folder):
     task = instantiate(component(OmegaConf.load("my_warmup.yaml").task))
     assert len(task) >= OmegaConf.load("my_warmup.yaml").num_problems
     items = [(task[n], task.solution(task[n])) for n in range(2000)]
-    found = rewards(task, items)
+    values = rewards(task, items)
     # 1/2 + 1/2 (1 + 2/2 + 2/3 + 2/4)/7 = 0.726; the standard deviation of a reward is below 1/2, so that of the mean below 0.0112.
-    assert sum(found) / len(found) == pytest.approx(0.726, abs=4 * 0.0112)
+    assert sum(values) / len(values) == pytest.approx(0.726, abs=4 * 0.0112)
     assert {len(text.split()) for _, text in items} == {1, 3}
 
 
@@ -112,10 +112,10 @@ class Judge(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         listed = body["messages"][0]["content"].split("Answers:\n\n")[1].rpartition("\n\n")[0].split("\n\n")
         texts = dict(entry.split("\n", 1) for entry in listed)
-        said = json.dumps([int(name[1:-1]) for name in sorted(texts, key=texts.get)])
+        content = json.dumps([int(name[1:-1]) for name in sorted(texts, key=texts.get)])
         if "nonsense" in texts.values():
-            said = "The second one."
-        reply = json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
+            content = "The second one."
+        reply = json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(reply)))
         self.end_headers()

@@ -30,12 +30,12 @@ def graded(problem, signal, samples=4):
 
 def play(stream, steps, has_signal, count=20, folder=None):
     """The problems of some steps, in which a group has a signal where `has_signal` says so of its problem."""
-    asked = []
+    batches = []
     for step in range(steps):
         taken = stream.take(count)
         values = stream.observe(step, [graded(each, has_signal(each)) for each in taken], folder)
-        asked.append(taken)
-    return asked, values
+        batches.append(taken)
+    return batches, values
 
 
 def level_of(problem):
@@ -43,8 +43,8 @@ def level_of(problem):
 
 
 def test_levels_with_a_signal_are_asked_most_and_none_is_forgotten():
-    asked, values = play(ProblemStream(levels(), 0), 60, lambda problem: level_of(problem) in HAS_SIGNAL)
-    first, late = (Counter(map(level_of, sum(part, []))) for part in (asked[:1], asked[20:]))
+    steps, values = play(ProblemStream(levels(), 0), 60, lambda problem: level_of(problem) in HAS_SIGNAL)
+    first, late = (Counter(map(level_of, sum(part, []))) for part in (steps[:1], steps[20:]))
     assert set(first) == {"level=1", "level=4", "level=7"} and max(first.values()) < 15
     share = {name: count / 800 for name, count in late.items()}
     # The weights are 1 and the floor twice, up to what a level near the floor still remembers.
@@ -54,15 +54,15 @@ def test_levels_with_a_signal_are_asked_most_and_none_is_forgotten():
         "selection/level=4": 1.0,
         "selection/level=7": pytest.approx(0, abs=0.01),
     }
-    ids = [problem.id for step in asked for problem in step]
+    ids = [problem.id for step in steps for problem in step]
     assert len(set(ids)) == len(ids), "an endless task asks nothing twice"
 
 
 def test_problems_without_a_signal_are_asked_less_but_in_each_few_epochs():
     task = problems()
     keen = {task[i].id for i in range(10)}
-    asked, values = play(ProblemStream(task, 0), 100, lambda problem: problem.id in keen)
-    late = Counter(problem.id for step in asked[20:] for problem in step)
+    steps, values = play(ProblemStream(task, 0), 100, lambda problem: problem.id in keen)
+    late = Counter(problem.id for step in steps[20:] for problem in step)
     assert len(late) == 40 and min(late[name] for name in keen) > 3 * max(
         late[name] for name in late if name not in keen
     )
@@ -72,8 +72,8 @@ def test_problems_without_a_signal_are_asked_less_but_in_each_few_epochs():
 def test_a_problem_or_level_that_has_a_signal_again_comes_back():
     stream = ProblemStream(levels(), 0)
     play(stream, 30, lambda problem: level_of(problem) == "level=1")
-    asked, _ = play(stream, 60, lambda problem: level_of(problem) == "level=7")
-    share = Counter(map(level_of, sum(asked[30:], [])))["level=7"] / 600
+    steps, _ = play(stream, 60, lambda problem: level_of(problem) == "level=7")
+    share = Counter(map(level_of, sum(steps[30:], [])))["level=7"] / 600
     assert share > 0.7
 
 

@@ -52,8 +52,8 @@ def test_every_night_tried_leaves_one_set_of_answers_and_no_clue_is_idle(size, c
         assert len(r.clues) == puzzle.num_clues
         translate = Translator(r)
         stated = [translate.clue(clue) for clue in r.clues]
-        asked = [translate.asked(words, puzzle.solution[letter])[0] for letter, words in r.questions.items()]
-        assert not set(stated) & set(asked)  # no question which a clue answers word for word
+        questions = [translate.question(words, puzzle.solution[letter])[0] for letter, words in r.questions.items()]
+        assert not set(stated) & set(questions)  # no question which a clue answers word for word
         nights = check_by_trying(puzzle.prompt, puzzle.solution, minimal=True, whole=size.whole_world)
         assert nights > 4
 
@@ -66,7 +66,7 @@ def test_big_puzzles_are_settled_by_their_clues_and_by_no_fewer():
         r = read(puzzle.prompt)
         translate = Translator(r)
         clues = [translate.clue(clue) for clue in r.clues]
-        facts = [translate.asked(asked, puzzle.solution[letter])[0] for letter, asked in r.questions.items()]
+        facts = [translate.question(question, puzzle.solution[letter])[0] for letter, question in r.questions.items()]
         solver = Solver(translate.scenario)
         goal = solver.differs(facts)
         assert solver.find(clues, goal) is None
@@ -129,14 +129,14 @@ def test_every_kind_of_clue_appears_and_a_kind_left_out_does_not():
 @needs_ortools
 def test_numbers_of_everything_are_those_asked_for():
     size = Size((2, 4), 3, (5, 6), (1, 3), (0, 4), bonus=(0, 2))
-    seen = set()
+    counts = set()
     for index in range(40):
         r = read(make_puzzle(2, index, size).prompt)
         assert 2 <= len(r.suspects) <= 4 and len(r.weapons) == 3 and 5 <= len(r.rooms) <= 6 and len(r.times) <= 3
         assert len(r.questions) - r.main <= 2 and 1 <= r.main <= 5
         assert sum(r.motives.values()) in (0, len(r.suspects))
-        seen |= {("suspects", len(r.suspects)), ("rooms", len(r.rooms)), ("times", len(r.times))}
-    assert len(seen) == 3 + 2 + 3
+        counts |= {("suspects", len(r.suspects)), ("rooms", len(r.rooms)), ("times", len(r.times))}
+    assert len(counts) == 3 + 2 + 3
 
 
 @needs_ortools
@@ -196,12 +196,12 @@ def test_task_of_generated_puzzles():
 @needs_ortools
 def test_kept_puzzles_are_read_back(tmp_path, monkeypatch):
     sizes = [Size(), Size(rooms=3)]
-    made = [TemporalClue(seed=2, size=size, cache_dir=str(tmp_path / "kept"))[4] for size in sizes]
-    assert made == [TemporalClue(seed=2, size=size)[4] for size in sizes]
+    puzzles = [TemporalClue(seed=2, size=size, cache_dir=str(tmp_path / "kept"))[4] for size in sizes]
+    assert puzzles == [TemporalClue(seed=2, size=size)[4] for size in sizes]
     module = sys.modules["torchtune_ext.tasks.temporal_clue.task"]
     module._puzzle.cache_clear()
     monkeypatch.setattr(module, "make_puzzle", None)
-    assert made == [TemporalClue(seed=2, size=size, cache_dir=str(tmp_path / "kept"))[4] for size in sizes]
+    assert puzzles == [TemporalClue(seed=2, size=size, cache_dir=str(tmp_path / "kept"))[4] for size in sizes]
 
 
 @needs_ortools

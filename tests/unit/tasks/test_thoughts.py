@@ -93,18 +93,18 @@ def graded(grader, tokenizer, texts):
 @pytest.mark.parametrize("special", [None, False, True], ids=["characters", "tokens", "special tokens"])
 def test_a_thought_that_the_template_opens_is_no_answer(grader, tmp_path, special):
     tokenizer = ChatTokenizer(model_dir(tmp_path, special), THINKS)
-    found = graded(grader, tokenizer, [CUT, ENDED])
-    assert found["3", CUT] == (f"<think>\n{CUT}", 0.0, 0.0)
-    assert found["4", ENDED] == (f"<think>\n{ENDED}", 1.0, 1.0)
-    assert found["3", ENDED][1:] == (0.0, 1.0)
+    grades = graded(grader, tokenizer, [CUT, ENDED])
+    assert grades["3", CUT] == (f"<think>\n{CUT}", 0.0, 0.0)
+    assert grades["4", ENDED] == (f"<think>\n{ENDED}", 1.0, 1.0)
+    assert grades["3", ENDED][1:] == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("template", [PLAIN, SWITCHED_OFF], ids=["plain", "switched off"])
 def test_other_templates_leave_the_text_as_it_was_sampled(grader, tmp_path, template):
     tokenizer = ChatTokenizer(model_dir(tmp_path, False), template)
-    found = graded(grader, tokenizer, [CUT, f"<think>{ENDED}"])
-    assert found["3", CUT] == (CUT, 1.0, 0.0)
-    assert found["4", f"<think>{ENDED}"] == (f"<think>{ENDED}", 1.0, 1.0)
+    grades = graded(grader, tokenizer, [CUT, f"<think>{ENDED}"])
+    assert grades["3", CUT] == (CUT, 1.0, 0.0)
+    assert grades["4", f"<think>{ENDED}"] == (f"<think>{ENDED}", 1.0, 1.0)
 
 
 def test_a_question_that_speaks_of_thoughts_opens_none(tmp_path):

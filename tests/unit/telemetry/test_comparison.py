@@ -22,8 +22,8 @@ def run_main(*words):
     return command.main(parser.parse_args([str(word) for word in words]))
 
 
-def overview_of(made):
-    return Scripts(made.path.read_text()).data()["overview"]
+def overview_of(report):
+    return Scripts(report.path.read_text()).data()["overview"]
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ def two(tmp_path):
 
 
 def test_the_page_holds_curves_and_results(two, tmp_path):
-    made = build_comparison(two, tmp_path / "page.html")
+    report = build_comparison(two, tmp_path / "page.html")
     size = (tmp_path / "page.html").stat().st_size
-    assert (made.path, made.runs, made.settings, made.num_bytes) == (tmp_path / "page.html", 2, 2, size)
-    overview = overview_of(made)
+    assert (report.path, report.runs, report.settings, report.num_bytes) == (tmp_path / "page.html", 2, 2, size)
+    overview = overview_of(report)
     assert [(each["letter"], each["label"]) for each in overview["settings"]] == [("A", "lr 1e-06"), ("B", "lr 3e-06")]
     assert overview["keys"] == [["optimizer.lr", "lr"]]
     assert [each["values"] for each in overview["settings"]] == [["1e-06"], ["3e-06"]]
@@ -61,12 +61,12 @@ def test_nothing_in_a_run_breaks_the_page(tmp_path):
 
 
 def test_a_sweep_is_compared_without_what_failed(tmp_path):
-    made = build_comparison([make_sweep(tmp_path / "sweep")])
-    assert made.path == tmp_path / "sweep" / "report.html" and made.runs == 10
-    assert made.verdict.startswith(
+    report = build_comparison([make_sweep(tmp_path / "sweep")])
+    assert report.path == tmp_path / "sweep" / "report.html" and report.runs == 10
+    assert report.verdict.startswith(
         "F (lr 0.0001, clip_high 0.3) has the highest held-out accuracy, 0.746 [0.696, 0.796]."
     )
-    overview = overview_of(made)
+    overview = overview_of(report)
     assert [each["runs"] for each in overview["settings"]] == [[f"run{i}{j}"] for i in range(5) for j in range(2)]
     assert overview["notices"] == [f"bad{number} failed: loss is not finite {HOSTILE}." for number in range(2)]
     # The interval of a value is that of the evaluation which gave it.
@@ -79,9 +79,9 @@ def test_what_failed_late_is_not_what_its_setting_came_to(tmp_path):
     record = json.loads((folder / "sweep.json").read_text())
     record["runs"][1] |= {"state": "failed", "value": None, "cause": "out of memory"}
     (folder / "sweep.json").write_text(json.dumps(record))
-    made = build_comparison([folder])
-    assert made.verdict == "A (run00) has the highest held-out accuracy, 0.618 [0.568, 0.668]."
-    assert made.left_out == ["run10 failed: out of memory."]
+    report = build_comparison([folder])
+    assert report.verdict == "A (run00) has the highest held-out accuracy, 0.618 [0.568, 0.668]."
+    assert report.left_out == ["run10 failed: out of memory."]
 
 
 def test_a_sweep_in_which_everything_failed_has_no_page(tmp_path):
@@ -95,8 +95,8 @@ def test_less_is_better_where_a_sweep_says_so(tmp_path):
     runs = [{"id": name, "parameters": {}, "state": "finished", "cause": ""} for name in ("a", "b")]
     metric = {"name": "loss/total", "goal": "minimize"}
     (tmp_path / "sweep.json").write_text(json.dumps({"format": 1, "name": "", "metric": metric, "runs": runs}))
-    made = build_comparison([tmp_path])
-    assert made.verdict == (
+    report = build_comparison([tmp_path])
+    assert report.verdict == (
         "B (lr 2e-06) has the lowest loss/total of the last tenth of the steps, 0.3. A (lr 1e-06) may be as good: the intervals "
         "overlap, or are not known. One seed does not tell where another would end."
     )
@@ -131,8 +131,8 @@ def test_paths_that_are_no_runs_are_named_with_those_near_them(two, tmp_path):
 def test_a_run_counts_once_and_its_copy_is_no_second_seed(two, tmp_path):
     assert build_comparison([two[0], two[0] / ".." / "one", tmp_path], tmp_path / "page.html").runs == 2
     shutil.copytree(two[0], tmp_path / "copy")
-    made = build_comparison([two[0], tmp_path / "copy"], tmp_path / "page.html")
-    assert made.runs == 1 and made.left_out == [
+    report = build_comparison([two[0], tmp_path / "copy"], tmp_path / "page.html")
+    assert report.runs == 1 and report.left_out == [
         "copy is left out: it is the same run as one (run.json has the id one)."
     ]
 
@@ -143,13 +143,13 @@ def test_a_run_with_nothing_to_show_is_named_and_passed_over(two, tmp_path):
     for name, text in (("broken", '{"step": 1}\nno json\n{"step": 2}\n'), ("odd", "[1, 2]\n[3]\n")):
         shutil.copytree(two[0], tmp_path / name)
         (tmp_path / name / "metrics.jsonl").write_text(text)
-    made = build_comparison([tmp_path], tmp_path / "page.html")
-    assert made.runs == 2 and len(made.left_out) == 3
-    told = overview_of(made)["notices"]
-    assert any(line.startswith("new is left out: no metrics yet") for line in told)
-    assert any(line.startswith("broken is left out: metrics.jsonl is damaged") and "line 2" in line for line in told)
-    assert any(line.startswith("odd is left out: metrics.jsonl is damaged") for line in told)
-    assert "new is left out" in made.summary()
+    report = build_comparison([tmp_path], tmp_path / "page.html")
+    assert report.runs == 2 and len(report.left_out) == 3
+    notices = overview_of(report)["notices"]
+    assert any(line.startswith("new is left out: no metrics yet") for line in notices)
+    assert any(line.startswith("broken is left out: metrics.jsonl is damaged") and "line 2" in line for line in notices)
+    assert any(line.startswith("odd is left out: metrics.jsonl is damaged") for line in notices)
+    assert "new is left out" in report.summary()
     with pytest.raises(ValueError, match="nothing to show yet. new is left out"):
         build_comparison([tmp_path / "new", tmp_path / "odd"], tmp_path / "page.html")
 
@@ -220,10 +220,10 @@ def test_bands_are_those_of_numpy(tmp_path):
     ):
         values = np.array([[record.get(metric) for record in run] for run in records], float)
         (line,) = next(chart["lines"] for chart in overview["charts"] if chart["title"] == title)
-        for got, function in zip((line["mean"], *line["band"]), (np.nanmean, np.nanmin, np.nanmax), strict=True):
+        for column, function in zip((line["mean"], *line["band"]), (np.nanmean, np.nanmin, np.nanmax), strict=True):
             with np.testing.suppress_warnings() as quiet:
                 quiet.filter(RuntimeWarning)
-                np.testing.assert_allclose(np.array(got, float), function(values, 0), rtol=1e-4, equal_nan=True)
+                np.testing.assert_allclose(np.array(column, float), function(values, 0), rtol=1e-4, equal_nan=True)
 
 
 def test_many_steps_share_points_and_no_peak_of_a_seed_is_lost_in_the_mean(tmp_path, monkeypatch):

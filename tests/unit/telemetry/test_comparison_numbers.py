@@ -42,22 +42,22 @@ def test_quantiles_of_student_are_those_of_the_tables(p, freedom, table):
 
 def test_an_interval_of_seeds_is_that_of_the_textbook():
     # n = 4, mean 5, s = 2: half = 3.182 * 2 / 2.
-    found = mean_of_seeds(estimates(3.0, 4.0, 5.0, 8.0))
+    estimate = mean_of_seeds(estimates(3.0, 4.0, 5.0, 8.0))
     s = np.std([3.0, 4.0, 5.0, 8.0], ddof=1)
-    assert found.value == 5 and found.high - found.value == pytest.approx(3.18245 * s / 2, rel=1e-5)
+    assert estimate.value == 5 and estimate.high - estimate.value == pytest.approx(3.18245 * s / 2, rel=1e-5)
     assert mean_of_seeds(estimates(3.0)) == Estimate(3.0) and mean_of_seeds(estimates(3.0, 3.0)) == Estimate(3.0)
 
 
 @every_row(
-    "first, second, told",
+    "first, second, expected",
     [
         (Estimate(0.5, 0.4, 0.6), Estimate(0.8, 0.7, 0.9), True),
         (Estimate(0.5, 0.4, 0.7), Estimate(0.8, 0.7, 0.9), False),
         (Estimate(0.5), Estimate(0.8, 0.7, 0.9), False),
     ],
 )
-def test_what_does_not_overlap_is_apart(first, second, told):
-    assert apart(first, second) == apart(second, first) == told
+def test_what_does_not_overlap_is_apart(first, second, expected):
+    assert apart(first, second) == apart(second, first) == expected
 
 
 def test_seeds_and_folders_make_no_setting(tmp_path):
@@ -67,9 +67,9 @@ def test_seeds_and_folders_make_no_setting(tmp_path):
             own = settings(rate, seed, tokenizer=start, logging={"to": [f"{seed}"]})
             make_one(tmp_path / f"r{rate}{seed}", own, steps=2, rollouts=False)
     runs, _, _ = find_runs([tmp_path])
-    keys, found = settings_of(runs)
-    assert keys == ["optimizer.lr"] and [each.label for each in found] == ["lr 1e-06", "lr 3e-06"]
-    assert [[runs[i].name for i in each.runs] for each in found] == [["r1e-060", "r1e-061"], ["r3e-060", "r3e-061"]]
+    keys, variants = settings_of(runs)
+    assert keys == ["optimizer.lr"] and [each.label for each in variants] == ["lr 1e-06", "lr 3e-06"]
+    assert [[runs[i].name for i in each.runs] for each in variants] == [["r1e-060", "r1e-061"], ["r3e-060", "r3e-061"]]
 
 
 def test_the_name_of_a_folder_is_no_value(tmp_path, monkeypatch):
@@ -77,16 +77,16 @@ def test_the_name_of_a_folder_is_no_value(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("bf16", "fp32"):
         make_one(Path(name), settings(precision=name, start=f"{name}/model"), steps=2, rollouts=False)
-    keys, found = settings_of(find_runs([tmp_path])[0])
-    assert keys == ["precision"] and [each.label for each in found] == ["precision bf16", "precision fp32"]
+    keys, variants = settings_of(find_runs([tmp_path])[0])
+    assert keys == ["precision"] and [each.label for each in variants] == ["precision bf16", "precision fp32"]
 
 
 def test_a_key_that_only_one_run_has_differs_and_labels_stay_short(tmp_path):
     make_one(tmp_path / "a", settings(), steps=2, rollouts=False)
     make_one(tmp_path / "b", settings(loss={"terms": ["x" * 5000], "größe": "ü"}), steps=2, rollouts=False)
-    keys, found = settings_of(find_runs([tmp_path])[0])
+    keys, variants = settings_of(find_runs([tmp_path])[0])
     assert keys == ["loss.terms", "loss.größe"]
-    assert [each.label for each in found] == ["terms default, größe default", "b"]
+    assert [each.label for each in variants] == ["terms default, größe default", "b"]
     assert short_keys(["a.lr", "b.lr", "a.seed", "task._component_"]) == ["a.lr", "b.lr", "seed", "task._component_"]
 
 

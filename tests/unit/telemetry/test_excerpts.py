@@ -55,10 +55,11 @@ def test_groups_with_a_signal_come_first_and_some_without_are_kept(tmp_path):
     paths = stored(tmp_path, {1: silent + loud, 2: silent[:4] + loud[:2], 3: loud, 4: silent})
 
     def ids(number):
-        found = excerpts_of(paths, Limits(groups_per_step=number))
-        assert [entry["signals"] for entry in found.index] == [9, 2, 9, 0]
+        excerpts = excerpts_of(paths, Limits(groups_per_step=number))
+        assert [entry["signals"] for entry in excerpts.index] == [9, 2, 9, 0]
         return [
-            [name for name, _, _ in (g["id"].partition("-") for g in unpacked(blob))] for blob in found.blobs.values()
+            [name for name, _, _ in (g["id"].partition("-") for g in unpacked(blob))]
+            for blob in excerpts.blobs.values()
         ]
 
     assert ids(12) == [["loud"] * 9 + ["silent"] * 3, ["loud"] * 2 + ["silent"] * 4, ["loud"] * 9, ["silent"] * 9]
@@ -80,10 +81,10 @@ def leave_a_tokenizer(folder, *texts):
 
 def test_a_prompt_is_shown_as_the_model_read_it_where_there_is_a_tokenizer(tmp_path, caplog):
     tokenizer = leave_a_tokenizer(tmp_path / "model", "the cat sat on the mat, the end")
-    found = excerpts_of(
+    excerpts = excerpts_of(
         stored(tmp_path, {1: [group("g", [0.0, 1.0])]}), Limits(), [tmp_path / "nowhere", tmp_path / "model"]
     )
-    (shown,) = unpacked(found.blobs[1])
+    (shown,) = unpacked(excerpts.blobs[1])
     assert shown["read"] == tokenizer.decode([0, 1, 2], skip_special_tokens=False) and caplog.records == []
 
 
@@ -105,8 +106,8 @@ def test_a_conversation_is_shown_by_its_turns(tmp_path):
 
 
 def test_what_an_environment_answered_counts_for_nothing_that_was_sampled(tmp_path):
-    found = excerpts_of(stored(tmp_path, {1: [conversations()]}), Limits())
-    sample = unpacked(found.blobs[1])[0]["samples"][0]
+    excerpts = excerpts_of(stored(tmp_path, {1: [conversations()]}), Limits())
+    sample = unpacked(excerpts.blobs[1])[0]["samples"][0]
     assert (sample["count"], sample["total"]) == (9, 15)
     assert sample["logprob"] == -2.0, "of -1, -2 and -3, not of the zeros between the turns"
     assert sample["versions"] == [[0, 3], [1, 3], [2, 3]]

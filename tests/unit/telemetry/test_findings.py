@@ -9,7 +9,7 @@ from torchtune_ext.telemetry.panels import panels_for
 DONE = State("finished", "finished, 40 steps", 40, 40)
 
 
-def found(metrics, config=None, state=DONE, steps=40):
+def texts(metrics, config=None, state=DONE, steps=40):
     """Findings of a run in which each metric is a constant, or a function of the step."""
     records = [
         {"step": step, **{name: value(step) if callable(value) else value for name, value in metrics.items()}}
@@ -36,8 +36,8 @@ HEALTHY = {
 
 
 def test_of_a_healthy_run_nothing_is_found():
-    assert found(HEALTHY, {"max_mismatch": 0.05}) == []
-    assert found({"reward/mean": 0.5}) == found({}) == []
+    assert texts(HEALTHY, {"max_mismatch": 0.05}) == []
+    assert texts({"reward/mean": 0.5}) == texts({}) == []
 
 
 @every_row(
@@ -72,39 +72,39 @@ def test_of_a_healthy_run_nothing_is_found():
     ],
 )
 def test_each_trouble_is_found_under_its_heading(change, words, section):
-    ((text, there),) = found(HEALTHY | change, {"max_mismatch": 0.05})
+    ((text, there),) = texts(HEALTHY | change, {"max_mismatch": 0.05})
     assert words in text and there == section
     assert section in ("Learning", *FOLDED)
 
 
 def test_a_reward_that_rises_with_what_it_is_for_is_no_trouble():
     rising = {"reward/mean": lambda step: 0.07 + 0.002 * step}
-    assert found(HEALTHY | rising) == found(HEALTHY | rising | {"eval/solved_sampled": lambda step: 0.001 * step}) == []
-    assert found(HEALTHY | {"reward/mean": 0.3, "reward/solved": 0.0}) == []
+    assert texts(HEALTHY | rising) == texts(HEALTHY | rising | {"eval/solved_sampled": lambda step: 0.001 * step}) == []
+    assert texts(HEALTHY | {"reward/mean": 0.3, "reward/solved": 0.0}) == []
 
 
 def test_tokens_of_older_policies_are_not_held_to_the_limit():
     ahead = HEALTHY | {"async/age_mean": 1.0, "mismatch/mean_abs": 0.04, "mismatch/mean_abs_age_0": 0.001}
-    assert found(ahead, {"max_mismatch": 0.05}) == []
-    assert len(found(ahead | {"mismatch/mean_abs_age_0": 0.046}, {"max_mismatch": 0.05})) == 1
+    assert texts(ahead, {"max_mismatch": 0.05}) == []
+    assert len(texts(ahead | {"mismatch/mean_abs_age_0": 0.046}, {"max_mismatch": 0.05})) == 1
 
 
 def test_what_was_not_finite_opens_the_section_that_draws_it():
     records = [{"step": 3, "nonfinite": ["mismatch/k1", "odd/x"], "mismatch/k1": None, "odd/x": None}]
-    said = findings_of(records, {}, DONE)
-    assert [(item.text[:27], item.section) for item in said] == [
+    items = findings_of(records, {}, DONE)
+    assert [(item.text[:27], item.section) for item in items] == [
         ("mismatch/k1 was not finite ", "Agreement"), ("odd/x was not finite at 1 s", "Other")]  # fmt: skip
 
 
 def test_a_run_that_ended_early_says_so_first():
     stopped = State("stopped", "", 40, 100)
-    said = found(HEALTHY | {"mismatch/ess": 0.5}, state=stopped)
-    assert said[0] == ("The run ended at step 40 of 100: it crashed, or was stopped.", "") and len(said) == 2
-    (onward,) = found({}, {"resume_from_checkpoint": False}, stopped)
+    items = texts(HEALTHY | {"mismatch/ess": 0.5}, state=stopped)
+    assert items[0] == ("The run ended at step 40 of 100: it crashed, or was stopped.", "") and len(items) == 2
+    (onward,) = texts({}, {"resume_from_checkpoint": False}, stopped)
     assert onward[0].endswith(" resume_from_checkpoint=True goes on with it.")
 
 
 def test_groups_without_a_signal_are_said():
-    ((text, section),) = found({"groups/used": 16.0, "groups/no_signal": 48.0})
+    ((text, section),) = texts({"groups/used": 16.0, "groups/no_signal": 48.0})
     assert text == "75% of the latest groups carry no signal: their problems are too easy, or too hard."
     assert section == "Learning"

@@ -27,7 +27,7 @@ CONFIG = {
 }
 
 
-def told(config, records=(), **run):
+def heading(config, records=(), **run):
     return {label: (value, note) for label, value, note in facts({"config": config, **run}, records)}
 
 
@@ -58,7 +58,7 @@ def test_a_warm_up_goes_to_its_last_update_and_nobody_knows_how_far_another_run_
 
 def test_the_facts_of_a_run():
     records = [{"step": 0, "time/step": 30.0}, {"step": 1, "time/step": 300.0, "memory/gpu_gib": 60.0}, {"step": 2}]
-    assert told(CONFIG, records, started=0.0) == {
+    assert heading(CONFIG, records, started=0.0) == {
         "Model": ("Qwen2.5-7B-Instruct", ""),
         "Task": ("TemporalClue", "train.jsonl"),
         "Preset": ("dapo", ""),
@@ -67,14 +67,14 @@ def test_the_facts_of_a_run():
         "Device": ("GPU", ""),
         "Time in steps": ("6 min", "started 1970-01-01 00:00 UTC"),
     }
-    assert told(CONFIG | {"device": "cpu"}, records)["Device"] == ("CPU", "")
+    assert heading(CONFIG | {"device": "cpu"}, records)["Device"] == ("CPU", "")
     own = CONFIG | {"preset": None, "loss": {"_component_": "my_losses.Reinforce"}}
-    assert told(own)["Preset"] == ("none", "loss Reinforce")
+    assert heading(own)["Preset"] == ("none", "loss Reinforce")
 
 
 def test_a_folder_of_a_common_name_is_shown_with_the_one_above_it():
-    assert told({"model_dir": "runs/tiny/warmup/model"})["Model"] == ("warmup/model", "")
-    assert told({"shape": {}})["Model"] == ("a new model", "")
+    assert heading({"model_dir": "runs/tiny/warmup/model"})["Model"] == ("warmup/model", "")
+    assert heading({"shape": {}})["Model"] == ("a new model", "")
 
 
 def test_what_is_not_known_is_left_out():

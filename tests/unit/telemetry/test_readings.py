@@ -14,10 +14,10 @@ def read(series, steps):
 def test_a_curve_is_read_as_the_mean_of_its_last_tenth():
     steps = list(range(41))
     reward = [None, *(float(step) for step in steps[1:])]
-    found, panels = read({"reward/mean": reward}, steps)
+    curves, panels = read({"reward/mean": reward}, steps)
     # 41 steps: a tenth is four of them. Step 0 has no reward.
-    assert found["reward/mean"] == Reading((1 + 2 + 3 + 4) / 4, (37 + 38 + 39 + 40) / 4, 37, 40)
-    assert tiles(found, panels) == [{"label": "Reward", "metric": "reward/mean", "unit": "", "note": ""}]
+    assert curves["reward/mean"] == Reading((1 + 2 + 3 + 4) / 4, (37 + 38 + 39 + 40) / 4, 37, 40)
+    assert tiles(curves, panels) == [{"label": "Reward", "metric": "reward/mean", "unit": "", "note": ""}]
 
 
 def test_what_few_steps_have_and_what_counts_up_is_read_at_its_newest_step():
@@ -25,34 +25,34 @@ def test_what_few_steps_have_and_what_counts_up_is_read_at_its_newest_step():
     evaluated = [step / 100 if step % 10 == 0 else None for step in steps]
     series = {"eval/accuracy_sampled": evaluated, "eval/low": evaluated, "eval/high": evaluated}
     series |= {"optim/lr": [0.1 * step for step in steps], "engines/restarts": [0.0] * 30 + [1.0]}
-    found, panels = read(series, steps)
-    assert found["eval/accuracy_sampled"] == Reading(0.0, 0.3, 30, 30)
-    assert found["optim/lr"] == Reading(0.0, pytest.approx(3.0), 30, 30)
-    assert found["engines/restarts"] == Reading(0.0, 1.0, 30, 30)
-    (tile,) = tiles(found, panels)
+    curves, panels = read(series, steps)
+    assert curves["eval/accuracy_sampled"] == Reading(0.0, 0.3, 30, 30)
+    assert curves["optim/lr"] == Reading(0.0, pytest.approx(3.0), 30, 30)
+    assert curves["engines/restarts"] == Reading(0.0, 1.0, 30, 30)
+    (tile,) = tiles(curves, panels)
     assert (tile["label"], tile["note"]) == ("Held-out accuracy", "95% interval 0.3 to 0.3")
 
 
 def test_a_newest_value_may_be_older_than_the_last_step():
-    found, _ = read({"eval/accuracy_greedy": [0.5, None, 0.75, None, None]}, [0, 1, 2, 3, 4])
-    assert found["eval/accuracy_greedy"] == Reading(0.5, 0.75, 2, 2)
+    curves, _ = read({"eval/accuracy_greedy": [0.5, None, 0.75, None, None]}, [0, 1, 2, 3, 4])
+    assert curves["eval/accuracy_greedy"] == Reading(0.5, 0.75, 2, 2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_short_run_is_read_at_its_last_step(count):
-    found, _ = read({"loss/entropy": [float(i) for i in range(count)]}, list(range(5, 5 + count)))
-    assert found["loss/entropy"] == Reading(0.0, count - 1.0, 4 + count, 4 + count)
+    curves, _ = read({"loss/entropy": [float(i) for i in range(count)]}, list(range(5, 5 + count)))
+    assert curves["loss/entropy"] == Reading(0.0, count - 1.0, 4 + count, 4 + count)
 
 
 def test_a_tile_has_the_unit_of_the_panel_that_draws_its_metric():
     series = {name: [1.0] for name in ("length/mean", "time/step", "speed/sampled_tokens_s", "pack/rho", "loss/nll")}
-    found, panels = read(series, [1])
+    curves, panels = read(series, [1])
     units = {panel.series[0][0]: panel.unit for panel in panels}
-    assert {tile["metric"]: tile["unit"] for tile in tiles(found, panels)} == {
+    assert {tile["metric"]: tile["unit"] for tile in tiles(curves, panels)} == {
         name: units.get(name, "tok/s") for name in series
     }
 
 
 def test_a_mean_of_partial_rewards_is_no_accuracy():
-    found, panels = read({"eval/accuracy_sampled": [0.5], "eval/solved_sampled": [0.25]}, [1])
-    assert tiles(found, panels)[0]["label"] == "Held-out reward"
+    curves, panels = read({"eval/accuracy_sampled": [0.5], "eval/solved_sampled": [0.25]}, [1])
+    assert tiles(curves, panels)[0]["label"] == "Held-out reward"

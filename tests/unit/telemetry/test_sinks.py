@@ -42,8 +42,8 @@ def group(name, *rewards, **sample):
 GROUPS = [group("narrow", 0.4, 0.6), group("good", 0.9, 1.0), group("bad", 0.0, 0.1), group("wide", 0.2, 1.0)]
 
 
-def names(found):
-    return [(kind, one.problem.id) for kind, one in found]
+def names(choices):
+    return [(kind, one.problem.id) for kind, one in choices]
 
 
 def test_best_worst_and_widest_come_in_turn():
@@ -136,28 +136,28 @@ OURS = Opening(None, RUN, None, LoggingConfig(project="mine"))
 
 def test_variables_of_wandb_win_over_the_config(tmp_path):
     opening = Opening(tmp_path, RUN, 5, OURS.settings)
-    found = arguments(opening, {})
-    config = found.pop("config")
+    kwargs = arguments(opening, {})
+    config = kwargs.pop("config")
     assert config == {"seed": 1, "process": {"command": "tune run", "config": None}}
-    assert found == {
+    assert kwargs == {
         "dir": str(tmp_path), "project": "mine", "name": "name", "id": "id1", "resume": "allow",
     }  # fmt: skip
     variables = {
         "WANDB_DIR": "dir", "WANDB_PROJECT": "project", "WANDB_NAME": "name", "WANDB_RUN_ID": "id", "WANDB_RESUME": "resume",
     }  # fmt: skip
     for variable, key in variables.items():
-        assert found.keys() - arguments(opening, {variable: "x"}).keys() == {key}, variable
-        assert arguments(opening, {variable: ""}).keys() >= found.keys(), "an empty variable says nothing"
+        assert kwargs.keys() - arguments(opening, {variable: "x"}).keys() == {key}, variable
+        assert arguments(opening, {variable: ""}).keys() >= kwargs.keys(), "an empty variable says nothing"
     agent = {"WANDB_SWEEP_ID": "s"}
-    assert found.keys() - arguments(opening, agent).keys() == {"project", "id"}
+    assert kwargs.keys() - arguments(opening, agent).keys() == {"project", "id"}
 
 
 def test_a_fresh_run_does_not_resume_and_the_yaml_is_shown(tmp_path):
     (tmp_path / "c.yaml").write_bytes(b"seed: 1 # \xff\n")
     for name, shown in ((str(tmp_path / "c.yaml"), "seed: 1 # \ufffd\n"), (str(tmp_path / "gone.yaml"), None)):
         run = Run("id1", "name", 0.0, {"seed": 1}, {"config": name})
-        found = arguments(Opening(tmp_path, run), {})
-        assert found["resume"] is None and found["config"]["process"].get("yaml") == shown
+        kwargs = arguments(Opening(tmp_path, run), {})
+        assert kwargs["resume"] is None and kwargs["config"]["process"].get("yaml") == shown
 
 
 @every_row(
@@ -217,9 +217,9 @@ def test_a_killed_run_stays_readable(tmp_path):
         assert time.monotonic() < deadline, "W&B writes nothing while the run goes on"
     process.kill()
     process.wait()
-    (seen,) = wandb_reader.starts(tmp_path, 1, ended=False)
-    assert {step: line["reward/mean"] for step, line in seen.history.items()} == {1: 0.25, 2: 0.5, 3: 0.75}
-    assert seen.whole.get("exit_code") != 0, "a killed run did not succeed"
+    (start,) = wandb_reader.starts(tmp_path, 1, ended=False)
+    assert {step: line["reward/mean"] for step, line in start.history.items()} == {1: 0.25, 2: 0.5, 3: 0.75}
+    assert start.whole.get("exit_code") != 0, "a killed run did not succeed"
 
 
 @pytest.mark.parametrize("agent", [{}, {"WANDB_SWEEP_ID": "sweep1"}], ids=["by hand", "by an agent"])
@@ -236,13 +236,13 @@ def test_the_environment_names_the_run(tmp_path, agent):
         tmp_path / "run", "end", **variables, WANDB_NOTES="why", WANDB_RUN_GROUP="g", WANDB_NAME="n", **agent
     )
     assert process.wait(60) == 0
-    (seen,) = wandb_reader.starts(tmp_path / "d", 1)
-    assert {name: seen.whole[name] for name in ("project", "run_id", "notes", "name")} == {
+    (start,) = wandb_reader.starts(tmp_path / "d", 1)
+    assert {name: start.whole[name] for name in ("project", "run_id", "notes", "name")} == {
         "project": "theirs", "run_id": "agent1", "notes": "why", "name": "n",
     }  # fmt: skip
-    assert seen.run.get("sweep_id") == agent.get("WANDB_SWEEP_ID")
-    assert sorted(seen.run["tags"]) == ["x", "y"] and seen.run["run_group"] == "g"
-    assert seen.whole["exit_code"] == 143
+    assert start.run.get("sweep_id") == agent.get("WANDB_SWEEP_ID")
+    assert sorted(start.run["tags"]) == ["x", "y"] and start.run["run_group"] == "g"
+    assert start.whole["exit_code"] == 143
 
 
 @pytest.mark.parametrize(

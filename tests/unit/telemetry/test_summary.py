@@ -55,18 +55,18 @@ def test_a_phase_that_fails_is_over(clock):
 
 
 def test_phases_are_told_and_details_are_not():
-    told = []
+    log = []
 
     @contextmanager
     def tell(phase):
-        told.append(phase)
+        log.append(phase)
         yield
-        told.append(f"{phase} is over")
+        log.append(f"{phase} is over")
 
     watch = Stopwatch(tell)
     with watch("train"), watch("backward"):
         pass
-    assert told == ["train", "train is over"]
+    assert log == ["train", "train is over"]
 
 
 def test_speeds_are_tokens_over_their_seconds():
@@ -80,25 +80,25 @@ def test_speeds_are_tokens_over_their_seconds():
 def test_the_speed_of_an_engine_that_samples_ahead_is_of_the_whole_step(waited):
     """The step has waited for nothing, or for an instant, in which the engine has not sampled all its tokens."""
     seconds = waited | {"time/train": 4.0, "time/step": 8.0}
-    found = clock_metrics({"length/tokens": 100.0, "async/age_mean": 1.0}, seconds)
+    metrics = clock_metrics({"length/tokens": 100.0, "async/age_mean": 1.0}, seconds)
     wait = waited.get("time/sample/generate", 0.0)
-    assert found == seconds | {"speed/sampled_tokens_s": 12.5, "time/wait_for_rollouts": wait}
+    assert metrics == seconds | {"speed/sampled_tokens_s": 12.5, "time/wait_for_rollouts": wait}
 
 
 def test_the_wait_for_rollouts_is_the_wait_for_the_engine_and_for_the_graders():
     seconds = {"time/sample": 6.0, "time/sample/generate": 3.0, "time/sample/grade": 2.0, "time/sample/store": 1.0}
-    found = clock_metrics({"async/age_mean": 1.0}, seconds | {"time/step": 9.0})
-    assert found["time/wait_for_rollouts"] == 5.0
+    metrics = clock_metrics({"async/age_mean": 1.0}, seconds | {"time/step": 9.0})
+    assert metrics["time/wait_for_rollouts"] == 5.0
     assert "time/wait_for_rollouts" not in clock_metrics({}, seconds), "an engine that does not sample ahead"
 
 
 def test_the_metrics_of_conversations():
     """Nine tokens were sampled and six read in one, six and three in the other."""
     samples = (guessed(), guessed("max_turns", turns=(55, 58)))
-    found = rollout_metrics([Group(Problem("game", (), 58), np.arange(3), samples)])
-    assert (found["length/mean"], found["length/max"], found["length/tokens"]) == (7.5, 9.0, 15.0)
-    assert (found["episode/turns"], found["episode/read_tokens"]) == (2.5, 4.5)
-    endings = {name: found[f"episode/{name}"] for name in ENDINGS}
+    metrics = rollout_metrics([Group(Problem("game", (), 58), np.arange(3), samples)])
+    assert (metrics["length/mean"], metrics["length/max"], metrics["length/tokens"]) == (7.5, 9.0, 15.0)
+    assert (metrics["episode/turns"], metrics["episode/read_tokens"]) == (2.5, 4.5)
+    endings = {name: metrics[f"episode/{name}"] for name in ENDINGS}
     assert endings == dict.fromkeys(ENDINGS, 0.0) | {"completed": 0.5, "max_turns": 0.5}
     plain = rollout_metrics([Group(Problem("p", (), 0), np.arange(3), (sampled([1, 2]),))])
     assert not any(name.startswith("episode/") for name in plain)

@@ -66,14 +66,14 @@ def check(reported, table, temperature=1.0, limit=1e-3, before=None):
 def test_agreement_passes_and_measures():
     table = Table()
     noise = torch.randn(SAMPLES * TOKENS, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1e-4
-    found = check(table.score(0.7) + noise, table, temperature=0.7)
-    assert found.mean_abs == pytest.approx(noise.abs().mean().item(), rel=1e-2)
-    assert found.max_abs == pytest.approx(noise.abs().max().item(), rel=1e-2)
-    assert found.k3 == pytest.approx((noise**2).mean().item() / 2, rel=0.05)
-    assert found.metrics("mismatch")["mismatch/k1"] == -found.mean == pytest.approx(noise.mean().item(), rel=1e-2)
+    result = check(table.score(0.7) + noise, table, temperature=0.7)
+    assert result.mean_abs == pytest.approx(noise.abs().mean().item(), rel=1e-2)
+    assert result.max_abs == pytest.approx(noise.abs().max().item(), rel=1e-2)
+    assert result.k3 == pytest.approx((noise**2).mean().item() / 2, rel=0.05)
+    assert result.metrics("mismatch")["mismatch/k1"] == -result.mean == pytest.approx(noise.mean().item(), rel=1e-2)
     weights = (-noise).exp()
-    assert found.ess == pytest.approx((weights.sum() ** 2 / (weights**2).sum()).item() / len(noise), rel=1e-6)
-    assert found.tokens == SAMPLES * TOKENS
+    assert result.ess == pytest.approx((weights.sum() ** 2 / (weights**2).sum()).item() / len(noise), rel=1e-6)
+    assert result.tokens == SAMPLES * TOKENS
 
 
 def test_the_percentile_of_one_to_two_hundred():
@@ -81,10 +81,10 @@ def test_the_percentile_of_one_to_two_hundred():
     errors = torch.zeros(SAMPLES * TOKENS, dtype=torch.float64)
     errors[:200] = torch.arange(1, 201) * 1e-2
     (row,) = table.rows(table.score(1.0) + errors)
-    found = mismatch([row], [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))])
+    result = mismatch([row], [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))])
     rest = SAMPLES * TOKENS - 200
     place = round(0.99 * SAMPLES * TOKENS) - rest
-    assert place > 1 and found.p99_abs == pytest.approx(place * 1e-2, abs=1e-5)
+    assert place > 1 and result.p99_abs == pytest.approx(place * 1e-2, abs=1e-5)
 
 
 def test_mismatch_by_place_and_age():
@@ -95,12 +95,12 @@ def test_mismatch_by_place_and_age():
     row = table.rows(table.score(1.0) + errors.flatten())[0]
     row = replace(row, versions_L=torch.tensor(versions).repeat(SAMPLES // 4).repeat_interleave(TOKENS).int())
     scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
-    found = mismatch([row], scores, version=4).by_bucket
+    buckets = mismatch([row], scores, version=4).by_bucket
     by_place = {"at_0": 1e-2, "at_1_15": 2e-3, "at_16_255": 3e-4}
     mean = errors.mean().item() / 3.25  # of a sample whose errors are not enlarged; every fourth is, tenfold
     by_age = {"age_1": mean, "age_2_3": mean, "age_4_7": 10 * mean}
     # float32 log-probs around -4 are stored to 2.4e-7
-    assert found == pytest.approx({name: 3.25 * v for name, v in by_place.items()} | by_age, abs=3e-7)
+    assert buckets == pytest.approx({name: 3.25 * v for name, v in by_place.items()} | by_age, abs=3e-7)
     assert mismatch([row], scores).by_bucket.keys() == by_place.keys()  # one age only: nothing to compare
 
 
@@ -114,25 +114,25 @@ def test_the_limit_holds_for_tokens_of_the_present_version(stale):
     versions = torch.full((SAMPLES,), 4)
     versions[int(not stale) :: 2] = 3
     row = replace(row, versions_L=versions.repeat_interleave(TOKENS).int())
-    said = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+    scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
     gate = Agreement(1e-3)
     if stale:
-        found = gate.require([row], said, "before step 5", version=4)
-        assert found.tokens == SAMPLES * TOKENS and found.mean_abs == pytest.approx(0.15, abs=1e-6)
-        assert found.by_bucket["age_1"] == pytest.approx(0.3, abs=1e-6) and found.by_bucket["age_0"] < 1e-6
+        result = gate.require([row], scores, "before step 5", version=4)
+        assert result.tokens == SAMPLES * TOKENS and result.mean_abs == pytest.approx(0.15, abs=1e-6)
+        assert result.by_bucket["age_1"] == pytest.approx(0.3, abs=1e-6) and result.by_bucket["age_0"] < 1e-6
     else:
         with pytest.raises(Disagreement, match=f"disagree on {SAMPLES * TOKENS // 2} sampled tokens: mean .* 0.3 "):
-            gate.require([row], said, "before step 5", version=4)
+            gate.require([row], scores, "before step 5", version=4)
 
 
 def test_a_batch_without_a_token_of_the_present_version_is_said_once(caplog):
     table = Table()
     (row,) = table.rows(table.score(1.0).double() + 0.3)
-    said = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+    scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
     gate = Agreement(1e-3)
     for step in (5, 6):
-        found = gate.require([row], said, f"step {step}", version=step - 1)
-        assert found.mean_abs == pytest.approx(0.3, abs=1e-6)
+        result = gate.require([row], scores, f"step {step}", version=step - 1)
+        assert result.mean_abs == pytest.approx(0.3, abs=1e-6)
     (warning,) = caplog.messages
     assert warning.startswith("step 5: no sampled tokens are of the present version 4, so only the canary")
 
@@ -141,12 +141,12 @@ def test_where_there_is_no_canary_nothing_is_said_of_one(caplog):
     """In a replay, which goes on."""
     table = Table()
     (row,) = table.rows(table.score(1.0).double() + 0.3)
-    said = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+    scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
     gate = Agreement(1e-3, replay=True)
-    assert gate.require([row], said, "step 5", version=4).mean_abs == pytest.approx(0.3, abs=1e-6)
+    assert gate.require([row], scores, "step 5", version=4).mean_abs == pytest.approx(0.3, abs=1e-6)
     assert not caplog.messages
     with pytest.raises(Disagreement):
-        gate.require([row], said, "step 5")
+        gate.require([row], scores, "step 5")
 
 
 @pytest.mark.parametrize("count", [TOO_FEW - 1, TOO_FEW])
@@ -156,14 +156,14 @@ def test_few_tokens_of_the_present_version_do_not_end_a_run(count, caplog):
     (row,) = table.rows(table.score(1.0).double() + 0.3)
     versions = torch.full_like(row.versions_L, 3)
     versions[:count] = 4
-    said = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
+    scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
     gate, row = Agreement(0.05), replace(row, versions_L=versions)
     if count < TOO_FEW:
-        gate.require([row], said, "step 5", version=4)
+        gate.require([row], scores, "step 5", version=4)
         assert f"{count} sampled tokens are of the present version 4, so only the canary" in caplog.text
     else:
         with pytest.raises(Disagreement, match=f"on {count} sampled tokens"):
-            gate.require([row], said, "step 5", version=4)
+            gate.require([row], scores, "step 5", version=4)
 
 
 @pytest.mark.parametrize(("sampled", "scored"), [(1.0, 0.7), (0.7, 1.0), (1.3, 1.0), (1.0, 0.9)])
@@ -198,10 +198,10 @@ def test_what_chance_may_add_is_no_disagreement(carried_by):
         with pytest.raises(Disagreement, match=r"mean \|d log-prob\| 0.06 .*max_mismatch=0.04"):
             gate.require([row], scores, "step 1")
     else:
-        found = gate.require([row], scores, "step 1")
-        assert found.mean_abs == pytest.approx(0.06, rel=1e-4)
+        result = gate.require([row], scores, "step 1")
+        assert result.mean_abs == pytest.approx(0.06, rel=1e-4)
         # d of eight tokens in 800: its deviation is 6 sqrt(0.01 * 0.99)
-        assert found.error == pytest.approx(6 * (0.01 * 0.99) ** 0.5 / len(d) ** 0.5, rel=1e-4)
+        assert result.error == pytest.approx(6 * (0.01 * 0.99) ** 0.5 / len(d) ** 0.5, rel=1e-4)
 
 
 def test_small_steps_are_judged_together():
@@ -397,9 +397,9 @@ def test_tokens_that_nobody_knows_are_left_out():
     for known in (2, CARRIERS - 1, 4 * CARRIERS, 300):
         old, reported = before.clone(), sampler.clone()
         old[known:], reported[known:] = torch.nan, before[known:]  # would be a slope of 0
-        found = applied_share(table.rows(reported), [table.score(1.0)], [old], "")
-        assert found.tokens == known and found.slope == pytest.approx(1.0, abs=0.05)
-        assert found.resolved == (known > CARRIERS) and not found.missing and 1 <= found.carriers <= known
+        share = applied_share(table.rows(reported), [table.score(1.0)], [old], "")
+        assert share.tokens == known and share.slope == pytest.approx(1.0, abs=0.05)
+        assert share.resolved == (known > CARRIERS) and not share.missing and 1 <= share.carriers <= known
 
 
 @every_row("has_it", [True, False])
@@ -418,21 +418,21 @@ def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
                 e, new, old, change = (
                     scale * torch.randn(len(scale), generator=generator, dtype=torch.float64) for _ in "1234"
                 )
-                seen = replace(row, logprobs_L=has_it * strength * change + engine * e)
-                found = applied_share([seen], [strength * change + new], [old], "")
-                resolved += found.resolved
-                assert not found.resolved or (found.slope > 0.5) == has_it, (strength, found)
+                noisy_row = replace(row, logprobs_L=has_it * strength * change + engine * e)
+                share = applied_share([noisy_row], [strength * change + new], [old], "")
+                resolved += share.resolved
+                assert not share.resolved or (share.slope > 0.5) == has_it, (strength, share)
         assert resolved > count / 2 if strength == 30 else resolved == 0 or strength > 1
 
 
 def test_the_limit_is_twice_the_rounding(capsys):
     """Measured on the first tokens, and again on those that are beyond it, which are judged by their own where that is more: some
     are rounded more than others. They do not open the gate for all that come later."""
-    table, asked = Table(), []
+    table, calls = Table(), []
 
     def rounding(rows):
-        asked.append(len(rows))
-        return [0.04, 0.06, 0.04][len(asked) - 1]
+        calls.append(len(rows))
+        return [0.04, 0.06, 0.04][len(calls) - 1]
 
     scores = [LabelLogprobs(table.score(0.7), torch.zeros(SAMPLES * TOKENS))]
     gate = Agreement("auto", rounding, "bfloat16")
@@ -443,9 +443,9 @@ def test_the_limit_is_twice_the_rounding(capsys):
 
     off_by(0.057)
     off_by(0.077)
-    assert gate.limit == 0.08 and asked == [1]
+    assert gate.limit == 0.08 and calls == [1]
     off_by(0.115)
-    assert gate.limit == 0.1 and len(asked) == 2
+    assert gate.limit == 0.1 and len(calls) == 2
     with pytest.raises(
         Disagreement, match="max_mismatch=0.0933.*precision: small errors of both signs, more than the setti"
     ):
@@ -512,8 +512,8 @@ def test_samples_that_are_the_same_prove_nothing_twice():
     ours = logprobs.gather(1, labels)[:, 0]
     sample = sampled(labels[:, 0].numpy(), (ours + 0.1 * (ours + entropy)).numpy(), trained=True)
     rows = pack([Group(Problem("p", (), None), np.arange(3, dtype=np.int32), (sample,) * 20)], 10_000)[0]
-    said = [LabelLogprobs(ours.repeat(20), entropy.repeat(20))]
-    assert Agreement(10.0).require(rows, said, "after publishing version 1").tokens == 240
+    scores = [LabelLogprobs(ours.repeat(20), entropy.repeat(20))]
+    assert Agreement(10.0).require(rows, scores, "after publishing version 1").tokens == 240
 
 
 @every_row("rounding", [0.0, 0.06, 0.3, 1.0])

@@ -38,8 +38,8 @@ def test_means_over_rows_and_what_is_left_out():
     breakdown = Breakdown(("clip_fraction", "masked_fraction"))
     for r, values in zip((first, second), clipped, strict=True):
         breakdown.add(r, {"clip_fraction": values, "entropy": values}, version=4)
-    found = breakdown.means({name: value.item() for name, value in breakdown.sums().items()})
-    assert found == pytest.approx(
+    means = breakdown.means({name: value.item() for name, value in breakdown.sums().items()})
+    assert means == pytest.approx(
         {
             "loss/clip_fraction_at_0": 2 / 3,
             "loss/clip_fraction_at_1_15": (0 + 15 * 0.5) / 16,

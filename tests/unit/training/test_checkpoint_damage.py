@@ -176,7 +176,7 @@ def test_checkpoints_of_another_run_model_or_base_are_refused(folder, source, fi
 
 def test_the_fingerprint_of_weights(source, tmp_path):
     """The same wherever the files lie and however they are cut; another for other weights, names, shapes or dtypes."""
-    found = source.fingerprint()
+    fingerprint = source.fingerprint()
     tensors = load_file(source.path / "model.safetensors")
     shutil.copyfile(source.path / "config.json", tmp_path / "config.json")
 
@@ -188,22 +188,22 @@ def test_the_fingerprint_of_weights(source, tmp_path):
         return HFModel(tmp_path).fingerprint()
 
     names = sorted(tensors)
-    assert of(tensors) == found
-    assert of(*({name: tensors[name]} for name in reversed(names))) == found
+    assert of(tensors) == fingerprint
+    assert of(*({name: tensors[name]} for name in reversed(names))) == fingerprint
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}  # tied: some writers save it twice
-    assert of(tensors, head) == found
-    assert make_source(tmp_path / "other", seed=2).fingerprint() != found
+    assert of(tensors, head) == fingerprint
+    assert make_source(tmp_path / "other", seed=2).fingerprint() != fingerprint
     bf16 = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    assert of(bf16) != found
+    assert of(bf16) != fingerprint
     norm, wide = "model.norm.weight", "model.embed_tokens.weight"
-    assert of({**tensors, norm: tensors[norm] * 1.001}) != found
-    assert of({**tensors, wide: tensors[wide] + 1e-6}) != found
+    assert of({**tensors, norm: tensors[norm] * 1.001}) != fingerprint
+    assert of({**tensors, wide: tensors[wide] + 1e-6}) != fingerprint
     ends = tensors[wide].clone()
     ends[-1, -1] += 1
-    assert of({**tensors, wide: ends}) != found
-    assert of({name: t for name, t in tensors.items() if name != norm}) != found
-    assert of({name.replace("norm", "nrom"): t for name, t in tensors.items()}) != found
-    assert of({**tensors, wide: tensors[wide].reshape(-1, 2)}) != found
+    assert of({**tensors, wide: ends}) != fingerprint
+    assert of({name: t for name, t in tensors.items() if name != norm}) != fingerprint
+    assert of({name.replace("norm", "nrom"): t for name, t in tensors.items()}) != fingerprint
+    assert of({**tensors, wide: tensors[wide].reshape(-1, 2)}) != fingerprint
 
 
 def test_the_fingerprint_reads_little(source, tmp_path, monkeypatch):
@@ -259,9 +259,9 @@ def test_a_manifest_comes_back_as_it_was(tmp_path):
 
 def test_adapters_with_their_merged_model(source, tmp_path):
     """What is saved of an adapted model are its adapters: the merged model in a folder below is verified, too."""
-    asked = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8.0}
-    make = partial(from_config, str(source.path), **asked)
-    spec = adapter_spec(on_meta(make), source, asked)
+    adapter = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8.0}
+    make = partial(from_config, str(source.path), **adapter)
+    spec = adapter_spec(on_meta(make), source, adapter)
     mine = identify("r", source, on_meta(make), spec)
     assert "adapter rank=4 alpha=8.0" in mine.model and " 8 tensors of " in mine.model
     assert mine.refusal(identify("r", source, make_model(source))).startswith("it belongs to another model (qwen2")

@@ -48,18 +48,18 @@ def test_killed_before_any_change_of_a_file(tmp_path, trained):
     old = tmp_path / "old" / "step_000001"
 
     def changes_of_a_save(kill_at: int, checkpoints) -> None:
-        seen = 0
+        count = 0
 
         def watch(event, args):
-            nonlocal seen
+            nonlocal count
             if event in CHANGES:
-                seen += 1
-                if seen == kill_at:
+                count += 1
+                if count == kill_at:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(watch)
         trained.save(checkpoints, 2)
-        (tmp_path / "changes").write_text(str(seen))
+        (tmp_path / "changes").write_text(str(count))
 
     def listed_after(kill_at: int) -> list[str]:
         checkpoints = checkpoints_in(tmp_path / f"killed_{kill_at}", keep_last=1)
@@ -73,10 +73,10 @@ def test_killed_before_any_change_of_a_file(tmp_path, trained):
     assert listed_after(0) == ["step_000002"]  # not killed
     changes = int((tmp_path / "changes").read_text())
     assert changes > 50
-    found = [listed_after(n) for n in (*range(1, changes - 30, 3), *range(changes - 30, changes))]
+    lists = [listed_after(n) for n in (*range(1, changes - 30, 3), *range(changes - 30, changes))]
     before, both, after = ["step_000001"], ["step_000001", "step_000002"], ["step_000002"]
-    assert found == [before] * found.count(before) + [both] * found.count(both) + [after] * found.count(after)
-    assert found.count(before) > 10 and found.count(both) >= 1 and found.count(after) > 5
+    assert lists == [before] * lists.count(before) + [both] * lists.count(both) + [after] * lists.count(after)
+    assert lists.count(before) > 10 and lists.count(both) >= 1 and lists.count(after) > 5
 
 
 def test_killed_at_random_moments(tmp_path, trained):
@@ -91,8 +91,8 @@ def test_killed_at_random_moments(tmp_path, trained):
                 trained.save(checkpoints, step + i, accuracy=float(-i))
 
         child = fork(save_on, tmp_path / "errors")
-        seen, deadline = folder / f"step_{step + rng.randrange(2):06d}", time.monotonic() + 60
-        while not seen.exists() and time.monotonic() < deadline:
+        path, deadline = folder / f"step_{step + rng.randrange(2):06d}", time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(rng.uniform(0.0, took))
         os.kill(child, signal.SIGKILL)

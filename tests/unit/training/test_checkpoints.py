@@ -84,8 +84,8 @@ def test_without_its_state_an_optimizer_begins_anew(tmp_path, source, trained, c
     other.train(1, seed=9)
     recipe = other.load(checkpoints_in(tmp_path / "c"), checkpoints.choose())
     assert recipe["step"] == 3 and not other.optimizer.state
-    said = capsys.readouterr().out
-    assert "step_000003 was saved without the state of the optimizer" in said and "moments begin at zero" in said
+    output = capsys.readouterr().out
+    assert "step_000003 was saved without the state of the optimizer" in output and "moments begin at zero" in output
     fresh.model.load_state_dict(trained.model.state_dict())
     for run in (other, fresh):
         run.train(2, seed=2)
@@ -394,8 +394,8 @@ def test_wrong_models_are_named(tmp_path, source):
 def test_a_schedule_counts_the_updates_that_were_planned():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     schedule, rates = make_schedule(optimizer, ScheduleConfig("linear", 0), 8), []
-    for step, made in enumerate([2, 0, 1, 2], start=1):  # of two that were planned for each of four steps
-        for _ in range(made):
+    for step, updates in enumerate([2, 0, 1, 2], start=1):  # of two that were planned for each of four steps
+        for _ in range(updates):
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             schedule.step()

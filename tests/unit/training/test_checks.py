@@ -74,8 +74,8 @@ def test_weights_fit_their_model_and_no_other(model_dir):
     source.require_fits(model)
     adapted = on_meta(partial(from_config, str(model_dir), lora_attn_modules=["q_proj"]))
     source.require_fits(adapted, new=adapter_names(adapted))
-    found = {name: shape for name, shape, _ in source.shapes()}
-    assert found == {name: tuple(param.shape) for name, param in model.named_parameters()}
+    shapes = {name: shape for name, shape, _ in source.shapes()}
+    assert shapes == {name: tuple(param.shape) for name, param in model.named_parameters()}
     fewer = on_meta(partial(from_config, str(model_dir)))
     del fewer.layers[1]
     with pytest.raises(ValueError, match=r"model does not fit .*layers.1.* the built model has no such weight"):

@@ -48,7 +48,7 @@ def learner(loss, **options):
 def test_a_loss_of_ones_own_has_a_reference_that_stays():
     its = learner(TowardsTheReference())
     packed = rows()
-    start = [said.logprobs_L for said in its.logprobs(packed)]
+    start = [scores.logprobs_L for scores in its.logprobs(packed)]
     with torch.no_grad():
         for param in its.policy.trainable():
             param.add_(0.05 * torch.randn_like(param))
@@ -112,7 +112,7 @@ def test_needs(loss, proximal, reference, all_groups, top_k):
 def test_only_later_updates_ask_the_proximal_policy_beforehand():
     its = learner(PolicyLoss(constraint="kl", top_k=4))
     first, second = its.proximal([rows(), rows()])
-    assert first is None and [said.top_LK.shape[-1] for said in second] == [4] * len(second)
+    assert first is None and [scores.top_LK.shape[-1] for scores in second] == [4] * len(second)
     its.policy.noisy = True  # dropout makes every forward pass another policy
     assert None not in its.proximal([rows(), rows()])
 
@@ -179,10 +179,10 @@ def test_a_gradient_has_the_same_bits_each_time(loss):
         first = None
         for _ in range(12):
             its.forward_backward(packed)
-            found = torch.cat([param.grad.flatten() for param in its.policy.trainable()])
+            gradient = torch.cat([param.grad.flatten() for param in its.policy.trainable()])
             its.optimizer.zero_grad()
-            assert first is None or torch.equal(found, first)
-            first = found
+            assert first is None or torch.equal(gradient, first)
+            first = gradient
     finally:
         torch.set_num_threads(threads)
 

@@ -38,22 +38,22 @@ class Recipe:
 
 
 def run(work):
-    made = []
+    recipes = []
 
     def make(work):
-        made.append(Recipe(work))
-        return made[0]
+        recipes.append(Recipe(work))
+        return recipes[0]
 
     try:
         life.run_recipe(make, work)
     except BaseException as error:
         # `errors.shown` gives the process this status.
-        assert made[0].status == (error.code if isinstance(error, SystemExit) else errors.status_of(error) or 1)
+        assert recipes[0].status == (error.code if isinstance(error, SystemExit) else errors.status_of(error) or 1)
         raise
     else:
-        assert made[0].status == 0
+        assert recipes[0].status == 0
     finally:
-        assert made[0].calls == ["setup", "train", "cleanup"]
+        assert recipes[0].calls == ["setup", "train", "cleanup"]
 
 
 def stopped_and_failing(error):
@@ -93,9 +93,9 @@ def test_the_cleanup_knows_the_status_that_the_process_will_have():
     def mistaken(recipe):
         LoggingConfig(samples=-1)
 
-    with pytest.raises(ValueError, match="logging.samples=-1") as found:
+    with pytest.raises(ValueError, match="logging.samples=-1") as caught:
         run(mistaken)
-    assert errors.status_of(found.value) == 2
+    assert errors.status_of(caught.value) == 2
 
 
 def test_a_library_that_makes_an_error_of_the_interrupt(capsys):
@@ -198,10 +198,10 @@ def test_an_error_of_the_setup_is_not():
             super().setup()
             raise ValueError("max_steps=-1")
 
-    made = Refused(None)
+    recipe = Refused(None)
     with pytest.raises(ValueError) as caught:
-        life.run_recipe(lambda cfg: made, None)
-    assert made.calls == ["setup", "cleanup"] and not hasattr(caught.value, "__notes__")
+        life.run_recipe(lambda cfg: recipe, None)
+    assert recipe.calls == ["setup", "cleanup"] and not hasattr(caught.value, "__notes__")
 
 
 def test_nothing_to_do_is_no_error(capsys):
@@ -210,7 +210,7 @@ def test_nothing_to_do_is_no_error(capsys):
             super().setup()
             raise life.NothingToDo("step 40 >= max_steps=3: nothing to do")
 
-    made = Idle(None)
-    life.run_recipe(lambda cfg: made, None)
-    assert made.calls == ["setup", "cleanup"]
+    recipe = Idle(None)
+    life.run_recipe(lambda cfg: recipe, None)
+    assert recipe.calls == ["setup", "cleanup"]
     assert capsys.readouterr().out == "step 40 >= max_steps=3: nothing to do\n"

@@ -103,7 +103,7 @@ def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatc
         ranks = init_ranks("cpu", output_dir=str(tmp_path / "run"))
         # It computes on a GPU, as far as it knows.
         ranks = Ranks(ranks.rank, 3, torch.device("cuda", 0), ranks.hosts)
-        found = [
+        results = [
             ranks.broadcast({"rank": ranks.rank}),
             ranks.any(ranks.rank == 2),
             ranks.any(False),
@@ -111,9 +111,9 @@ def test_control_messages_do_not_need_the_backend_of_the_gpus(across, monkeypatc
         ]
         # A metric of a user's loss may come up on one rank only.
         own = {"c": 5.0} if ranks.rank == 1 else {}
-        found.append(reduce({"a": 1.0, "b": float(ranks.rank), "b_max": float(ranks.rank), **own}))
+        results.append(reduce({"a": 1.0, "b": float(ranks.rank), "b_max": float(ranks.rank), **own}))
         dist.barrier()
-        return found
+        return results
 
     assert across(action) == [[{"rank": 0}, True, False, [0, 1, 2], {"a": 3.0, "b": 3.0, "b_max": 2.0, "c": 5.0}]] * 3
 

@@ -127,8 +127,8 @@ def test_the_kv_cache_is_what_the_engine_leaves(seven):
     allowance = "CUDA context, NCCL, graphs (allowance)"
     assert tokens == kv // (token // 2)
     assert engine_rows(seven, small, memory)[allowance] == rows[allowance] - GRAPHS == CONTEXT
-    asked = engine_rows(seven, replace(OWN, kv_cache_bytes=GIB), memory)
-    assert asked["KV cache"] == GIB and sum(asked.values()) < sum(rows.values())
+    other_rows = engine_rows(seven, replace(OWN, kv_cache_bytes=GIB), memory)
+    assert other_rows["KV cache"] == GIB and sum(other_rows.values()) < sum(rows.values())
 
 
 def test_an_engine_without_room_for_the_longest_request_does_not_fit(seven):
@@ -330,8 +330,8 @@ def test_a_disk_that_is_too_small_is_said_with_what_saves_room(seven, monkeypatc
     text = verdict(plan)
     assert "checkpoints take 397.2 GiB of disk, where 300.0 GiB are free" in text
     assert "what helps, the cheapest first:\n    checkpoints.save_optimizer=false" in text
-    asked = planned(seven, "8x80", replace(OWN, devices="7"))
-    assert asked.fits  # the disk of another machine is not known
+    other = planned(seven, "8x80", replace(OWN, devices="7"))
+    assert other.fits  # the disk of another machine is not known
 
 
 def test_too_few_gpus_for_the_ranks_of_torchrun(seven):

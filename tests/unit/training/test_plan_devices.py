@@ -26,7 +26,7 @@ def started(monkeypatch):
 
 
 @every_row(
-    "visible, local, number, ranks, found",
+    "visible, local, number, ranks, gpus",
     [
         (None, 8, 0, None, [str(i) for i in range(8)]),  # torchrun, and all GPUs of the machine or the container
         (None, None, None, 4, ["0", "1", "2", "3"]),  # as a dry run plans it
@@ -40,9 +40,9 @@ def started(monkeypatch):
         (f"{FIRST},{SECOND}", 1, 0, None, [FIRST]),
     ],
 )
-def test_a_rank_trains_on_the_gpu_with_its_number(started, visible, local, number, ranks, found):
+def test_a_rank_trains_on_the_gpu_with_its_number(started, visible, local, number, ranks, gpus):
     started(visible, local, number)
-    assert training_gpus(ranks) == found
+    assert training_gpus(ranks) == gpus
 
 
 @every_row(

@@ -45,25 +45,25 @@ def planned(source, dtype="bfloat16", engine=None, device=CPU, make=make_model, 
 
 def test_bf16_changes_nothing(source):
     engine = EngineConfig(dtype="float32")
-    found = planned(source, engine=engine)
-    assert found.trainer is None and found.sampler is None and found.engine == engine
+    precision = planned(source, engine=engine)
+    assert precision.trainer is None and precision.sampler is None and precision.engine == engine
     stream = iter([("a", torch.zeros(1))])
-    assert found.published({torch.float32: stream}.get) is stream
+    assert precision.published({torch.float32: stream}.get) is stream
     assert planned(source, engine=EngineConfig(dtype="auto")).engine_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("flow", ["fp8_rollout", "fp8_unified"])
 def test_both_fp8_flows_give_the_engine_the_same(source, flow):
-    found = planned(source, flow=flow)
-    assert (found.trainer is not None) == (flow == "fp8_unified")
-    told = found.engine.quantization
-    assert told["weight_block_size"] == [128, 128] and told["modules_to_not_convert"] == ["lm_head"]
+    precision = planned(source, flow=flow)
+    assert (precision.trainer is not None) == (flow == "fp8_unified")
+    quantization = precision.engine.quantization
+    assert quantization["weight_block_size"] == [128, 128] and quantization["modules_to_not_convert"] == ["lm_head"]
     weight = torch.randn(384, 256).bfloat16()
-    names = sorted(found.sampler.converted)
-    shapes = {layer.name: layer.shape for layer in found.sampler.layers}
+    names = sorted(precision.sampler.converted)
+    shapes = {layer.name: layer.shape for layer in precision.sampler.layers}
     stream = [(f"{name}.weight", torch.randn(shapes[name]).bfloat16()) for name in names if "gate" not in name]
     stream += [(f"{name}.weight", weight) for name in names if "gate" in name]
-    sent = dict(found.published({torch.bfloat16: stream}.get))
+    sent = dict(precision.published({torch.bfloat16: stream}.get))
     gate = next(name for name in names if "gate" in name)
     want = quantize_weight(weight)
     assert torch.equal(sent[f"{gate}.weight"].view(torch.uint8), want.values.view(torch.uint8))
@@ -76,11 +76,11 @@ def test_receipt_of_a_run(flow, tmp_path, capsys):
     shape = scratch.Shape(**SHAPE, max_position_embeddings=256, vocab_size=300)
     scratch.write_model(tmp_path / "model", scratch.make_tokenizer(text, ["x"], [], 300), shape, seed=3)
     make, model = partial(from_config, str(tmp_path / "model")), HFModel(tmp_path / "model")
-    found = Precision(PrecisionConfig(flow=flow), on_meta(make), model, "bfloat16", EngineConfig(), CPU)
-    policy = build_policy(make, model, CPU, found.dtype, fp8=found.trainer)
-    found.write_receipt(str(tmp_path / "run"), policy)
-    found.write_mismatch(0.0123, 64, "after publishing version 0")
-    found.write_mismatch(9.9, 64, "after publishing version 1")  # the first is enough
+    precision = Precision(PrecisionConfig(flow=flow), on_meta(make), model, "bfloat16", EngineConfig(), CPU)
+    policy = build_policy(make, model, CPU, precision.dtype, fp8=precision.trainer)
+    precision.write_receipt(str(tmp_path / "run"), policy)
+    precision.write_mismatch(0.0123, 64, "after publishing version 0")
+    precision.write_mismatch(9.9, 64, "after publishing version 1")  # the first is enough
     lines = (tmp_path / "run" / "fp8.txt").read_text()
     assert lines == capsys.readouterr().out and "14 of 15 linear layers" in lines and "9.9" not in lines
     assert "mismatch after publishing version 0: mean |trainer - sampler log-prob| 0.0123 on 64 tokens" in lines
@@ -176,8 +176,8 @@ def test_a_hopper_without_a_fast_backend_is_refused(source, monkeypatch):
             ValueError, match="precision.backend=auto: cuda:0 has nothing fast for fprop of .*CUDA 12.9"
         ):
             planned(source, flow="fp8_unified", device=GPU)
-        asked = planned(source, flow="fp8_unified", device=GPU, backend="reference")
-    assert {choice.backend for *_, choice in asked.sampler.choices} == {"reference"}
+        precision = planned(source, flow="fp8_unified", device=GPU, backend="reference")
+    assert {choice.backend for *_, choice in precision.sampler.choices} == {"reference"}
     assert planned(source, flow="fp8_rollout", device=GPU).sampler.choices == ()
 
 

@@ -37,7 +37,7 @@ class PlayedEngine:
     name, label, lost = "the engine", None, ()
 
     def __init__(self):
-        self.model, self.sums, self.asked, self.deaf = tiny_model.build(0), {}, [], False
+        self.model, self.sums, self.requests, self.deaf = tiny_model.build(0), {}, [], False
         self.temperature = 1.0
 
     def publish(self, tensors, version, adapter):
@@ -50,7 +50,7 @@ class PlayedEngine:
         return PublishReport(sum(t.numel() * t.element_size() for t in taken.values()), sums, 0.5, 0.25, 0.125)
 
     def canary(self, prompts, samples, sampling):
-        self.asked.append((prompts, samples, sampling))
+        self.requests.append((prompts, samples, sampling))
         generator = torch.Generator().manual_seed(sampling.seed)
         return [CanaryAnswer(self.name, [self._drawn(p, samples, sampling, generator) for p in prompts], [self.sums])]
 
@@ -120,7 +120,7 @@ def test_a_publication_that_arrives(played):
     second = publisher.publish(4)
     assert second["canary/update_applied"] == pytest.approx(1.0, abs=0.01)
     assert second["publish/changed_share"] > 0.99
-    for prompts, samples, sampling in engine.asked:
+    for prompts, samples, sampling in engine.requests:
         assert (prompts, samples) == (PROMPTS, 8)
         assert sampling == dataclasses.replace(SAMPLING, max_tokens=16, seed=0, early_stop_logprob=None)
 
@@ -132,7 +132,7 @@ def test_a_run_of_short_completions_has_a_short_canary(source, played):
         dataclasses.replace(SAMPLING, max_tokens=3),
     )  # fmt: skip
     assert short.publish(1)["canary/mean_abs"] < 1e-5
-    assert engine.asked[-1][2].max_tokens == 3
+    assert engine.requests[-1][2].max_tokens == 3
 
 
 def test_a_temperature_is_seen_where_the_engine_holds_other_values(played):
@@ -182,9 +182,9 @@ def test_each_of_several_engines_is_judged_by_itself(played, monkeypatch):
     other, answer = PlayedEngine(), engine.canary
     other.name = "the other"
 
-    def both(*asked):
+    def both(*arguments):
         other.version, other.sums = engine.version, engine.sums
-        return answer(*asked) + other.canary(*asked)
+        return answer(*arguments) + other.canary(*arguments)
 
     monkeypatch.setattr(engine, "canary", both)
     update(other.model, 1e-4)
@@ -198,11 +198,11 @@ def test_of_several_engines_the_one_that_shows_least_of_an_update_is_logged(play
     engine, model, publisher = played(limit=5.0)
     other, answer = PlayedEngine(), engine.canary
 
-    def both(*asked):
+    def both(*arguments):
         before, now = other.model.state_dict(), engine.model.state_dict()
         other.model.load_state_dict({name: before[name] + 0.8 * (now[name] - before[name]) for name in now})
         other.version, other.sums = engine.version, engine.sums
-        return other.canary(*asked) + answer(*asked)
+        return other.canary(*arguments) + answer(*arguments)
 
     monkeypatch.setattr(engine, "canary", both)
     publisher.publish(1)
@@ -228,8 +228,8 @@ def test_what_the_dtype_of_the_engine_keeps_of_an_update_is_logged_and_said_once
         assert share == pytest.approx(rounded_share(before, list(model.parameters())), rel=0.1) and share < 0.2
         update(model, 2e-5, seed=1, names=("layers",))
         publisher.publish(3)
-    (said,) = [record.getMessage() for record in caplog.records if "changed_share" in record.getMessage()]
-    assert "in bfloat16, which the engine holds" in said and "Set engine.dtype=float32, or dtype=bfloat16" in said
+    (message,) = [record.getMessage() for record in caplog.records if "changed_share" in record.getMessage()]
+    assert "in bfloat16, which the engine holds" in message and "Set engine.dtype=float32, or dtype=bfloat16" in message
 
 
 def test_an_update_that_the_engine_can_hold_is_not_warned_of(played, caplog):

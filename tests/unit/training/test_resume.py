@@ -76,13 +76,13 @@ def test_the_checkpoint_to_go_on_from(tmp_path, capsys):
     assert checkpoint_to_go_on_from(kept, None, resumes=True, total=50) == kept.of(40)
     assert capsys.readouterr().out == "", "other ranks are silent"
     assert checkpoint_to_go_on_from(kept, folder, resumes=True, total=50) == kept.of(40)
-    said = capsys.readouterr().out
-    assert said.startswith("resume:    from step 40 of run 1a2b3c4d, begun ")
+    output = capsys.readouterr().out
+    assert output.startswith("resume:    from step 40 of run 1a2b3c4d, begun ")
     with pytest.raises(NothingToDo) as caught:
         checkpoint_to_go_on_from(kept, folder, resumes=True, total=3)
-    said = str(caught.value).splitlines()
-    assert said[0] == "step 40 >= max_steps=3: nothing to do" and capsys.readouterr().out == ""
-    assert said[-1] == "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True"
+    output = str(caught.value).splitlines()
+    assert output[0] == "step 40 >= max_steps=3: nothing to do" and capsys.readouterr().out == ""
+    assert output[-1] == "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True"
 
 
 def test_where_a_run_stands(tmp_path):

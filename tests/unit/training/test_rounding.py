@@ -67,8 +67,8 @@ def test_what_both_sides_lack_of_an_update_does_not_count(measured, source):
     exact, coarse = policy_of(source, None, F32), policy_of(source, None, BF16)
     round_weights(exact.model)
     with torch.no_grad():
-        said = [torch.cat([policy(row).logprobs_L for row in some_rows()]) for policy in (exact, coarse)]
-    assert before == pytest.approx((said[0] - said[1]).abs().mean().item(), rel=1e-4)
+        logprobs = [torch.cat([policy(row).logprobs_L for row in some_rows()]) for policy in (exact, coarse)]
+    assert before == pytest.approx((logprobs[0] - logprobs[1]).abs().mean().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])

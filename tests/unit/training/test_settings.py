@@ -45,8 +45,8 @@ def check(loss=None, **changed):
         "replay": None,
         **changed,
     }
-    made = PolicyLoss(**fields) if loss is None or isinstance(loss, dict) else loss
-    check_settings(SimpleNamespace(**settings), made)
+    policy_loss = PolicyLoss(**fields) if loss is None or isinstance(loss, dict) else loss
+    check_settings(SimpleNamespace(**settings), policy_loss)
 
 
 @every_row(

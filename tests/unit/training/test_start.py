@@ -14,11 +14,11 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused():
         start.require_disk(DiskNeed(rows, kept=4, free=99 * GIB), "runs/x")
 
 
-@pytest.mark.parametrize(("free", "said"), [(100, True), (399, True), (400, False)])
-def test_a_disk_without_room_for_all_that_are_kept_is_said(free, said, capsys):
+@pytest.mark.parametrize(("free", "expected"), [(100, True), (399, True), (400, False)])
+def test_a_disk_without_room_for_all_that_are_kept_is_said(free, expected, capsys):
     start.require_disk(DiskNeed({"weights": 100 * GIB}, kept=4, free=free * GIB), "runs/x")
     printed = capsys.readouterr().out
-    assert ("a checkpoint takes 100.0 GiB, 4 are there at once" in printed) == said and bool(printed) == said
+    assert ("a checkpoint takes 100.0 GiB, 4 are there at once" in printed) == expected and bool(printed) == expected
 
 
 def test_gpus_that_are_not_there_are_refused(monkeypatch):
