@@ -1,7 +1,7 @@
-"""What several constraints share: the clipped objective, its form for any other test, and the measures that tests are made of.
+"""What the constraints share: two clipped objectives and the measures that they clip by.
 
-All tensors hold one value per label, [L]. An objective is to be maximized, and stands beside `cut_L` (bool): the labels at
-which it has left no gradient.
+All tensors hold one value per label, [L]. An objective is to be maximized; its `cut_L` (bool) marks the labels at which
+it leaves no gradient.
 """
 
 import math
@@ -15,11 +15,12 @@ def clip(
 ) -> tuple[Tensor, Tensor]:
     """min(r A, clip(r, lower, upper) A) (PPO, arXiv 1707.06347; asymmetric: DAPO, arXiv 2503.14476), and `cut_L`.
 
-    With `dual` = c > upper, it is never below c A where A < 0: max(min(r A, clip(r) A), c A) (dual clip, arXiv 1912.09729). The
-    two-sided clip of INTELLECT-2 (arXiv 2505.07291), min(min(r, c) A, clip(r) A), is the same function.
+    With `dual` = c > upper it is max(min(r A, clip(r) A), c A) where A < 0 (dual clip, arXiv 1912.09729).
     """
     objective_L = torch.minimum(ratio_L * advantages_L, ratio_L.clamp(lower, upper) * advantages_L)
     cut_L = outward(ratio_L < lower, ratio_L > upper, advantages_L)
+    # Where A < 0, the minimum is r A for every r > upper, which has no bound. The dual clip bounds it. The two-sided
+    # clip of INTELLECT-2 (arXiv 2505.07291), min(min(r, c) A, clip(r) A), is the same function.
     if dual is not None:
         negative_L = advantages_L < 0
         objective_L = torch.where(negative_L, torch.maximum(objective_L, dual * advantages_L), objective_L)
@@ -30,9 +31,10 @@ def clip(
 def trust_region(ratio_L: Tensor, advantages_L: Tensor, inside_L: Tensor) -> tuple[Tensor, Tensor]:
     """min(r A, clip_C(r) A) for a test C that is no interval of r, and `cut_L`.
 
-    clip_C(r) is r where `inside_L` (bool) holds, and 1 outside. The constant 1 is what makes the minimum right: outside, the
-    minimum is r A where r moved against A, which is the way back, and the constant A where r moved with it.
+    clip_C(r) is r where `inside_L` (bool) holds, and 1 outside.
     """
+    # With the constant 1 outside, the minimum is A, without a gradient, where r moved with A. Where r moved against A
+    # it is r A, whose gradient leads back.
     cut_L = ~inside_L & outward(ratio_L < 1.0, ratio_L > 1.0, advantages_L)
     return torch.where(cut_L, advantages_L, ratio_L * advantages_L), cut_L
 
@@ -43,19 +45,17 @@ def nowhere(ratio_L: Tensor) -> Tensor:
 
 
 def outward(below_L: Tensor, above_L: Tensor, advantages_L: Tensor) -> Tensor:
-    """The labels that left the region on the side to which their advantage pushes: these are what the minimum cuts."""
+    """The labels that left the region on the side to which their advantage pushes. Only these lose their gradient."""
     return (below_L & (advantages_L < 0)) | (above_L & (advantages_L > 0))
 
 
 def kl3_bounds(delta: float) -> tuple[float, float]:
-    """The ratios l < 1 < u at which KL3 = r - 1 - log r reaches delta: ATR-GRPO as an asymmetric clip that costs nothing.
-
-    KL3 is convex with its minimum 0 at r = 1, so KL3 <= delta exactly for l <= r <= u, with l = -W_0(-e^-(1 + delta)) and
-    u = -W_-1(-e^-(1 + delta)) (Lambert's W; the form follows from r e^-r = e^-(1 + delta)). Near the branch point W loses half
-    its digits, so d = log r is found by Newton's method on expm1(d) - d = delta, in float64.
-    """
+    """The ratios l < 1 < u at which KL3 = r - 1 - log r reaches delta: ATR-GRPO (arXiv 2602.05494) as a clip."""
+    # KL3 is convex with its minimum 0 at r = 1, so KL3 <= delta is the same as l <= r <= u. In closed form
+    # l = -W_0(-e^-(1 + delta)) and u = -W_-1(-e^-(1 + delta)), but near its branch point Lambert's W loses half its
+    # digits. Newton's method on expm1(d) - d = delta, where d = log r, keeps them.
     root, bounds = math.sqrt(2.0 * delta), []
-    # Both beginnings lie outside of the roots. The function is convex, so Newton's method never overshoots.
+    # Both starts lie outside the roots. The function is convex, so Newton's method never overshoots.
     for d in (-root - delta, math.log1p(root + delta)):
         for _ in range(100):
             step = (math.expm1(d) - d - delta) / math.expm1(d)
@@ -67,9 +67,7 @@ def kl3_bounds(delta: float) -> tuple[float, float]:
 
 
 def top_k_kl(old_top_LK: Tensor, top_LK: Tensor) -> Tensor:
-    """KL(old || new) [L] in nats, over K tokens and the rest of the vocabulary as one token.
-
-    Joining tokens never raises a KL divergence (data processing), so this is a lower bound of the whole one.
+    """KL(old || new) [L] in nats, over K tokens and the rest of the vocabulary as one: a lower bound of the whole KL.
 
     Args:
         old_top_LK: log-probs of the old policy's K most likely tokens.
@@ -77,9 +75,11 @@ def top_k_kl(old_top_LK: Tensor, top_LK: Tensor) -> Tensor:
     """
     tail_L, old_tail_L = _rest(top_LK), _rest(old_top_LK)
     head_L = (old_top_LK.exp() * (old_top_LK - top_LK)).sum(-1)
+    # A KL divergence is never negative, but rounding can make a tiny one so.
     return (head_L + old_tail_L.exp() * (old_tail_L - tail_L)).clamp(min=0.0)
 
 
 def _rest(logprobs_LK: Tensor) -> Tensor:
-    """log of the probability that the K tokens leave over. It is at least what float32 resolves beside 1."""
+    """log of the probability that the K tokens leave over."""
+    # The sum may round to 1 or above. 2^-24 is the smallest difference to 1 that float32 resolves.
     return (1.0 - logprobs_LK.exp().sum(-1)).clamp(min=2.0**-24).log()

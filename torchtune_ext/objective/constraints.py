@@ -1,11 +1,8 @@
-"""A constraint says where the gradient of the ratio r = pi / pi_old ends: one class for each, and one table of them.
+"""A constraint says where the gradient of the ratio r = pi / pi_old ends: one class each, and the table `CONSTRAINTS`.
 
-All stand in one frame, J = E[min(r A, clip_C(r) A)], after "A Unified Framework for Rethinking Policy Divergence Measures in
-GRPO" (arXiv 2602.05494). A test C says for every label whether the new policy is still close enough to the old one. Outside, a
-constant takes the place of the ratio, so that no gradient is left, unless the minimum picks r A itself, which leads back.
-
-To add a constraint, write its class and give it a line in `CONSTRAINTS`, below the classes. The name in that line is the one
-that YAML uses, and the fields of the class are further keys of `loss:`.
+All fit one frame, J = E[min(r A, clip_C(r) A)] (arXiv 2602.05494). A test C says for every label whether the new policy
+is still close enough to the old one. Outside, a constant replaces the ratio, so that no gradient is left, unless the
+minimum picks r A itself, which leads back.
 """
 
 from collections.abc import Mapping
@@ -23,18 +20,18 @@ from torchtune_ext.run.errors import Mistake
 class Constraint:
     """What `PolicyLoss` needs of a constraint. Only the formula, `__call__`, has to be written.
 
-    A subclass is a frozen dataclass. Its fields are its options, numbers with defaults, and `str()` of it is how the opening
-    line of a run names it.
+    A subclass is a frozen dataclass. Its fields are its options, numbers with defaults, and the opening line of a run
+    shows its `str()`.
     """
 
-    # These are the levels of the ratio (`ratios.py`) at which the formula has a meaning.
+    # The levels of the ratio (ratios.py) at which the formula has a meaning.
     levels: ClassVar[tuple[str, ...]] = ("token",)
 
     def check(self, level: str, old: str) -> None:
-        """Refuses options out of range, and settings of the loss beside which the constraint has no meaning.
+        """Refuses options out of range, and settings of the loss that the constraint cannot work with.
 
         Args:
-            level: of the ratio, one of `levels`.
+            level: the level of the ratio, one of `levels`.
             old: whose log-probs pi_old are, one of `OLDS` in `ratios.py`.
 
         Raises:
@@ -42,35 +39,32 @@ class Constraint:
         """
 
     def words(self, level: str) -> str:
-        """The constraint and the level of its ratio, in the opening line of a run.
-
-        Args:
-            level: what that line calls the level of the ratio, for instance "per token".
-        """
+        """The constraint and its level, as in "per token", for the opening line of a run."""
         return f"{self} {level}"
 
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
         """The formula.
 
         Args:
-            t: all that is known of the L labels.
+            t: the L labels.
             ratio_L: r at the level of the loss, with its gradient.
             old_L: log pi_old in nats.
 
         Returns:
-            objective_L, which is to be maximized, and cut_L (bool), which says where the constraint has left no gradient.
+            objective_L, which is to be maximized, and cut_L (bool), the labels at which it leaves no gradient.
         """
         raise NotImplementedError
 
 
 class Interval(Constraint):
-    """A constraint that is an interval of the ratio: lower <= r <= upper. Its subclasses have the option `dual_clip`."""
+    """A constraint that is an interval of the ratio: lower <= r <= upper. Subclasses have the option `dual_clip`."""
 
+    # The geometric level clips log r, which only an interval allows.
     levels = ("token", "sequence", "geometric")
     dual_clip: float | None
 
     def interval(self) -> tuple[float, float]:
-        """The ratios between which a gradient is left. The geometric level clips to their logarithms."""
+        """The lowest and the highest ratio inside."""
         raise NotImplementedError
 
     def check(self, level: str, old: str) -> None:
@@ -78,6 +72,7 @@ class Interval(Constraint):
             return
         if level == "geometric":
             raise Mistake(f"loss.dual_clip={self.dual_clip} needs a ratio of its own; loss.level='geometric' has none")
+        # A lower dual clip would also cut ratios inside the interval.
         _, upper = self.interval()
         must = f"must lie above the upper clip bound {upper:.4g}; often 3 or 4"
         _require(self.dual_clip > upper, "dual_clip", self.dual_clip, must)
@@ -92,10 +87,7 @@ class Interval(Constraint):
 
 @dataclass(frozen=True)
 class Clip(Interval):
-    """1 - clip_low <= r <= 1 + clip_high (PPO, arXiv 1707.06347; with two numbers: DAPO, arXiv 2503.14476).
-
-    `dual_clip` bounds the ratio where the advantage is negative (see `clip`).
-    """
+    """1 - clip_low <= r <= 1 + clip_high (PPO, arXiv 1707.06347; with two numbers: DAPO, arXiv 2503.14476)."""
 
     clip_low: float = 0.2  # how far the ratio may fall below 1
     clip_high: float = 0.2  # how far the ratio may rise above 1
@@ -135,11 +127,11 @@ class KL3(Interval):
 class TopKL(Constraint):
     """KL(pi_old || pi) <= delta at every label, over the old policy's `top_k` likeliest tokens and the rest as one.
 
-    PPO's objective with a trust region for the ratio's interval is that of arXiv 1903.07940. `top_k` has no default that works,
-    since it costs memory: K log-probs of every label are stored.
+    The objective is PPO's with a trust region in place of the interval (arXiv 1903.07940).
     """
 
     delta: float = 0.02  # KL of a label at most, in nats
+    # Storing K log-probs of every label costs memory, so K is the user's choice: the default is refused.
     top_k: int | None = None  # tokens whose log-probs are stored at every label; often 16
 
     def check(self, level: str, old: str) -> None:
@@ -164,7 +156,7 @@ class TopKL(Constraint):
         elif log_ratio_L.count_nonzero():
             raise Mistake("loss.constraint='kl' needs the proximal policy's top-k log-probs, but none were stored")
         else:
-            # The policy still is the old one, and the learner has spared the two passes over the output layer.
+            # The policy is still the old one, so the KL is 0 and the learner skipped both passes over the output layer.
             kl_L = torch.zeros_like(log_ratio_L)
         return trust_region(ratio_L, t.advantages_L, kl_L <= self.delta)
 
@@ -189,10 +181,7 @@ class TotalVariation(Constraint):
 
 @dataclass(frozen=True)
 class Cispo(Constraint):
-    """sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv 2506.13585), where sg holds its argument constant.
-
-    Every label keeps a gradient, whose weight is bounded. So `cut_L` says here where the weight was clipped.
-    """
+    """sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, where sg stops the gradient (CISPO, arXiv 2506.13585)."""
 
     levels = ("token", "sequence")
     clip_low: float = 1.0  # the weight is at least 1 - clip_low
@@ -207,15 +196,13 @@ class Cispo(Constraint):
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
         lower, upper = 1.0 - self.clip_low, 1.0 + self.clip_high
         weight_L = ratio_L.detach().clamp(lower, upper)
+        # Every label keeps a gradient. `cut_L` marks those whose weight was clipped instead.
         return weight_L * t.advantages_L * t.logprobs_L, (ratio_L < lower) | (ratio_L > upper)
 
 
 @dataclass(frozen=True)
 class Sapo(Constraint):
-    """(4 / tau) sigmoid(tau (r - 1)) A, where the sign of A chooses tau (SAPO, arXiv 2511.20347).
-
-    The slope in r is 1 at r = 1 and falls smoothly to 0 on both sides, the faster the larger tau is: nothing is cut.
-    """
+    """(4 / tau) sigmoid(tau (r - 1)) A, where the sign of A chooses tau (SAPO, arXiv 2511.20347)."""
 
     levels = ("token", "sequence")
     tau_positive: float = 1.0  # how fast the slope falls where the advantage is positive
@@ -232,17 +219,14 @@ class Sapo(Constraint):
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
         positive, negative = ratio_L.new_tensor(self.tau_positive), ratio_L.new_tensor(self.tau_negative)
         tau_L = torch.where(t.advantages_L > 0, positive, negative)
+        # The factor 4 / tau makes the slope in r 1 at r = 1. On both sides it falls smoothly to 0, so nothing is cut.
         gate_L = 4.0 / tau_L * torch.sigmoid(tau_L * (ratio_L - 1.0))
         return gate_L * t.advantages_L, nowhere(ratio_L)
 
 
 @dataclass(frozen=True)
 class Spo(Constraint):
-    """r A - |A| / (2 epsilon) (r - 1)^2 (Simple Policy Optimization, arXiv 2401.16025).
-
-    The maximum lies at r = 1 + sgn(A) epsilon, the bound of PPO's clip. Beyond it the gradient does not end as with a clip, but
-    leads back, so that nothing is cut.
-    """
+    """r A - |A| / (2 epsilon) (r - 1)^2 (Simple Policy Optimization, arXiv 2401.16025)."""
 
     epsilon: float = 0.2  # distance of the maximum from a ratio of 1
 
@@ -253,6 +237,8 @@ class Spo(Constraint):
         return f"SPO {self.epsilon:g}"
 
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
+        # The maximum lies at r = 1 + sgn(A) epsilon, the bound of PPO's clip. Beyond it the gradient leads back instead
+        # of ending, so nothing is cut.
         penalty_L = t.advantages_L.abs() / (2.0 * self.epsilon) * (ratio_L - 1.0).square()
         return ratio_L * t.advantages_L - penalty_L, nowhere(ratio_L)
 
@@ -270,6 +256,8 @@ class Unconstrained(Constraint):
         return ratio_L * t.advantages_L, nowhere(ratio_L)
 
 
+# To add a constraint, write its class and give it a line here: YAML uses the name as `loss.constraint`, and the fields
+# of the class as further keys of `loss`.
 CONSTRAINTS: dict[str, type[Constraint]] = {
     "clip": Clip,
     "kl3": KL3,
@@ -281,8 +269,8 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
     "none": Unconstrained,
 }
 
-# `PolicyLoss` inherits a field for every option in the table, so that the keys in YAML are flat and a misspelled one is
-# refused. None means that the option has no value.
+# `PolicyLoss` inherits a field for every option in the table, so that YAML's keys are flat and a misspelled one is
+# refused. None means that the option is not given.
 OPTIONS = {field.name: field.type | None for kind in CONSTRAINTS.values() for field in fields(kind)}
 Options = make_dataclass("Options", [(name, kind, None) for name, kind in OPTIONS.items()], frozen=True, kw_only=True)
 
@@ -295,6 +283,7 @@ def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
     """
     options = {other: [field.name for field in fields(kind)] for other, kind in CONSTRAINTS.items()}
     own = options[name]
+    # A dict, unlike a set, keeps the order of the table, which the message below follows.
     every = dict.fromkeys(option for names in options.values() for option in names)
     wrong = [option for option in every if option not in own and settings.get(option) is not None]
     if wrong:

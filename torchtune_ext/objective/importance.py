@@ -1,17 +1,7 @@
 """Importance weights w = pi_old / pi_sampler, which multiply the objective and carry no gradient.
 
-They correct for what differs between the policy that the updates start from and the one that sampled: another engine, another
-precision, older weights.
-
-method            of                       weight                         default bounds   source
-"none"                                     1
-"full"            every label              w                                               decoupled PPO, arXiv 2505.24298
-"tis"             every label              min(w, high)                   2                TIS (verl)
-"mis"             every label              w inside [low, high], else 0   0, 3             MIS (TRL)
-"icepop"          every label              the same                       0.5, 5           IcePop, arXiv 2510.18855
-"sequence_tis"    product over completion  min(w, high)                   10               sequence TIS (verl)
-"sequence_mis"    product over completion  w inside [low, high], else 0   0, 3             MIS by sequence (TRL's default)
-"geometric_mask"  geometric mean over it   1 inside [low, high], else 0   0.99, 1.01       geometric mask (SkyRL)
+They correct for the difference between the policy that the updates start from and the one that sampled: another engine,
+another precision, older weights.
 """
 
 from dataclasses import dataclass, replace
@@ -27,16 +17,17 @@ from torchtune_ext.run.errors import Mistake
 class Method:
     """How one method makes weights."""
 
-    # The opening line of a run has this name of the method.
+    # The name of the method in the opening line of a run.
     word: str
-    # A weight belongs to one label ("token"), or is the product ("sequence") or geometric mean ("geometric") over a completion.
+    # A weight belongs to one label ("token"), or is the product ("sequence") or geometric mean ("geometric") over a
+    # completion.
     level: str
     # A weight out of bounds is kept ("keep"), set to the upper bound ("truncate"), or set to 0 ("mask").
     outside: str
-    # A bound that is None does not exist.
+    # None means that there is no such bound.
     low: float | None = None
     high: float | None = None
-    # Where this is False, every weight within the bounds becomes 1.
+    # If False, every weight within the bounds becomes 1.
     weighted: bool = True
 
     def within(self, low: float | None, high: float | None) -> "Method":
@@ -49,6 +40,15 @@ class Method:
         return self.word if self.high is None else f"{self.word} <= {self.high:g}"
 
 
+# method            of                       weight                         source
+# "none"                                     1
+# "full"            every label              w                              decoupled PPO, arXiv 2505.24298
+# "tis"             every label              min(w, high)                   TIS (verl)
+# "mis"             every label              w inside [low, high], else 0   MIS (TRL)
+# "icepop"          every label              the same                       IcePop, arXiv 2510.18855
+# "sequence_tis"    product over completion  min(w, high)                   sequence TIS (verl)
+# "sequence_mis"    product over completion  w inside [low, high], else 0   MIS by sequence (TRL's default)
+# "geometric_mask"  geometric mean over it   1 inside [low, high], else 0   geometric mask (SkyRL)
 METHODS = {
     "none": Method("no weight", "token", "keep", weighted=False),
     "full": Method("importance weight", "token", "keep"),
@@ -62,18 +62,18 @@ METHODS = {
 
 
 def check_importance(name: str, low: float | None, high: float | None, level: str, old: str) -> None:
-    """Refuses a method beside settings of the loss that contradict it, and bounds that it does not have or cannot use.
+    """Refuses a method that contradicts other settings of the loss, and bounds that it does not have or cannot use.
 
     Args:
-        name: of the method.
         low, high: bounds in place of the method's own; None: not given.
-        level: of the ratio, see `ratios.py`.
+        level: the level of the ratio, one of `LEVELS` in `ratios.py`.
         old: whose log-probs pi_old are, one of `OLDS` in `ratios.py`.
 
     Raises:
         ValueError: the message names the key, the value and the fix.
     """
     method = METHODS[name]
+    # If pi_old is the sampler, every weight is 1.
     if name != "none" and old == "sampler":
         raise Mistake(
             f"loss.importance={name!r} contradicts loss.old='sampler': the ratio to the sampler already corrects for it; use "
@@ -97,7 +97,7 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
 
 
 def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: Method) -> tuple[Tensor, Tensor]:
-    """(weights_L, masked_L): the weights, and a bool that says where a weight is 0 since it was out of bounds.
+    """(weights_L, masked_L): the weights, and where (bool) a weight is 0 because it was out of bounds.
 
     Args:
         log_weight_L: log pi_old - log pi_sampler of every label, in nats.
@@ -114,6 +114,7 @@ def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: Method) 
         weight_L = weight_L.clamp(max=method.high)
     elif method.outside == "mask":
         masked_L = (weight_L < method.low) | (weight_L > method.high)
+    # The bounds are tested above, on the real weights: only then may they become 1.
     if not method.weighted:
         weight_L = torch.ones_like(weight_L)
     return weight_L.masked_fill(masked_L, 0.0), masked_L

@@ -1,18 +1,18 @@
 """Policy objectives: pure functions of flat tensors, with one value per label.
 
-The learner multiplies a loss by the labels' weights (packing makes them, and they sum to one over an update) and sums. So
-an objective knows nothing of rows, padding, ranks or accumulation. A loss of your own is a class with `__call__`::
+The learner sums the loss times the labels' weights, which come from packing and sum to one over an update. So an
+objective knows nothing of rows, padding, ranks or accumulation. A loss of your own is a class with `__call__`::
 
     class MyLoss:
         def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
             ratio_L = (t.logprobs_L - t.old_logprobs_L).exp()
             return -ratio_L * t.advantages_L, {"ratio_max": ratio_L.detach()}
 
-Its attributes, which `needs_of` reads, say what else it needs: `needs_reference = True` for log-probs under a
-reference policy, `needs_teacher = True` for those under a teacher, `top_k = 16` for those of the proximal policy's 16
-likeliest tokens, and `needs_all_groups = True` for a term that acts where the advantage is 0 (a KL penalty, an entropy bonus).
-Without the last one, groups without signal, whose advantages are 0, are not trained on. `needs_proximal = False` spares the
-pass for `old_logprobs_L`, which is None then.
+Its attributes say what else it needs (`needs_of`): `needs_reference = True` for log-probs under a reference policy,
+`needs_teacher = True` for those under a teacher, `top_k = 16` for those of the proximal policy's 16 likeliest tokens,
+and `needs_all_groups = True` for a term that acts where the advantage is 0 (a KL penalty, an entropy bonus); otherwise
+groups whose advantages are all 0 are not trained on. `needs_proximal = False` saves the pass for `old_logprobs_L`, then
+None.
 """
 
 import math
@@ -33,7 +33,7 @@ from torchtune_ext.run.errors import Mistake, nearest
 
 Loss = Callable[[Tokens], tuple[Tensor, dict[str, Tensor]]]
 
-# Each of these settings is one of a few words.
+# The settings that take one of a few words.
 WORDS = {
     "level": LEVELS,
     "constraint": CONSTRAINTS,
@@ -43,28 +43,29 @@ WORDS = {
 }
 
 
-SURPRISE = 0.01  # a token that the teacher holds for less likely counts in `teacher_surprise`
+SURPRISE = 0.01  # `teacher_surprise` counts the tokens to which the teacher gives a lower probability
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a loss needs beside the log-probs of the policy that is trained."""
 
-    # The loss reads log-probs under the proximal policy, of the sampled tokens or of the likeliest ones.
+    # Log-probs under the proximal policy, of the sampled tokens or of the likeliest ones.
     proximal: bool
-    # The loss reads log-probs under a reference policy.
+    # Log-probs under a reference policy.
     reference: bool
-    # The loss reads log-probs under a teacher.
+    # Log-probs under a teacher.
     teacher: bool
-    # The loss acts on groups without signal, too.
+    # Groups without signal, too.
     all_groups: bool
-    # The number of the proximal policy's likeliest tokens at every label whose log-probs the loss reads.
+    # Log-probs of this many likeliest tokens of the proximal policy at every label.
     top_k: int
 
 
 def needs_of(loss: Loss) -> Needs:
-    """What a loss needs, by its attributes. One of the user's own may have none: it needs the proximal policy's log-probs."""
+    """What a loss needs, by its attributes. A loss without any needs only the proximal policy's log-probs."""
     return Needs(
+        # The likeliest tokens come from the same pass through the proximal policy.
         proximal=bool(getattr(loss, "needs_proximal", True) or getattr(loss, "top_k", None)),
         reference=bool(getattr(loss, "needs_reference", False)),
         teacher=bool(getattr(loss, "needs_teacher", False)),
@@ -75,45 +76,46 @@ def needs_of(loss: Loss) -> Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(Options):
-    """The frame of all clipped policy objectives: a ratio, a constraint, an importance weight, KL terms, an entropy bonus.
+    """The frame of all clipped policy objectives: ratio, constraint, importance weight, KL terms and entropy bonus.
 
     loss = -w (reward_coef J_C(r, A) + teacher_coef J_C(r, log p_teacher - log pi_old))
            + kl_coef KL(pi, ref) + old_kl_coef KL(pi, old) - entropy_coef H
 
-    with r = pi / pi_old at a level (`ratios.py`), J_C the constrained objective (`constraints.py`), w = pi_old / pi_sampler
-    (`importance.py`) and KL an estimator (`kl.py`). Published methods are settings of it: configs/presets/.
+    with r = pi / pi_old at a level (`ratios.py`), J_C the constrained objective (`constraints.py`), w = pi_old /
+    pi_sampler (`importance.py`) and KL an estimator (`kl.py`). Published methods are settings of it: configs/presets/.
 
-    Beside the fields below, each option of each constraint is a field: `clip_low`, `delta`, `top_k`, ... One that is not given
-    has the default of the constraint; one that belongs to other constraints is an error.
+    Each option of each constraint is a field, too: `clip_low`, `delta`, `top_k`, ... Its default is that of the
+    constraint; an option of another constraint is an error.
 
     Raises:
         ValueError: an unknown word, an option that does not belong to the others, or a value outside its range.
     """
 
-    # The ratio has a level: "token", "sequence" (GSPO) or "geometric" (GMPO).
+    # The level of the ratio: "token", "sequence" (GSPO) or "geometric" (GMPO).
     level: str = "token"
-    # The constraint is a name in the table of constraints.py: "clip", "kl3", ...; each has options of its own.
+    # A name in the table of constraints.py: "clip", "kl3", ...
     constraint: str = "clip"
-    # The log-probs of pi_old are those of the proximal policy ("trainer"), those that the sampler reported ("sampler"), or
-    # between the sampler's and those of the policy itself ("interpolated"), which spares a pass; see `ratios.py`.
+    # Whose log-probs pi_old are (ratios.py): those of the proximal policy ("trainer"), those that the sampler reported
+    # ("sampler"), or a mean of the latter and the policy's own ("interpolated"), which saves a pass through the model.
     old: str = "trainer"
-    # A method of importance.py weighs what differs between pi_old and the sampler: "full", "tis", "mis", ...; "none" does not.
+    # The method of importance.py that corrects for the gap between pi_old and the sampler: "full", "tis", "mis", ...,
+    # "none".
     importance: str = "none"
-    # This number takes the place of the method's own lower bound.
+    # A lower bound in place of the method's own.
     importance_low: float | None = None
-    # This number takes the place of the method's own upper bound.
+    # An upper bound in place of the method's own.
     importance_high: float | None = None
-    # This factor multiplies the objective of the rewards' advantages.
+    # Factor of the objective with the rewards' advantages.
     reward_coef: float = 1.0
-    # This factor multiplies that of log p_teacher - log pi_old at every token. Where it is 0, no teacher is asked.
+    # Factor of the objective with log p_teacher - log pi_old as the advantage of every token. 0: no teacher is asked.
     teacher_coef: float = 0.0
-    # This factor multiplies the KL to the reference. Where it is 0, no reference is kept.
+    # Factor of the KL to the reference. 0: no reference is kept.
     kl_coef: float = 0.0
-    # This factor multiplies the KL to the old policy.
+    # Factor of the KL to the old policy.
     old_kl_coef: float = 0.0
-    # Both KL terms use the same estimator: "k1", "k2", "k3" or "k3_unbiased".
+    # Estimator of both KL terms: "k1", "k2", "k3" or "k3_unbiased".
     kl: str = "k3"
-    # This factor multiplies the entropy, which is in nats.
+    # Factor of the entropy, which is in nats.
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
@@ -131,7 +133,7 @@ class PolicyLoss(Options):
         for name in ("reward_coef", "teacher_coef", "kl_coef", "old_kl_coef", "entropy_coef"):
             _require_number(name, getattr(self, name))
         constraint.check(self.level, self.old)
-        # The defaults of the constraint become the loss's own, so that losses are read and compared by their real values.
+        # With the constraint's defaults filled in, losses are shown and compared by their real values.
         for option in fields(constraint):
             object.__setattr__(self, option.name, getattr(constraint, option.name))
         check_importance(self.importance, self.importance_low, self.importance_high, self.level, self.old)
@@ -142,11 +144,12 @@ class PolicyLoss(Options):
 
     @cached_property
     def _constraint(self) -> Constraint:
-        """The constraint with its options. It is no field, so that losses are compared, and built, only by their settings."""
+        """The constraint with its options."""
+        # It is no field, so that losses are built and compared only by their settings.
         return make_constraint(self.constraint, vars(self))
 
     def __str__(self) -> str:
-        """The objective as short as papers write it, for instance "clip 0.2/0.28 per token, TIS <= 2, entropy 0.03"."""
+        """The objective as papers write it, for instance "clip 0.2/0.28 per token, TIS <= 2, entropy 0.03"."""
         parts = [self._constraint.words(LEVELS[self.level])]
         if self.old != "trainer":
             parts.append({"sampler": "ratio to the sampler", "interpolated": "old policy interpolated"}[self.old])
@@ -165,26 +168,27 @@ class PolicyLoss(Options):
 
     @property
     def needs_proximal(self) -> bool:
-        """Where the old policy is not the proximal one, nothing reads the log-probs of the latter."""
+        """Whether pi_old is the proximal policy."""
         return self.old == "trainer"
 
     @property
     def needs_reference(self) -> bool:
-        """The KL to the reference is the only term that reads its log-probs."""
+        """Whether there is a KL to the reference."""
         return bool(self.kl_coef)
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether a second model has to say what it thinks of every sampled token."""
+        """Whether there is a term of the teacher."""
         return bool(self.teacher_coef)
 
     @property
     def needs_all_groups(self) -> bool:
-        """KL, entropy and a teacher act on every sample, also where all rewards of its group are equal."""
+        """Whether a term acts on groups without signal, too."""
+        # These terms have a gradient even where all rewards of a group are equal and its advantages are 0.
         return any((self.teacher_coef, self.kl_coef, self.old_kl_coef, self.entropy_coef))
 
     def __call__(self, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics per label, all [L]. Metrics named `*_max` are reduced by maximum, others by mean over labels.
+        """Loss and metrics per label, all [L]. `*_max` metrics are reduced by maximum, others by mean over labels.
 
         Raises:
             ValueError: a term needs log-probs that `t` does not hold.
@@ -195,11 +199,13 @@ class PolicyLoss(Options):
         objective_L = self.reward_coef * objective_L
         gap_L = self._teacher_gap(t, old_L)
         if gap_L is not None:
-            # A surrogate of its own: the constraint cuts each advantage by its own sign.
+            # The constraint cuts by the sign of the advantage, and the teacher's may differ from that of the rewards.
+            # So each has its own surrogate.
             taught_L, taught_cut_L = self._constrained(replace(t, advantages_L=gap_L), old_L, token_ratio_L)
             objective_L, cut_L = objective_L + self.teacher_coef * taught_L, cut_L | taught_cut_L
         method = METHODS[self.importance].within(self.importance_low, self.importance_high)
         weight_L, masked_L = importance_weights(old_L - t.behavior_logprobs_L, t.samples_L, method)
+        # The weight multiplies only the objective. The penalties below hold for every label, masked ones too.
         loss_L = -weight_L * objective_L
         metrics = {
             "clip_fraction": cut_L.float(),
@@ -234,6 +240,7 @@ class PolicyLoss(Options):
     def _constrained(self, t: Tokens, old_L: Tensor, token_ratio_L: Tensor) -> tuple[Tensor, Tensor]:
         """(objective_L, cut_L) of the constraint at the level of the ratio."""
         log_ratio_L = t.logprobs_L - old_L
+        # GMPO clips token by token and then takes the mean, so the constraint gives its interval, not its formula.
         if self.level == "geometric":
             return _geometric(log_ratio_L, t.advantages_L, *self._constraint.interval(), t.samples_L)
         if self.level == "sequence":
@@ -248,6 +255,7 @@ def _geometric(
     low, high = -float("inf") if lower <= 0 else math.log(lower), math.log(upper)
     sign_L = advantages_L.sign()
     log_ratio_L = log_ratio_L.clamp(-MAX_LOG, MAX_LOG)
+    # `clip` on logarithms: log r takes the place of r, and sgn(A) that of A.
     kept_L, cut_L = clip(log_ratio_L, sign_L, low, high)
     return sample_means(sign_L * kept_L, samples_L).exp() * advantages_L, cut_L
 

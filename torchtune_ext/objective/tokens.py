@@ -1,4 +1,4 @@
-"""The labels of one row as a loss, and the constraint in it, get to see them."""
+"""The labels of one row, as a loss and its constraint see them."""
 
 from dataclasses import dataclass
 
@@ -7,34 +7,30 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """L labels of one row. All labels of a completion stand in the same row, so that sums over a completion need no other.
+    """L labels of one row, with all labels of each of its completions. Log-probs are natural logarithms in float32."""
 
-    Log-probs are natural logarithms in float32.
-    """
-
-    # These are under the policy that is trained, and carry the gradient.
+    # Log-probs of the labels under the policy in training, with their gradient.
     logprobs_L: Tensor
-    # The entropy of that policy at every label is float32, in nats, and carries a gradient, too.
+    # Entropy of that policy at every label, float32, in nats, with its gradient.
     entropy_L: Tensor
-    # These are under the proximal policy, which is the one that the updates of a step start from. They are None where the loss
-    # does not need them.
+    # Log-probs under the proximal policy, from which the updates of a step start. None if the loss does not need them.
     old_logprobs_L: Tensor | None
-    # These are under the policy that sampled, as the sampler itself reported them.
+    # Log-probs under the policy that sampled, as the sampler itself reported them.
     behavior_logprobs_L: Tensor
-    # These are under the reference policy, or None where no KL term needs them.
+    # Log-probs under the reference policy. None if no KL term needs them.
     ref_logprobs_L: Tensor | None
-    # The advantages are float32. Every label has that of its completion.
+    # The advantage of the label's completion, float32.
     advantages_L: Tensor
-    # The versions are int32. They say which version of the policy sampled the label.
+    # The version of the policy that sampled the label, int32.
     versions_L: Tensor
-    # The samples are int64: the index of the label's completion in the row.
+    # The index of the label's completion in the row, int64.
     samples_L: Tensor
-    # These are the proximal policy's K highest log-probs. They are None where the loss does not need them, or where the policy
-    # that is trained still is the proximal one.
+    # The proximal policy's K highest log-probs. None if the loss does not need them, or if the policy in training still
+    # is the proximal one.
     old_top_LK: Tensor | None = None
-    # These belong to the same K tokens under the policy that is trained, and carry no gradient.
+    # Log-probs of the same K tokens under the policy in training, without gradient.
     top_LK: Tensor | None = None
-    # These are under the teacher, or None where there is none.
+    # Log-probs under the teacher. None if there is no teacher.
     teacher_logprobs_L: Tensor | None = None
-    # The version of the proximal policy; `versions_L` count from the same start. It is None where versions are not counted.
+    # The version of the proximal policy; `versions_L` count from the same start. None if versions are not counted.
     version: int | None = None
