@@ -4,7 +4,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # It is imported at its first use: this file runs in every engine process, too, which needs no torchtune.
+    # Imported at its first use, because this file also runs in every engine process, which needs no torchtune.
     if name == "from_config":
         from torchtune_ext.policy.families import from_config
 

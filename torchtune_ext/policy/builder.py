@@ -1,4 +1,4 @@
-"""Makes a trainable model of a builder: sharded by FSDP2, on its device, checkpointed and compiled where that is asked for."""
+"""Makes a trainable model from a builder: sharded by FSDP2, and checkpointed and compiled if the settings say so."""
 
 import warnings
 from collections.abc import Callable
@@ -16,10 +16,7 @@ from torchtune_ext.policy.logprobs import PackedPolicy
 
 
 def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
-    """Builds a model on the meta device, where it has names, shapes and modules, but no weights.
-
-    A recipe does so once, before anything expensive, and hands the model to everyone who only looks at it.
-    """
+    """Builds a model on the meta device, where it has names, shapes and modules, but no weights."""
     with torch.device("meta"):
         return make_model()
 
@@ -36,35 +33,34 @@ def build_policy(
     fp8: Fp8Config | None = None,
     shard_within: int | None = None,
 ) -> PackedPolicy:
-    """Builds the policy with float32 master weights, computing in `compute_dtype`.
-
-    Built on the meta device and sharded before any weight exists, so no rank ever holds the whole model. Pure bfloat16
-    weights would swallow updates smaller than 2^-9 of a weight; the float32 masters cost 2 bytes a parameter more. Of a
-    model with adapters (`lora.py`) only these are trained and have masters; the rest is held in `compute_dtype`.
+    """Builds the policy with float32 master weights. If it has adapters (`lora.py`), only these are trained.
 
     Args:
         make_model: returns the torchtune decoder (called under the meta device).
-        source: where the weights come from.
-        device: the one of this rank.
+        source: the model directory with the weights.
+        device: the device of this rank.
         compute_dtype: the dtype of parameters in forward and backward; reductions are made in float32.
         world_size: if it is more than one, the default process group must exist.
         activation_checkpointing: recomputes each layer in the backward.
         compile_layers: applies `torch.compile` to each layer.
         seed: draws the first values of adapters.
-        fp8: lets linear layers compute in FP8; `PackedPolicy.fp8` says which ones and how. With None, none does.
-        shard_within: number of ranks, which follow each other, that share one copy of the weights; there is a copy for each
-            such group (HSDP). It divides `world_size`. With None, all ranks share one copy.
+        fp8: lets linear layers compute in FP8; `PackedPolicy.fp8` says which ones and how. None: no layer does.
+        shard_within: number of consecutive ranks that share one copy of the weights (HSDP), a divisor of `world_size`.
+            None: all ranks share one copy.
 
     Raises:
         ValueError: model and checkpoint do not fit each other, or `fp8` fits neither them nor the device.
     """
-    # torchtune's RMSNorm computes in float32 with a scale in bfloat16, and means to.
+    # torchtune's RMSNorm computes in float32 with a scale in bfloat16 on purpose.
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
+    # The model is sharded on the meta device, before any weight exists, so that no rank ever holds the whole of it. Its
+    # float32 masters cost 2 bytes a parameter more than bfloat16, which would lose updates below 2^-9 of a weight.
     model = on_meta(make_model)
     source.require_tied(model)
     adapters = lora.adapter_names(model)
     if adapters:
         lora.prepare(model, compute_dtype)
+    # This changes the classes of layers, so it comes before compile, checkpointing and FSDP2 wrap them.
     receipt = convert(model, source, fp8, compute_dtype, device) if fp8 else None
     policy = PackedPolicy(model, receipt)
     if compile_layers:
@@ -72,8 +68,10 @@ def build_policy(
             layer.compile()
     if activation_checkpointing:
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    # On one device, FSDP2 serves to hand out the float32 masters in the compute dtype.
     if world_size > 1 or (compute_dtype != torch.float32 and not adapters):
-        # Adapters round their masters themselves, and DoRA's magnitude must not be rounded: FSDP2 hands them out as they are.
+        # Adapters round their masters themselves and DoRA's magnitude must not be rounded, so FSDP2 hands them out as
+        # they are.
         mesh = _mesh(device, world_size, shard_within or world_size)
         _shard(model, mesh, None if adapters else compute_dtype)
     model.to_empty(device=device)
@@ -83,6 +81,7 @@ def build_policy(
             if hasattr(module, "rope_init"):
                 module.rope_init()
     load_weights(model, source, new=adapters)
+    # DoRA's magnitudes begin as the norms of the loaded weights.
     if adapters:
         lora.initialize(model, seed)
     return policy
@@ -90,7 +89,7 @@ def build_policy(
 
 def _mesh(device: torch.device, world_size: int, shards: int) -> DeviceMesh:
     """Returns how the ranks share the weights: all of them one copy, or each row of the mesh a copy of its own."""
-    # On one device in bfloat16, too, FSDP2 keeps the float32 masters, and wants a process group.
+    # FSDP2 needs a process group on one device, too.
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             training.get_distributed_backend(device.type),
@@ -101,7 +100,7 @@ def _mesh(device: torch.device, world_size: int, shards: int) -> DeviceMesh:
         )
     if shards == world_size:
         return init_device_mesh(device.type, (world_size,))
-    # `init_device_mesh` would give its groups the time limit that torch has for all, and not `ranks.deadline_s`.
+    # The groups that `init_device_mesh` makes have torch's own time limit instead of `ranks.deadline_s`.
     numbers = torch.arange(world_size).view(-1, shards)
     limit = torch.distributed.group.WORLD._get_backend(device).options._timeout
     groups = [

@@ -1,10 +1,10 @@
-"""Builds the dense decoders that torchtune 0.6.1 lacks, of its modules and with the arguments of its builders.
+"""Builds the dense decoders that torchtune 0.6.1 lacks, from its modules and with the arguments of its builders.
 
-They are Qwen2 without biases, with a head of any width, rotated as Hugging Face does it, and with some of these differences:
+They are Qwen2 without biases and with heads of any width, rotated as in Hugging Face, with some of these differences:
 
-* q and k pass through an RMSNorm *before* RoPE, each head by itself (Qwen3, arXiv:2505.09388, section 2) or all heads together
-  (OLMo 2, arXiv:2501.00656, section 3.2). `MultiHeadAttention` norms after it, which is another model;
-* attention and MLP are normed behind and not before (OLMo 2, the same section);
+* q and k pass through an RMSNorm before RoPE, each head by itself (Qwen3, arXiv:2505.09388, section 2) or all heads
+  together (OLMo 2, arXiv:2501.00656, section 3.2);
+* the outputs of attention and MLP are normed, not their inputs (OLMo 2, the same section);
 * some layers have no RoPE (SmolLM3: every fourth).
 """
 
@@ -26,18 +26,14 @@ from torchtune.modules.peft import LORA_ATTN_MODULES, DoRALinear, LoRALinear
 
 
 class Attention(MultiHeadAttention):
-    """torchtune's attention, except that q and k are normed first and rotated then."""
+    """torchtune's attention, except that q and k are normed before they are rotated, and not after."""
 
     def forward(
         self, x: Tensor, y: Tensor | None = None, *, mask: Any = None, input_pos: Tensor | None = None
     ) -> Tensor:
-        """Returns [B, T, D].
-
-        Args:
-            x: [B, T, D], of which the queries are made.
-            y: the same for keys and values; None reads them from the cache.
-        """
+        """Returns [B, T, D], from queries of x [B, T, D] and keys and values of y [B, T, D]."""
         q = self._rotated(self.q_proj(x), self.q_norm, input_pos)
+        # As in torchtune, no y means that all keys and values are in the cache.
         if y is None:
             k, v = self.kv_cache.k_cache, self.kv_cache.v_cache
         else:
@@ -58,6 +54,7 @@ class Attention(MultiHeadAttention):
 
     def _rotated(self, projected: Tensor, norm: nn.Module | None, input_pos: Tensor | None) -> Tensor:
         """Norms [B, T, H * head_dim], rotates it by position and returns [B, H, T, head_dim]."""
+        # A norm as wide as the projection takes all heads together.
         if norm is not None and norm.scale.numel() == projected.shape[-1]:
             projected, norm = norm(projected), None
         heads = projected.unflatten(-1, (-1, self.head_dim))
@@ -92,15 +89,16 @@ def decoder(
     """Builds a decoder. The arguments are those of torchtune's `qwen2`, and these.
 
     Args:
-        head_dim: the size of queries, keys and values, which does not depend on `embed_dim`.
+        head_dim: the size of queries, keys and values, whatever `embed_dim` is.
         qk_norm: q and k are normed "head" by head, or all heads together as a "whole"; None: they are not.
-        norm_behind: what attention and MLP give is normed, and not what they get.
+        norm_behind: the outputs of attention and MLP are normed, not their inputs.
         unrotated: numbers of the layers without RoPE, from 0.
-        linear: makes a linear layer of its name ("q_proj", "k_proj", "v_proj", "output_proj", "mlp", "output"), its inputs
-            and its outputs.
+        linear: makes a linear layer from its name ("q_proj", "k_proj", "v_proj", "output_proj", "mlp", "output"),
+            inputs and outputs.
     """
     rope = Qwen2RotaryPositionalEmbeddings(dim=head_dim, max_seq_len=max_seq_len, base=rope_base)
     norm = partial(RMSNorm, eps=norm_eps)
+    # torchtune's layer applies a module called a scale behind attention or MLP. It may be a norm.
     places = ("sa_scale", "mlp_scale") if norm_behind else ("sa_norm", "mlp_norm")
     layers = nn.ModuleList()
     for number in range(num_layers):
@@ -153,11 +151,11 @@ def lora_decoder(
     """Builds a decoder with adapters.
 
     Args:
-        lora_attn_modules: names adapted layers of attention, out of "q_proj", "k_proj", "v_proj", "output_proj".
+        lora_attn_modules: adapted layers of attention, out of "q_proj", "k_proj", "v_proj", "output_proj".
         apply_lora_to_mlp: adapts the gate, up and down projections.
-        apply_lora_to_output: adapts the output head, where it is not tied to the embeddings.
+        apply_lora_to_output: adapts the output head, if it is not tied to the embeddings.
         quantize_base: holds the weights below the adapters in NF4, but not that of the output head.
-        arguments: of `decoder`.
+        arguments: those of `decoder`.
     """
     adapted = {*lora_attn_modules, "mlp" if apply_lora_to_mlp else "", "output" if apply_lora_to_output else ""}
 

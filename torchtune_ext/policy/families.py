@@ -1,8 +1,4 @@
-"""The model families: what has to be known of each, and `from_config`, which builds a model of any of them.
-
-To add a family, add a line to `FAMILIES`. If torchtune has no builder for it, write one first, as `decoder.py` does for
-four families.
-"""
+"""The model families, and `from_config`, which builds a model of any of them."""
 
 import json
 import re
@@ -28,11 +24,13 @@ from torchtune_ext.run.errors import FileMistake, Mistake
 Config = Mapping[str, Any]  # the content of a config.json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-NF4_VALUES = 64 * 256  # in a block of one scale, times blocks of one scale of scales
+# NF4 has a scale for each block of 64 values and a scale for each 256 of these scales, and both must come out whole.
+NF4_VALUES = 64 * 256
 _FOLDERS = ("models", "model", "runs", "run", "checkpoints", "data", "weights", "tmp")  # nobody on the hub is called so
 
-# Qwen3 has the names of Qwen2 and those of the norms of q and k. Llama's are among them. OLMo 2, which norms behind attention
-# and MLP, calls another norm by a name that the others have, so only the map to Hugging Face's names serves all families.
+# Qwen3 has the names of Qwen2 and two more, for the norms of q and k; Llama's names are a part of them. OLMo 2 gives
+# its norm behind attention the name that others have for the norm before the MLP. So only the map to Hugging Face
+# serves all families.
 _TO_TUNE = _FROM_HF | {
     f"model.layers.{{}}.self_attn.{x}_norm.weight": f"layers.{{}}.attn.{x}_norm.scale" for x in ("q", "k")
 }
@@ -41,8 +39,8 @@ _OLMO2_TO_TUNE = _TO_TUNE | {
     "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.mlp_scale.scale",
 }
 _TO_HF = {ours: hf for names in (_TO_TUNE, _OLMO2_TO_TUNE) for hf, ours in names.items()}
-# Layers, width, heads, heads of keys and values, width of the MLP, and whether input and output embedding are one. Those of
-# Qwen2.5 and Llama are the sizes of torchtune's builders, those of Qwen3 come from its config.json on the hub.
+# Layers, width, heads, heads of keys and values, width of the MLP, and whether the embeddings are tied. The sizes of
+# Qwen2.5 and Llama are those of torchtune's builders; Qwen3's come from config.json on the hub.
 _SIZES = {
     "Qwen2.5-0.5B": (24, 896, 14, 2, 4864, True),
     "Qwen2.5-1.5B": (28, 1536, 12, 2, 8960, True),
@@ -66,7 +64,7 @@ _TYPES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama", "SmolLM2": "ll
 
 
 def hf_name(name: str) -> str:
-    """Returns Hugging Face's name of a torchtune weight, on which all families agree."""
+    """Returns Hugging Face's name of a torchtune weight, which is the same in all families."""
     return get_mapped_key(name, _TO_HF)
 
 
@@ -91,18 +89,19 @@ def _sizes(config: Config) -> dict[str, Any]:
 
 
 def _decoder_sizes(config: Config) -> dict[str, Any]:
+    # A config.json without head_dim means the default of its class in transformers, which is 128 for Qwen3.
     usual = 128 if config["model_type"] == "qwen3" else config["hidden_size"] // config["num_attention_heads"]
     return _sizes(config) | {"head_dim": config.get("head_dim") or usual}
 
 
 def _smollm3_sizes(config: Config) -> dict[str, Any]:
-    # In `no_rope_layers` a layer that IS rotated has a 1.
+    # Against its name, `no_rope_layers` has a 1 for each layer with RoPE.
     numbers = [i for i, rotates in enumerate(config["no_rope_layers"]) if not rotates]
     return _decoder_sizes(config) | {"unrotated": numbers}
 
 
 def _mistral_sizes(config: Config) -> dict[str, Any]:
-    # Without the key transformers and vLLM take a window of 4,096.
+    # If the key is missing, transformers and vLLM take a window of 4,096. Reading it here makes it required.
     return _decoder_sizes({"sliding_window": config["sliding_window"], **config})
 
 
@@ -114,28 +113,25 @@ def _llama_sizes(config: Config) -> dict[str, Any]:
 def _llama(
     tied: Callable, untied: Callable, *adapted: Any, tie_word_embeddings: bool, **rest: Any
 ) -> TransformerDecoder:
-    """Builds a Llama of any version: those of torchtune differ in whether the output head is tied, and in defaults."""
+    """Builds a Llama of any version."""
+    # Apart from defaults, torchtune's builders of the versions differ only in whether the output head is tied.
     return tied(*adapted, tie_word_embeddings=True, **rest) if tie_word_embeddings else untied(*adapted, **rest)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What has to be known of a family.
+    """How to build a model of a family and convert its weights."""
 
-    Args:
-        build: torchtune's builder, or one with its arguments.
-        build_adapted: builds the same model with adapters; it takes torchtune's LoRA arguments, too.
-        to_tune: converts weights from Hugging Face's names and layout to torchtune's.
-        to_hf: converts them back.
-        arguments: turns a config.json, whose settings of RoPE stand at the top (`_flat`), into arguments of the builders.
-        can: for each key of config.json in which the builders are not free, the values that they can do.
-    """
-
+    # torchtune's builder, or one with its arguments.
     build: Callable[..., TransformerDecoder]
+    # Builds the same model with adapters, with torchtune's LoRA arguments.
     build_adapted: Callable[..., TransformerDecoder]
+    # Converts weights from Hugging Face's names and layout to torchtune's, and back.
     to_tune: Callable[..., dict[str, Tensor]]
     to_hf: Callable[..., dict[str, Tensor]]
+    # Turns a flat config.json (`_flat`) into arguments of the builders.
     arguments: Callable[[Config], dict[str, Any]]
+    # The values that the builders support of keys of config.json; a missing key is supported.
     can: Mapping[str, tuple]
 
 
@@ -164,7 +160,7 @@ def _of_decoder(
     can: Mapping[str, tuple] = types.MappingProxyType({}),
     **options: Any,
 ) -> Family:
-    """Returns a family that `decoder.py` builds, with these options; its weights only change their names."""
+    """Returns a family that decoder.py builds with these options. Its weights only change their names."""
     return Family(
         build=partial(decoder, **options),
         build_adapted=partial(lora_decoder, **options),
@@ -175,8 +171,9 @@ def _of_decoder(
     )
 
 
-# By model_type of config.json; Qwen2.5 calls itself qwen2. Llama's q and k change places, since torchtune rotates pairs of
-# neighbors.
+# By model_type of config.json; Qwen2.5 calls itself qwen2. Llama's weights are permuted on the way, because torchtune's
+# Llama rotates neighboring values of q and k. To add a family, add a line; if torchtune has no builder for it, write
+# one first, as decoder.py does for four families.
 FAMILIES = {
     "qwen2": Family(
         build=qwen2,
@@ -201,7 +198,7 @@ FAMILIES = {
 }
 
 
-# What other families need and packed rows do not have, by a part of their model_type.
+# Why other families are refused, by a part of their model_type.
 _CANNOT = {
     "moe": "it is a mixture of experts",
     "mixtral": "it is a mixture of experts",
@@ -217,7 +214,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     """Reads `config.json` of a model directory in Hugging Face format.
 
     Raises:
-        ValueError: there is none, or it describes a family that is not in the table.
+        ValueError: there is none, it is damaged, or its family is not in the table.
     """
     path = Path(model_dir)
     file = path / "config.json"
@@ -245,6 +242,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 
 def _no_config(path: Path) -> str:
     """Returns what is wrong with a model directory without a config.json, and the command that makes one."""
+    # The likely mistakes come first: a file, a run's folder, an adapter, a GGUF file, a warm-up that was never run.
     if path.is_file():
         return "it is a file; name the directory of a model in Hugging Face format, which holds config.json and the weights"
     for pattern in ("config.json", "merged/config.json"):
@@ -264,6 +262,7 @@ def _no_config(path: Path) -> str:
     if path.parts[-2:] == ("warmup", "model"):
         name = path.parts[-3] if len(path.parts) > 2 else "tiny"
         return f"{wrong}: `tune run warmup_sft --config warmup/{name}` makes it"
+    # "Qwen/Qwen3-8B" may be a name on the hub, but "models/Qwen3-8B" is most likely a folder.
     hub = _HUB_ID.fullmatch(str(path)) and path.parts[0] not in _FOLDERS and not path.is_dir()
     name = path.name or "MODEL"
     owner, place = (path.parts[0], f"models/{name}") if hub else (owner_of(name), str(path))
@@ -277,7 +276,7 @@ def _no_config(path: Path) -> str:
 
 
 def owner_of(name: str) -> str:
-    """Returns who has published a model of this name, as far as the name says so."""
+    """Returns the hub's owner of a model, judged by its name; "OWNER" if the name does not say."""
     owners = {"Qwen": "Qwen", "Llama-": "meta-llama", "DeepSeek-": "deepseek-ai", "SmolLM": "HuggingFaceTB"}
     owners |= {"Mistral-": "mistralai", "OLMo-2-": "allenai"}
     return next((owner for begin, owner in owners.items() if name.startswith(begin)), "OWNER")
@@ -301,25 +300,22 @@ def from_config(
     use_dora: bool = False,
     quantize_base: bool = False,
 ) -> TransformerDecoder:
-    """Builds the torchtune model that `config.json` in `model_dir` describes, of whatever family it is.
-
-    It has adapters where `lora_attn_modules` names layers, and is plain otherwise. The names of the further arguments, and
-    what they do, are those of torchtune's LoRA builders.
+    """Builds the torchtune model that `config.json` describes. `lora_attn_modules` gives it adapters.
 
     Args:
         model_dir: the model directory.
         max_seq_len: tokens of the longest sequence, and rows of the RoPE table; None: as config.json says.
         lora_attn_modules: layers of attention with an adapter: some of q_proj, k_proj, v_proj, output_proj.
         apply_lora_to_mlp: the three layers of the MLP have adapters, too.
-        apply_lora_to_output: the output layer has one, where it is not tied to the embeddings.
+        apply_lora_to_output: the output layer has one, if it is not tied to the embeddings.
         lora_rank: rank of the adapters.
-        lora_alpha: what an adapter adds is scaled by lora_alpha / lora_rank.
+        lora_alpha: an adapter's output is scaled by lora_alpha / lora_rank.
         lora_dropout: share of an adapter's inputs that is dropped while training.
         use_dora: the adapters are DoRA's, with a magnitude for each row of a weight.
-        quantize_base: the frozen weights of the adapted layers are held in NF4 (QLoRA); with Llama's builders, those of all.
+        quantize_base: frozen weights of the adapted layers are held in NF4 (QLoRA); with Llama's builders, all are.
 
     Raises:
-        ValueError: no config.json, one that asks for what the builder of its family cannot do, or adapters that cannot be.
+        ValueError: no config.json, a key that the builder of its family does not support, or impossible adapters.
     """
     config, file = _flat(read_config(model_dir)), Path(model_dir) / "config.json"
     family = FAMILIES[config["model_type"]]
@@ -333,8 +329,10 @@ def from_config(
     try:
         arguments = family.arguments(config)
     except KeyError as error:
+        # A key that the file lacks is a mistake of the user's, any other one a bug of ours.
         require_keys(config, error.args, file)
         raise
+    # Only the builders of decoder.py take head_dim. torchtune's compute it.
     width = arguments["embed_dim"] // arguments["num_heads"]
     if "head_dim" not in arguments and config.get("head_dim") not in (None, width):
         raise Mistake(
@@ -370,7 +368,7 @@ def from_config(
 
 
 def _require_numbers(numbers: dict[str, Any]) -> None:
-    """Raises ValueError where rank, alpha or dropout of adapters cannot be."""
+    """Raises ValueError if rank, alpha or dropout of adapters has no possible value."""
     for name, value in numbers.items():
         if not isinstance(value, int if name == "lora_rank" else int | float):
             raise Mistake(f"model.{name}={value} must be a {'whole ' * (name == 'lora_rank')}number")
@@ -379,7 +377,7 @@ def _require_numbers(numbers: dict[str, Any]) -> None:
 
 
 def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], switches: dict[str, bool]) -> None:
-    """Raises ValueError where `build(modules, **switches)` has weights that NF4 cannot hold."""
+    """Raises ValueError if `build(modules, **switches)` has weights that NF4 cannot hold."""
 
     def holds(modules: list[str], switches: dict[str, bool]) -> bool:
         try:
@@ -398,7 +396,7 @@ def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], s
         for name, module in plain.layers[0].named_modules()
         if hasattr(module, "weight") and ".lora_" not in name and module.weight.numel() % NF4_VALUES
     }
-    # Some builders hold the layers without adapters in NF4, too, so a choice that fits is found by trying.
+    # Some builders hold layers without adapters in NF4, too, so only a try shows whether a choice fits.
     fitting = [name for name in modules if name not in odd]
     fewer = {"apply_lora_to_mlp": False} if {"w1", "w2", "w3"} & set(odd) and switches["apply_lora_to_mlp"] else {}
     advice = "so this model is no model for QLoRA: set model.quantize_base=False"
@@ -411,25 +409,24 @@ def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], s
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """Brings the settings of RoPE to the top, from where transformers 5 keeps them and from where 4 does."""
+    """Brings the settings of RoPE to the top of a config."""
     flat = {"rope_type": "default", **config}
+    # The node is "rope_parameters" in transformers 5 and "rope_scaling" in transformers 4.
     for node in ("rope_parameters", "rope_scaling"):
         rope = dict(config.get(node) or {})
+        # transformers once called the key "type".
         if "type" in rope:
             rope.setdefault("rope_type", rope.pop("type"))
         flat |= rope
+    # There is an entry for each layer, of which only the kinds count.
     if flat.get("layer_types"):
         flat["layer_types"] = sorted(set(flat["layer_types"]))
     return flat
 
 
-# The sizes of public models, so that a run can be planned while nothing has been downloaded yet, not even config.json.
 def published_config(name: str) -> dict[str, Any] | None:
-    """Returns what the config.json of a public model says of its sizes, or None for a name that is not known.
-
-    Args:
-        name: of the model, as its folder is called: "Qwen2.5-7B-Instruct". What it was tuned for does not count.
-    """
+    """Returns the sizes in the config.json of a public model, by its name on the hub; None for an unknown name."""
+    # With these a run can be planned before anything is downloaded. What a model was tuned for does not change them.
     base = re.sub(r"-(Instruct|Base)$", "", name).replace("-Coder-", "-").replace("-Math-", "-").removeprefix("Meta-")
     if base not in _SIZES:
         return None

@@ -1,7 +1,4 @@
-"""Carries weights between Hugging Face directories, torchtune models and the sampler.
-
-One map of names, that of the model's family, serves all three.
-"""
+"""Carries weights between Hugging Face directories, torchtune models and the sampler, by the family's map of names."""
 
 import hashlib
 import json
@@ -19,12 +16,12 @@ from torchtune_ext.policy.families import FAMILIES, owner_of, read_config
 from torchtune_ext.policy.sharded import fill, whole
 from torchtune_ext.run.errors import FileMistake, Mistake
 
-# Weights have one of these dtypes, as safetensors spells them; others belong to a quantized checkpoint.
+# The dtypes of weights, as safetensors spells them. Others belong to a quantized checkpoint.
 _DTYPES = ("BF16", "F16", "F32", "F64")
 _UNQUANTIZED = "take the model in bfloat16 or float32; with precision=fp8_unified it is quantized here"
-# Samples that a fingerprint reads of a tensor, and bytes of each.
+# A fingerprint reads this many samples of a tensor, of this many bytes each.
 _SAMPLES, _SAMPLE_BYTES = 8, 1024
-# Activation checkpointing and compile add these to the names of parameters.
+# Activation checkpointing and compile add these parts to the names of parameters.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -61,11 +58,8 @@ class HFModel:
         return self._indexed(files)
 
     def _indexed(self, files: list[Path]) -> list[Path]:
-        """Returns those that the index names, where there is one: some folders hold the same weights twice.
-
-        Raises:
-            ValueError: one of them is not there: a download that broke off.
-        """
+        """Returns the files that the index names, or all if there is no index."""
+        # Some folders hold the same weights twice, in shards and in a single file.
         index = self.path / "model.safetensors.index.json"
         if not index.is_file():
             return files
@@ -83,14 +77,15 @@ class HFModel:
         return [file for file in files if file.name in named]
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...], Path]]:
-        """Yields (torchtune name, shape, file) of every weight, only from the headers of the files.
+        """Yields (torchtune name, shape, file) of every weight. It reads only the headers of the files.
 
         Raises:
-            ValueError: a file is cut or damaged, or holds weights that are quantized or belong to no model of this family.
+            ValueError: a file is cut or damaged, or holds weights that are quantized or of no model of this family.
         """
         self.require_unquantized()
         for file in self.files():
             for name, entry in _header(file)[1].items():
+                # Some files of tied models repeat the embedding as lm_head.
                 if name == "__metadata__" or (self.tied and name == "lm_head.weight"):
                     continue
                 _require_plain(name, entry["dtype"], file)
@@ -98,7 +93,7 @@ class HFModel:
                 try:
                     converted = self._family.to_tune({name: empty}, **self._shape)
                 except Exception as error:
-                    # The map of names is torchtune's. It raises errors of several kinds.
+                    # The family's map may be torchtune's, which raises errors of several kinds.
                     raise Mistake(
                         f"{file} holds {name} of shape {tuple(entry['shape'])}, which a model of the family "
                         f"{self.config['model_type']} has not; copy config.json and the weights from the same place"
@@ -106,18 +101,15 @@ class HFModel:
                 yield from ((ours, tuple(tensor.shape), file) for ours, tensor in converted.items())
 
     def require_readable(self) -> None:
-        """Raises ValueError where there are no weights, or a file of them is cut or damaged."""
+        """Raises ValueError if there are no weights, or a file of them is cut or damaged."""
         for file in self.files():
             _header(file)
 
     def require_fits(self, model: nn.Module, new: Collection[str] = ()) -> None:
-        """Compares names and shapes in the headers of the files with those of a model, which may lie on the meta device.
+        """Raises ValueError if the files do not have the names and shapes of a model, which may lie on the meta device.
 
         Args:
             new: names of parameters that no model directory holds (those of adapters).
-
-        Raises:
-            ValueError: they differ, or a file cannot be read.
         """
         self.require_tied(model)
         expected = {clean_name(name): tuple(p.shape) for name, p in model.named_parameters() if name not in new}
@@ -129,7 +121,7 @@ class HFModel:
         self._require_none(missing)
 
     def require_tied(self, model: nn.Module) -> None:
-        """Raises ValueError where only one of model and config.json has an output layer that is the embedding."""
+        """Raises ValueError if only one of model and config.json ties the output layer to the embedding."""
         if self.tied != isinstance(model.output, TiedLinear):
             raise Mistake(
                 f"tie_word_embeddings={self.tied} in {self.path / 'config.json'}, but the model of the YAML has "
@@ -163,15 +155,13 @@ class HFModel:
                     yield from self._family.to_tune({name: f.get_tensor(name)}, **self._shape).items()
 
     def fingerprint(self) -> str:
-        """Returns a short text that tells these weights from others, in seconds also for tens of gigabytes.
-
-        It covers name, shape and dtype of every tensor and eight samples of 1,024 bytes, from its first bytes to its last. A
-        tensor of 8 KiB or less is read whole. So it tells apart what was trained, rounded or converted differently, and
-        overlooks a change that touches only bytes between the samples. Path, order and number of the files do not count.
+        """Returns a short text that tells these weights from others, whatever files they are in.
 
         Raises:
             ValueError: no safetensors file, or one that is cut or damaged.
         """
+        # Eight samples of a tensor, from its first bytes to its last, take seconds for tens of gigabytes. They tell
+        # apart weights that were trained, rounded or converted differently, and miss only bytes between the samples.
         tensors, total = {}, 0
         for file in self.files():
             with open(file, "rb") as f:
@@ -190,7 +180,7 @@ class HFModel:
         return f"{len(tensors)} tensors of {total:,} bytes, {digest[:12]}"
 
     def require_unquantized(self) -> None:
-        """Raises ValueError where `config.json` says that the weights are quantized: without their scales they are others."""
+        """Raises ValueError if `config.json` says that the weights are quantized; nobody reads their scales."""
         if (quantization := self.config.get("quantization_config")) is not None:
             raise Mistake(
                 f"model_dir={str(self.path)!r} holds quantized weights (quantization_config in config.json, quant_method="
@@ -198,22 +188,24 @@ class HFModel:
             )
 
     def to_hf(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        """Returns a torchtune weight under its Hugging Face name and in its layout; an adapter's B has fewer columns."""
+        """Returns a torchtune weight under its Hugging Face name and in its layout."""
+        # An adapter's B is permuted like the weight above it, but has fewer columns.
         shape = self._shape | {"dim": tensor.shape[-1]}
         return next(iter(self._family.to_hf({name: tensor}, **shape).items()))
 
 
 def _require_plain(name: str, dtype: str, file: Path) -> None:
-    """Raises ValueError for a tensor that is, or belongs to, a quantized weight."""
+    """Raises ValueError if a tensor is, or belongs to, a quantized weight."""
     if "_scale" in name.rpartition(".")[2] or dtype not in _DTYPES:
         raise Mistake(f"{name} in {file} is, or belongs to, a quantized weight: {_UNQUANTIZED}")
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Returns where the data of a safetensors file begin, and its header, which has dtype, shape and place of each tensor."""
+    """Returns where the data of a safetensors file begin, and its header: dtype, shape and place of each tensor."""
     with open(file, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
         try:
+            # In a file of another kind, the first 8 bytes are no length.
             header = json.loads(f.read(length)) if 0 < length < file.stat().st_size else None
             entries = [entry for name, entry in header.items() if name != "__metadata__"]
             end = max(
@@ -230,7 +222,7 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def clean_name(name: str) -> str:
-    """Returns the name of a parameter without what wrappers add to it."""
+    """Returns the name of a parameter without the parts that wrappers add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -238,7 +230,7 @@ def clean_name(name: str) -> str:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -> None:
-    """Copies the weights of `source` into a model, which may be sharded: every rank reads the files and keeps its part.
+    """Copies the weights of `source` into a model. If it is sharded, each rank reads the files and keeps its part.
 
     Args:
         new: names of parameters that no model directory holds (those of adapters).
@@ -260,9 +252,7 @@ def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -
 
 @torch.no_grad()
 def named_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, whole tensor) of every parameter, in `dtype`, in the same order on every rank.
-
-    It gathers one sharded parameter at a time: a collective, so all ranks must exhaust it together.
-    """
+    """Yields (Hugging Face name, whole tensor) of every parameter in `dtype`: a collective, the same on every rank."""
+    # It gathers one sharded parameter at a time, so all ranks must exhaust it together.
     for name, param in model.named_parameters():
         yield names.to_hf(clean_name(name), whole(param).to(dtype))

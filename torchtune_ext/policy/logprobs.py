@@ -16,17 +16,13 @@ from torchtune_ext.run.errors import Mistake
 
 @dataclass(frozen=True, slots=True)
 class LabelLogprobs:
-    """The policy's log-probs and entropies at the labels of one row.
+    """The policy's log-probs and entropies at the labels of one row."""
 
-    Args:
-        logprobs_L: float32; the log-prob of each label under the temperature.
-        entropy_L: float32; the entropy in nats of the distribution that the label was drawn from.
-        top_LK: float32; the log-probs of the K tokens that `top` of the call requests. They have no gradient.
-        top_ids_LK: int64; the ids of these tokens.
-    """
-
+    # The log-prob of each label under the temperature, float32.
     logprobs_L: Tensor
+    # The entropy of the distribution that the label was drawn from, float32, in nats.
     entropy_L: Tensor
+    # The log-probs of the K tokens that `top` of the call requests, float32, without gradient, and their ids, int64.
     top_LK: Tensor | None = None
     top_ids_LK: Tensor | None = None
 
@@ -36,40 +32,39 @@ class LabelLogprobs:
 
 
 class PackedPolicy:
-    """Wraps a torchtune decoder, which then has packed attention in every layer and returns log-probs in place of logits.
-
-    Both are put in as instance attributes (`attn._attention_call`, `model.unembed`), so parameters, their names and
-    what is wrapped around the model later (FSDP2, activation checkpointing, compile) stay as torchtune has them.
-    """
+    """Wraps a torchtune decoder, which then has packed attention and returns log-probs in place of logits."""
 
     def __init__(self, model: TransformerDecoder, fp8: Fp8Receipt | None = None):
         self.model = model
-        # The receipt says which layers compute in FP8, if any does.
+        # Which layers compute in FP8, if any.
         self.fp8 = fp8
-        # Dropout makes a forward of the training mode another each time.
+        # With dropout, two forwards in training mode differ.
         self.noisy = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-        # Multiplications for a pair of query and key, over those of the weights for a token.
+        # Multiplications of attention for a pair of query and key, divided by those of the weights for a token.
         pairs = sum(2 * layer.attn.num_heads * layer.attn.head_dim for layer in model.layers)
         weights = sum(p.numel() for p in model.layers.parameters()) + model.tok_embeddings.weight.numel()
         self.pair_cost = pairs / weights
         # The rows of the RoPE cache bound a position, not the length of a packed row.
         self.max_positions = model.max_seq_len
+        # A call leaves its arguments here for `_unembed`, since the decoder's forward does not pass them on.
         self._row: Row | None = None
         self._temperature = 1.0
         self._top: int | Tensor = 0
         self._tops: tuple[Tensor | None, Tensor | None] = (None, None)
+        # Both set attributes on the instances, so parameters and their names stay torchtune's, and FSDP2, activation
+        # checkpointing and compile can wrap the model later.
         use_packed_attention(model)
         model.unembed = self._unembed
 
     def trainable(self) -> list[nn.Parameter]:
-        """Returns what an optimizer gets: all parameters, or those of the adapters."""
+        """Returns the parameters for the optimizer: all, or those of the adapters."""
         return [param for param in self.model.parameters() if param.requires_grad]
 
     def __call__(self, row: Row, temperature: float = 1.0, top: int | Tensor = 0) -> LabelLogprobs:
         """Computes the log-probs of the labels of a row that lies on the model's device.
 
         Args:
-            top: K: those of the K most likely tokens at every label, too; ids [L, K]: those of these tokens; 0: of no others.
+            top: more log-probs at every label: K, of the K likeliest tokens; ids [L, K], of these tokens.
 
         Raises:
             ValueError: a sequence of the row is longer than the model's `max_seq_len`.
@@ -91,8 +86,8 @@ class PackedPolicy:
             self._row, self._top, self._tops = None, 0, (None, None)
 
     def _unembed(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps [1, T, D] to log-probs and entropies, both [L], in place of `TransformerDecoder.unembed`: inside the forward,
-        where weights are whole."""
+        """Maps [1, T, D] to log-probs and entropies, both [L], in place of `TransformerDecoder.unembed`."""
+        # This runs inside the forward, where FSDP2 has gathered the weights.
         output = self.model.output
         weight_VD = output.tied_module.weight if isinstance(output, TiedLinear) else effective_weight(output)
         hidden_LD = take(self.model.norm(hidden_BTD)[0], self._row.sources_L)

@@ -1,12 +1,10 @@
-"""Low-rank adapters: which a model has, how they begin, which tensors of them travel, and the model without them.
+"""Low-rank adapters: their first values, export, merging, and the model without them. The modules are torchtune's.
 
     LoRA    y = W x + s B A x,                s = alpha / r          Hu et al. 2021, arXiv:2106.09685
     DoRA    y = m / |V| * (V x),  V = W + s B A                      Liu et al. 2024, arXiv:2402.09353, eq. 5 and 11
     QLoRA   one of these over a W stored in NF4                      Dettmers et al. 2023, arXiv:2305.14314
 
-|V| is the norm of each row and a constant in the backward. The modules are torchtune's (`LoRALinear`, `DoRALinear`), chosen
-in the YAML by its builders. Two things of torchtune 0.6.1 are replaced: its DoRA scales the bias of a linear layer, too
-(Qwen2 has biases, and neither PEFT nor a merged weight agrees with that), and its PEFT export permutes q and k of Qwen2.
+|V| is the norm of each row, and a constant in the backward.
 """
 
 import re
@@ -29,19 +27,16 @@ from torchtune_ext.run.errors import Mistake
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """The adapters of a model, which all have one rank, one alpha and one dropout.
-
-    Args:
-        targets: the adapted linear layers by Hugging Face's names: "q_proj", "down_proj", ...
-        dora: whether they are DoRA's, with a magnitude for each row.
-        quantized: whether the weights below the adapters are in NF4.
-    """
+    """The adapters of a model, which all have the same rank, alpha and dropout."""
 
     rank: int
     alpha: float
     dropout: float
+    # The adapted linear layers by Hugging Face's names: "q_proj", "down_proj", ...
     targets: tuple[str, ...]
+    # Whether they are DoRA's, with a magnitude for each row.
     dora: bool
+    # Whether the weights below the adapters are in NF4.
     quantized: bool
 
     def peft_config(self, base: str) -> dict[str, Any]:
@@ -63,20 +58,19 @@ class AdapterSpec:
 def adapter_spec(
     model: TransformerDecoder, source: HFModel, node: Mapping[str, Any], shards: int = 1
 ) -> AdapterSpec | None:
-    """Looks at the model that the YAML names and says which adapters it has; None where it has none.
+    """Returns the adapters of a model, which may lie on the meta device, or None if it has none.
 
     Args:
-        model: may lie on the meta device.
-        node: `model:` of the YAML, for its `lora_rank` and `lora_attn_modules`; torchtune passes over names that it does
-            not know.
+        node: `model:` of the YAML.
 
     Raises:
-        ValueError: a rank of 0, targets that name nothing, a LoRA builder that is given no targets, or NF4 weights that the
-            ranks cannot share.
+        ValueError: a rank of 0, targets that name nothing, a LoRA builder that is given no targets, or NF4 weights that
+            the ranks cannot share.
     """
     if node.get("lora_rank", 1) < 1:
         raise Mistake(f"model.lora_rank={node['lora_rank']} must be at least 1")
     modules = adapted_modules(model)
+    # torchtune's builders skip targets that they do not know, and the run would train fewer layers than it says.
     attention = {name for name, module in model.layers[0].attn.named_children() if hasattr(module, "weight")}
     unknown = sorted(set(node.get("lora_attn_modules") or ()) - attention)
     if unknown:
@@ -90,6 +84,7 @@ def adapter_spec(
     if not modules:
         return None
     for name, module in modules.items():
+        # FSDP2 cuts an NF4 weight between its scales of scales, of which there is one for 256 blocks.
         if isinstance(module.weight, NF4Tensor) and module.weight.quantization_factor.numel() % shards:
             raise Mistake(
                 f"model.quantize_base: {name} has {module.weight.quantization_factor.numel()} groups of 256 NF4 blocks, which "
@@ -114,12 +109,12 @@ def adapted_modules(model: nn.Module) -> dict[str, LoRALinear | DoRALinear]:
 
 
 def adapter_names(model: nn.Module) -> set[str]:
-    """Returns the names of the adapters' parameters; a model without adapters has none."""
+    """Returns the names of the adapters' parameters."""
     return {f"{name}.{p}" for name, module in adapted_modules(model).items() for p in module.adapter_params()}
 
 
 def prepare(model: nn.Module, base_dtype: torch.dtype) -> None:
-    """Freezes all but the adapters, before weights exist, and holds what is frozen in `base_dtype`; NF4 stays NF4."""
+    """Freezes all parameters but the adapters, and holds them in `base_dtype`, or in NF4. No weights may exist yet."""
     adapters = adapter_names(model)
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
@@ -130,24 +125,22 @@ def prepare(model: nn.Module, base_dtype: torch.dtype) -> None:
                 setattr(module, name, nn.Parameter(param.to(base_dtype), requires_grad=False))
     for module in adapted_modules(model).values():
         for linear in (module.lora_a, module.lora_b):
-            # The forward is changed in the class, not in the instance, so that torch.compile shares it between layers.
+            # Changing the class, not the forward of each instance, lets torch.compile share one graph between layers.
             linear.__class__ = _MasterLinear
         if isinstance(module, DoRALinear):
             module.__class__ = _DoRALinear
-    # torchtune's hook would dequantize the whole model for every checkpoint of the adapters.
+    # torchtune's hook dequantizes the whole model for every state dict, even if a checkpoint takes only the adapters.
     model._state_dict_hooks.clear()
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Gives adapters their first values, with which the model does what it did without them.
-
-    A is uniform in +-1/sqrt(width) (Kaiming, as in the paper's code), B is zero, and m is the norm of W's rows. The bits are
-    the same on any number of ranks.
-    """
+    """Gives adapters their first values, with which they change nothing: B is zero, and m is the norm of W's rows."""
+    # Every rank draws the whole of A on the CPU, so its bits are the same on any number of ranks.
     generator = torch.Generator().manual_seed(seed)
     for module in adapted_modules(model).values():
         rank, width = module.lora_a.weight.shape
+        # Kaiming, as in the paper's code: uniform in +-1/sqrt(width).
         fill(module.lora_a.weight, (2 * torch.rand(rank, width, generator=generator) - 1) * width**-0.5)
         fill(module.lora_b.weight, torch.zeros(module.lora_b.weight.shape))
         if isinstance(module, DoRALinear):
@@ -155,13 +148,13 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None) -> Tensor:
-    """Returns the one matrix that does what a weight [out, in] and its adapter do together."""
+    """Returns the matrix [out, in] that does what a weight and its adapter do together."""
     v = weight + scaling * (b @ a)
     return v if magnitude is None else (magnitude / torch.linalg.norm(v, dim=1).detach())[:, None] * v
 
 
 def effective_weight(module: nn.Linear | LoRALinear | DoRALinear) -> Tensor:
-    """Returns the merged weight of a layer inside a forward, with gradient for the adapter, and the weight of a plain layer."""
+    """Returns the weight of a layer inside a forward: merged with its adapter, if any, and with its gradient."""
     if not isinstance(module, (LoRALinear, DoRALinear)) or module.disabled:
         return module.weight
     magnitude = module.magnitude if isinstance(module, DoRALinear) else None
@@ -186,10 +179,8 @@ def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, whole tensor) of the model with its adapters, merged in float32 and then rounded to `dtype`.
-
-    It is a collective.
-    """
+    """Yields (Hugging Face name, whole tensor) of the model with its adapters, merged. It is a collective."""
+    # Merging is in float32. The result is rounded only once, to `dtype`.
     for name, full in merged_tensors(model):
         yield names.to_hf(name, full.to(dtype))
 
@@ -204,7 +195,7 @@ def merged_tensors(
 
     Args:
         base: rounds a weight that is no adapter's, before an adapter is merged into it.
-        factor: rounds a weight of an adapter, but for a magnitude of DoRA's, which is never rounded.
+        factor: rounds A and B of an adapter. DoRA's magnitude is never rounded.
     """
     adapters, modules = adapter_names(model), adapted_modules(model)
     for name, param in model.named_parameters():
@@ -223,6 +214,7 @@ def merged_tensors(
 @torch.no_grad()
 def adapter_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yields (PEFT name, whole tensor) of only the adapters. It is a collective."""
+    # torchtune's own export permutes q and k of Qwen2, too, whose layout is that of Hugging Face already.
     for name, module in adapted_modules(model).items():
         hf_name, b = names.to_hf(f"{name}.weight", whole(module.lora_b.weight).to(dtype))
         stem = "base_model.model." + hf_name.removesuffix(".weight")
@@ -234,7 +226,7 @@ def adapter_hf_tensors(model: nn.Module, names: HFModel, dtype: torch.dtype) -> 
 
 
 class AdapterOff:
-    """The reference policy of an adapted model: it is the model with its adapters switched off, and costs no memory."""
+    """The reference policy of an adapted model: the model with its adapters switched off, which costs no memory."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -245,49 +237,44 @@ class AdapterOff:
 
 
 def _scaling(module: LoRALinear | DoRALinear) -> float:
+    # torchtune stores the same number differently in the two classes.
     return module.scaling if isinstance(module, DoRALinear) else module.alpha / module.rank
 
 
 class _MasterLinear(nn.Linear):
-    """A linear layer that rounds its float32 master where it uses it."""
+    """A linear layer that rounds its float32 master when it uses it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
 
 class _DoRALinear(DoRALinear):
-    """torchtune's DoRA, with three differences.
-
-    It adds the bias after the rows are scaled, does not push an identity matrix through B A, and rounds its output once.
-    """
+    """torchtune's DoRA, but with a bias that is not scaled and an output that is rounded only once."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.disabled:
             return F.linear(x, dequantized(self.weight).to(x.dtype), self.bias)
         a, b = self.lora_a.weight, self.lora_b.weight
         with torch.no_grad():
+            # torchtune pushes an identity matrix through A and B for this product.
             v = torch.addmm(dequantized(self.weight).to(a.dtype), b, a, alpha=self.scaling)
             norm = torch.linalg.norm(v, dim=1)
         lora = self.scaling * self.lora_b(self.lora_a(self.dropout(x)))
+        # torchtune 0.6.1 scales the bias, too. Qwen2 has biases, and neither PEFT nor a merged weight scales them.
         return _ScaledLinear.apply(x, self.weight, self.bias, lora, self.magnitude / norm)
 
 
 class _ScaledLinear(torch.autograd.Function):
-    """Computes scale * (W x + lora) + bias over a frozen W in float32, and rounds it once.
-
-    m / |V| stays near 1, where bfloat16 has steps of 2^-7: a scale rounded to it would not see most updates of m. Nor would
-    one that finds W x rounded already: a change below half a step of W x is rounded away again.
-    """
+    """Computes scale * (W x + lora) + bias over a frozen W in float32, and rounds it once."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, lora: Tensor, scale: Tensor) -> Tensor:
-        """Takes x [..., in], weight [out, in], lora [..., out] in one dtype, and scale [out] in float32.
-
-        Returns [..., out] in the dtype of x.
-        """
+        """x [..., in], weight [out, in] and lora [..., out] in one dtype, scale [out] in float32 -> [..., out] as x."""
         rows, columns = x.flatten(0, -2), dequantized(weight).to(x.dtype).T
+        # Both factors are float32. The scale m / |V| stays near 1, where bfloat16 has steps of 2^-7 and would miss most
+        # updates of m. And if W x were rounded first, a change below half a step of W x would be rounded away.
         if x.is_cuda and x.dtype != torch.float32:
-            # Only CUDA has this; it is as fast as with an output in x's dtype.
+            # Only CUDA has `out_dtype`. It is as fast as an output in the dtype of x.
             v = torch.mm(rows, columns, out_dtype=torch.float32)
         else:
             v = rows.float() @ columns.float()
@@ -299,6 +286,7 @@ class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, scale, v = ctx.saved_tensors
+        # The norm in `scale` is a constant (eq. 11), so the gradient does not pass through it.
         dv = (scale * dy).to(dy.dtype)
         dx = dv @ dequantized(weight).to(dy.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, dv, (dy * v).flatten(0, -2).sum(0, dtype=scale.dtype)

@@ -1,8 +1,4 @@
-"""Estimates what memory the policy takes of a training device: weights, optimizer, activations, logits.
-
-Every figure comes from shapes alone, so that a model on the meta device is enough. The rows are not all at their highest in the
-same moment; their sum is an upper bound of the peak, as far as the shapes go (tests/unit/policy/test_memory.py counts it).
-"""
+"""Estimates the policy's memory on a training device from shapes, so that a model on the meta device is enough."""
 
 import torch
 from torchao.dtypes.nf4tensor import NF4Tensor
@@ -15,17 +11,15 @@ from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.fp8.plan import linear_layers
 
 GIB = 1 << 30
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits a value, 8 bits a block of 64, and a float32 for 256 blocks of these
+# 4 bits for a value, 8 bits for a block of 64 values, and a float32 for 256 blocks.
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 class Sizes:
-    """What of a model decides about memory. These are numbers of values where nothing else is said.
-
-    Activations of a layer are what its linear layers, norms and fused attention keep for the backward when nothing is compiled.
-    Layers in FP8 keep their inputs as columns.
+    """The sizes of a model that decide its memory: numbers of values, unless their names say bytes.
 
     Args:
-        model: it may lie on the meta device, and stays as it is.
+        model: may lie on the meta device, and stays as it is.
         compute_dtype: the dtype of forward and backward.
         fp8: how the trainer's layers and the engine's compute, as in `PrecisionConfig.sides`.
         engine_dtype: the dtype of the engine; None: that of forward and backward.
@@ -48,7 +42,7 @@ class Sizes:
         self.dtype = compute_dtype
         self.total = sum(p.numel() for p in params.values())
         self.trained = sum(params[name].numel() for name in trained)
-        # Bytes of the others, as the trainer holds them: in NF4, or in the dtype (Dettmers et al. 2023, section 3).
+        # The frozen ones as the trainer holds them: in NF4 (Dettmers et al. 2023, section 3), or in the compute dtype.
         self.frozen_bytes = sum(
             int(p.numel() * NF4_BYTES) if isinstance(p, NF4Tensor) else p.numel() * size for p in frozen
         )
@@ -61,22 +55,22 @@ class Sizes:
         self.largest_nf4 = max((p.numel() for p in params.values() if isinstance(p, NF4Tensor)), default=0)
         self.width, self.vocab = model.tok_embeddings.embedding_dim, model.tok_embeddings.num_embeddings
         self.mlp = layer.mlp.w1.weight.shape[0]  # width inside the MLP
-        # Output projection, where it is trained. With adapters it gets a gradient where it has one itself.
+        # The output projection, if it gets a gradient. With adapters it does only if it has an adapter itself.
         own_head = not isinstance(model.output, TiedLinear) and any(name.startswith("output.") for name in adapters)
         self.head = self.vocab * self.width if own_head or not adapters else 0
         self.rope_bytes = sum(buffer.nbytes for buffer in model.buffers())  # no device shares these tables
-        # Keys and values of a token in all layers; heads of queries, and of keys and values, in one.
+        # Keys and values of a token in all layers, and the heads of one layer.
         self.keys = 2 * sum(block.attn.num_kv_heads * block.attn.head_dim for block in model.layers)
         self.heads, self.kv_heads = attn.num_heads, attn.num_kv_heads
 
-        # A layer keeps, for each token, the float32 inputs of its two norms; the inputs of attention's and the MLP's linear
-        # layers; q, k and v as attention sees them (heads expanded), its output and log-sum-exp; the angles of RoPE in float32
-        # for q and k; gate, up, SiLU and their product. Norms of q and k keep theirs in float32, too.
+        # For the backward, an uncompiled layer keeps of each token the float32 inputs of its norms, also of those of q
+        # and k; the inputs of attention's and the MLP's linear layers; q, k and v as attention sees them (heads
+        # expanded), its output and log-sum-exp; the angles of RoPE in float32; gate, up, SiLU and their product.
         normed = (attn.num_heads + attn.num_kv_heads) * attn.head_dim if attn.q_norm else 0
         floats = 2 * self.width + normed + attn.num_heads + 2 * attn.head_dim
         inside = size * (2 * self.width + 4 * attn.num_heads * attn.head_dim + 4 * self.mlp) + 4 * floats
         self.inside = inside + _kept_by_fp8(model, trainer_fp8, size)  # bytes a token
-        # Bytes of all weights, as the engine holds them.
+        # Bytes of all weights, without adapters, as the engine holds them. Layers in FP8 are tiles.
         sent = (engine_dtype or compute_dtype).itemsize
         converted = sum(out * width for out, width in in_fp8(model, engine_fp8, trainer_fp8 is not None).values())
         below = self.total - sum(params[name].numel() for name in adapters)
@@ -84,7 +78,7 @@ class Sizes:
 
     @property
     def frozen(self) -> bool:
-        """Says whether a part of the model is frozen, as it is below adapters."""
+        """Whether a part of the model is frozen, as it is below adapters."""
         return self.trained < self.total
 
 
@@ -96,31 +90,32 @@ def trainer_rows(
     optimizer_bytes: float = 8.0,
     shard_within: int | None = None,
 ) -> dict[str, int]:
-    """Returns what each training device holds, in bytes by name. Allowances of a GPU are not in it.
+    """Returns the bytes that each training device holds, by name, without the allowances of a GPU.
 
-    With checkpointing, activations are one input per layer and the inside of one layer.
+    The entries do not all peak in the same moment, so their sum is an upper bound of the peak.
 
     Args:
         row_tokens: tokens of a packed row.
         world_size: training devices, over which FSDP2 shards.
         activation_checkpointing: whether layers are computed again in the backward.
         optimizer_bytes: what the optimizer keeps for one trained value; AdamW has two moments in float32.
-        shard_within: training devices that share the states; each group of so many holds all of them. None: all devices do.
+        shard_within: devices that share one copy of the states (HSDP). None: all devices do.
     """
     shards = min(shard_within or world_size, world_size)
     size, inside = sizes.dtype.itemsize, sizes.inside * row_tokens
-    # The backward of an MLP holds three gradients of its width beside what the layer has kept; the last norm and the log-probs
-    # keep their inputs and a gradient.
+    # The backward of an MLP holds three gradients of its width beside what the layer has kept. The last norm and the
+    # log-probs keep their inputs and a gradient.
     around = row_tokens * (3 * size * sizes.mlp + sizes.width * (4 + 2 * size))
+    # With checkpointing, each layer keeps its input, and one layer at a time its inside.
     if activation_checkpointing:
         kept = sizes.layers * row_tokens * sizes.width * size + inside + around
     else:
         kept = sizes.layers * inside + around
-    # Of a chunk, logits and probabilities are there at a time, in float32: 8 bytes a logit.
+    # Logits and probabilities of a chunk exist at the same time, in float32: 8 bytes a logit.
     chunk = min(CHUNK_ELEMENTS, row_tokens * sizes.vocab)
-    # On one device only the float32 masters of a whole model go through FSDP2; adapters are rounded where they are used.
+    # On one device only a model without adapters goes through FSDP2 (`build_policy`).
     sharded = world_size > 1 or (size < 4 and not sizes.frozen)
-    # Below adapters, what is gathered has the dtype in which it is held, which may be NF4.
+    # FSDP2 gathers the next layer while one computes. Frozen weights are gathered as they are held, which may be NF4.
     gathered = sizes.outer + 2 * sizes.layer
     width = sizes.frozen_bytes / (sizes.total - sizes.trained) if sizes.frozen else size
     return {
@@ -138,35 +133,32 @@ def trainer_rows(
 
 
 def _gradients_in_flight(sizes: Sizes, sharded: bool, shards: int, activations: int) -> int:
-    """Returns the most that whole gradients take, in bytes, in one of three moments of the backward.
-
-    At its beginning the output projection's gradient is summed up in float32 and then rounded. In the middle that one waits for
-    the end, beside the gradient of a layer and two float32 copies that FSDP2 reduces. At the end the gradients of embedding and
-    output projection are reduced together, when the activations are gone.
-    """
+    """Returns the most bytes that whole gradients take in any moment of the backward."""
     size = sizes.dtype.itemsize
+    # At the beginning, the output projection's gradient is summed in float32 and then rounded.
     begin = (4 + size) * sizes.head
     if not sharded:
         return begin
+    # In the middle, it waits for the end, beside the gradient of a layer and two float32 copies that FSDP2 reduces.
     middle = size * sizes.head + (size + 8) * sizes.trained_layer
+    # At the end, the gradients of embedding and output projection are reduced together, when the activations are gone.
     outer = sizes.trained - sizes.trained_layer * sizes.layers
     end = (size + 4) * outer + 4 * outer // shards - activations
     return max(begin, middle, end)
 
 
 def in_fp8(model: TransformerDecoder, config: Fp8Config | None, trains: bool) -> dict[str, tuple[int, int]]:
-    """Returns Hugging Face name -> (out, in) of the layers that compute in FP8, as `fp8.plan.linear_layers` has them."""
+    """Returns Hugging Face name -> (out, in) of the layers that compute in FP8."""
     layers = linear_layers(model, config, trains)[0] if config else ()
     return {layer.name: layer.shape for layer in layers if layer.reason is None}
 
 
 def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int) -> float:
-    """Returns how many bytes a token the first layer keeps more than without FP8; a negative number says that it keeps less.
-
-    Attention keeps its own output, which output_proj reads, in any case.
-    """
+    """Returns the bytes a token that the first layer keeps more than without FP8; they may be negative."""
     if config is None or config.save_activations != "fp8" or lora.adapter_names(model):
         return 0.0
+    # A layer in FP8 keeps the columns of its input in place of it, and layers with one input keep them once. The input
+    # of o_proj is attention's output, which attention keeps in any case, so there the columns come on top.
     less = LINE_BYTES - size
     more = {"q_proj": less, "o_proj": LINE_BYTES, "gate_proj": less, "down_proj": less}
     widths = {name: width for name, (_, width) in in_fp8(model, config, trains=True).items() if ".layers.0." in name}

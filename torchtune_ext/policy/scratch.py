@@ -1,7 +1,4 @@
-"""Makes a small model from nothing, with a tokenizer trained on a task's own text and random Qwen weights.
-
-It is written as a directory in Hugging Face format.
-"""
+"""Makes a small model directory from nothing: a tokenizer trained on a task's own text, and random Qwen weights."""
 
 import json
 import re
@@ -18,11 +15,11 @@ from torchtune_ext.chat import CHATML
 from torchtune_ext.run.errors import Mistake
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
-# Roles as the template writes them.
+# The roles as the template writes them.
 ROLES = ("user\n", "assistant\n", "system\n")
 # model_type -> its class in transformers.
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# A line that this share of the prompts has becomes one token.
+# A line that stands in this share of the prompts becomes one token.
 COMMON = 0.5
 
 
@@ -69,18 +66,16 @@ class Shape:
 def make_tokenizer(
     prompts: Sequence[str], solutions: Sequence[str], answers: Iterable[str], vocab_size: int
 ) -> Tokenizer:
-    """Trains a byte-level BPE that knows the task's words.
-
-    Answer values (names, rooms, ...) and lines that most prompts share are tokens of their own; what stands between them
-    is not split any further, so that a phrase like " was in the room just west of the " can become one token. Any text can
-    be encoded and decodes to itself.
-    """
+    """Trains a byte-level BPE with a token for each answer and each common line. Any text decodes to itself."""
     lines = Counter(line for prompt in prompts for line in set(re.findall(r"[^\n]+\n*", prompt)))
     common = sorted(line for line, count in lines.items() if count >= COMMON * len(prompts) and len(line) > 3)
     words = sorted({*answers, *ROLES})
     tokenizer = Tokenizer(models.BPE())
+    # Without the usual split at words, a phrase like " was in the room just west of the " can become one token.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    # BPE learns from the text between the words and lines that have their own tokens. An alternation takes its first
+    # match, so the longest come first; `(?!)` matches nothing.
     cut = re.compile("|".join(re.escape(s) for s in sorted([*common, *words], key=len, reverse=True)) or r"(?!)")
     pieces = [piece for text in [*prompts, *solutions] for piece in cut.split(text) if piece]
     trainer = trainers.BpeTrainer(
@@ -96,10 +91,7 @@ def make_tokenizer(
 
 
 def write_model(folder: Path, tokenizer: Tokenizer, shape: Shape, seed: int) -> None:
-    """Writes a model directory with random weights.
-
-    They are normal and scaled by fan-in, and those of outputs into the residual stream also by depth.
-    """
+    """Writes a model directory in Hugging Face format, with random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     end, start, pad = (tokenizer.token_to_id(token) for token in SPECIAL)
     vocab = (tokenizer.get_vocab_size() + 63) // 64 * 64
@@ -145,7 +137,9 @@ def _random_weights(shape: Shape, vocab: int, seed: int) -> dict[str, torch.Tens
     def normal(*size: int, std: float) -> torch.Tensor:
         return torch.randn(*size, generator=generator) * std
 
-    # Inputs of variance one stay so. The usual 0.02 is made for widths of thousands and leaves a narrow model's attention flat.
+    # Scaled by fan-in, inputs of variance 1 keep it. The usual 0.02 is made for widths of thousands and leaves a narrow
+    # model's attention flat. Outputs into the residual stream are also scaled by depth, since each layer adds two of
+    # them.
     std, residual = width**-0.5, (2 * shape.num_hidden_layers) ** -0.5
     weights = {"model.embed_tokens.weight": normal(vocab, width, std=std), "model.norm.weight": torch.ones(width)}
     for i in range(shape.num_hidden_layers):

@@ -9,19 +9,17 @@ from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 
 @torch.no_grad()
 def fill(param: Tensor, full: Tensor) -> None:
-    """Writes `full`, which is the same on every rank, into a parameter; each rank keeps its part.
-
-    A quantized parameter quantizes the whole tensor before it is cut, so that the bits do not depend on the number of ranks.
-    """
-    # to_local() would make a new object of an NF4 tensor.
+    """Writes `full`, which is the same on every rank, into a parameter; each rank keeps its part."""
+    # to_local() would make a new object of an NF4 tensor, and writing into that would be lost.
     local = param._local_tensor if isinstance(param, DTensor) else param
     full = full.to(local.device, local.dtype)
     if isinstance(local, NF4Tensor):
+        # The whole tensor is quantized before it is cut, so that the bits do not depend on the number of ranks.
         part = to_nf4(full, local.block_size, local.scaler_block_size)
         if isinstance(param, DTensor):
             dim = _sharded_dim(param)
             part = torch.chunk(part, param.device_mesh.size(dim), dim=0)[param.device_mesh.get_local_rank(dim)]
-        # copy_ would leave what is not sharded where it was, on "meta".
+        # copy_ would leave the inner tensors that are not sharded on "meta".
         for name in part.__tensor_flatten__()[0]:
             setattr(local, name, getattr(part, name))
     elif isinstance(param, DTensor):
@@ -38,6 +36,7 @@ def whole(param: Tensor) -> Tensor:
     local = param._local_tensor
     if not isinstance(local, NF4Tensor):
         return param.full_tensor().detach()
+    # Each rank dequantizes its part, and the parts are gathered.
     mine = dequantized(local)
     dim = _sharded_dim(param)
     parts = [torch.empty_like(mine) for _ in range(param.device_mesh.size(dim))]
@@ -46,7 +45,7 @@ def whole(param: Tensor) -> Tensor:
 
 
 def _sharded_dim(param: DTensor) -> int:
-    """Returns the dimension of the mesh along which a parameter is cut; along another one there are copies of it."""
+    """Returns the dimension of the mesh along which a parameter is cut. Along another (HSDP) there are copies."""
     return next(dim for dim, placement in enumerate(param.placements) if placement.is_shard())
 
 

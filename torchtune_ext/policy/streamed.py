@@ -1,7 +1,7 @@
 """Scores packed rows in any precision, with weights that come one after the other.
 
-A policy computes in the one dtype that it was built for, and a model in float32 may not fit beside it. So here each layer runs
-as soon as its weights are there, for all rows, and they are dropped again.
+A policy computes only in the dtype that it was built for, and a second model in float32 may not fit beside it. So each
+layer runs for all rows as soon as its weights are there, and they are dropped again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,11 +37,12 @@ def streamed_logprobs(
 
     Args:
         weights: (torchtune's name, whole tensor) without adapters, in the order of the model's modules, of any dtype.
-        make_model: the builder of the policy; adapters that it has are left out.
-        dtype: the one to compute in.
-        fp8: names the linear layers that compute in FP8 blocks, here by the reference.
+        make_model: the builder of the policy; its adapters are left out.
+        dtype: the dtype to compute in.
+        fp8: names the linear layers that compute in FP8 blocks, here with the reference GEMM.
     """
     model = on_meta(make_model)
+    # The weights come merged, so plain layers take the place of adapted ones.
     for name, module in adapted_modules(model).items():
         model.set_submodule(name, nn.Linear(module.in_dim, module.out_dim, module.use_bias, device="meta"))
     converted = fp8.converted if fp8 is not None else ()
@@ -71,7 +72,8 @@ def streamed_logprobs(
             for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
                 more = {} if owner == "norm" else {"mask": mask, "input_pos": row.positions_T[None]}
                 hidden[i] = functional_call(module, own, (hidden[i],), more)
-        del own  # else the next layer's weights would come beside it
+        # Otherwise these weights would stay in memory while those of the next layer arrive.
+        del own
     return [
         linear_logprob(h[0].index_select(0, row.sources_L), table_VD, row.labels_L, temperature)[0].cpu()
         for h, row in zip(hidden, rows, strict=True)
@@ -79,6 +81,6 @@ def streamed_logprobs(
 
 
 def _owner(name: str) -> str:
-    """Returns the module that runs at once with all its weights: "layers.3", "norm"."""
+    """Returns the module that runs as a whole and owns a weight: "layers.3", "norm"."""
     parts = name.split(".")
     return ".".join(parts[: 2 if parts[0] == "layers" else 1])

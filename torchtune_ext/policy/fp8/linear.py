@@ -4,15 +4,11 @@
     DGrad   dx = rows(dy) tiles(W)             the very tiles of FProp
     WGrad   dW = columns(dy)^T columns(x)      summed in float32
 
-after Jet-RL (arXiv:2601.14243); blocks and kernels: torchtune_ext.kernels.fp8_quantize and fp8_gemm. The parameter stays what
-it was, the master weight that FSDP2 shards and hands out in the compute dtype, and is quantized where it is used; the bias is
-added afterwards, as vLLM does. What flows between layers, gradients too, stays in the compute dtype. Rounding has the gradient
-of the identity ("straight through").
+after Jet-RL (arXiv:2601.14243), with the blocks and kernels of torchtune_ext.kernels.fp8_quantize and fp8_gemm. The
+parameter stays the master weight that FSDP2 shards and hands out in the compute dtype. It is quantized when it is used,
+and rounding has the gradient of the identity ("straight through"). Layers exchange the compute dtype.
 
-For the backward a layer keeps the columns of x, 1 + 4/128 bytes an element, in place of x (2 bytes in bfloat16), and no copy
-of W: rounding it again gives the same bits, and FSDP2 can free the gathered weight meanwhile. q, k and v read one tensor, as
-gate and up do: it is quantized, and kept, once. Of width D and MLP width F, a decoder layer keeps 1.03 (3D + F) bytes a token
-in place of 2 (2D + F); attention's output, one D, attention keeps for itself in either case.
+With width D and MLP width F, a decoder layer keeps 1.03 (3D + F) bytes a token for the backward in place of 2 (2D + F).
 """
 
 import weakref
@@ -48,7 +44,7 @@ class Fp8Config:
     """How linear layers compute in FP8."""
 
     backend: str = "auto"  # computes the GEMMs: auto, scaled_mm, deep_gemm, torchao, or reference
-    # What a layer keeps for WGrad: "fp8" keeps the columns, "full" keeps x itself and quantizes it in the backward.
+    # What a layer keeps for WGrad: "fp8" keeps the columns of x, "full" keeps x and quantizes it in the backward.
     save_activations: str = "fp8"
     backward: str = "fp8"  # "full" computes DGrad and WGrad in the compute dtype, with W and x as they are
     # Layers that are left alone, by Hugging Face's names: "down_proj", "model.layers.0.mlp.down_proj".
@@ -67,12 +63,12 @@ class Fp8Config:
             )
 
     def gemms(self, frozen: bool) -> tuple[str, ...]:
-        """Returns those of a layer's GEMMs that are in FP8; a frozen weight has no WGrad."""
+        """Returns the GEMMs of a layer that are in FP8. A frozen weight has no WGrad."""
         return ("fprop", "dgrad", "wgrad")[: 1 if self.backward == "full" else 2 if frozen else 3]
 
 
 class Fp8BlockLinear(nn.Linear):
-    """nn.Linear in FP8 blocks. Features in are a multiple of 128; features out, tokens and leading dimensions are free."""
+    """nn.Linear in FP8 blocks. Its in-features must be a multiple of 128."""
 
     fp8 = Fp8Config()
 
@@ -82,7 +78,7 @@ class Fp8BlockLinear(nn.Linear):
 
 
 class Fp8LoRALinear(LoRALinear):
-    """torchtune's layer, with the frozen weight below the adapter in FP8 (no WGrad), and the adapter in the compute dtype."""
+    """torchtune's layer with the frozen weight in FP8 (no WGrad) and the adapter in the compute dtype."""
 
     fp8 = Fp8Config()
 
@@ -98,22 +94,24 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Fp8Config
     """Multiplies x [..., K] with weight [N, K] and returns [..., N] in the dtype of x.
 
     Raises:
-        ValueError: K is no multiple of 128, the dtype is none of bfloat16, float16 and float32, or the backend cannot run.
+        ValueError: K is no multiple of 128, the dtype is not bfloat16, float16 or float32, or the backend cannot run.
     """
     trains = weight.requires_grad and torch.is_grad_enabled()
     columns = trains and config.save_activations == "fp8"
     keep_x = trains and not columns
     forms = _quantized_once(x, columns)
     y = _Fp8Linear.apply(x, weight, *forms, keep_x, config.backend, config.backward == "full")
+    # vLLM, too, adds the bias after the product.
     return y if bias is None else y + bias
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """Decides which tensors wait for the backward. The forms of x come from outside, so that layers share them."""
+    """The product and its gradients. The forms of x come from outside, so that layers with one input share them."""
 
     @staticmethod
     def forward(ctx, x, weight, rows, row_scales, columns, column_scales, keep_x, backend, full):
-        # The backward needs only the shape of x, unless it is to compute with x itself.
+        # The columns of x, 1 + 4/128 bytes an element, take the place of x, unless the backward computes with x itself.
+        # No copy of W is kept: rounding it again gives the same bits, and FSDP2 can free the gathered weight meanwhile.
         ctx.save_for_backward(weight, *((x,) if keep_x else (columns, column_scales)))
         ctx.keep_x, ctx.backend, ctx.full, ctx.shape = keep_x, backend, full, x.shape
         y = _fprop(rows, row_scales, weight, x.dtype, backend)
@@ -136,19 +134,18 @@ class _Fp8Linear(torch.autograd.Function):
         return (dx.view(ctx.shape) if need_dx else None, dw if need_dw else None, *(None,) * 7)
 
 
-# A weak reference to the activation that was quantized last, how it was, and its forms.
+# The activation that was quantized last, as a weak reference; whether with columns, and its version; and its forms.
 _last: tuple = (lambda: None, None, None)
 
 
 def _quantized_once(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
-    """Returns the forms of an activation, which layers share that read the same tensor one after the other.
-
-    A compiled graph needs no memory for that: equal calls in it are one.
-    """
+    """Returns the forms of an activation: rows, their scales, columns, their scales."""
     global _last
-    # An inference tensor does not count its changes, so nobody could tell whether its forms are still right.
+    # A compiled graph makes equal calls only once by itself. An inference tensor has no version, so nobody could tell
+    # whether its forms are still right.
     if torch.compiler.is_compiling() or x.is_inference():
         return _quantize(x.detach().reshape(-1, x.shape[-1]), True, columns)
+    # q, k and v read the same tensor one after the other, as gate and up do. It is quantized, and kept, only once.
     how = columns, x._version
     last, last_how, forms = _last
     if last() is not x or last_how != how:
@@ -164,20 +161,20 @@ def _forget(dead: weakref.ref) -> None:
         _last = (lambda: None, None, None)
 
 
-# torch.compile does not look into the three operators below, since their kernels choose by device and installed packages, and
-# the bits of a compiled model must be those of an eager one. Matrices travel contiguous: those that Fp8Blocks holds transposed
-# are transposed.
+# torch.compile does not look into the three operators below, because their kernels choose by device and installed
+# packages, and a compiled model must have the bits of an eager one. Matrices travel contiguous: those that Fp8Blocks
+# holds transposed are transposed.
 
 
 @library.custom_op("torchtune_ext::fp8_quantize", mutates_args=())
 def _quantize(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantizes x [M, K].
+    """Returns rows [M, K] of x, their scales^T [K/128, M], columns^T [K, M'] and their scales [M'/128, K].
 
-    Returns rows [M, K] and their scales^T [K/128, M], then columns^T [K, M'] and their scales [M'/128, K].
-    A form that is not requested is empty. M' is M rounded up to a multiple of 128.
+    M' is M rounded up to a multiple of 128. A form that is not requested is empty.
     """
     row_form = quantize_rows(x) if rows else None
     column_form = quantize_columns(x) if columns else None
+    # A custom operator must not return one tensor twice, hence the clones.
     values, scales = x.new_empty(0, dtype=FP8), x.new_empty(0, dtype=torch.float32)
     return (
         row_form.values.contiguous() if rows else values,
@@ -220,16 +217,16 @@ def _backward(
     need_dw: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns dx [M, K] in the dtype of dy and dW [N, K] in that of the weight; what is not needed is empty."""
+    """Returns dx [M, K] in the dtype of dy and dW [N, K] in that of the weight; either is empty if not needed."""
     dx = dw = None
     features, padded = weight.shape[0], weight
     if missing := -features % BLOCK:
-        # DGrad contracts the features out, in whole groups of 128: zeros stand for those that are missing. `pad` would copy
-        # both also where there are none to add.
+        # DGrad contracts the out-features in whole groups of 128, so zeros fill the last one. `pad` copies even if
+        # there is nothing to add, hence the test.
         dy, padded = F.pad(dy, (0, missing)), F.pad(weight, (0, 0, 0, missing))
     if need_dx:
-        # The tiles of W^T have the bits of those of W, and lie as DGrad contracts them: turned later they would be copied,
-        # which took half as long as the product on an H100.
+        # The tiles of W^T have the bits of those of W, and already lie as DGrad contracts them. Transposing the tiles
+        # of W would copy them, which took half as long as the product on an H100.
         tiles = quantize_weight(padded.T).T
         dx = fp8_gemm.dgrad(quantize_rows(dy), tiles, dy.dtype, backend)
     if need_dw:

@@ -1,10 +1,8 @@
-"""Decides which linear layers compute in FP8, in the trainer and in the sampler, and makes the bytes that pass between them.
+"""Decides which linear layers compute in FP8, in trainer and sampler, and makes the bytes that pass between them.
 
-The list is made once, from Hugging Face names and shapes (`skip_reasons`). `convert` follows it in the trainer; the receipt
-states it as vLLM's `quantization_config`; `fp8_hf_tensors` sends FP8 weights for the same layers, rounded as the trainer's
-forward rounds them. So what samples is part of what trains, layer by layer (Jet-RL, arXiv:2601.14243).
-
-Embeddings, norms, attention itself and the output head stay in the compute dtype.
+The list is made once, from Hugging Face names and shapes (`skip_reasons`). `convert` applies it to the trainer, the
+receipt states it as vLLM's `quantization_config`, and `fp8_hf_tensors` sends FP8 weights for the same layers, rounded
+as in the trainer's forward. So trainer and sampler compute each layer alike (Jet-RL, arXiv:2601.14243).
 """
 
 from collections import Counter
@@ -27,61 +25,53 @@ from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.errors import Mistake, nearest
 
-# vLLM holds each of these groups as one layer: all of it is in FP8, or none.
+# vLLM holds each of these groups as one layer, which is in FP8 as a whole or not at all.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Layer:
-    """A linear layer of the model and what becomes of it.
+    """A linear layer of the model, and whether it computes in FP8."""
 
-    Args:
-        name: is Hugging Face's, without ".weight".
-        shape: has the out-features, then the in-features.
-        reason: says why the layer stays in the compute dtype. With None it computes in FP8.
-    """
-
+    # Hugging Face's name, without ".weight".
     name: str
+    # (out-features, in-features).
     shape: tuple[int, int]
+    # Why the layer stays in the compute dtype. None: it computes in FP8.
     reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Receipt:
-    """What a conversion did. It speaks for the sampler, too.
-
-    Args:
-        dtype: the one in which a forward sees the weights and quantizes them.
-        layers: stand in the order of the model; the output head is the last, tied or not.
-        choices: has GEMM, (out, in) and backend. A plan for only the sampler has none.
-    """
+    """What a conversion did, for the trainer and the sampler."""
 
     config: Fp8Config
+    # The dtype in which a forward sees the weights and quantizes them.
     dtype: torch.dtype
+    # In the order of the model. The output head is the last, tied or not.
     layers: tuple[Fp8Layer, ...]
+    # GEMM, (out, in) and backend. Empty if only the sampler is in FP8.
     choices: tuple[tuple[str, tuple[int, int], Choice], ...] = ()
 
     @property
     def converted(self) -> frozenset[str]:
-        """Returns Hugging Face's names of the layers in FP8."""
+        """Hugging Face's names of the layers in FP8."""
         return frozenset(layer.name for layer in self.layers if layer.reason is None)
 
     @property
     def parameters(self) -> int:
-        """Returns how many values are in FP8."""
+        """The number of values in FP8."""
         return sum(out * features for out, features in (layer.shape for layer in self.layers if layer.reason is None))
 
     @property
     def share(self) -> float:
-        """Returns which share of the parameters of all linear layers is in FP8, and so of their FLOPs for a token.
-
-        The output head counts as a linear layer.
-        """
+        """The share of FP8 in the parameters of all linear layers, the output head among them."""
+        # A token costs two FLOPs for each of these parameters, so it is the share of their FLOPs, too.
         return self.parameters / sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
 
     def quantization_config(self) -> dict[str, Any]:
-        """Returns `quantization_config` of a config.json, by which vLLM computes the same layers in the same blocks."""
+        """Returns the `quantization_config` with which vLLM computes the same layers in the same blocks."""
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
@@ -91,7 +81,7 @@ class Fp8Receipt:
         }
 
     def table(self) -> str:
-        """Writes the layers by kind and fate, then the backends, in a few lines for any model."""
+        """Returns a few lines: the layers by kind and dtype, then the backends."""
         lines = [
             f"FP8: {len(self.converted)} of {len(self.layers)} linear layers, {self.share:.1%} of "
             "their parameters and of their FLOPs for a token"
@@ -114,15 +104,15 @@ class Fp8Receipt:
 def skip_reasons(
     shapes: Mapping[str, tuple[int, int]], skip: Collection[str] = (), unfit: Mapping[str, str] | None = None
 ) -> dict[str, str | None]:
-    """Returns for each linear layer why it stays as it is, or None if it computes in FP8. This is decided only here.
+    """Returns for each linear layer why it stays in the compute dtype, or None if it computes in FP8.
 
     Args:
-        shapes: has all linear layers of the model: Hugging Face name -> (out, in).
-        skip: names layers to leave alone, by the last parts of their names or by whole names.
-        unfit: has further reasons, by name.
+        shapes: Hugging Face name -> (out, in) of all linear layers.
+        skip: layers to leave alone, by whole names or by their last parts.
+        unfit: further reasons, by name.
 
     Raises:
-        ValueError: `skip` names no layer.
+        ValueError: an entry of `skip` names no layer.
     """
     kinds = sorted({_kind(name) for name in shapes} - {HEAD})
     for entry in skip:
@@ -146,6 +136,7 @@ def skip_reasons(
         return (unfit or {}).get(name)
 
     reasons = {name: own(name) for name in shapes}
+    # A layer that vLLM fuses with one that stays has to stay, too.
     for name in shapes:
         stem = name.removesuffix(_kind(name))
         for part in next((parts for parts in FUSED if _kind(name) in parts), ()):
@@ -161,8 +152,8 @@ def linear_layers(
 
     Args:
         model: may lie on the meta device.
-        trains: says that the trainer computes in FP8, too, and so has to be able to.
-        names: is the model directory. Without it rows may change places on their way to Hugging Face unnoticed.
+        trains: whether the trainer computes in FP8, too.
+        names: the model directory. Without it, permuted rows are not noticed (`_moved`).
 
     Raises:
         ValueError: `config.skip` names no layer.
@@ -177,6 +168,7 @@ def linear_layers(
             reason = (_unfit(module) or (names and _moved(names, ours, module))) if trains else None
             if reason:
                 unfit[name] = reason
+    # A tied head is no module of its own, but has the shape of the embedding.
     head = modules.pop(HEAD, None)
     shapes = {name: tuple(module.weight.shape) for name, module in modules.items()}
     if head is not None:
@@ -192,12 +184,12 @@ def plan(
     """Makes the list for a model, which may lie on the meta device and stays as it is.
 
     Args:
-        dtype: the one in which the forward sees the weights.
-        device: is where the trainer computes, and decides the backends. With None only the sampler is in FP8.
+        dtype: the dtype in which the forward sees the weights.
+        device: the trainer's device, which decides the backends. None: only the sampler is in FP8.
 
     Raises:
-        ValueError: nothing can be converted, `config.skip` names no layer, the checkpoint is quantized already, or the backend
-            of `config` cannot run on `device`.
+        ValueError: no layer can be converted, `config.skip` names no layer, the checkpoint is quantized already, or the
+            backend of `config` cannot run on `device`.
     """
     return _plan(model, names, config, dtype, device)[0]
 
@@ -205,19 +197,12 @@ def plan(
 def convert(
     model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype, device: torch.device
 ) -> Fp8Receipt:
-    """Lets the layers of `plan` compute in FP8. Parameters, their names and checkpoints stay as they are.
-
-    It comes before sharding, checkpointing and compile, and after `lora.prepare`.
-
-    Args:
-        device: is where the model will compute, and decides the backends.
-
-    Raises:
-        ValueError: for the reasons of `plan`.
-    """
+    """Lets the layers of `plan` compute in FP8, with its arguments and errors. Comes after `lora.prepare`."""
     receipt, modules = _plan(model, names, config, dtype, device)
     for name in receipt.converted:
         module = modules[name]
+        # Another class leaves parameters, their names and checkpoints as they are. FSDP2, checkpointing and compile wrap
+        # the layers, so they must come later.
         module.__class__ = Fp8LoRALinear if isinstance(module, LoRALinear) else Fp8BlockLinear
         module.fp8 = config
     return receipt
@@ -229,15 +214,14 @@ def fp8_hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (Hugging Face name, tensor) for a sampler that was made with `receipt.quantization_config()`.
 
-    A converted layer becomes `X.weight`, float8_e4m3fn [N, K], and `X.weight_scale_inv`, float32 [N/128 rounded up, K/128], by
-    which it is multiplied. Everything else comes in `dtype`.
+    A converted layer becomes `X.weight`, float8_e4m3fn [N, K], and `X.weight_scale_inv`, float32 [N/128 rounded up,
+    K/128], by which it is multiplied. All other tensors come in `dtype`.
 
     Args:
-        tensors: come from `named_hf_tensors` or `lora.base_hf_tensors` in `receipt.dtype`, so that what is rounded here is what
-            the forward rounds. They are taken one at a time: still a collective if they are gathered.
+        tensors: from `named_hf_tensors` or `lora.base_hf_tensors` in `receipt.dtype`, which may gather: a collective.
 
     Raises:
-        ValueError: tensors have another dtype, or not all that were converted are among them.
+        ValueError: a tensor has another dtype, or a converted layer is not among them.
     """
     missing = set(receipt.converted)
     for name, tensor in tensors:
@@ -245,6 +229,7 @@ def fp8_hf_tensors(
         if layer == name or layer not in receipt.converted:
             yield name, tensor.to(dtype)
             continue
+        # The forward quantizes weights that are already rounded to its dtype. From float32, other bits would come out.
         if tensor.dtype != receipt.dtype:
             raise Mistake(f"{name} comes as {tensor.dtype}, the forward quantizes {receipt.dtype}: gather it in that")
         missing.discard(layer)
@@ -293,8 +278,9 @@ def _unfit(module: nn.Module) -> str | None:
 
 
 def _moved(names: HFModel, ours: str, module: nn.Module) -> str | None:
-    """Refuses a layer whose rows change places across tiles; inside a tile they may, since its scale and its values stay."""
-    # The numbers of the rows stand in for the weight.
+    """Returns why a layer whose rows are permuted on the way to Hugging Face cannot be in FP8, or None."""
+    # Inside a tile rows may change places, since its scale and its values stay the same. Row numbers stand in for the
+    # weight.
     places = torch.arange(module.weight.shape[0], device="cpu")[:, None]
     _, order = names.to_hf(f"{ours}.weight", places)
     tiles = torch.arange(order.shape[0]) // BLOCK
@@ -304,10 +290,11 @@ def _moved(names: HFModel, ours: str, module: nn.Module) -> str | None:
 
 
 def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.device) -> Choice:
-    """Returns the backend for one GEMM of a layer, after asking with operands of no tokens."""
+    """Returns the backend for one GEMM of a layer."""
     out, features = layer.shape
 
     def blocks(rows: int, columns: int, block: tuple[int, int]) -> Fp8Blocks:
+        # The backends look only at shapes, dtypes and the device. One expanded number has these, without the memory.
         values, scales = torch.empty((), dtype=FP8, device=device), torch.empty((), device=device)
         grid = rows // block[0], columns // block[1]
         return Fp8Blocks(values.expand(rows, columns), scales.expand(grid), block, (rows, columns))

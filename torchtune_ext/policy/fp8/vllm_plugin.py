@@ -1,8 +1,6 @@
-"""Lets vLLM compute block-FP8 models on a CPU, for which it has no kernel, with the reference GEMM of kernels/fp8_gemm.py.
+"""Lets vLLM compute block-FP8 models on a CPU, so that a whole FP8 run can be checked without a GPU.
 
-vLLM loads `register` by itself through the entry point `vllm.general_plugins` (setup.cfg), in every process. The kernel
-quantizes activations as the trainer does, in 1x128 blocks, and sums in float32, so that a whole FP8 run can be made and checked
-without a GPU; it is slower than bfloat16.
+The kernel is the reference GEMM of kernels/fp8_gemm.py, which is slower than bfloat16.
 """
 
 import torch
@@ -13,7 +11,8 @@ from torchtune_ext.kernels.fp8_quantize import BLOCK, TILES, Fp8Blocks, quantize
 
 
 def register() -> None:
-    """Puts the kernel before vLLM's own for CPUs, which need AMX. It does nothing elsewhere, and nothing a second time."""
+    """Puts the kernel before vLLM's own, if vLLM runs on a CPU."""
+    # vLLM calls this in every process, through the entry point `vllm.general_plugins` (setup.cfg).
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -21,6 +20,7 @@ def register() -> None:
     from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
     from vllm.platforms.interface import PlatformEnum
 
+    # vLLM's own kernel needs AMX. A process may call this twice.
     kernels = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     if not any(kernel.__name__ == "ReferenceFp8BlockKernel" for kernel in kernels):
         kernels.insert(0, _kernel())
@@ -30,8 +30,9 @@ def _kernel() -> type:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 
     class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
-        """Leaves `weight` and `weight_scale_inv` as they were loaded, so that a publication can be compared with them."""
+        """vLLM's interface of a kernel for block-FP8 weights."""
 
+        # `apply_weights` quantizes the activations itself, as the trainer does.
         apply_input_quant = False
 
         @classmethod
@@ -46,6 +47,7 @@ def _kernel() -> type:
             return super().can_implement(config)
 
         def process_weights_after_loading(self, layer: nn.Module) -> None:
+            # The weights stay as they were loaded, so that a publication can be compared with them.
             pass
 
         def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, **kwargs) -> Tensor:
