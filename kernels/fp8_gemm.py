@@ -8,16 +8,7 @@ needs (fp8_quantize.py)::
     WGrad   dW = dy^T x      over M, tokens          dy  columns 128x1     x   columns 128x1
 
 After transposing, all three are one product A B^T. Its operands are contiguous along the contracted axis; A has 1x128
-blocks and B has 128x128 or 1x128 blocks. A backend is a function that computes this product:
-
-* `reference` runs on any device. It dequantizes to float32 and multiplies in float32. Tests compare the others with it.
-* `scaled_mm` is torch.nn.functional.scaled_mm, which calls cuBLASLt. It needs Hopper and CUDA 12.9 or later.
-* `deep_gemm` is DeepGEMM, from the package `deep_gemm` or from the copy inside a GPU build of vLLM. It needs Hopper.
-* `torchao` has the Triton GEMMs of torchao's prototype of block-wise training. It needs triton, and is the slowest on a
-  GPU.
-
-On a GPU, 128 products at a time are summed in the accumulator of the tensor core, and only these sums in float32. So
-the fast backends agree with the reference within a tolerance, but not bit by bit.
+blocks and B has 128x128 or 1x128 blocks. A backend in `BACKENDS` is a function that computes this product.
 """
 
 import functools
@@ -40,7 +31,8 @@ GEMMS = {
     "dgrad": (ROWS, TILES),
     "wgrad": (COLUMNS, COLUMNS),
 }
-SLACK = 256  # size of the largest tile of torchao's kernels, which read a scale for each row and column of a tile
+# The size of the largest tile of torchao's kernels, which read a scale for each row and column of a tile.
+SLACK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +53,19 @@ def fprop(x: Fp8Blocks, w: Fp8Blocks, out_dtype: torch.dtype = torch.bfloat16, b
 
 
 def dgrad(dy: Fp8Blocks, w: Fp8Blocks, out_dtype: torch.dtype = torch.bfloat16, backend: str = "auto") -> Tensor:
-    """Computes dx [M, K] = dy W from the rows of dy [M, N] and the tiles of w [N, K] that FProp used.
-
-    Raises:
-        ValueError: the blocks, shapes or devices do not fit, or the backend cannot run this GEMM.
-    """
+    """Computes dx [M, K] = dy W from the rows of dy [M, N] and the tiles of w [N, K]. Errors are those of `fprop`."""
     return _run("dgrad", dy, w, out_dtype, backend)
 
 
 def wgrad(dy: Fp8Blocks, x: Fp8Blocks, out_dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
-    """Computes dW [N, K] = dy^T x from the columns of dy [M, N] and of x [M, K]. Zero tokens pad both to whole blocks.
-
-    Raises:
-        ValueError: the blocks, shapes or devices do not fit, or the backend cannot run this GEMM.
-    """
+    """Computes dW [N, K] = dy^T x from the columns of dy [M, N] and of x [M, K]. Errors are those of `fprop`."""
+    # Zero tokens pad both operands to whole blocks, and add nothing to the sum over tokens.
     return _run("wgrad", dy, x, out_dtype, backend)
 
 
 def choose_backend(gemm: str, first: Fp8Blocks, second: Fp8Blocks, out_dtype: torch.dtype) -> Choice:
     """Returns the backend that `backend="auto"` takes for `gemm` ("fprop", "dgrad" or "wgrad") on these operands."""
+    # Backends with the same objection share a line of the reason.
     against: dict[str, list[str]] = {}
     for name in BACKENDS:
         why = objection(name, gemm, first, second, out_dtype)
@@ -122,6 +108,7 @@ def _operands(gemm: str, first: Fp8Blocks, second: Fp8Blocks) -> tuple[Fp8Blocks
             f"{gemm} takes blocks {GEMMS[gemm]}, got {(first.block, second.block)}: activations and gradients come "
             "from quantize_rows (fprop, dgrad) or quantize_columns (wgrad), weights from quantize_weight"
         )
+    # Transposing turns the columns of WGrad into rows, and keeps DGrad's tiles. Both are views.
     a = first.T if gemm == "wgrad" else first
     b = second if gemm == "fprop" else second.T
     if a.shape[1] != b.shape[1] or a.values.device != b.values.device:
@@ -133,11 +120,11 @@ def _operands(gemm: str, first: Fp8Blocks, second: Fp8Blocks) -> tuple[Fp8Blocks
 
 
 def _reference(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
-    # A compiled graph can neither read the precision nor set it, so the precision that the caller has set is used.
+    # A compiled graph can neither read nor set the precision, so it uses the one that the caller has set.
     if torch.compiler.is_compiling():
         return _product(a, b, out_dtype)
     precision = torch.get_float32_matmul_precision()
-    # TensorFloat-32 would keep only 10 bits of the mantissa, and the reference would be wrong.
+    # TensorFloat-32 keeps only 10 bits of the mantissa, which is too few for a reference.
     torch.set_float32_matmul_precision("highest")
     try:
         return _product(a, b, out_dtype)
@@ -172,11 +159,12 @@ def _deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
     shape = a.shape[0], b.shape[0]
     # The scales are contiguous across the blocks. DeepGEMM loads them by TMA in this layout if M is a multiple of 4.
     lhs = _contiguous(a.values), a.scales
+    # ue8m0 scales are powers of two. Ours are any float32, so both calls switch the cast off.
     if b.block == TILES:
         out = a.values.new_empty(shape, dtype=torch.bfloat16)
         gemm(lhs, (_contiguous(b.values), _contiguous(b.scales)), out, disable_ue8m0_cast=True)
         return out
-    # This kernel adds its result to what `out` holds, so `out` begins with zeros.
+    # This kernel adds its result to `out`, so `out` begins with zeros.
     out = a.values.new_zeros(shape, dtype=torch.float32)
     gemm(lhs, (_contiguous(b.values), b.scales), out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True)
     return out.to(out_dtype)
@@ -191,7 +179,7 @@ def _torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 
 
 def _with_slack(scales: Tensor, column_major: bool) -> Tensor:
-    """Copies scales into a larger piece of memory, because torchao's kernels read past the end of the last tile."""
+    # torchao's kernels read past the end of the last tile, so the scales are copied into a larger piece of memory.
     rows, columns = scales.shape
     memory = scales.new_zeros(scales.numel() + SLACK + columns)
     return memory.as_strided(scales.shape, (1, rows) if column_major else (columns, 1)).copy_(scales)
@@ -247,15 +235,17 @@ def _against_device(a: Fp8Blocks, only_hopper: bool) -> str | None:
     if device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {device}"
     capability = torch.cuda.get_device_capability(device)
+    # E4M3 needs 8.9 or later. cuBLASLt and DeepGEMM have 128-blocks with float32 scales only on Hopper.
     if (capability[0] != 9) if only_hopper else (capability < (8, 9)):
         versions = "9.0 (Hopper)" if only_hopper else "8.9 or later"
         return f"it needs compute capability {versions}, {device} has {capability[0]}.{capability[1]}"
     return None
 
 
+# Every GEMM asks for the modules, so the results are cached, also those that are errors.
 @functools.cache
 def _deep_gemm_module() -> ModuleType | Exception:
-    """Imports the installed package, or the copy in vLLM if there is none."""
+    # A GPU build of vLLM has a copy of its own.
     return _imported("deep_gemm" if importlib.util.find_spec("deep_gemm") else "vllm.third_party.deep_gemm")
 
 
@@ -265,14 +255,11 @@ def _torchao_module() -> ModuleType | Exception:
 
 
 def _imported(name: str) -> ModuleType | Exception:
-    """Imports a module. Returns the module, or the error.
-
-    Every GEMM asks for the module. So the callers cache the result, also if it is an error.
-    """
+    """Returns a module, or the error of its import."""
     try:
         return importlib.import_module(name)
     except Exception as error:
-        # Not only ImportError is caught: DeepGEMM asserts that there is a CUDA_HOME, and torchao raises ValueError.
+        # It may be no ImportError: DeepGEMM asserts that there is a CUDA_HOME, and torchao raises ValueError.
         return error
 
 
@@ -283,11 +270,17 @@ class _Backend:
     objection: Callable[[Fp8Blocks, Fp8Blocks, torch.dtype], str | None]
 
 
-# `auto` takes the first backend in this order that can run. scaled_mm comes before deep_gemm, because it needs no
-# further package and no compiler at run time.
+# `auto` takes the first backend in this order that can run. On a GPU, the tensor core sums 128 products at a time in
+# its accumulator, and only these sums are added in float32. So the fast backends agree with the reference within a
+# tolerance, but not bit by bit.
 BACKENDS = {
+    # torch.nn.functional.scaled_mm calls cuBLASLt. Unlike DeepGEMM it needs no further package and no compiler at run
+    # time, so it comes first.
     "scaled_mm": _Backend(_scaled_mm, _against_scaled_mm),
+    # DeepGEMM comes from the package `deep_gemm` or from the copy inside a GPU build of vLLM.
     "deep_gemm": _Backend(_deep_gemm, _against_deep_gemm),
+    # The Triton GEMMs of torchao's prototype of block-wise training, the slowest on a GPU.
     "torchao": _Backend(_torchao, _against_torchao),
+    # Runs on any device, in float32. Tests compare the others with it.
     "reference": _Backend(_reference, _no_objection),
 }

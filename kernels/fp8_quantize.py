@@ -16,16 +16,8 @@ three forms:
 * **tiles**, 128x128, are for weights. The transpose of a tile has the same scale and the same bits, so DGrad needs no
   second copy.
 
-Every operation is one IEEE operation in float32, and both implementations do the same operations, so their bits agree.
-The operations are those of vLLM's CUDA kernel for activations (per_token_group_quant.cu: `amax / 448`, then `x /
-scale`), because the sampler quantizes its activations with it. DeepGEMM and torchao multiply by a reciprocal instead,
-which moves a few values to the neighboring E4M3 number. One thing differs from vLLM: the floor of amax. It is 1e-10 in
-vLLM and 1e-4 in DeepGEMM, which would make small gradients vanish. With 1e-12 a number keeps its three bits of mantissa
-down to 1e-12 / 448 * 2^-6 = 3.5e-17.
-
-A block with a NaN or an infinity dequantizes to NaN as a whole, so that the failure stays visible.
-
-This file is the reference, in plain torch on any device. fp8_quantize_triton.py is the fast implementation on CUDA.
+This file is the reference, in plain torch on any device. fp8_quantize_triton.py is the fast implementation on CUDA,
+with the same bits. A block with a NaN or an infinity dequantizes to NaN as a whole, so that the failure stays visible.
 """
 
 import importlib.util
@@ -39,20 +31,22 @@ from torchtune_ext.run.errors import Mistake
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+# The floor is 1e-10 in vLLM and 1e-4 in DeepGEMM, where small gradients would vanish. With 1e-12 a number keeps its
+# three bits of mantissa down to 1e-12 / 448 * 2^-6 = 3.5e-17.
 AMAX_FLOOR = 1e-12
 BLOCK = 128
 ROWS, COLUMNS, TILES = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
-LINE_BYTES = 1 + 4 / BLOCK  # bytes of a number with its share of the scale, in rows or columns
-TILE_BYTES = 1 + 4 / BLOCK**2  # bytes of a number with its share of the scale, in tiles
+# Bytes of a number with its share of the scale: in rows or columns, and in tiles.
+LINE_BYTES = 1 + 4 / BLOCK
+TILE_BYTES = 1 + 4 / BLOCK**2
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """A quantized matrix. Only columns are padded, with zero tokens to whole blocks.
+    """A quantized matrix. Only columns are padded, with zero tokens to whole blocks."""
 
-    The GEMMs of Hopper read these layouts without a copy. In rows and columns, values are contiguous along the blocks,
-    and scales are contiguous across them: the scales of rows have strides (1, M), those of columns (K, 1).
-    """
+    # The GEMMs of Hopper read these layouts without a copy. In rows and columns, values are contiguous along the
+    # blocks, and scales are contiguous across them: the scales of rows have strides (1, M), those of columns (K, 1).
 
     values: Tensor  # float8_e4m3fn [M, K]; for columns [M rounded up to a multiple of 128, K]
     scales: Tensor  # float32, one per block; value * scale is the original number, up to rounding
@@ -78,7 +72,7 @@ def quantize_rows(x: Tensor, backend: str = "auto") -> Fp8Blocks:
     """
     _check(x)
     if _use_triton(x, backend):
-        # An environment for CPU lacks triton.
+        # Imported here, because an environment for CPU lacks triton.
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_rows as kernel
 
         return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), ROWS, tuple(x.shape))
@@ -87,25 +81,22 @@ def quantize_rows(x: Tensor, backend: str = "auto") -> Fp8Blocks:
 
 @torch.no_grad()
 def quantize_columns(x: Tensor, backend: str = "auto") -> Fp8Blocks:
-    """Quantizes x [M, K] in blocks of 128x1 along the tokens. The arguments are those of `quantize_rows`.
-
-    The last block is padded with zeros, which do not change its scale.
-    """
+    """Quantizes x [M, K] in blocks of 128x1 along the tokens. The arguments are those of `quantize_rows`."""
     _check(x)
     if _use_triton(x, backend):
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_columns as kernel
 
         return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), COLUMNS, tuple(x.shape))
+    # Zeros fill the last block and do not change its scale. The columns of x are the rows of x^T.
     padded = F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK))
     return Fp8Blocks(*_quantize(padded.T, ROWS), ROWS, tuple(x.T.shape)).T
 
 
 @torch.no_grad()
 def quantize_weight(w: Tensor, backend: str = "auto") -> Fp8Blocks:
-    """Quantizes a weight w [N, K] in tiles of 128x128.
+    """Quantizes a weight w [N, K] in tiles of 128x128, of which the last may have fewer rows.
 
-    `values` and `scales` are vLLM's `weight` and `weight_scale_inv`. The arguments are those of `quantize_rows`. The last
-    tiles have fewer rows where N is no multiple of 128.
+    `values` and `scales` are vLLM's `weight` and `weight_scale_inv`. The arguments are those of `quantize_rows`.
     """
     _check(w)
     if _use_triton(w, backend):
@@ -117,10 +108,7 @@ def quantize_weight(w: Tensor, backend: str = "auto") -> Fp8Blocks:
 
 
 def dequantize(q: Fp8Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns the matrix [M, K] of shape `q.shape`, without padding.
-
-    value * scale is computed in float32 (in float64 if `dtype` is float64) and then cast to `dtype`.
-    """
+    """Returns the matrix [M, K] of shape `q.shape`, without padding, computed in float32 or float64."""
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
     (rows, columns), (m, k) = q.scales.shape, q.block
     # The last tiles of a weight may not be whole.
@@ -133,10 +121,12 @@ def dequantize(q: Fp8Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
 def _quantize(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Returns the values, row-major, and the scales of a matrix of whole blocks."""
     tiles = _tiles(x.float(), block)
-    # The divisor is a tensor, because on CUDA torch turns a division by a Python number into a product with its
-    # reciprocal.
+    # Each step is one IEEE operation in float32, so that other implementations can have the same bits. The two
+    # divisions are those of vLLM's CUDA kernel for activations (per_token_group_quant.cu), since the sampler uses it.
+    # DeepGEMM and torchao multiply by a reciprocal, which moves a few values to the neighboring E4M3 number. The
+    # divisor is a tensor, because on CUDA torch turns a division by a Python number into a product with its reciprocal.
     scales = tiles.abs().amax(dim=(1, 3)).clamp_min(AMAX_FLOOR) / torch.full((), FP8_MAX, device=x.device)
-    # The clamp is needed because x / scale may round to just above 448, which an older torch casts to NaN.
+    # x / scale may round to just above 448, which an older torch casts to NaN.
     values = (tiles / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     values = values.flatten(2).flatten(0, 1).contiguous()
     return values, scales if block == TILES else column_major(scales)
@@ -149,7 +139,8 @@ def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def column_major(x: Tensor) -> Tensor:
-    """Returns the matrix with strides (1, number of rows). It copies only if a stride differs, also in a size of 1."""
+    """Returns the matrix with strides (1, number of rows), without a copy if it has them."""
+    # `.contiguous()` would leave any stride of a dimension of size 1 as it is, so the strides are compared.
     return x if x.stride() == (1, x.shape[0]) else x.T.clone(memory_format=torch.contiguous_format).T
 
 

@@ -1,14 +1,4 @@
-"""The fast implementation of fp8_quantize.py: Triton kernels whose results have the same bits. It imports triton.
-
-One program holds one tile in registers: 128x128, and for columns 128x64. Columns are written transposed, so that the
-tokens, which WGrad contracts, are contiguous. On the way values change places between threads, for which a tile of
-128x128 leaves too few registers for a second program on a multiprocessor: rows and columns from one reading of such a
-tile reached 36% of the bandwidth of a copy on an H100, rows by themselves 87% (benchmarks/results/one_h100.md).
-
-Three things keep the bits equal to those of torch. The first is `div_rn`, because a plain `/` becomes `div.full`, which
-is wrong by up to two ulps. The second is amax as an integer maximum over the bits of |x|: integers have the same order
-as the numbers, and NaN is the largest, while a maximum of floats would lose NaN. The third is a clamp that keeps NaN.
-"""
+"""The fast implementation of fp8_quantize.py: Triton kernels whose results have the same bits. It imports triton."""
 
 import contextlib
 import struct
@@ -19,20 +9,28 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128
-NUM_WARPS = 16  # of a tile of 128x128; with 4 warps a thread has too few registers for its part of a tile and spills
+# One program holds a tile of 128x128 in registers. With 4 warps a thread has too few for its part of the tile and
+# spills.
+NUM_WARPS = 16
+# Columns are written transposed, so values change places between threads. A tile of 128x128 leaves too few registers
+# for that beside a second program on a multiprocessor: rows and columns from one reading of such a tile reached 36% of
+# the bandwidth of a copy on an H100, rows by themselves 87% (benchmarks/results/one_h100.md). So these tiles are
+# 128x64.
 COLUMNS_WIDTH, COLUMNS_WARPS = 64, 8
 
 
 @triton.jit
 def _scale(amax_bits, FLOOR_BITS: tl.constexpr, MAX: tl.constexpr):
-    """Returns the scale from the bits of amax."""
+    # Positive floats have the order of their bits as integers.
     amax = tl.maximum(amax_bits, FLOOR_BITS).to(tl.float32, bitcast=True)
+    # `div_rn` rounds as torch does. A plain `/` becomes `div.full`, which is wrong by up to two ulps.
     return tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
 
 
 @triton.jit
 def _values(x, scale, MAX: tl.constexpr):
     """Returns x / scale as E4M3. Both arguments have the same shape."""
+    # A plain clamp need not keep NaN.
     return tl.clamp(tl.div_rn(x, scale), -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
@@ -59,10 +57,13 @@ def activation_kernel(
     real = m < M - tile_m * SIZE
     x_ptr += tile_m * SIZE * stride_m + tile_k * WIDTH * stride_k
     x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=real[:, None], other=0.0).to(tl.float32)
+    # The maximum is taken over the bits of |x|. As integers they have the order of the numbers, with NaN as the
+    # largest, while a maximum of floats would lose NaN.
     bits = tl.abs(x).to(tl.int32, bitcast=True)
     if COLUMNS:
         scale = _scale(tl.max(bits, axis=0), FLOOR_BITS, MAX)
         value = _values(x, tl.broadcast_to(scale[None, :], (SIZE, WIDTH)), MAX)
+        # Transposed, the tokens that WGrad contracts are contiguous.
         values_ptr += tile_k * WIDTH * leading + tile_m * SIZE
         tl.store(values_ptr + k[:, None] * leading + m[None, :], tl.trans(value))
         tl.store(scales_ptr + tile_m * K + tile_k * WIDTH + k, scale)
@@ -91,6 +92,7 @@ def weight_kernel(
     w_ptr += tile_n * SIZE * stride_n + tile_k * SIZE * stride_k
     real = (n < N - tile_n * SIZE)[:, None]
     w = tl.load(w_ptr + n[:, None] * stride_n + k[None, :] * stride_k, mask=real, other=0.0).to(tl.float32)
+    # Rows beyond N are loaded as zeros, which change no scale.
     amax_bits = tl.max(tl.max(tl.abs(w).to(tl.int32, bitcast=True), axis=1, keep_dims=True), axis=0, keep_dims=True)
     scale = _scale(amax_bits, FLOOR_BITS, MAX)  # [1, 1]
     value = _values(w, tl.broadcast_to(scale, (SIZE, SIZE)), MAX)
@@ -152,5 +154,5 @@ def _bits(number: float) -> int:
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager:
-    """Makes the device of a tensor the current one, because Triton launches on the current device."""
+    # Triton launches on the current device, which may not be that of the tensor.
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

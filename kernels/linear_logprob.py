@@ -5,10 +5,9 @@ With z = h W^T / temperature, p = softmax(z) and H the entropy of p, for one lab
     log p(y) = z_y - logsumexp(z)                     d log p(y) / dz = onehot(y) - p
     H        = logsumexp(z) - sum(p * z)              dH / dz         = -p * (log p + H)
 
-Forward and backward go over the labels in chunks. The backward pass computes the logits of a chunk again, unless there is
-only one, in half precision: so the peak of memory is one chunk [C, V] for any L. (With a vocabulary of 151,936, the logits
-of 16k labels would need 10 GB in float32.) The gradients of hidden states and weight are exact. Sums over the vocabulary are
-computed in float32 (in float64 for float64 input).
+Forward and backward go over the labels in chunks, so the peak of memory is one chunk [C, V] for any L. (With a
+vocabulary of 151,936, the logits of 16k labels would need 10 GB in float32.) Gradients are exact. Sums over the
+vocabulary are computed in float32 (in float64 for float64 input).
 """
 
 from collections.abc import Callable
@@ -18,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 27  # logits held at a time: 512 MiB in float32
+# Logits held at a time: 512 MiB in float32.
+CHUNK_ELEMENTS = 1 << 27
 
 
 def linear_logprob_reference(
     hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Computes from whole logits what `linear_logprob` must equal."""
+    """Computes `linear_logprob` from whole logits, for tests."""
     logprobs_LV = torch.log_softmax(_upcast(hidden_LD @ weight_VD.T) / temperature, dim=-1)
     entropy_L = -(logprobs_LV.exp() * logprobs_LV).sum(-1)
     return logprobs_LV.gather(1, labels_L[:, None])[:, 0], entropy_L
@@ -49,11 +49,7 @@ def linear_logprob(
 
 @torch.no_grad()
 def linear_top_k(hidden_LD: Tensor, weight_VD: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns the k highest log-probs of every distribution, the highest first, and their ids, without gradients.
-
-    Returns:
-        (logprobs_LK, ids_LK), in nats and int64. K is at most the size of the vocabulary.
-    """
+    """Returns (logprobs_LK, ids_LK): the k highest log-probs and their ids, without gradient; K = min(k, V)."""
     k = min(k, weight_VD.shape[0])
     num_labels = hidden_LD.shape[0]
     logprobs_LK = _upcast(hidden_LD).new_empty(num_labels, k)
@@ -80,14 +76,14 @@ def _upcast(x: Tensor) -> Tensor:
 
 
 def _chunks(num_labels: int, vocab: int) -> list[slice]:
-    """Returns at least one chunk, which is empty where there are no labels."""
+    # Without labels there is one empty chunk, so that the weight still gets a gradient, of zeros.
     size = max(1, CHUNK_ELEMENTS // vocab)
     return [slice(start, min(start + size, num_labels)) for start in range(0, max(num_labels, 1), size)]
 
 
 def _statistics(z_CV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns of each row of logits: the highest, times `scale`; log-sum-exp of the rest below it; entropy."""
-    # Two arrays of the chunk's size are all that is needed, so what torch.logsumexp does is done here in place.
+    # In place, this needs only two arrays of the chunk's size. torch.logsumexp would make more.
     z_CV = _upcast(z_CV).mul_(scale)
     top_C1 = z_CV.amax(dim=-1, keepdim=True)
     z_CV.sub_(top_C1)
@@ -99,8 +95,9 @@ def _statistics(z_CV: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
 def _gradient(
     z_CV: Tensor, scale: float, lse_C1: Tensor, entropy_C1: Tensor, d_logprobs_C1: Tensor, d_entropy_C1: Tensor | None
 ) -> Tensor:
-    """Returns -d_logprob * p - d_entropy * p * (log p + H): the gradient of the logits, but for the label's own share."""
+    """Returns -d_logprob * p - d_entropy * p * (log p + H), the gradient of the logits without the onehot."""
     z_CV = _upcast(z_CV).mul_(scale).sub_(lse_C1)
+    # Without an entropy term, p needs no array of its own.
     if d_entropy_C1 is None:
         return z_CV.exp_().mul_(-d_logprobs_C1)
     p_CV = z_CV.exp()
@@ -113,8 +110,9 @@ def _rounded_gradient(z_CV: Tensor, scale: float, dtype: torch.dtype, *factors: 
 
 @cache
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes one pass over the logits of a chunk, on a GPU, where a kernel for each operation would make seven."""
-    return torch.compile(function, dynamic=True)  # imports of a second and more, which a CPU does without
+    # Compiled, the function makes one pass over the logits of a chunk on a GPU, where its operations would make seven.
+    # A CPU does without, since importing the compiler takes more than a second.
+    return torch.compile(function, dynamic=True)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -126,11 +124,13 @@ class _LinearLogProb(torch.autograd.Function):
         entropy_L, lse_L = torch.empty_like(logprobs_L), torch.empty_like(logprobs_L)
         statistics = _fused(_statistics) if hidden_LD.is_cuda else _statistics
         chunks = _chunks(labels_L.numel(), weight_VD.shape[0])
-        # It takes half of what `statistics` makes of it in float32.
+        # A single chunk of logits in half precision is kept for the backward, which computes all others again. It takes
+        # half of what `statistics` makes of it in float32.
         keep = len(chunks) == 1 and hidden_LD.dtype.itemsize == 2 and any(ctx.needs_input_grad)
         kept_CV = None
         for c in chunks:
             z_CV = hidden_LD[c] @ weight_VD.T
+            # The labels' logits are read first: in float32 `statistics` overwrites all of them.
             z_C = _upcast(z_CV.gather(1, labels_L[c, None])[:, 0]) * scale
             top_C, rest_C, entropy_L[c] = statistics(z_CV, scale)
             logprobs_L[c] = z_C - top_C - rest_C
@@ -146,21 +146,22 @@ class _LinearLogProb(torch.autograd.Function):
         hidden_LD, weight_VD, labels_L, lse_L, entropy_L, kept_CV = ctx.saved_tensors
         d_logprobs_L = torch.zeros_like(lse_L) if d_logprobs_L is None else d_logprobs_L
         d_hidden_LD = torch.empty_like(hidden_LD)
-        # With adapters the output projection is frozen and needs no gradient. That gradient would be as large as the
-        # projection, and a third of the work.
+        # With adapters the output projection is frozen and needs no gradient, which would be as large as itself and a
+        # third of the work.
         d_weight_VD = None
         gradient = _fused(_rounded_gradient) if hidden_LD.is_cuda else _rounded_gradient
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
             # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
             z_CV = hidden_LD[c] @ weight_VD.T if kept_CV is None else kept_CV
             factors = [None if x is None else x[c, None] for x in (lse_L, entropy_L, d_logprobs_L, d_entropy_L)]
+            # The label's own entry, with the onehot, is computed apart in float32 and then replaces the rounded one.
             own_C1 = _gradient(z_CV.gather(1, labels_L[c, None]), ctx.scale, *factors) + d_logprobs_L[c, None]
             dz_CV = gradient(z_CV, ctx.scale, weight_VD.dtype, *factors)
             dz_CV.scatter_(1, labels_L[c, None], own_C1.mul_(ctx.scale).to(dz_CV.dtype))
             d_hidden_LD[c] = dz_CV @ weight_VD
             if ctx.needs_input_grad[1]:
                 product = dz_CV.T @ hidden_LD[c]
-                # Chunks are summed up in float32. A single one is rounded once and needs no copy.
+                # Chunks are summed in float32. A single chunk needs no sum, and no float32 copy.
                 d_weight_VD = product if d_weight_VD is None else _upcast(d_weight_VD).add_(product)
             del z_CV, dz_CV
         return d_hidden_LD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype), None, None

@@ -1,21 +1,16 @@
 """Computes attention over packed rows: a token sees the path that leads to it, and nothing of another branch.
 
-This is the rule for query i and key j of a row (`packing.py`); `dense_mask` is the reference, which all else must equal::
+For query i and key j of a row (`packing.py`)::
 
     allowed[i, j] = j <= i < end[j]
 
-The computation depends on the device:
-
 * On **CUDA** it is FlexAttention with a block mask made from the ends. Tiles of 128 x 128 in which nothing is allowed
-  are never loaded, so the cost grows with the allowed area, and there is no T x T mask. Since its kernels are compiled for
-  one length, queries, keys and values are padded to one of few lengths, by tokens that see only themselves.
-* On **CPU** FlexAttention has no backward pass, and a dense mask wastes three quarters of the work. But the structure
-  is known: tokens that follow each other and have one end are a run, and a run sees itself, causally, and all of the runs
-  above it. The completions of one prompt are stacked, sorted by length, so that there is little padding. They share one
-  mask [R, P + R], because the padding of a shorter one comes after its own tokens. A group needs two fused SDPA calls if
-  all its completions are in one stack.
+  are never loaded, so the cost grows with the allowed area, and there is no T x T mask.
+* On **CPU** FlexAttention has no backward pass, and a dense mask wastes three quarters of the work. There, consecutive
+  tokens with one end are a run, which sees itself, causally, and all of the runs above it. Runs are stacked and
+  computed by fused SDPA. A group takes two calls if all its completions are in one stack.
 
-Both are exact: they equal the dense mask up to rounding, in value and gradient.
+Both equal the dense mask up to rounding, in value and gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +31,7 @@ MAX_PADDING = 0.25  # largest share of padding in a stacked completion
 
 
 def dense_mask(ends_T: Tensor) -> Tensor:
-    """Returns the reference mask, bool [T, T], True where a query (first axis) may see a key. Needs O(T^2) memory."""
+    """Returns the reference mask, bool [T, T], True where a query (first axis) may see a key."""
     places = torch.arange(ends_T.numel(), device=ends_T.device)[:, None]
     return (places < ends_T).tril()
 
@@ -51,12 +46,13 @@ def block_mask(ends_T: Tensor) -> BlockMask:
     num_tiles = -(-T // TILE)
     columns = torch.arange(T, device=device)[None]
     counts = torch.empty(num_tiles, num_tiles, dtype=torch.int64, device=device)  # allowed pairs in each tile
-    # The loop handles some queries at a time, so that memory grows with T and not with T^2.
+    # `create_block_mask` makes a whole T x T mask first. A few query tiles at a time need only O(T) memory.
     for start in range(0, T, TILES_AT_ONCE * TILE):
         rows = torch.arange(start, min(start + TILES_AT_ONCE * TILE, T), device=device)[:, None]
         strip = F.pad(allowed(None, None, rows, columns), (0, -T % TILE, 0, -rows.numel() % TILE))
         tiles = strip.view(-1, TILE, num_tiles, TILE)
         counts[start // TILE : start // TILE + tiles.shape[0]] = tiles.sum(dim=(1, 3))
+    # The kernel evaluates `allowed` only in partial tiles.
     full = counts == TILE * TILE
     partial = (counts > 0) & ~full
     return BlockMask.from_kv_blocks(
@@ -65,11 +61,7 @@ def block_mask(ends_T: Tensor) -> BlockMask:
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Lists the key tiles that each query tile needs, in the form of FlexAttention.
-
-    Returns:
-        The number of key tiles, [1, 1, n], and their indices, [1, 1, n, n], the needed ones first.
-    """
+    """Returns how many key tiles each query tile needs, [1, 1, n], and which, [1, 1, n, n], the needed ones first."""
     which = tiles.int().argsort(dim=1, descending=True, stable=True)
     return tiles.sum(dim=1).int()[None, None], which.int()[None, None]
 
@@ -80,15 +72,16 @@ class _Stack:
 
     above: tuple[int, ...]  # numbers of those runs, of K tokens in all; each is a stack of one
     count: int  # N
-    mask: Tensor | None  # [R, K + R] bool; None: there is nothing above
+    # bool [R, K + R]; None: there is nothing above. All N runs share it: a shorter one has its padding behind its own
+    # tokens, which never look there.
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentMask:
-    """The plan by which the CPU computes a row. It is made once and used by every layer.
+    """The plan by which the CPU computes a row. It is made once and used by every layer."""
 
-    The row is put in the order in which it is computed, first every run that has others below it. Its parts are views of that.
-    """
+    # The row in the order of its stacks, first the runs that have others below them. The parts of a stack are views.
 
     order_S: Tensor  # int64, places in the row; a shorter run of a stack is padded with its last place
     sizes: tuple[int, ...]  # places of each stack
@@ -106,6 +99,7 @@ def packed_mask(row: Row) -> BlockMask | SegmentMask:
 
 def padded(ends_T: Tensor) -> Tensor:
     """Adds tokens that see only themselves, up to 1, 2, 3, 4, 6, 8, 12, 16, ... tiles."""
+    # FlexAttention is compiled for each length, so there are only a few lengths.
     T = ends_T.numel()
     length = Layout(tile=TILE).length(T, KERNELS)
     return torch.cat([ends_T, torch.arange(T + 1, length + 1, dtype=ends_T.dtype, device=ends_T.device)])
@@ -120,8 +114,10 @@ def segment_mask(ends_T: Tensor) -> SegmentMask:
     ends = ends_T.tolist()
     starts = [place for place, end in enumerate(ends) if not place or end != ends[place - 1]]
     for start, stop in pairwise([*starts, len(ends)]):
+        # `above` is the path to this run: runs that ended before it are left.
         while above and ends[inner[above[-1]][0]] <= start:
             above.pop()
+        # A run that nobody sees but itself is the end of a path. All those below the same runs can be stacked.
         if ends[start] == stop:
             last.setdefault(tuple(above), []).append((start, stop))
             continue
@@ -145,7 +141,8 @@ def segment_mask(ends_T: Tensor) -> SegmentMask:
 
 
 def _stacked(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the places [N, R] of runs that are computed together, and whether each is one or padding."""
+    """Yields the places [N, R] of runs that are computed together, and which of them are no padding."""
+    # The longest first, so that runs of similar length are stacked and there is little padding.
     spans = sorted(runs, key=lambda span: span[0] - span[1])
     while spans:
         longest = spans[0][1] - spans[0][0]
@@ -160,9 +157,9 @@ def _stacked(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]
 @torch.compiler.disable(recursive=False)
 def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Tensor:
     """Computes attention on the CPU. q, k, v and the result are [1, H, T, D]."""
-    # In bfloat16 torch's backward of fused attention on a CPU takes up to three times as long as in float32.
+    # In bfloat16, torch's backward of fused attention on a CPU takes up to three times as long as in float32.
     dtype, accumulate = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    # Each slice of the row by itself would fill an array of the row's size with zeros in the backward.
+    # The backward of a slice fills an array of the row's size with zeros. That of one `split` does not.
     q, k, v = (x[0].to(accumulate).index_select(1, mask.order_S).split(mask.sizes, dim=1) for x in (q, k, v))
     results = []
     for i, stack in enumerate(mask.stacks):
@@ -180,11 +177,11 @@ _flex_attention = flex_attention
 
 
 def _compile() -> None:
-    """Compiles FlexAttention, once. What it imports takes more than a second, so that a CPU does without."""
+    """Compiles FlexAttention, once. A CPU does without, since importing the compiler takes more than a second."""
     global _flex_attention
     if _flex_attention is flex_attention:
-        # Each padded length is compiled, with gradient and without, for 5 to 8 s. Beyond the limit, PyTorch would no longer
-        # compile it, and a GPU has no room for the T x T scores that it then holds.
+        # Each padded length is compiled, with gradient and without, in 5 to 8 s. Beyond this limit PyTorch no longer
+        # compiles, and then holds T x T scores, for which a GPU has no room.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * LENGTHS)
         _flex_attention = torch.compile(flex_attention, dynamic=False)
 
@@ -196,6 +193,7 @@ def packed_attention(
     if isinstance(mask, SegmentMask):
         return _segment_attention(q, k, v, mask)
     if isinstance(mask, BlockMask):
+        # The mask was made for the padded length.
         T, length = q.shape[2], mask.seq_lengths[0]
         if T < length:
             q, k, v = (F.pad(x, (0, 0, 0, length - T)) for x in (q, k, v))

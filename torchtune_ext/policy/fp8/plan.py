@@ -201,8 +201,8 @@ def convert(
     receipt, modules = _plan(model, names, config, dtype, device)
     for name in receipt.converted:
         module = modules[name]
-        # Another class leaves parameters, their names and checkpoints as they are. FSDP2, checkpointing and compile wrap
-        # the layers, so they must come later.
+        # Another class leaves parameters, their names and checkpoints as they are. FSDP2, checkpointing and compile
+        # wrap the layers, so they must come later.
         module.__class__ = Fp8LoRALinear if isinstance(module, LoRALinear) else Fp8BlockLinear
         module.fp8 = config
     return receipt
