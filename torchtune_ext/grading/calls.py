@@ -1,4 +1,4 @@
-"""What a grading process does with a text: it calls the task's grader and checks what that returns."""
+"""The work of a grading process: it calls the task's grader on a text and checks the answer."""
 
 import os
 import traceback
@@ -17,20 +17,29 @@ FAILED_PART = "failed"  # if this part of a Score is not 0, the outcome is "poli
 class Outcome:
     """The result of grading one text."""
 
-    kind: str  # "scored", "policy_failed", "infra_failed", "timed_out" or "noisy"
-    score: Score | None  # None when the infrastructure failed, timed out, or was disturbed
+    # kind             what happened                                                           trained on
+    # "scored"         the grader returned a number or a Score, also for a wrong answer        yes
+    # "policy_failed"  the grader returned a Score whose parts["failed"] is not 0:             yes
+    #                  the text holds no answer to grade
+    # "infra_failed"   the grader raised, crashed, or returned anything else                   no
+    # "timed_out"      the grader was still busy after the deadline, and was killed            no
+    # "noisy"          the text is a right program, but others disturbed the machine           no
+    #                  while its speed was measured (measured/)
+    kind: str
+    score: Score | None  # None if it is not trained on; then it is kept out of the baseline, too
     cause: str  # the error, for the log; "" when there is a score
 
 
 class Grading:
-    """Grades texts with a task. It lives in a grading process."""
+    """Grades texts with a task, in a grading process."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
 
     def __call__(self, problem: Problem, texts: Sequence[str]) -> list[Outcome]:
-        """Returns one outcome for each text. A task that compares grades them together, another one after the other."""
+        """Returns one outcome for each text. A task that compares gets all at once, another one after the other."""
+        # A grader is the user's code: whatever it raises, `sys.exit` included, costs only these texts.
         try:
             if self.compares:
                 return checked_all(self.task.grade_group(problem, list(texts)), len(texts), self.task.grade_group)
@@ -49,12 +58,7 @@ def checked_all(values: object, count: int, grade: Callable) -> list[Outcome]:
 
 
 def checked(value: object, grade: Callable) -> Outcome:
-    """Checks what a grader returned.
-
-    Args:
-        value: a Score or a number, if all is well.
-        grade: what returned it, for the message.
-    """
+    """Returns the outcome of a value that `grade` returned, which should be a Score or a number."""
     try:
         score = score_of(value)
     except ValueError as error:
@@ -64,7 +68,8 @@ def checked(value: object, grade: Callable) -> Outcome:
 
 
 def _cause(error: BaseException) -> str:
-    """Returns the error and where it was raised; if that was not in the file of the grader, also where the grader was then."""
+    """Returns the error and where it was raised."""
+    # An error inside a library says little by itself, so the line of the grader's own file that led there comes along.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     if not own or own[-1] is frames[-1]:

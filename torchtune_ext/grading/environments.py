@@ -1,16 +1,7 @@
 """Keeps the environments of conversations, each alive in a process of its own that can be killed.
 
-A conversation has a *seat*, a process, from its first turn until it is over. Then its environment is closed, and the process
-takes the next conversation. So as many environments are alive as there are processes (`grader.workers`), and further
-conversations wait. The process is killed where a call takes longer than `grader.timeout_s`, which loses no other conversation.
-
-ending                what happened
-"completed"           the environment said that it is done
-"max_turns"           it was not, after the last turn that the task allows
-"length"              a turn was cut by sampling.max_tokens; the environment has not seen it
-"context_overflow"    what the environment answered and another turn do not fit in engine.max_model_len
-"step_timeout"        the environment did not answer in time: nobody's fault, so not trained on
-"environment_failed"  it raised an error, died, or answered what is no `Turn`: the same
+A conversation has a *seat*, a process, from its first turn to its end. Then the process takes the next conversation, so
+as many environments are alive as there are processes (`grader.workers`), and further conversations wait.
 """
 
 import random
@@ -26,38 +17,44 @@ from torchtune_ext.grading.grader import Grader
 from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.tasks.task import Environment, Message, Problem, Score, Task, Turn, score_of
 
+# ending                what happened
+# "completed"           the environment said that it is done
+# "max_turns"           it was not done after the last turn that the task allows
+# "length"              a turn was cut by sampling.max_tokens; the environment has not seen it
+# "context_overflow"    the environment's answer and another turn do not fit in engine.max_model_len
+# "step_timeout"        the environment did not answer in time: not the policy's fault, so not trained on
+# "environment_failed"  it raised an error, died, or answered something other than a `Turn`: the same
 ENDINGS = ("completed", "max_turns", "length", "context_overflow", "step_timeout", "environment_failed")
-# Endings, and finish reasons of engines, by a limit of the run.
+# Endings, and finish reasons of engines, that come from a limit of the run.
 CUT = ("length", "deadline", "max_turns", "context_overflow")
 
 
 class Stage:
-    """Has the environment of one conversation after another. It lives in a process."""
+    """Holds the environment of one conversation after another, in a process."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.environment: Environment | None = None
 
     def __call__(self, begin: tuple[Problem, int] | None, message: Message | None) -> Turn | None:
-        """Lets the environment answer a message, or, where there is none, closes it.
-
-        Args:
-            begin: problem and seed with a conversation's first message.
-        """
+        """Lets the environment answer a message, or closes it if there is none. `begin`: as in `Environments.step`."""
         if message is None:
+            # Forgotten before `close`, which may raise.
             environment, self.environment = self.environment, None
             getattr(environment, "close", lambda: None)()
             return None
         if begin is not None:
-            random.seed(begin[1])  # games draw from Python's own generator
+            # Games draw from Python's own generator.
+            random.seed(begin[1])
             self.environment = self.task.environment(*begin)
+        # A process that died is replaced by one that knows nothing of the conversation.
         if self.environment is None:
             raise Failure("its process ended between two turns")
         return checked_turn(self.environment.step(message))
 
 
 def checked_turn(turn: Any) -> Turn:
-    """Returns what an environment answered, in plain types. Raises ValueError if it is none."""
+    """Returns the turn that an environment answered, in plain types. Raises ValueError if it is no valid `Turn`."""
     if not isinstance(turn, Turn):
         raise Mistake(f"step returned {type(turn).__name__}; return a Turn of torchtune_ext.tasks.task")
     score = score_of(Score(turn.reward, turn.parts, turn.note))
@@ -81,7 +78,7 @@ class Seat:
 
 
 class Environments(Grader):
-    """Starts the processes of a task's environments, in the place of a `Grader`. The task is sent as it is there."""
+    """Starts the processes of a task's environments, as a `Grader` starts its own."""
 
     _calls = Stage
 
@@ -93,7 +90,7 @@ class Environments(Grader):
         self._waiting: deque[Seat] = deque()
 
     def seat(self) -> Seat:
-        """Returns the place of a conversation, which has a process at once if one is free. It has to be left."""
+        """Returns a place for a conversation. It gets a process once one is free, and has to be left."""
         seat = Seat()
         with self._lock:
             if not self._free:
@@ -104,11 +101,11 @@ class Environments(Grader):
         return seat
 
     def step(self, seat: Seat, message: Message, begin: tuple[Problem, int] | None = None) -> "Future[Turn | Outcome]":
-        """Lets the environment answer a turn. The result is an outcome without a score where it does not.
+        """Lets the environment answer a turn. If it fails, the result is an outcome without a score.
 
         Args:
-            seat: with a process.
-            begin: problem and seed with the first turn.
+            seat: one that has a process.
+            begin: problem and seed, with the first turn.
         """
 
         def otherwise(kind: str, cause: str) -> Outcome:
@@ -118,14 +115,15 @@ class Environments(Grader):
         return self.processes.submit((begin, message), self._timeout_s, otherwise, process=seat.process.result())
 
     def leave(self, seat: Seat) -> None:
-        """Ends the environment of a conversation. What goes wrong in its `close` changes nothing any more. A second call does
-        nothing."""
+        """Ends the environment of a conversation. A second call does nothing."""
         with self._lock:
             if seat.left:
                 return
             seat.left = True
+        # A seat that still waits for a process is only canceled: it has no environment.
         if not seat.process.cancel():
             process = seat.process.result()
+            # An error of `close` changes nothing any more. The process goes on to the next conversation either way.
             closed = self.processes.submit((None, None), self._timeout_s, lambda *_: None, process=process)
             closed.add_done_callback(lambda _: self._give(process))
 
@@ -133,9 +131,11 @@ class Environments(Grader):
         with self._lock:
             while self._waiting:
                 seat = self._waiting.popleft()
+                # False: it was left while it waited. From here on it can no longer be canceled.
                 if seat.process.set_running_or_notify_cancel():
                     break
             else:
                 self._free.append(process)
                 return
+        # This runs the callbacks of the one who waits, so it comes after the lock.
         seat.process.set_result(process)

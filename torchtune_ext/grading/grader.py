@@ -1,18 +1,4 @@
-"""Grades texts. When a grader fails, the outcome says so; no reward is invented for the text.
-
-kind             what happened                                                     score   trained on
-"scored"         the grader returned a number or a Score, also for a wrong answer   yes     yes
-"policy_failed"  the grader returned a Score whose parts["failed"] is not 0: the    yes     yes
-                 text holds no answer to grade
-"infra_failed"   the grader raised, crashed, or returned anything else              None    no, kept out of the baseline
-"timed_out"      the grader was still busy after the deadline, and was killed       None    no, kept out of the baseline
-"noisy"          the text is a right program, but others disturbed the machine      None    no, kept out of the baseline
-                 while its speed was measured (measured.py)
-
-Graders run in processes that can be killed at any moment (run/processes.py), also inside C code that holds the interpreter
-lock (a regular expression that backtracks for ever). A process has one text (or one group) at a time, so one that dies loses
-no other text.
-"""
+"""Grades texts in processes. If a grader fails, the `Outcome` says so; no reward is invented for the text."""
 
 import concurrent.futures
 import logging
@@ -34,7 +20,7 @@ from torchtune_ext.tasks.task import Problem, Task
 log = logging.getLogger(__name__)
 
 # The kernel may deliver a Ctrl-C to any thread, but Python acts on it only in the main thread. So a wait of the main
-# thread wakes up after this many seconds, and Python can act.
+# thread wakes up after this many seconds.
 WAKE_S = 1.0
 FAILED_STEPS = 2  # steps in a row in which every text failed, after which the run ends
 
@@ -56,12 +42,11 @@ class GraderConfig:
 class Grader:
     """Grades texts with `task.grade` in `workers` processes, each text within `timeout_s` seconds.
 
-    A task that compares texts has `grade_group(problem, texts)`, which then grades all. The time limit holds for each call
-    of it, so for a whole group. If it raises, hangs or dies, all texts of the group are without a score.
+    A task that compares texts has `grade_group(problem, texts)` instead. One call grades a group, within the same time,
+    and if it fails, no text of the group has a score.
 
-    The task is sent by cloudpickle, so its class may be defined in the user's copied recipe (`__main__`). The processes
-    start at once, import torch only if the task does, and end with this process or with `close`. What they print goes into the
-    file `output`, or, without one, where this process prints. If nothing was printed, `close` removes the file.
+    The processes start at once and end with this process or with `close`. They print where this process does, or into
+    the file `output`, which `close` removes if it is empty.
 
     Raises:
         ValueError: a setting is out of range, or the task cannot be pickled.
@@ -74,6 +59,7 @@ class Grader:
         config = GraderConfig(workers, timeout_s)
         self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
         try:
+            # Plain pickle sends a class only by its name. A user's copied recipe may define the task in `__main__`.
             target = cloudpickle.dumps(self._calls(task))
         except Exception as error:
             # Pickling runs code of the task, which may raise any error.
@@ -82,11 +68,12 @@ class Grader:
                 "Keep open files, locks and models out of its attributes"
             ) from error
         self._timeout_s, self._output = config.timeout_s, output
+        # A process can be killed at any moment, also inside C code that holds the interpreter lock (a regular expression
+        # that backtracks for ever). It has one text, or one group, at a time, so one that dies loses no other.
         self.processes = Processes(target, config.workers, "grading", "task", output=output)
 
     def submit(self, problem: Problem, *texts: str) -> "Future[list[Outcome]]":
-        """Hands in a text, or, for a task that compares, all texts of a problem, and returns at once. A slow call delays others
-        only if no other worker is free. The result is one outcome for each text, in the same order."""
+        """Hands in a text, or all texts of a problem if the task compares. The result is an outcome for each."""
 
         def otherwise(kind: str, cause: str) -> list[Outcome]:
             cause = f"the grading process died: {cause}" if kind == "died" else cause
@@ -102,11 +89,11 @@ class Grader:
         return outcomes
 
     def metrics(self, refill: bool = False) -> dict[str, float]:
-        """Returns what is to be logged of the grading itself in a step: nothing."""
+        """Returns the metrics of the grading itself in a step. A task's own grader may have some."""
         return {}
 
     def alone(self) -> AbstractContextManager:
-        """Returns a context in which graders do not measure time. These never do."""
+        """Returns a context in which the grader does not measure time. This one never does."""
         return nullcontext()
 
     def close(self) -> None:
@@ -123,25 +110,22 @@ class Grader:
 
 
 def results(futures: Sequence[Future]) -> list:
-    """Returns the results of the futures, in their order.
-
-    If this is interrupted, the other futures are canceled. A worker still finishes the text that it has, but nobody
-    gets the outcome.
-    """
+    """Returns the results of the futures, in their order. An interrupt cancels those that are left."""
     left = set(futures)
     try:
-        # This waits for all futures at once. If it woke up for each of thousands, it would take the interpreter lock
-        # from the thread that serves the workers.
+        # This waits for all futures at once. Waking up for each of thousands would take the interpreter lock from the
+        # thread that serves the workers.
         while left:
             left = concurrent.futures.wait(left, timeout=WAKE_S).not_done
         return [future.result() for future in futures]
     finally:
+        # A worker still finishes the text that it has, but nobody gets the outcome.
         for future in futures:
             future.cancel()
 
 
 def log_failures(outcomes: Sequence[Outcome], during: str = "grading") -> None:
-    """Logs one line for each kind of failure with its most common causes."""
+    """Logs a line for each kind of failure, with its most common causes."""
     for kind in ("infra_failed", "timed_out", "noisy"):
         causes = Counter(outcome.cause for outcome in outcomes if outcome.kind == kind)
         if causes:
@@ -150,7 +134,7 @@ def log_failures(outcomes: Sequence[Outcome], during: str = "grading") -> None:
 
 
 class GradingFailed(Failure):
-    """For several steps the grader has failed on every text."""
+    """The grader has failed on every text of several steps."""
 
 
 class GradingWatch:
@@ -158,11 +142,11 @@ class GradingWatch:
 
     def __init__(self) -> None:
         self._graded_step: int | None = None  # the last step of which a text was graded
-        self._failed_steps: list[int] = []  # those since then
-        self._first = ""  # the first failure of these
+        self._failed_steps: list[int] = []  # the steps since then
+        self._first = ""  # the first failure in these
 
     def look(self, step: int, outcomes: Sequence[tuple[str, Outcome]]) -> None:
-        """Takes outcomes of a step, each with the id of its problem. Those of one step may come in several calls.
+        """Takes outcomes of a step, each with the id of its problem.
 
         Raises:
             GradingFailed: this is the second step in a row in which every text failed. The message has the first cause.
@@ -171,6 +155,7 @@ class GradingWatch:
         failed = [(problem, outcome) for problem, outcome in outcomes if is_failure(outcome)]
         if len(failed) < len(outcomes):
             self._graded_step, self._failed_steps = step, []
+        # The outcomes of a step may come in several calls. One graded text clears the step, and it counts once.
         if not failed or self._graded_step == step or step in self._failed_steps:
             return
         if not self._failed_steps:
@@ -185,5 +170,5 @@ class GradingWatch:
 
 
 def is_failure(outcome: Outcome) -> bool:
-    """Tells whether a text could not be graded, by the fault of its grader. A disturbed machine is not its fault."""
+    """Tells whether a text has no score by the fault of its grader. A disturbed machine is not its fault."""
     return outcome.score is None and outcome.kind != "noisy"

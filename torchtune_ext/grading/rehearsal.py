@@ -1,4 +1,4 @@
-"""Opens what grades the tasks of a run, and tries it before anything expensive starts."""
+"""Opens the graders of a run's tasks, and tries them before anything expensive starts."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +16,7 @@ from torchtune_ext.tasks.task import ConversationTask, GradesItself, Message, Pr
 
 OUTPUT = "grader.log"
 REHEARSED = 4  # problems whose solutions are graded before a run begins
-NO_SOLUTION = "1"  # a text that is graded where there is no solution
+NO_SOLUTION = "1"  # the text that is graded if there is no solution
 
 
 def open_graders(
@@ -25,15 +25,12 @@ def open_graders(
     beside_training: bool = False,
     folder: str | Path | None = None,
 ) -> list[Grader]:
-    """Starts what grades these tasks, in their order, without those that are None.
+    """Starts the graders of these tasks, in their order, without those that are None. Raises what the graders raise.
 
     Args:
-        config: of the processes that grade texts. A task that brings a grader of its own has its own settings.
+        config: settings of the grading processes. A task with a grader of its own has its own settings.
         beside_training: texts are graded while this process trains.
-        folder: of the run: what graders print goes into the file `OUTPUT` there. None: they print where this process does.
-
-    Raises:
-        What `Grader` and the task's own `open_grader` raise.
+        folder: the folder of the run; graders print into the file `OUTPUT` there. None: they print where we do.
     """
     graders: list[Grader] = []
     output = None if folder is None else Path(folder) / OUTPUT
@@ -59,14 +56,11 @@ def rehearse(
     keys: Sequence[str] = ("task", "evaluation.task"),
     samples: int = 2,
 ) -> None:
-    """Finds out before anything expensive starts whether these tasks can be graded.
+    """Raises ValueError if one of these tasks cannot be graded.
 
     Args:
         keys: the nodes of the tasks, for messages.
-        samples: texts of a problem of the first task, if it compares them; the others get one, like a greedy sample.
-
-    Raises:
-        ValueError: as `_rehearse` and the task's own `rehearse` say.
+        samples: texts of a problem of the first task, if it compares them. The others get one, as a greedy sample is.
     """
     tried: list[Any] = []
     for i, (task, key) in enumerate(zip(tasks, keys, strict=False)):
@@ -77,7 +71,8 @@ def rehearse(
                 tried.append(type(task))
                 _rehearse_conversation(task, config, key)
         elif task is not None:
-            # The held-out problems mostly have the grader of the others: the same class, and the same function if one is named.
+            # Held-out problems mostly have the grader of the training problems: the same class, and the same function
+            # if one is named. A grader is tried once.
             own, texts = getattr(task, "__dict__", {}), samples if hasattr(task, "grade_group") and i == 0 else 1
             grader = (type(task), own.get("grade"), own.get("grade_group"), texts)
             if grader not in tried:
@@ -86,12 +81,7 @@ def rehearse(
 
 
 def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> None:
-    """Grades the solutions of the first problems in a process, as the run will do. If there are none, it grades another text.
-    A task that compares gets that one, too, so that there are as many `texts`.
-
-    Raises:
-        ValueError: the grader fails on all of them, is too slow, or gives none of the solutions a reward.
-    """
+    """Grades the first problems' solutions. Raises ValueError if that fails, is too slow, or gives no reward."""
     problems = _first_problems(task)
     if not problems:
         return
@@ -99,10 +89,11 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
     name, worked = type(task).__name__, all(text is not None for text in solutions)
     what = "its own solution" if worked else f"the text {NO_SOLUTION!r}"
     try:
-        # What it prints now it prints in the run as well, into a file there.
+        # The grader will print the same in the run, into a file there, so the file of now is dropped.
         with TemporaryDirectory() as folder, Grader(task, 1, config.timeout_s, Path(folder) / OUTPUT) as grader:
             outcomes = []
             for problem, text in zip(problems, solutions, strict=True):
+                # A task that compares gets a group of its usual size.
                 group = [text if worked else NO_SOLUTION] + [NO_SOLUTION] * (texts - 1)
                 outcomes.append(grader.submit(problem, *group).result()[0])
                 if outcomes[-1].kind == "timed_out":
@@ -121,9 +112,10 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
             if silent.score is None:
                 text = f"{name} fails on an empty text, which would count as ungraded: {silent.cause}"
                 say(labelled([("grader", text)]))
-            # A task may pay less than 0 for everything, but where a solution gets just nothing, something is wrong. A grader
-            # that compares says nothing of a single text, and a bare answer is no text that the user's function has to like.
+            # A user's own function may want more than a bare answer, so then the reward 0 is only worth a line.
             is_bare = "grade" in getattr(task, "__dict__", {}) and getattr(task, "worked", None) is None
+            # A task may pay less than 0 for everything, but something is wrong if a solution gets just 0, and another
+            # text no less. A grader that compares says nothing about a single text.
             if worked and not any(rewards) and not grader.compares:
                 others = [grader.submit(problem, NO_SOLUTION).result()[0] for problem in problems]
                 best = max((other.score.reward for other in others if other.score is not None), default=0.0)
@@ -145,11 +137,7 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
 
 
 def _rehearse_conversation(task: ConversationTask, config: GraderConfig, key: str) -> None:
-    """Plays the solution of the first problem with its environment, or, where there is none, one turn.
-
-    Raises:
-        ValueError: the environment fails, is too slow, or gives the solution no reward.
-    """
+    """Plays the first problem's solution, or one turn if it has none. Raises ValueError as `_rehearse`."""
     problem, name = next(iter(_first_problems(task)), None), type(task).__name__
     if problem is None:
         return
@@ -177,18 +165,19 @@ def _rehearse_conversation(task: ConversationTask, config: GraderConfig, key: st
 
 
 def _first_problems(task: Task) -> list[Problem]:
-    """Returns the first problems. One that cannot be made is left out: the run deals with it when it comes to it."""
     problems = []
     for index in range(min(REHEARSED, len(task))):
+        # A problem that cannot be made is left to the run, which deals with it when it comes to it.
         with suppress(Exception):
             problems.append(task[index])
     return problems
 
 
 def _solution(task: Task, problem: Problem) -> str | Sequence[Message] | None:
-    """Returns the solution of a problem, or None. GRPO does not need one, so one that fails is as good as none."""
+    """Returns the solution of a problem, or None."""
     try:
         text = task.solution(problem)
     except Exception:
+        # GRPO needs no solutions, so one that fails is as good as none.
         return None
     return text if isinstance(text, str) or isinstance(task, ConversationTask) else None
