@@ -1,4 +1,4 @@
-"""Checks the words of `tune run RECIPE --config CONFIG key=value ...`, of which torchtune says little when they are wrong."""
+"""Checks the words of `tune run RECIPE --config CONFIG key=value ...`; torchtune's own errors say little about them."""
 
 import os
 import re
@@ -15,24 +15,24 @@ from torchtune_ext.run.catalog import config_files, config_name, config_path, fo
 from torchtune_ext.run.errors import STATUS, Mistake, nearest
 from torchtune_ext.run.parent import how_it_ended
 
-# Words of torchrun that a run may need; `tune run` takes them before the recipe.
+# Words of torchrun that a run may need. `tune run` takes them before the recipe.
 TORCHRUN = (
     "nproc_per_node nnodes node_rank rdzv_endpoint rdzv_backend rdzv_id master_addr master_port standalone".split()
 )
 
 
 def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
-    """Checks what `tune run` was given, and writes it, in place, as torchtune understands it.
+    """Checks the words of `tune run`, and rewrites them, in place, as torchtune understands them.
 
     Args:
-        args: what torchtune's parser found: `recipe`, and `recipe_args` behind it.
+        args: the words as torchtune's parser read them: `recipe`, and `recipe_args` behind it.
         recipes: the entries of torchtune's registry, ours among them.
 
     Raises:
-        ValueError: there is no such recipe, the config belongs to another one, or several machines would not find each other.
+        ValueError: no such recipe, a config of another one, or several machines that would not find each other.
     """
     words = args.recipe_args
-    # torchtune counts the words of sys.argv, too.
+    # torchtune understands `--config X` but not `--config=X`, and counts the words of sys.argv, too.
     for line in (words, sys.argv):
         for i, word in enumerate(list(line)):
             if word.startswith("--config=") and "--config" not in line:
@@ -41,6 +41,7 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
     if args.recipe not in known:
         args.recipe = _own_recipe(str(args.recipe), list(known))
     elif not Path(known[args.recipe].file_path).is_absolute():
+        # A recipe of torchtune's own has a relative path. Its configs are not ours to check, but ours do not fit it.
         given = words[words.index("--config") + 1] if "--config" in words[:-1] else ""
         if Path(given).is_file() and "samples_per_prompt" in Path(given).read_text(errors="replace"):
             raise Mistake(
@@ -54,7 +55,7 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
             "`tune ls` lists them"
         )
     elif "--config" in words[:-1]:
-        # The recipe is one of ours, and the names of torchtune's own configs do not fit it.
+        # The recipe is one of ours, and torchtune's own configs do not fit it.
         given = words[words.index("--config") + 1]
         theirs = [entry.name for entry in recipes for config in entry.configs if config.name == given]
         if theirs and given not in config_files(folder("configs")) and not Path(given).is_file():
@@ -71,25 +72,20 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
 
 
 def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
-    """Refuses words for several machines that torchtune takes for those of one, which would wait there for the others.
-
-    Args:
-        args: what torchtune's parser found, words of torchrun among them.
-        argv: the words themselves.
-
-    Raises:
-        ValueError: `--rdzv_endpoint` or `--node_rank` is missing.
-    """
+    """Raises ValueError if `argv`, which torchtune's parser read as `args`, does not say how several machines meet."""
+    # The number of machines may be a range, "1:4".
     if str(args.nnodes).rpartition(":")[2] == "1":
         return
     page = "see docs/several_machines.md"
     if not args.rdzv_endpoint:
-        # torchtune adds --standalone then, whatever --master_addr and --rdzv_backend say.
+        # Without it torchtune adds --standalone, whatever --master_addr and --rdzv_backend say.
         raise Mistake(
             f"--nnodes {args.nnodes} without --rdzv_endpoint: torchtune would wait on each machine for itself. Add "
             f"--rdzv_endpoint HOST:29500 on all of them, where HOST is the machine that gets --node_rank 0; {page}"
         )
+    # In `args`, a missing number looks like torchrun's default of 0.
     numbered = any(word.partition("=")[0] in ("--node_rank", "--node-rank") for word in argv)
+    # torchrun reads its arguments from variables PET_..., too.
     if args.rdzv_backend == "static" and not numbered and "PET_NODE_RANK" not in os.environ:
         first = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
         raise Mistake(
@@ -99,11 +95,7 @@ def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
 
 
 def _own_recipe(given: str, known: Sequence[str]) -> str:
-    """Returns a recipe of the user, a path or the dotted name of a module, as torchtune takes it.
-
-    Raises:
-        ValueError: there is no such file or module.
-    """
+    """Returns a user's recipe, a path or a dotted name, as torchtune takes it. Raises ValueError if there is none."""
     path, here = Path(given), Path.cwd()
     if path.suffix != ".py":
         if (here / f"{given.replace('.', '/')}.py").is_file() or _importable(given):
@@ -123,24 +115,25 @@ def _importable(name: str) -> bool:
     try:
         return find_spec(name) is not None
     except (ImportError, ValueError):
+        # `find_spec` imports the packages above the module, which may fail.
         return False
 
 
 @contextmanager
 def quiet_end() -> Iterator[None]:
-    """Surrounds a run under torchrun. The ranks have said why they ended, so this process adds no traceback of torchrun's own.
-    It says which rank was the first, and ends with its status, or with 128 and the number of the signal that stopped it."""
+    """Surrounds a run under torchrun. In place of torchrun's traceback, names the first rank and ends with its status."""
     try:
         yield
     except Exception as error:
+        # The ranks have printed why they ended. The errors of torchrun are known by their attributes.
         failures, stopped_by = getattr(error, "failures", None), getattr(error, "sigval", None)
         if stopped_by is not None:
             sys.exit(128 + int(stopped_by))
         if not isinstance(failures, dict) or not failures:
             raise
 
-        # torchrun ends the others by SIGTERM, and 30 s later by SIGKILL what does not end so, a rank that is stopped. Of two
-        # that ended at about the same time, one that was killed took the other along.
+        # torchrun ends the other ranks by SIGTERM, and 30 s later those that did not end, such as a stopped one, by
+        # SIGKILL. Of two ranks that ended at about the same time, one that was killed took the other along.
         begin = min(failure.timestamp for failure in failures.values())
 
         def order(item: tuple[int, Any]) -> tuple:
@@ -149,21 +142,17 @@ def quiet_end() -> Iterator[None]:
 
         rank, first = min(failures.items(), key=order)
         status = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        # A rank that ends with STATUS has printed a message for the user, which needs no further word.
         if status != STATUS:
             print(f"{how_it_ended(first.exitcode, f'rank {rank}')}; what it said stands above", file=sys.stderr)
         sys.exit(status)
 
 
 def check_words(argv: list[str], recipe: str | None = None) -> None:
-    """Checks the words behind a recipe, and replaces, in place, the name of one of our configs by its path.
-
-    Args:
-        argv: the words, the recipe first.
-        recipe: the file of the recipe that runs.
+    """Checks the words `argv` of a recipe, the file that runs, and replaces a name of our configs by its path, in place.
 
     Raises:
-        ValueError: a word is no setting, there is no such config, it is written for another recipe, or it is no YAML file with
-            keys.
+        ValueError: a word is no setting, or the config does not exist, is for another recipe, or is no YAML with keys.
     """
     words, settings = iter(argv[1:]), []
     for word in words:
@@ -193,8 +182,8 @@ def _check_setting(word: str) -> None:
         )
     if word.startswith("--"):
         raise Mistake(f"{word}: a setting is written key=value, without dashes: {word.lstrip('-') or 'max_steps=3'}")
+    # torchtune removes a key with ~key.
     if word.startswith("~"):
-        # This is how torchtune removes a key.
         return
     if "=" not in word or word.startswith("="):
         raise Mistake(
@@ -213,10 +202,11 @@ def _checked_config(given: str, recipe: str | None) -> str:
     path = Path(config_path(given))
     known = {each.name: each for each in recipe_files(folder("recipes"), folder("configs"))}
     files = {each.path.resolve(): each.name for each in known.values()}
-    # A copied recipe takes any config: it may have been changed to fit.
+    # A copied recipe takes any config, since it may have been changed to fit.
     running = files.get(Path(recipe).resolve()) if recipe else None
     _require_keys(given, path)
     theirs, name = owner(given), config_name(path) or given
+    # Files are compared, because several recipes may be one program under several names.
     if running and theirs in known and known[theirs].path != known[running].path:
         raise Mistake(
             f"--config {name} is written for {theirs}, not for this recipe: tune run {theirs} --config {name}"
@@ -225,7 +215,7 @@ def _checked_config(given: str, recipe: str | None) -> str:
 
 
 def _require_keys(given: str, path: Path) -> None:
-    """Raises ValueError if a file is no YAML, or has no keys."""
+    """Raises ValueError if a file is no YAML with keys."""
     import yaml
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException

@@ -1,4 +1,4 @@
-"""Builds what `_component_` names in a YAML file, and says what is wrong with a name or an argument."""
+"""Builds the component that `_component_` names in a YAML file, and says what is wrong with its name or arguments."""
 
 import inspect
 import sys
@@ -16,7 +16,7 @@ from torchtune_ext.run.errors import Blamed, FileMistake, Mistake, nearest
 
 
 class Component(dict[str, Any]):
-    """A node of the settings that names a class or a function, `_component_`, and its arguments; `key` is where it stands."""
+    """A node of the settings that names a class or a function, `_component_`, and its arguments. `key` is its place."""
 
     def __init__(self, node: Mapping[str, Any], key: str = ""):
         super().__init__(node)
@@ -29,14 +29,15 @@ def instantiate(node: Mapping[str, Any], **extra: Any) -> Any:
     The name is a dotted path, or a bare name that the recipe itself defines, for example in a user's copy.
 
     Raises:
-        ValueError: there is no such component, it does not take the arguments, or it raised an error. The message names the
-            key, the nearest argument and, for a component of the user, the line of the file.
+        ValueError: there is no such component, it does not take the arguments, or it raised an error. The message names
+            the key, the nearest argument and, for a component of the user, the line of the file.
     """
     component, path, arguments = find_component(node, **extra)
     name = getattr(node, "key", "")
     try:
         return component(**arguments, **extra)
     except Exception as error:
+        # If an argument is to blame, the message is enough. Otherwise the user needs the line that failed.
         message = _refused(component, path, name, arguments, extra, error)
         if message is not None:
             raise (FileMistake if isinstance(error, FileMistake) else Mistake)(message) from error
@@ -44,15 +45,12 @@ def instantiate(node: Mapping[str, Any], **extra: Any) -> Any:
 
 
 def find_component(node: Mapping[str, Any], **extra: Any) -> tuple[Callable[..., Any], str, dict[str, Any]]:
-    """Returns what `instantiate` would call: the component, its path, and the arguments in the node.
-
-    Raises:
-        ValueError: there is no such component, or it does not take the arguments.
-    """
+    """Returns the call that `instantiate` would make, with its errors: component, path, and arguments in the node."""
     name = getattr(node, "key", "")
     where = f"`{name}:`" if name else repr(node)
     if not isinstance(node, Mapping) or node.get("_component_") is None:
         raise Mistake(f"{where} needs a `_component_`, the dotted path of a class or function")
+    # A copy, so that no component can change the settings.
     arguments = deepcopy(dict(node))
     if isinstance(given := arguments.pop("_component_"), dict):
         words = " ".join(f"{name}.{key}={value}" for key, value in given.items())
@@ -74,14 +72,14 @@ def find_component(node: Mapping[str, Any], **extra: Any) -> tuple[Callable[...,
 
 
 def _require_arguments(component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Raises ValueError for arguments that a component does not take, or that it lacks."""
+    """Raises ValueError for unknown or missing arguments of a component."""
     both = [key for key in arguments if key in extra]
     if both:
         raise Mistake(f"{name}.{both[0]}={arguments[both[0]]}: the recipe gives it to {path} itself; leave it out")
     try:
         signature = inspect.signature(component)
     except (TypeError, ValueError):
-        # Some classes that are written in C have none.
+        # Some classes that are written in C have no signature.
         return
     takes = [key for key in signature.parameters if key not in extra]
     try:
@@ -111,16 +109,16 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
 def _refused(
     component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any], error: Exception
 ) -> str | None:
-    """Returns which argument a component refuses, or None if that is not known."""
+    """Returns a message about the argument that a component refuses, or None if that is not known."""
     if errors.is_mistake(error):
-        # Our own components name the argument. The node that it stands in is put before it.
+        # Our own components name the argument, but do not know the node that it stands in.
         leading = errors.leading_argument(text := str(error))
         if leading in arguments or leading in _parameters(component):
             return f"{name}.{text}"
         return text if name in text.partition(" ")[0] else f"`{name}:` {text}"
     if errors.place_of(error):
         return None
-    # A component of a library, such as an optimizer, may fail far from the argument that is wrong.
+    # A component of a library, such as an optimizer, may fail far from the wrong argument, so `guilty` tries them.
     wrong = errors.guilty(lambda **given: component(**given, **extra), arguments, str(error))
     if wrong is None:
         return None
@@ -137,7 +135,7 @@ def _parameters(component: Any) -> dict[str, inspect.Parameter]:
 
 
 def takes(node: Mapping[str, Any]) -> list[str]:
-    """Returns the names of what the component of a node takes; none where there is no such component."""
+    """Returns the names of the arguments of a node's component; none if there is no such component."""
     path = str(node.get("_component_"))
     try:
         return list(_parameters(by_path(path, "") if "." in path else _in_recipe(path)))
@@ -146,10 +144,8 @@ def takes(node: Mapping[str, Any]) -> list[str]:
 
 
 def _in_recipe(name: str) -> Any:
-    """Returns what a name means in the recipe that runs, or None.
-
-    `tune` runs the recipe as `__main__`, but does not enter it in `sys.modules`. So the search goes through the frames.
-    """
+    """Returns the object of this name in the recipe that runs, or None."""
+    # `tune` runs the recipe as `__main__` without an entry in `sys.modules`, so the search goes through the frames.
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "__main__" and name in frame.f_globals:
@@ -161,12 +157,7 @@ def _in_recipe(name: str) -> Any:
 def recipe_module(recipe: str, prefix: str) -> ModuleType:
     """Returns the module of a recipe: ours by its name, or another by its file or its dotted name.
 
-    Args:
-        recipe: the name, the file or the module.
-        prefix: what stands before `recipe` in messages.
-
-    Raises:
-        ValueError: there is no such recipe.
+    Messages begin with `prefix`. Raises ValueError if there is no such recipe.
     """
     ours = {each.name: each.path.stem for each in recipe_files(folder("recipes"), folder("configs"))}
     name = f"torchtune_ext.recipes.{ours[recipe]}" if recipe in ours else recipe
@@ -180,7 +171,8 @@ def recipe_module(recipe: str, prefix: str) -> ModuleType:
     # The file need not be on Python's path.
     spec = spec_from_file_location("recipe_of_a_user", name)
     module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module there
+    # Dataclasses look up their module there.
+    sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except FileNotFoundError:

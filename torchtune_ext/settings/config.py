@@ -1,4 +1,4 @@
-"""Turns YAML into the settings of a recipe: one typed object. What uses a setting is given its value and sees no config."""
+"""Turns YAML into the settings of a recipe, one typed object. Beyond the recipe, only plain values are passed on."""
 
 import json
 import os
@@ -26,8 +26,8 @@ from torchtune_ext.settings.presets import preset_file
 
 T = TypeVar("T")
 
-# `_references` reads a config with this resolver in place of oc.env. The resolver returns its own text and does not
-# look into the environment, so that no secret comes into the record of a run.
+# `_references` reads a config with this resolver in place of oc.env. It returns its own text and does not look into the
+# environment, so that no secret comes into the record of a run.
 _MARK = "torchtune_ext.env"
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
 _BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quotes
@@ -35,12 +35,12 @@ _NO_READS = ("output_dir", "logging")  # keys whose values never name a file tha
 _RECORD = "_record"  # the attribute in which settings carry what `record` returns
 
 TYPE_TEXTS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-# What to do instead of giving a value of a wrong type.
+# Advice behind the message about a value of a wrong type.
 INSTEAD = {
     "resume_from_checkpoint": "; true goes on from the newest checkpoint of output_dir; to begin anew from any: model_dir=PATH",
     "evaluation.every": "; without held-out problems: evaluation.task=null",
 }
-# Recipes that are the same program as grpo_full: the setting that their name promises, and what a run does without it.
+# Recipes that are the same program as grpo_full, with the setting that their name promises and what happens without it.
 PROMISED = {
     "grpo_lora": ("model.lora_attn_modules", "all weights are trained"),
     "grpo_async": ("staleness", "sampling and training take turns"),
@@ -51,14 +51,12 @@ MANY = 3  # with more unknown keys than that, a config is taken for one of anoth
 def load_config(schema: type[T], cfg: DictConfig) -> T:
     """Merges the YAML and the overrides of a recipe into its `Config` dataclass, and returns the settings.
 
-    A field of `Config` whose type is a dataclass is a node of the YAML. A node with `_component_` becomes a `Component`, to be
-    built by `instantiate`. If the recipe has the knob `preset`, the keys of the preset come first, and what the YAML or the
-    command line says replaces them. A run that an agent of Weights & Biases has started gets an `output_dir` of its own
-    (`own_folder`).
+    A field of `Config` whose type is a dataclass is a node of the YAML. A node with `_component_` becomes a `Component`
+    for `instantiate`.
 
     Raises:
-        ValueError: a key is unknown (the message gives the nearest known one), a value has a wrong type, a required value is
-            missing, a record refuses its values, or the preset is unknown. Records that refuse are all named, a line each.
+        ValueError: a key is unknown, a value has a wrong type, a required value is missing, a record refuses its
+            values, or the preset is unknown.
     """
     defaults = {f.name: f.default for f in fields(schema)}
     cfg = OmegaConf.create(_at_home(OmegaConf.to_container(cfg)))
@@ -69,14 +67,18 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
             f"this config has {len(foreign)} keys that the recipe does not know ({', '.join(foreign[:5])}, ...), so it is "
             f"written for another one{_whose(cfg)}; begin with a copy of one of ours: `tune cp` and a name that `tune ls` shows"
         )
+    # The YAML and the command line replace keys of the preset.
     if preset is not None:
         cfg = _over(load_preset(preset, list(defaults)), cfg)
     cfg = _with_nodes(schema, cfg)
     merged = _merged(schema, cfg)
+    # Each run that an agent of Weights & Biases starts gets its own folder. It does so before references are resolved,
+    # so that files which are named below the folder move along.
     if "output_dir" in merged:
-        # Before references are resolved, so that what names a file below it goes along.
         merged.output_dir = own_folder(str(merged._get_node("output_dir")._value()))
+    # With references, for the record of the run.
     written = OmegaConf.to_container(merged)
+    # `key=null` counts as missing, too, if the key has no default.
     nothing = {name for name, default in defaults.items() if default == MISSING and merged._get_node(name)._is_none()}
     try:
         missing = sorted(OmegaConf.missing_keys(merged) | nothing)
@@ -89,6 +91,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
         raise Mistake(_unresolved(error)) from None
     refused: list[str] = []
     settings = _instance(schema, merged, "", refused)
+    # torch's generators take 64 bits.
     if abs(getattr(settings, "seed", 0)) >= 2**63:
         refused.append(f"seed={settings.seed} does not fit into 64 bits; set a smaller one")
     if refused:
@@ -98,10 +101,11 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
 
 
 def read_config(config: str, words: Sequence[str], recipe: str | None = None) -> Any:
-    """Returns the settings of a run that samples, as its recipe would: of a config, a file or one of ours by its name, and of
-    what stands behind it, key=value.
+    """Returns the settings of a run that samples, as its recipe reads them.
 
     Args:
+        config: a file, or one of ours by its name.
+        words: settings that replace those of the config, key=value.
         recipe: name, file or module of the recipe; None: the one that the config is written for.
 
     Raises:
@@ -126,7 +130,7 @@ def as_tune_reads(config: str, words: Sequence[str], recipe: str | None = None) 
     """Returns a config, a file or one of ours by its name, with key=value words over it, as torchtune merges them.
 
     Args:
-        recipe: the file of a recipe of ours, for which the config has to be written; None: of any.
+        recipe: the file of the recipe for which the config has to be written; None: any recipe.
 
     Raises:
         ValueError: a word is wrong, there is no such config, or it is written for another recipe.
@@ -141,18 +145,19 @@ def as_tune_reads(config: str, words: Sequence[str], recipe: str | None = None) 
 
 
 def say_unset(recipe: str, words: Sequence[str]) -> None:
-    """Says in a line that a config does not set what the name of its recipe promises. Args: words: behind the recipe."""
+    """Prints a line if a config does not set what the name of its recipe promises. `words` stand behind the recipe."""
     if recipe in PROMISED and "--config" in words[:-1]:
         key, then = PROMISED[recipe]
         place = list(words).index("--config")
         cfg = as_tune_reads(words[place + 1], [*words[:place], *words[place + 2 :]])
-        with suppress(OmegaConfBaseException):  # a reference that leads nowhere is said when the recipe reads it
+        # If a reference leads nowhere, the recipe will say so when it reads the config.
+        with suppress(OmegaConfBaseException):
             if not OmegaConf.select(cfg, key, default=None):
                 say(labelled([("recipe", f"{recipe}, but {key} is not set: {then}")]))
 
 
 def _with_nodes(schema: type, cfg: DictConfig) -> DictConfig:
-    """Returns the config with a mapping for every node, also where it has none or a plain value. Raises ValueError."""
+    """Returns the config with a mapping for every node. Raises ValueError for a value that is none."""
     cfg = cfg.copy()
     for node, kind in _nodes(schema).items():
         if node not in cfg:
@@ -160,6 +165,7 @@ def _with_nodes(schema: type, cfg: DictConfig) -> DictConfig:
         value = cfg._get_node(node)
         if value._is_interpolation() or (isinstance(value, DictConfig) and not value._is_none()):
             continue
+        # Some records name a key for a plain value: `precision: bf16` means a key of `precision`.
         if value._value() is None or (bare := getattr(kind, "BARE", None)) is None:
             raise Mistake(_no_mapping(node, value._value(), kind))
         cfg[node] = {bare: value._value()}
@@ -167,7 +173,8 @@ def _with_nodes(schema: type, cfg: DictConfig) -> DictConfig:
 
 
 def _at_home(value: Any) -> Any:
-    """Puts the user's folder in the place of ~ before a path: shells leave it as it is behind `output_dir=`."""
+    """Replaces ~ before a path by the user's folder."""
+    # A shell does so only at the beginning of a word, not behind `output_dir=`.
     if isinstance(value, dict):
         return {key: _at_home(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -176,10 +183,11 @@ def _at_home(value: Any) -> Any:
 
 
 def _merged(schema: type, cfg: DictConfig) -> DictConfig:
-    """Returns the settings as OmegaConf holds them, typed, with references and with what is missing. Raises ValueError."""
+    """Returns the typed settings, still with references and missing values. Raises ValueError."""
     typed = OmegaConf.structured(schema)
     for node in _nodes(schema):
-        OmegaConf.set_readonly(typed._get_node(node), False)  # records are frozen
+        # OmegaConf makes a frozen dataclass read-only, and then cannot merge into it.
+        OmegaConf.set_readonly(typed._get_node(node), False)
     try:
         return OmegaConf.merge(typed, cfg)
     except ConfigKeyError as error:
@@ -187,7 +195,8 @@ def _merged(schema: type, cfg: DictConfig) -> DictConfig:
     except ValidationError as error:
         raise Mistake(_wrong_type(error, cfg, schema)) from None
     except TypeError as error:
-        # OmegaConf does not say where: a list or a plain value is needed, and there is a mapping, or the other way round.
+        # There is a mapping in place of a list or a plain value, or the other way round. OmegaConf does not say where,
+        # so the message names all candidates.
         keys = ", ".join(
             f"{node}.{key}"
             for node in _nodes(schema)
@@ -198,12 +207,12 @@ def _merged(schema: type, cfg: DictConfig) -> DictConfig:
 
 
 def _nodes(schema: type) -> dict[str, type]:
-    """Returns the records of the nodes of a recipe by their keys."""
+    """Returns the record types of the nodes of a recipe, by key."""
     return {spec.name: spec.type for spec in fields(schema) if is_dataclass(spec.type)}
 
 
 def _instance(kind: type, node: DictConfig, where: str, refused: list[str]) -> Any:
-    """Makes a record, and those in it, from typed values. The messages of records that refuse theirs go to `refused`."""
+    """Makes a record, and those in it, from typed values. A record that refuses them adds a message to `refused`."""
     values = {}
     for spec in fields(kind):
         key, value = f"{where}{spec.name}", node[spec.name]
@@ -211,6 +220,7 @@ def _instance(kind: type, node: DictConfig, where: str, refused: list[str]) -> A
             values[spec.name] = _instance(spec.type, value, f"{key}.", refused)
             continue
         plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        # OmegaConf holds a tuple as a list.
         if get_origin(spec.type) is tuple:
             plain = tuple(plain)
         elif spec.type is Any and isinstance(plain, dict):
@@ -226,7 +236,7 @@ def _instance(kind: type, node: DictConfig, where: str, refused: list[str]) -> A
 
 
 def _unknown(key: str, schema: type, cfg: DictConfig) -> str:
-    """Returns the message for an unknown key. For one at the top that belongs in a node, it says where."""
+    """Returns the message for an unknown key."""
     node, dot, below = key.partition(".")
     nodes, names = _nodes(schema), [spec.name for spec in fields(schema)]
     if dot:
@@ -237,6 +247,7 @@ def _unknown(key: str, schema: type, cfg: DictConfig) -> str:
         if node == "engine" and "did you mean" not in message:
             return f"unknown key {key!r} in `engine:`; an argument of vLLM itself is engine.extra_args.{below}"
         return message
+    # A key at the top may belong in a node, or be an argument of a component, so these are known keys, too.
     inside = [f"{node}.{spec.name}" for node, kind in nodes.items() for spec in fields(kind)]
     components = [(name, cfg[name]) for name in names if name not in nodes and isinstance(cfg.get(name), DictConfig)]
     arguments = [f"{name}.{argument}" for name, node in components for argument in takes(node)]
@@ -255,6 +266,7 @@ def _no_mapping(node: str, value: Any, kind: type) -> str:
 
 def _wrong_type(error: ValidationError, cfg: DictConfig, schema: type) -> str:
     """Returns the message for a value that a knob does not take."""
+    # The key of an entry of a list, "key[0]", stands for the list.
     key = str(error.full_key).split("[")[0]
     kind, node = schema, cfg
     for part in key.split("."):
@@ -275,7 +287,7 @@ def _wrong_type(error: ValidationError, cfg: DictConfig, schema: type) -> str:
 
 
 def _whose(cfg: DictConfig) -> str:
-    """Returns which recipe a config with such keys is for, as far as they tell."""
+    """Returns ", RECIPE" for the recipe that a config seems to be written for; "" if its keys do not tell."""
     for key, recipe in (("samples_per_prompt", "grpo_full"), ("num_problems", "warmup_sft")):
         if key in cfg:
             return f", {recipe}"
@@ -296,16 +308,13 @@ def _unresolved(error: OmegaConfBaseException) -> str:
 
 
 def record(cfg: Any) -> dict[str, Any]:
-    """Returns the settings to keep and to show, from what `load_config` returned: of a node what was given, not its defaults.
-
-    Values that come from the environment are left out, because one of them may be a secret token. In their place stand
-    their references, `${oc.env:NAME}`, as they were written.
-    """
+    """Returns the settings to keep and to show, from what `load_config` returned; of a node only what was given."""
     return getattr(cfg, _RECORD)
 
 
 def _record(merged: DictConfig, written: dict[str, Any], cfg: DictConfig, schema: type) -> dict[str, Any]:
     plain = OmegaConf.to_container(merged)
+    # A value that comes from the environment may be a secret token. Its reference, `${oc.env:NAME}`, takes its place.
     for path, text in _references(OmegaConf.create(_marked(written))).items():
         *above, last = path
         node = plain
@@ -318,13 +327,14 @@ def _record(merged: DictConfig, written: dict[str, Any], cfg: DictConfig, schema
 
 
 def named_paths(cfg: Any) -> list[Path]:
-    """Returns the existing files and folders that the settings name, without `output_dir`: a run may read them."""
+    """Returns the existing files and folders that the settings name and a run may read."""
     paths: list[Path] = []
 
     def walk(node: Any) -> None:
         if isinstance(node, dict | list | tuple):
             for value in node.values() if isinstance(node, dict) else node:
                 walk(value)
+        # Linux refuses longer paths, and Python those with a NUL.
         elif isinstance(node, str) and node and len(node) < 4096 and "\0" not in node and os.path.exists(node):
             paths.append(Path(node))
 
@@ -341,22 +351,21 @@ def _marked(node: Any) -> Any:
 
 
 def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
-    """Returns the text of every value that comes from the environment, by the path of its keys.
-
-    The function reads each value once. A value comes from the environment if reading it calls the resolver `_MARK`.
-    """
+    """Returns the text of every value that comes from the environment, by the path of its keys."""
     references: dict[tuple, str] = {}
     for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
         if OmegaConf.is_missing(node, key):
             continue
+        # A value comes from the environment if reading it calls the resolver `_MARK`.
         _lookups.clear()
         try:
             value = node[key]
         except Exception:
-            # Another resolver may fail when it gets a reference in place of a value. That is no fault of the settings,
-            # which have been resolved before.
+            # Another resolver may fail when it gets a reference in place of a value. The settings are right all the
+            # same: they have been resolved before.
             value = None
         if _lookups:
+            # Where another resolver hides the reference, the text as it was written says where the value comes from.
             whole = isinstance(value, str) and f"${{{_MARK}:" in value
             text = value if whole else str(node._get_node(key)._value())
             references[(key,)] = text.replace(f"${{{_MARK}:", "${oc.env:")
@@ -365,7 +374,8 @@ def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
     return references
 
 
-_lookups: list[str] = []  # the references that the resolver below was given since the list was cleared
+# The references that the resolver below has seen since the list was cleared.
+_lookups: list[str] = []
 
 
 def _reference(*arguments: Any) -> str:
@@ -382,11 +392,8 @@ def _reference(*arguments: Any) -> str:
 def load_preset(preset: str, known: list[str]) -> dict[str, Any]:
     """Returns the keys of a preset: one of ours by its name, or one of the user by its path.
 
-    Args:
-        known: the knobs of the recipe. A preset may set some of them.
-
     Raises:
-        ValueError: there is no such preset, the file is no YAML, or a key in it is unknown.
+        ValueError: there is no such preset, the file is no YAML, or a key in it is not among the `known` ones.
     """
     file = preset_file(preset)
     try:
@@ -402,14 +409,13 @@ def load_preset(preset: str, known: list[str]) -> dict[str, Any]:
 
 
 def _over(preset: dict[str, Any], cfg: DictConfig) -> DictConfig:
-    """Returns `preset` with the values of `cfg` written over it, node by node.
-
-    A node of `cfg` that names a component replaces the node of the preset as a whole.
-    """
+    """Returns `preset` with the values of `cfg` written over it, node by node."""
     merged = OmegaConf.create(preset)
     for key in cfg:
+        # `_get_node` keeps references, which have no value yet.
         mine, theirs = cfg._get_node(key), merged.get(key)
         both = isinstance(theirs, DictConfig) and isinstance(mine, DictConfig)
+        # Another component replaces the node as a whole: it would not take the arguments of the preset's.
         merged[key] = OmegaConf.merge(theirs, mine) if both and "_component_" not in mine else mine
     return merged
 
@@ -421,16 +427,15 @@ def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
     return f"unknown key {key!r} in {where}; {hint}"
 
 
-# What a config may compute: `${divide:512,${samples_per_prompt}}` is 512 divided by another setting, a whole number.
 def divide(whole: int, by: int) -> int:
-    """Returns the quotient. Raises ValueError if it is no whole number."""
+    """`${divide:512,${samples_per_prompt}}` of a config. Raises ValueError if the quotient is no whole number."""
     if not isinstance(whole, int) or not isinstance(by, int) or by < 1 or whole % by:
         raise Mistake(f"${{divide:{whole},{by}}} is no whole number; choose values that divide {whole}")
     return whole // by
 
 
 with warnings.catch_warnings():
-    # OmegaConf warns about this name of the function, but it is the one that all supported versions have.
+    # OmegaConf warns about this name of the function, but only this one is in all supported versions.
     warnings.filterwarnings("ignore", "register_new_resolver", UserWarning)
     OmegaConf.register_new_resolver(_MARK, _reference, replace=True)
     OmegaConf.register_new_resolver("divide", divide, replace=True)

@@ -14,11 +14,7 @@ def preset_files() -> dict[str, Path]:
 
 
 def preset_file(preset: str) -> Path:
-    """Returns the file of a preset, which is given by its name if it is ours, or by its path.
-
-    Raises:
-        ValueError: there is no such preset. The message gives the nearest name.
-    """
+    """Returns the file of a preset, by its name if it is ours, or by its path. Raises ValueError if there is none."""
     if not isinstance(preset, str):
         raise Mistake(
             f"preset={preset} must be one name or one path; what else it should change, the config says itself"
