@@ -1,11 +1,9 @@
-"""Renders messages with a chat template, and tells which characters of the text the assistant wrote.
+"""Renders messages with a chat template, and finds the characters of the text that the assistant wrote.
 
-A template with `{% generation %}...{% endgeneration %}` tags marks itself what the assistant wrote. Most published
-templates have no such tags. Some also rewrite earlier turns (Qwen3 drops the thinking of every turn but the newest), so
-a model trained on their text would see turns that it never sampled. This module does not edit such a template. It
-renders every assistant turn as the newest message of the conversation that ends with it, because that is the form in
-which the turn was sampled, and joins the pieces. The conditions for this are checked on every conversation. If one
-fails, a ValueError says what was missing and asks for tags.
+A template may mark them itself, by `{% generation %}...{% endgeneration %}`. Most published ones do not, and some
+rewrite earlier turns (Qwen3 drops the thinking of every turn but the newest), so that a model trained on their text
+would see turns that it never sampled. For these templates every assistant turn is rendered as the newest message, which
+is the form in which it was sampled, and the pieces are joined.
 """
 
 import re
@@ -22,8 +20,8 @@ from torchtune_ext.run.errors import Mistake
 Message = dict[str, Any]
 Tool = Mapping[str, Any]  # the JSON schema of a function
 
-# This is ChatML with as few tokens as possible: four tokens around a message (<|im_start|>, role, newline, <|im_end|>),
-# no default system message, no newline after a turn. It is for models that the supervised warm-up makes from scratch.
+# ChatML with as few tokens as possible, for the models that the supervised warm-up makes from scratch: four tokens
+# around a message (<|im_start|>, role, newline, <|im_end|>), no default system message, no newline after a turn.
 CHATML = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\\n' -}}
@@ -37,7 +35,8 @@ CHATML = """\
 """
 
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARK = "\ue0f1\ue0f2"  # private-use characters, which are in no vocabulary and in no real message
+# Private-use characters, which are in no vocabulary and in no real message.
+_MARK = "\ue0f1\ue0f2"
 _FIX = (
     "Put {% generation %} and {% endgeneration %} around what the assistant writes (its text and the token that ends "
     "its turn) in a copy of the template, and name the copy in `template`; docs/tasks.md has an example."
@@ -53,10 +52,10 @@ class _NoCalls(tuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The place of one assistant turn in a rendered conversation, in characters."""
+    """The place of one assistant turn in a rendered conversation, in characters: start <= sampled <= end."""
 
     start: int  # first character after the header of the turn (where `{% generation %}` is)
-    sampled: int  # first character that is not in the generation prompt; start <= sampled <= end
+    sampled: int  # first character that is not in the generation prompt
     end: int  # one past the last character of the turn (where `{% endgeneration %}` is)
 
 
@@ -86,11 +85,7 @@ class ChatTemplate:
         self._frame: tuple[str, str] | None = None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation_prompt: bool = False) -> str:
-        """Returns the text that the template gives for `messages`.
-
-        Raises:
-            ValueError: the template refuses the messages.
-        """
+        """Returns the text that the template gives for `messages`. Raises ValueError if it refuses them."""
         return self._render(messages, tools, generation_prompt, tags=False)[0]
 
     def conversation(
@@ -104,6 +99,7 @@ class ChatTemplate:
         messages = list(messages)
         if self.has_tags:
             text, spans = self._render(messages, tools, generation_prompt, tags=True)
+            # A template with tags may still skip a turn or leave it empty. Training would miss it without a word.
             num_assistant = sum(message["role"] == "assistant" for message in messages)
             if len(spans) != num_assistant or any(start == end for start, end in spans):
                 raise self._no_place(
@@ -112,18 +108,18 @@ class ChatTemplate:
                 )
         else:
             text, spans = self._render_around(messages, tools, generation_prompt)
+        # A turn's block may begin inside the generation prompt, whose rest the policy does not sample.
         prompt = self._frame_texts()[0]
         return Conversation(text, tuple(Turn(a, min(_after(text, a, prompt), b), b) for a, b in spans))
 
     def between_turns(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """Returns what stands between a turn's own text and the next turn: its end, `messages`, and the generation prompt.
-
-        It is rendered behind a turn that is only a mark, so nothing that was sampled is rendered again, and what the template
-        writes before the first message or does with older turns is not in it.
+        """Returns the text between a turn's own and the next turn's: its end, `messages`, and the generation prompt.
 
         Raises:
             ValueError: the template refuses the messages, or does not write the turn before them.
         """
+        # The turn before them is only a mark. So nothing that was sampled is rendered again, and the text is free of
+        # what the template writes before the first message or does with older turns.
         base = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
         _, mark, after = self.render([*base, *messages], tools, generation_prompt=True).partition(_MARK)
         if not mark:
@@ -133,15 +129,12 @@ class ChatTemplate:
     def around_turns(
         self, problem: Sequence[Message], messages: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> list[str]:
-        """Returns the text of a conversation with the generation prompt, cut behind what it has of each assistant's message.
-
-        Args:
-            problem: the messages before the first turn; an assistant's among them make no cut.
-            messages: turns and answers.
+        """Returns the text of a conversation with the generation prompt, cut behind each of the assistant's `messages`.
 
         Raises:
             ValueError: the template refuses the messages, or leaves nothing of a turn.
         """
+        # A policy may sample anything, also the mark.
         mark = _MARK
         while any(mark in str(message["content"]) for message in (*problem, *messages)):
             mark += _MARK
@@ -159,7 +152,7 @@ class ChatTemplate:
         try:
             texts, spans = render_jinja_template(
                 conversations=[list(messages)],
-                # Some templates take an empty list for tools.
+                # Some templates write their part about tools for an empty list, too.
                 tools=list(tools) if tools else None,
                 chat_template=self.source,
                 return_assistant_tokens_mask=tags,
@@ -175,7 +168,7 @@ class ChatTemplate:
         return texts[0], [tuple(span) for span in spans[0]] if tags else []
 
     def _render_around(self, messages, tools, generation_prompt) -> tuple[str, list[tuple[int, int]]]:
-        """Joins, for each assistant message, the text before it and its turn, rendered as the newest message."""
+        """Joins the turns, each rendered as the newest message, and the texts between them."""
         header = self._frame_texts()[1]
         pieces: list[str] = []
         spans: list[tuple[int, int]] = []
@@ -185,6 +178,7 @@ class ChatTemplate:
                 continue
             between = self._between(messages, previous, index, tools, False)
             before, after = self.render(messages[:index], tools), self.render(messages[: index + 1], tools)
+            # The turn can be cut out only if the template leaves all before it as it was.
             turn = after[len(before) :]
             if not after.startswith(before) or not turn.startswith(header):
                 raise self._no_place(
@@ -207,7 +201,8 @@ class ChatTemplate:
         then = self.render(messages[: previous + 1], tools)
         if now.startswith(then):
             return now[len(then) :]
-        # The template rewrites earlier turns. A mark in place of the text of the turn shows where the turn ends.
+        # The template rewrites earlier turns, so the two texts differ before the end of the turn. A mark in place of
+        # the turn's text shows where that is in each of them.
         marked = {key: value for key, value in messages[previous].items() if key != "reasoning_content"}
         marked["content"] = _MARK
         past = [*messages[:previous], marked]
@@ -218,16 +213,11 @@ class ChatTemplate:
         return now[2][len(then[2]) :]
 
     def _frame_texts(self) -> tuple[str, str]:
-        """Finds the generation prompt, which asks for a turn, and the part of it that begins *every* form of a turn.
-
-        The two differ if a form of the turn leaves something out. Qwen2.5 writes the newline after "assistant" together
-        with what follows, so its shortest turn has no newline, and the header is shorter than the prompt.
-
-        Returns:
-            The generation prompt and the header.
-        """
+        """Returns the generation prompt, and the header: the part of it that begins *every* form of a turn."""
         if self._frame is not None:
             return self._frame
+        # Qwen2.5 writes the newline after "assistant" together with what follows, so its shortest turn has no newline,
+        # and the header is shorter than the prompt. Hence three forms: plain, with a thought, and with tool calls only.
         messages = [{"role": "user", "content": "x"}]
         before, prompt = self.render(messages), self.render(messages, generation_prompt=True)
         if not prompt.startswith(before):
@@ -238,7 +228,7 @@ class ChatTemplate:
             try:
                 forms.append(self.render([*messages, {"role": "assistant", **extra}]))
             except ValueError:
-                # This template has no such form, so the form says nothing about the header.
+                # This template has no such form.
                 continue
         if not all(form.startswith(before) for form in forms):
             raise self._no_place("the assistant's turn behind an unchanged user message")
@@ -258,11 +248,9 @@ def _after(text: str, start: int, prompt: str) -> int:
 
 
 def _check_nothing_lost(name: str, index: int, message: Message, turn: str) -> None:
-    """Raises ValueError when text of the message is missing in the turn, because the model could not learn that text.
-
-    White space is not compared.
-    """
+    """Raises ValueError if text of the message is missing in the turn: the model could not learn it."""
     content = message.get("content")
+    # Templates strip white space, which is no loss.
     if isinstance(content, str) and "".join(content.split()) not in "".join(turn.split()):
         raise Mistake(
             f"chat template {name!r} drops part of the content of message {index} (assistant), even where it is the "

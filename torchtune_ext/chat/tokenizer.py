@@ -1,14 +1,8 @@
-"""Turns messages into token ids, and tells which of the ids the policy generates.
+"""Turns messages into token ids, and marks those that the policy generates.
 
-After this module no text is used for training. A prompt becomes ids once, here. A completion is the ids that the engine
-sampled. `decode` is for graders and people. Its text is never encoded again for training, because encoding a decoded
-text can give other ids than were sampled ("ab" may have been sampled as "a", "b"), and log-probs belong to ids.
-
-Which tokens are generated? After the generation prompt (`<|im_start|>assistant\\n`) the engine samples the text of the
-turn and then the token that ends the turn (`<|im_end|>`), where it stops. `conversation_ids` marks these tokens. The
-end token is trained on. The newline that templates write after it is not, and no part of the generation prompt is. With
-`sampled_only=False` the mask covers exactly the generation block of the template, as `apply_chat_template` counts it.
-For the templates of Qwen this includes the newline after the turn, and for Qwen2.5 also the one before it.
+After this module no text is used for training. A prompt becomes ids once, here, and a completion is the ids that the
+engine sampled. Encoding a decoded text can give other ids than were sampled ("ab" may have been sampled as "a", "b"),
+and log-probs belong to ids.
 """
 
 import json
@@ -26,7 +20,8 @@ __all__ = ["CHATML", "ChatTokenizer"]
 
 HISTORIES = ("sampled", "template")
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
-_LONGEST_OPENING = 16  # tokens; enough for "<think>" and white space if every character is a token
+# Tokens: enough for "<think>" and white space even if every character is a token.
+_LONGEST_OPENING = 16
 # Marks that graders and environments read. In some models they are special tokens.
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
@@ -35,13 +30,12 @@ class ChatTokenizer:
     """The tokenizer and the chat template of a model directory.
 
     Args:
-        path: a Hugging Face model directory (tokenizer.json and, if they exist, tokenizer_config.json,
-            chat_template.jinja, generation_config.json, config.json). Nothing is downloaded.
+        path: a Hugging Face model directory. Nothing is downloaded.
         template: None for the template of the directory, "chatml" for the built-in one, the path of a Jinja file, or
             the Jinja text itself.
         template_options: more variables of the template, for example {"enable_thinking": False}.
-        history: what a later turn of a conversation is sampled behind. "sampled": all that was sampled before it, thoughts
-            among it. "template": what the template leaves of older turns (`context_ids`).
+        history: the context of a later turn. "sampled": all that was sampled before it, thoughts included. "template":
+            what the template leaves of older turns (`context_ids`).
 
     Raises:
         ValueError: a file or the template is missing or cannot be used.
@@ -64,10 +58,12 @@ class ChatTokenizer:
         self._tokenizer = _load_tokenizer(self.path)
         name, source = self._find_template(template)
         self.template = ChatTemplate(source, name, dict(self._tokenizer.special_tokens_map), template_options)
+        # Some tokenizers mark tokens as special without naming them in the map of special tokens.
         self._special_ids = set(self._tokenizer.all_special_ids)
         self._special_ids |= {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         names = self._tokenizer.convert_ids_to_tokens
         self._unread_ids = {i for i in self._special_ids if names(i) not in _MARKS}
+        # Ids may have gaps, so the number of tokens can be smaller.
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.stop_token_ids = self._find_stop_token_ids()
         self.eos_id: int = self.stop_token_ids[0]
@@ -79,15 +75,11 @@ class ChatTokenizer:
         return self.encode(self.template.render(messages, tools, generation_prompt=True))
 
     def between_turns_ids(self, messages: Sequence[Message], end: int, tools: Sequence[Tool] = ()) -> list[int]:
-        """Returns what a conversation goes on with after a sampled turn: `messages` and the next generation prompt.
-
-        The ids are appended to those that were sampled, which are never made again from text. What the template writes behind
-        the token that ends a turn (a newline, mostly) is among them, and so is that token where the turn ended with another.
+        """Returns the ids to append to a sampled turn: the rest of its end, `messages`, and the next generation prompt.
 
         Args:
-            messages: what the environment answers.
+            messages: the environment's answer.
             end: the last sampled token.
-            tools: as in the prompt.
 
         Raises:
             ValueError: the template cannot render `messages` behind a turn of the assistant.
@@ -101,16 +93,12 @@ class ChatTokenizer:
         turns: Sequence[Sequence[int]],
         tools: Sequence[Tool] = (),
     ) -> list[int]:
-        """Returns what the next turn of a conversation is sampled behind, as the template writes the whole of it.
-
-        Of an older turn it has what the template leaves of it, from some place to the end, in the ids that were sampled. If the
-        template cuts inside of a token, the rest of that token is encoded anew; the end of a turn is never cut.
+        """Returns the context of the next turn as the template writes it. What it keeps of a turn has its sampled ids.
 
         Args:
             problem: the messages before the first turn.
             messages: turns and answers, the last one an answer.
             turns: the sampled ids of each turn.
-            tools: as in the prompt.
 
         Raises:
             ValueError: the template cannot render the messages, or leaves nothing of a turn.
@@ -120,35 +108,38 @@ class ChatTokenizer:
         ids: list[int] = []
         text, end = first, None
         for content, turn, after in zip(texts, turns, others, strict=True):
+            # A template drops a turn's beginning (its thought), never its end. So the common end of both texts is kept.
             kept = len(commonprefix([content[::-1], text[::-1]]))
-            own = self.decode(turn)  # without what the prompt has opened
+            # The content may begin with a "<think>" of the prompt, which is in no sampled id.
+            own = self.decode(turn)
             dropped = max(0, len(own) - kept)
             start = bisect_left(range(len(turn)), dropped, key=lambda n: len(self.decode(turn[:n]))) if dropped else 0
             while True:
                 rest = own[len(self.decode(turn[:start])) :]
-                # A cut between two tokens may go through a character. Some tokenizers leave out the space before a text.
+                # A cut between two tokens may go through a character, so it moves on until the rest decodes to itself.
+                # Some tokenizers leave out the space before a text.
                 if self.decode(turn[start:]).lstrip(" ") == rest.lstrip(" "):
                     break
                 start += 1
+            # Kept text before that place, such as the rest of a token that the template cuts, is encoded anew.
             ids += [*self._after_turn(text[: len(text) - len(rest)], end), *turn[start:]]
             text, end = after, turn[-1]
         return ids + self._after_turn(text, end)
 
     def _after_turn(self, text: str, end: int | None) -> list[int]:
-        """Returns the ids of a text that follows a turn with the last token `end`, or nothing (None)."""
+        """Returns the ids of a text that follows a turn with the last token `end`, or follows nothing (None)."""
         ids = self.encode(text)
-        # A template may write white space and other special tokens before the one that ends a turn, and a sampled one stands
-        # for all up to its like. Behind any other text it is none of the template's, but written in a message.
+        # The template's text begins with the token that ends a turn, maybe behind white space and other special tokens.
+        # If the policy sampled that token, all up to it is there already. An end token behind any other text is not the
+        # template's, but was written in a message.
         head = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), -1)
         ended = head >= 0 and ids[head] == end and not self.decode(ids[:head]).strip()
         return ids[head + 1 :] if ended else ids
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
-        """Returns the "<think>" and the white space after it if a prompt ends with them, otherwise "".
-
-        The policy continues this thought and samples only its end. With the returned text in front, the text of a
-        completion is the whole turn, as from a model that samples "<think>" itself.
-        """
+        """Returns the "<think>" and the white space after it if a prompt ends with them, otherwise ""."""
+        # The policy samples only the rest of such a thought. With this text in front, the text of a completion is the
+        # whole turn, as from a model that samples "<think>" itself.
         opened = _OPEN_THOUGHT.search(self.decode(prompt_ids[-_LONGEST_OPENING:]))
         return opened[0] if opened else ""
 
@@ -161,14 +152,12 @@ class ChatTokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Returns the ids [T] and the mask [T] of a conversation. The mask is True on tokens that the policy generates.
 
-        Every assistant turn has the form that it had as the newest message, so thinking is kept, whatever the template
-        does with older turns.
+        Every turn is rendered as the newest message, so thinking is kept, whatever the template does with older turns.
 
         Args:
-            messages: the conversation.
             tools: the tools that the template shows, if any.
             add_generation_prompt: whether the generation prompt follows the conversation.
-            sampled_only: False extends the mask to the whole generation block of the template.
+            sampled_only: False extends the mask to the whole generation block, as `apply_chat_template` counts it.
 
         Raises:
             ValueError: an assistant turn cannot be found in the text, or the template drops a part of it.
@@ -176,13 +165,14 @@ class ChatTokenizer:
         conversation = self.template.conversation(messages, tools, add_generation_prompt)
         ids, offsets = self._encode_cut(conversation.text, [])
         mask = [False] * len(ids)
+        # For the templates of Qwen the block includes the newline after a turn, and for Qwen2.5 also the one before it.
         if not sampled_only:
             for turn in conversation.turns:
                 for t, (begin, end) in enumerate(offsets):
                     mask[t] |= begin < turn.end and end > turn.start
             return ids, mask
-        # The engine samples behind the ids that a prompt has by itself. Where those would be others with the turn behind it (a
-        # token over the seam, for one), the text is cut at the seam, and each piece is encoded by itself.
+        # The engine samples behind the ids that a prompt has by itself. If the turn behind it would change them (a
+        # token across the seam, for one), the text is cut at the seam, and each piece is encoded by itself.
         seams = sorted({turn.sampled for turn in conversation.turns})
         text = conversation.text
         prompts = [[token for token, (_, end) in zip(ids, offsets, strict=True) if end <= seam] for seam in seams]
@@ -191,6 +181,7 @@ class ChatTokenizer:
             ids, offsets = self._encode_cut(text, cuts)
             mask = [False] * len(ids)
         for turn in conversation.turns:
+            # The engine stops at the token that ends the turn, so what the template writes behind it was never sampled.
             inside = [t for t, (begin, _) in enumerate(offsets) if turn.sampled <= begin < turn.end]
             stops = [t for t in inside if ids[t] in self.stop_token_ids]
             for t in inside:
@@ -202,10 +193,8 @@ class ChatTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of sampled ids, for graders and people, never for training.
-
-        Special tokens are left out, except the marks of thoughts and of tool calls, which are special tokens in some models.
-        """
+        """Returns the text of sampled ids, for graders and people, never for training."""
+        # Of special tokens, only the marks of thoughts and tool calls are in it.
         return self._tokenizer.decode(
             [int(i) for i in ids if int(i) not in self._unread_ids],
             skip_special_tokens=False,
@@ -247,6 +236,7 @@ class ChatTokenizer:
 
     def _find_stop_token_ids(self) -> tuple[int, ...]:
         """Returns the end tokens: of the tokenizer, of generation_config.json and config.json, and of a turn."""
+        # The tokenizer's own comes first, since it becomes `eos_id`. The files may have none, a number or a list.
         ids: list[int | None] = [self._tokenizer.eos_token_id]
         for name in ("generation_config.json", "config.json"):
             file = self.path / name
@@ -261,13 +251,13 @@ class ChatTokenizer:
         return stop_ids
 
     def _turn_end_id(self) -> int | None:
-        """Returns the last special token of an assistant turn, or None where the template has no such turn or token."""
+        """Returns the last special token of an assistant turn, or None if the template has no such turn or token."""
         try:
             conversation = self.template.conversation(
                 [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
             )
         except ValueError:
-            # The template is for prompts only. `conversation_ids` raises this error with the reason if it is called.
+            # The template is only for prompts. `conversation_ids` gives the reason if it is called.
             return None
         turn = conversation.turns[-1]
         ends = [i for i in self.encode(conversation.text[turn.sampled : turn.end]) if i in self._special_ids]
@@ -275,13 +265,10 @@ class ChatTokenizer:
 
 
 def _load_tokenizer(path: Path):
-    """Loads the fast tokenizer of a directory.
-
-    The class PreTrainedTokenizerFast is imported where it is enough, since that takes 0.5 s and no torch (AutoTokenizer
-    takes 2.4 s).
-    """
+    """Loads the fast tokenizer of a directory."""
     if not path.is_dir():
         raise FileMistake(f"path={str(path)!r} is not a directory; give a downloaded Hugging Face model directory")
+    # Importing PreTrainedTokenizerFast takes 0.5 s and no torch, AutoTokenizer takes 2.4 s.
     if (path / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
