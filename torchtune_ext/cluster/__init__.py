@@ -1,1 +1,1 @@
-"""A run on the machines of a Ray cluster: Ray places trainer and servers, torchrun trains, vLLM serves."""
+"""A run on a Ray cluster: Ray places trainer and servers, torchrun trains, vLLM serves."""

@@ -1,18 +1,13 @@
-"""The actor of Ray that runs one command on a machine of the cluster, and the guard that lets nothing of it outlive the actor.
+"""The Ray actor that runs one command on a machine of the cluster, and the guard that ends it with the actor.
 
-The class `Actor` travels to the machine by value, and looks for torchtune_ext only there: a machine that has another version,
-or none, can say so. That is why its imports of ours stand in the methods.
-
-Ray kills an actor without a word, and at its end also the children of the actor, but nothing below them. So the command has a
-guard as its parent, a process that is no child of the actor:
+Ray kills an actor without a word, and at its end also the children of the actor, but nothing below them. So the parent
+of the command is a guard, a process that is no child of the actor:
 
     python -P -m torchtune_ext.cluster.actor PATIENCE FD COMMAND ...
 
-The guard forks, and writes the exit status of the command into the pipe FD (`-`: neither; the status is its own). Each line of
-its stdin is `SIGNAL SECONDS`: the command gets the signal, and SIGKILL so many seconds later. Where stdin ends, the actor is
-gone, and that is SIGTERM with PATIENCE seconds: a trainer then still saves the step that it is in. When the command has ended,
-whatever it started and left behind is killed. Where signal N ended it, the status is 128 + N. If the guard itself is killed,
-Linux kills the command.
+Each line of its stdin is `SIGNAL SECONDS`: the command gets the signal, and SIGKILL so many seconds later. The guard
+writes the exit status of the command, 128 + N after signal N, into the pipe FD. (`-`: it does not fork, and exits with
+the status.)
 """
 
 import ctypes
@@ -37,21 +32,23 @@ PIPE = 1 << 20  # bytes of output that wait for the driver; then the command wai
 KILLED = 128 + signal.SIGKILL
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 LOOK_S = 0.1  # seconds between two looks at the command
-TRACKER_S = 3.0  # seconds that a resource tracker of Python's has to remove the shared memory of those that were killed
-GIVE_UP_S = 13.0  # seconds after which a child is left alone that SIGKILL does not end, since a dead disk holds it
+# Seconds that Python's resource tracker has to remove the shared memory of processes that were killed.
+TRACKER_S = 3.0
+# Seconds after which a child that SIGKILL does not end is left alone. A dead disk can hold it for ever.
+GIVE_UP_S = 13.0
 
 
+# The class travels to the machine by value, so that a machine with another version of torchtune_ext, or none, can say
+# so. That is why its methods import what they need of ours.
 class Actor:
     """Runs one command under a guard."""
 
     def about(self, path: str, here: str) -> tuple[str, str, int]:
         """Returns why this machine cannot run the command ("": it can), the log of this actor, and a free port.
 
-        Args:
-            path: what it has to see: a file that the command reads, or the folder that it is started in.
-            here: the version of torchtune_ext where the driver runs.
+        The command needs the file or folder `path`, and the driver's version of torchtune_ext, `here`.
         """
-        # Ray has led the output of this process to a file of its session.
+        # Ray leads the output of this process to a file of its session.
         log = os.readlink("/proc/self/fd/1")
         try:
             from torchtune_ext import __version__
@@ -65,16 +62,15 @@ class Actor:
             return "", log, probe.getsockname()[1]
 
     def start(self, words: list[str], variables: dict[str, str], folder: str, patience_s: float) -> None:
-        """Starts `python WORDS`.
+        """Starts `python WORDS` in a folder.
 
         Args:
-            variables: of the driver's shell and of the run. They replace this machine's of the same name.
-            folder: where it is started.
+            variables: environment variables, which replace this machine's of the same name.
             patience_s: seconds that it has after SIGTERM, if this actor is killed.
         """
         from torchtune_ext.run.parent import die_with_parent, environment
 
-        # Ray lets an actor live on for a while when the raylet, which has started it, is gone.
+        # When the raylet, which started this actor, is gone, Ray lets the actor live on for a while.
         die_with_parent(os.getppid())
         here = {name: value for name, value in environment().items() if not name.startswith(RAYS_OWN)}
         self._output, output = os.pipe()
@@ -93,37 +89,40 @@ class Actor:
             bufsize=0,
             start_new_session=True,
         )
+        # While this process held the writing ends, it would never read the end of the pipes.
         os.close(output)
         os.close(status)
-        # The guard goes on without a parent, so that Ray, which kills the children of an actor, leaves it alone.
+        # The guard forks at once and goes on without a parent. Ray kills only the children of an actor.
         process.wait()
         self._lines = process.stdin
 
     def look(self) -> tuple[bytes, int | None]:
-        """Returns what the command has printed since the last look, and its exit status once it has ended and all is read."""
+        """Returns the command's output since the last look, and its exit status once it has ended and all is read."""
         try:
             text = os.read(self._output, PIPE)
         except BlockingIOError:
             # It has printed nothing.
             return b"", None
         os.write(1, text)
-        # A guard that was killed has written no status, and Linux has killed the command.
+        # No text means that the pipe has ended. A guard that was killed has written no status, and then Linux has
+        # killed the command.
         return text, None if text else int(os.read(self._status, 16) or KILLED)
 
     def tell(self, number: int, seconds: float) -> None:
-        """Sends the command a signal, and SIGKILL so many seconds later. Where it has ended, nobody hears of the error."""
+        """Sends the command a signal, and SIGKILL so many seconds later."""
+        # If the command has ended, this raises in the actor, and the driver never asks for the result.
         self._lines.write(f"{int(number)} {seconds}\n".encode())
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of all orphans below it, also of those in a session of their own. Raises OSError."""
+    """Makes this process the parent of all orphans below it, also of those in other sessions. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def follow(command: subprocess.Popen, patience_s: float) -> None:
-    """Passes on what stdin asks for, until the command has ended."""
+    """Passes on the signals that stdin asks for, until the command has ended."""
     sources, text, sent, kill_at = [0], b"", set(), float("inf")
     while command.poll() is None:
         if time.monotonic() > kill_at:
@@ -133,7 +132,7 @@ def follow(command: subprocess.Popen, patience_s: float) -> None:
         data = os.read(0, 4096)
         *lines, text = (text + data).split(b"\n")
         if not data:
-            # The actor is gone.
+            # The actor is gone. SIGTERM and some patience let a trainer save the step that it is in.
             sources, lines = [], [f"{int(signal.SIGTERM)} {patience_s}".encode()]
         for number, seconds in map(bytes.split, lines):
             # A second SIGTERM would keep torchrun from waiting for its ranks.
@@ -146,6 +145,7 @@ def follow(command: subprocess.Popen, patience_s: float) -> None:
 def bury() -> None:
     """Kills all children, and theirs, which become ours as they are orphaned."""
     began_at = time.monotonic()
+    # Each round may orphan grandchildren, so it goes on until there are no children.
     while (left := psutil.Process().children()) and time.monotonic() < began_at + GIVE_UP_S:
         late = time.monotonic() > began_at + TRACKER_S
         for child in left:
@@ -155,18 +155,21 @@ def bury() -> None:
 
 
 def main(patience: str, fd: str, *command: str) -> int:
-    """Is the guard of the command, and returns its exit status."""
+    """Guards the command, and returns its exit status."""
+    # The parent exits, so that the guard is no child of the actor.
     if fd != "-" and os.fork():
         os._exit(0)
     adopt_orphans()
-    # Ray blocks signals in its workers, and what is blocked or ignored here would be so in the command.
+    # Ray blocks signals in its workers, and the command would inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    # This process has one thread, so that it may do something between fork and exec.
+    # If the guard itself is killed, Linux kills the command. `preexec_fn` is safe, since this process has only one
+    # thread.
     tie = partial(die_with_parent, os.getpid())
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=tie)
     follow(process, float(patience))
+    # What the command started and left behind must not outlive it.
     bury()
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     if fd != "-":

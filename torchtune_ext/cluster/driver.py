@@ -1,12 +1,9 @@
-"""The driver of a run on a Ray cluster: it places the trainer and its servers, starts them, and ends all of them together.
+"""The driver of a run on a Ray cluster: it places the trainer and its servers, starts them, and ends all together.
 
-The bundles of one placement group are the trainer and each server: what has to be on one machine. Ray places the group as a
-whole or not at all: two groups of two runs could each wait for what the other one has.
-
-Ray gives places, GPUs and an actor on each of them (actor.py). What an actor runs is the command that a user would type there:
-`torchtune-ext run` for the trainer, under torchrun where it has several ranks, and `torchtune-ext serve` for vLLM's server. So
-ranks, signals and exit statuses are those of every other run. Nothing is started a second time: the run ends with its trainer,
-or with any of its servers.
+Ray gives places, GPUs and an actor on each of them (actor.py). An actor runs the command that a user would type there:
+`torchtune-ext run` for the trainer, and `torchtune-ext serve` for vLLM's server. So ranks, signals and exit statuses
+are those of every other run. The run ends with its trainer, or with any of its servers; nothing is started a second
+time.
 """
 
 import signal
@@ -23,30 +20,32 @@ from torchtune_ext.run.errors import Failure, Mistake, text_of
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import NAMES
 
-# By what each rank and each server computes: Ray's name of it, and ours for several of them.
+# What ranks and servers compute on: Ray's name of it, and ours for several of them.
 KINDS = {"gpus": ("GPU", "GPUs"), "cpus": ("CPU", "cores")}
-WAIT_S = 30.0  # seconds to wait for a place, where the user names none
+WAIT_S = 30.0  # seconds to wait for a place, if the user does not say
 START_S = 60.0  # seconds for Ray to start the actors on their machines
 LOOK_S = 0.2  # seconds between two looks at what the commands print
-# Silence is counted in looks: while this process itself is stopped (Ctrl-Z), nobody falls silent.
-SILENT_S = 60.0  # seconds without an answer after which an actor counts as lost
+# Seconds without an answer after which an actor counts as lost. They are counted in looks, so that nobody falls silent
+# while this process itself is stopped (Ctrl-Z).
+SILENT_S = 60.0
 SERVER_END_S = 10.0  # seconds that a server has to end by itself
 END_S = 30.0  # seconds for what was killed to be gone
 LAST_LINES = 20  # lines of a command's output that are shown if it ends
-NETWORK = {"gpus": "nccl", "cpus": "gloo"}  # by what ranks and servers compute on
+NETWORK = {"gpus": "nccl", "cpus": "gloo"}  # `engine.transfer` between machines, by what they compute on
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a run asks of the cluster."""
+    """The resources that a run asks of the cluster."""
 
     kind: str  # "gpus" or "cpus"
-    ranks: int  # of the trainer, each with one GPU or core, all on one machine
+    ranks: int  # ranks of the trainer, each with one GPU or core, all on one machine
     servers: int
     each: int = 1  # GPUs or cores of a server
 
     def bundles(self) -> list[int]:
         """Returns the GPUs or cores of each bundle: the trainer's, and then each server's."""
+        # Ray puts a bundle on one machine, which is what a trainer and a server each need.
         return [self.ranks] + [self.each] * self.servers
 
     def words(self) -> str:
@@ -56,15 +55,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run."""
+    """A run, as the command asks for it."""
 
     recipe: str
     config: str  # as the user named it
     words: tuple[str, ...]  # settings, key=value
     request: Request
-    folder: str  # in which it is started, on each machine
+    folder: str  # the working folder on each machine
     path: str  # what each machine has to see: the folder, or in it the config if it is the user's own
-    variables: Mapping[str, str]  # of the environment of trainer and servers, with the key that the servers ask for
+    variables: Mapping[str, str]  # environment of trainer and servers, with the key that the servers ask for
     patience_s: float  # seconds that the trainer has to end after a signal
     wait_s: float  # seconds to wait for a place
 
@@ -74,12 +73,12 @@ class Member:
     """A command of the run on a machine of the cluster."""
 
     title: str
-    address: str  # of the machine
+    address: str  # address of the machine
     actor: Any
-    log: str = ""  # file on its machine that has what it prints
-    port: int = 0  # one that was free there
+    log: str = ""  # the file on its machine with its output
+    port: int = 0  # a port that was free there
     status: int | None = None  # its exit status; None: it runs, or is lost
-    lost: str = ""  # why nothing is known of it any more
+    lost: str = ""  # why nothing is known about it any more
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     begun: bytes = b""  # a line of its output that has no end yet
     question: Any = None  # Ray's handle of an answer that is still to come
@@ -98,16 +97,16 @@ class Member:
 
 
 class Driver:
-    """A run on a cluster, from its placement to its end. It prints into `out` and `err`; Ray itself prints where it likes."""
+    """A run on a cluster, from its placement to its end. It prints into `out` and `err`."""
 
     def __init__(self, ray: Any, plan: Plan, address: str, out: TextIO, err: TextIO):
         self.ray, self.plan, self.address, self.out, self.err = ray, plan, address, out, err
         self.members: list[Member] = []  # the trainer, and behind it the servers
-        self.cause = ""  # why the run is ended before its time, other than by a signal
+        self.cause = ""  # why the run ends early, other than by a signal
         self._group: Any = None  # Ray's placement group
         self._started = False  # whether commands may run
         self._signals: list[int] = []
-        self._signals_sent = 0  # how many of them have gone to the trainer
+        self._signals_sent = 0  # how many of them the trainer has got
 
     def run(self) -> int:
         """Runs to the end and returns the exit status of the trainer.
@@ -126,20 +125,23 @@ class Driver:
                     self._look()
                     self._judge()
             finally:
+                # Servers first end by themselves. Removing the group kills all actors.
                 if self._started:
                     self._end_all()
                 if self._group is not None:
                     self.ray.util.remove_placement_group(self._group)
         if self.cause:
             raise Failure(self.cause)
-        # Where a signal ended the run, its trainer may be lost on the way.
+        # The trainer may be lost on the way only if a signal ended the run.
         return 128 + self._signals[0] if self.members[0].lost else self.members[0].status
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
-        """Takes note of signals. Ray has handlers of its own."""
+        """Notes signals instead of acting on them."""
+        # Ray has handlers of its own, which stand again afterwards.
         before = {number: signal.getsignal(number) for number in NAMES}
         for number, handler in before.items():
+            # A signal that was ignored (nohup) stays so.
             if handler != signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: self._signals.append(number))
         try:
@@ -151,7 +153,7 @@ class Driver:
     # -- places -------------------------------------------------------------------------------------------------------
 
     def _there_is(self) -> str:
-        """Returns what the cluster has: "12 GPUs on 2 machines (10.0.0.1: 8, 10.0.0.2: 4)"."""
+        """Returns the resources of the cluster: "12 GPUs on 2 machines (10.0.0.1: 8, 10.0.0.2: 4)"."""
         resource, name = KINDS[self.plan.request.kind]
         nodes = [node for node in self.ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
         totals = [int(node["Resources"][resource]) for node in nodes]
@@ -160,15 +162,12 @@ class Driver:
         return f"{sum(totals)} {name} on {machines}" + (f" ({each})" if each else "")
 
     def _place(self) -> bool:
-        """Waits for a place in the cluster. Returns whether there is one: False where a signal came first.
-
-        Raises:
-            ValueError: the cluster has too little, or it is in use.
-        """
+        """Waits for a place in the cluster. Returns False if a signal came first. Raises ValueError if none is free."""
         request, wait_s = self.plan.request, self.plan.wait_s
         resource, name = KINDS[request.kind]
         self._say(labelled([("ray", f"{self.address}, {self._there_is()}")]))
-        # A cluster that grows by itself sees from the group what is missing.
+        # Ray places a group as a whole or not at all. Otherwise two runs could each hold what the other one waits for.
+        # And a cluster that grows by itself sees from the group what is missing.
         self._group = self.ray.util.placement_group(
             [{resource: amount} for amount in request.bundles()], strategy="PACK"
         )
@@ -187,14 +186,9 @@ class Driver:
         return True
 
     def _make_members(self) -> None:
-        """Starts an actor for each command, and asks each what its machine has.
-
-        Raises:
-            ValueError: a machine cannot run its part.
-            RuntimeError: a machine is gone.
-        """
+        """Starts an actor for each command. Raises ValueError if a machine is unfit, RuntimeError if it is gone."""
         plan = self.plan
-        # By value: a machine with another version of torchtune_ext must be able to say so.
+        # By value, so that a machine with another version of torchtune_ext can say so.
         self.ray.cloudpickle.register_pickle_by_value(actor)
         remote = self.ray.remote(actor.Actor)
         where = self.ray.util.placement_group_table(self._group)["bundles_to_node_id"]
@@ -203,6 +197,7 @@ class Driver:
             title, address = f"server {bundle - 1}" if bundle else "the trainer", addresses.get(where[bundle])
             if address is None:
                 raise Failure(f"the machine of {title} has left the cluster before the run began; start it again")
+            # The bundle of a GPU run has no CPUs, of which Ray would ask one by default.
             options = {"num_gpus": amount, "num_cpus": 0} if plan.request.kind == "gpus" else {"num_cpus": amount}
             strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle
@@ -215,7 +210,7 @@ class Driver:
                 raise Mistake(f"{each.title}: {why}; all machines of the cluster need the same")
 
     def _answers(self, questions: Sequence[Any]) -> list[Any]:
-        """Returns what the members answer to a question, which stands for each of them in `questions`. Raises RuntimeError."""
+        """Returns the members' answers to `questions`, one each, in order. Raises RuntimeError if one is missing."""
         answers, give_up_at = [], time.monotonic() + START_S
         for each, question in zip(self.members, questions, strict=True):
             try:
@@ -251,9 +246,10 @@ class Driver:
         self._answers(questions)
 
     def _look(self) -> None:
-        """Asks every actor what its command has printed and whether it has ended."""
+        """Asks every actor for the output of its command, and whether it has ended."""
         running = [each for each in self.members if each.runs]
         for each in running:
+            # An actor that has not answered yet is not asked again.
             each.question = each.question or each.actor.look.remote()
         time.sleep(LOOK_S)
         ready, _ = self.ray.wait([each.question for each in running], num_returns=len(running), timeout=0)
@@ -265,7 +261,7 @@ class Driver:
                 each.lost = each.lost or f"no answer in {SILENT_S:g} s"
 
     def _hear(self, member: Member) -> None:
-        """Takes the answer of an actor, and prints what the trainer says."""
+        """Takes the answer of an actor, and prints the trainer's output."""
         question, member.question = member.question, None
         try:
             output, member.status = self.ray.get(question)
@@ -277,7 +273,7 @@ class Driver:
             return
         member.silent_s = 0.0
         *lines, begun = (member.begun + output).split(b"\n")
-        # A progress bar begins its line again and again: its newest state is kept.
+        # A progress bar rewrites its line again and again. Only its newest state is kept.
         member.begun = begun[begun.rfind(b"\r") + 1 :]
         if member.status is not None and member.begun:
             lines.append(member.begun)
@@ -287,12 +283,13 @@ class Driver:
                 self._say(line)
 
     def _judge(self) -> None:
-        """Decides whether the run goes on."""
+        """Passes signals on, and ends a run that has lost its trainer or a server."""
         trainer, *servers = self.members
         for number in self._signals[self._signals_sent :]:
-            # A second signal waits for nothing.
+            # After a second signal there is no more patience.
             self._tell(trainer, number, 0.0 if self._signals_sent else self.plan.patience_s)
             self._signals_sent += 1
+        # Nobody is missed once the trainer has ended, or a signal ends the run anyway.
         gone = trainer if trainer.lost else next((each for each in servers if not each.runs), None)
         if gone and trainer.status is None and not self.cause and not self._signals_sent:
             self.cause = gone.end()
@@ -300,7 +297,7 @@ class Driver:
             self._tell(trainer, signal.SIGTERM, self.plan.patience_s)
 
     def _end_all(self) -> None:
-        """Ends what still runs, and waits for it. The actors go with the placement group."""
+        """Ends the commands that still run, and waits for them. The actors end later, with the placement group."""
         for each in self.members:
             self._tell(each, signal.SIGTERM, 0.0 if each is self.members[0] else SERVER_END_S)
         give_up_at = time.monotonic() + SERVER_END_S + END_S
@@ -319,35 +316,23 @@ class Driver:
 
 
 def route(trainer: str, servers: Sequence[str], kind: str) -> tuple[list[str], str]:
-    """Returns the host at which each server listens, and `engine.transfer`. On rank 0's machine servers read its memory, and
-    listen to that machine only; if one is elsewhere, the weights of all travel over the network.
-
-    Args:
-        trainer: address of rank 0's machine.
-        servers: that of each server's machine.
-        kind: "gpus" or "cpus".
-    """
+    """Returns the host at which each server listens, and `engine.transfer`, from the addresses of the machines."""
+    # On rank 0's machine servers read its memory, and listen only to that machine.
     if all(server == trainer for server in servers):
         return ["127.0.0.1"] * len(servers), "shm"
+    # If one server is elsewhere, the weights of all travel over the network.
     return list(servers), NETWORK[kind]
 
 
 def server_words(recipe: str, config: str, words: Sequence[str], settings: Sequence[str], host: str) -> list[str]:
-    """Returns what stands behind `python` to start a server for a run, on the machine of the server.
-
-    Args:
-        words: settings of the run.
-        settings: those that `engine_words` returns for this server.
-    """
+    """Returns the words behind `python` that start a server. `settings` are those of `engine_words` for it."""
     command = ["-m", "torchtune_ext", "serve", "--config", config, "--recipe", recipe, "--host", host]
     return [*command, *words, *settings]
 
 
 def engine_words(addresses: Sequence[str], transfer: str) -> list[str]:
-    """Returns the settings by which trainer and servers find each other, to stand behind those of the run.
-
-    What a config says of an engine on the trainer's machine counts for nothing here: Ray numbers the GPUs anew.
-    """
+    """Returns the settings by which trainer and servers find each other, to stand behind those of the run."""
     address = addresses[0] if len(addresses) == 1 else f"[{','.join(addresses)}]"
+    # A config may place the engine on the trainer's machine. Here Ray numbers the GPUs anew, so none of that counts.
     own = ("engine.devices=null", "engine.count=null", "engine.sleep=false")
     return [f"engine.address={address}", f"engine.transfer={transfer}", *own]
