@@ -29,10 +29,7 @@ def clip(
 
 
 def trust_region(ratio_L: Tensor, advantages_L: Tensor, inside_L: Tensor) -> tuple[Tensor, Tensor]:
-    """min(r A, clip_C(r) A) for a test C that is no interval of r, and `cut_L`.
-
-    clip_C(r) is r where `inside_L` (bool) holds, and 1 outside.
-    """
+    """min(r A, clip_C(r) A), where clip_C(r) is r where `inside_L` (bool) holds and 1 elsewhere, and `cut_L`."""
     # With the constant 1 outside, the minimum is A, without a gradient, where r moved with A. Where r moved against A
     # it is r A, whose gradient leads back.
     cut_L = ~inside_L & outward(ratio_L < 1.0, ratio_L > 1.0, advantages_L)

@@ -28,14 +28,9 @@ class Constraint:
     levels: ClassVar[tuple[str, ...]] = ("token",)
 
     def check(self, level: str, old: str) -> None:
-        """Refuses options out of range, and settings of the loss that the constraint cannot work with.
+        """Raises ValueError for options out of range, and for settings of the loss that do not go with the constraint.
 
-        Args:
-            level: the level of the ratio, one of `levels`.
-            old: whose log-probs pi_old are, one of `OLDS` in `ratios.py`.
-
-        Raises:
-            ValueError: the message names the key, the value and the fix.
+        These are the level of the ratio, one of `levels`, and whose log-probs pi_old are, one of `OLDS` in ratios.py.
         """
 
     def words(self, level: str) -> str:
@@ -276,10 +271,9 @@ Options = make_dataclass("Options", [(name, kind, None) for name, kind in OPTION
 
 
 def make_constraint(name: str, settings: Mapping[str, Any]) -> Constraint:
-    """The constraint `name` of the table, with its options from flat settings; those that are None keep their default.
+    """The constraint `name`, with its options from flat settings; None keeps a default.
 
-    Raises:
-        ValueError: an option has a value, but belongs to other constraints.
+    Raises ValueError if an option has a value, but belongs to other constraints.
     """
     options = {other: [field.name for field in fields(kind)] for other, kind in CONSTRAINTS.items()}
     own = options[name]

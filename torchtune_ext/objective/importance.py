@@ -62,15 +62,12 @@ METHODS = {
 
 
 def check_importance(name: str, low: float | None, high: float | None, level: str, old: str) -> None:
-    """Refuses a method that contradicts other settings of the loss, and bounds that it does not have or cannot use.
+    """Raises ValueError for a method that contradicts other settings of the loss, and for bounds that it cannot use.
 
     Args:
         low, high: bounds in place of the method's own; None: not given.
-        level: the level of the ratio, one of `LEVELS` in `ratios.py`.
-        old: whose log-probs pi_old are, one of `OLDS` in `ratios.py`.
-
-    Raises:
-        ValueError: the message names the key, the value and the fix.
+        level: the level of the ratio, one of `LEVELS` in ratios.py.
+        old: whose log-probs pi_old are, one of `OLDS` in ratios.py.
     """
     method = METHODS[name]
     # If pi_old is the sampler, every weight is 1.

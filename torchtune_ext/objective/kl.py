@@ -1,12 +1,6 @@
 """Estimators of KL(own || other) from one sampled token, in nats (Schulman, http://joschu.net/blog/kl-approx.html).
 
-With d = log other - log own, r = own / old, and one value per label, [L]:
-
-name            value                its mean on own samples             its gradient on own samples
-"k1"            -d                   KL                                  of r sg(-d): that of KL (see `kl_penalty`)
-"k2"            d^2 / 2              KL + O(d^3)                         that of KL
-"k3"            e^d - 1 - d          KL, never negative                  that of KL(other || own)
-"k3_unbiased"   r (e^d - 1 - d)      KL, also on samples of pi_old       that of KL (DeepSeek-V3.2, arXiv 2512.02556)
+Here d = log other - log own, and all tensors hold one value per label, [L].
 """
 
 import torch
@@ -14,6 +8,13 @@ from torch import Tensor
 
 from torchtune_ext.objective.ratios import MAX_LOG
 
+# With r = own / old:
+#
+# name            value                its mean on own samples             its gradient on own samples
+# "k1"            -d                   KL                                  of r sg(-d): that of KL (see `kl_penalty`)
+# "k2"            d^2 / 2              KL + O(d^3)                         that of KL
+# "k3"            e^d - 1 - d          KL, never negative                  that of KL(other || own)
+# "k3_unbiased"   r (e^d - 1 - d)      KL, also on samples of pi_old       that of KL (DeepSeek-V3.2, arXiv 2512.02556)
 KLS = ("k1", "k2", "k3", "k3_unbiased")
 
 

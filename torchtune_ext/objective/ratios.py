@@ -24,11 +24,7 @@ MAX_LOG = 20.0
 
 
 def old_logprobs(old: str, t: Tokens) -> Tensor:
-    """log pi_old of every label, in nats, without gradient. `old` is one of `OLDS`.
-
-    Raises:
-        ValueError: `t` lacks these log-probs.
-    """
+    """log pi_old of every label, in nats, without gradient. Raises ValueError if `t` lacks it."""
     stored = {"trainer": t.old_logprobs_L, "sampler": t.behavior_logprobs_L}
     logprobs_L = interpolated(t) if old == "interpolated" else stored[old]
     if logprobs_L is None:

@@ -106,11 +106,8 @@ class HFModel:
             _header(file)
 
     def require_fits(self, model: nn.Module, new: Collection[str] = ()) -> None:
-        """Raises ValueError if the files do not have the names and shapes of a model, which may lie on the meta device.
-
-        Args:
-            new: names of parameters that no model directory holds (those of adapters).
-        """
+        """Raises ValueError if the files do not have the names and shapes of a model, without its `new` parameters."""
+        # Only headers are read, and the model may lie on the meta device.
         self.require_tied(model)
         expected = {clean_name(name): tuple(p.shape) for name, p in model.named_parameters() if name not in new}
         missing = set(expected)
@@ -232,11 +229,7 @@ def clean_name(name: str) -> str:
 def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -> None:
     """Copies the weights of `source` into a model. If it is sharded, each rank reads the files and keeps its part.
 
-    Args:
-        new: names of parameters that no model directory holds (those of adapters).
-
-    Raises:
-        ValueError: names or shapes do not fit the model that the config builds.
+    The parameters `new`, those of adapters, are in no file. Raises ValueError if names or shapes do not fit.
     """
     params = {clean_name(name): p for name, p in model.named_parameters()}
     missing = set(params) - set(new)
