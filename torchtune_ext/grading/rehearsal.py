@@ -89,7 +89,7 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
     name, worked = type(task).__name__, all(text is not None for text in solutions)
     what = "its own solution" if worked else f"the text {NO_SOLUTION!r}"
     try:
-        # The grader will print the same in the run, into a file there, so the file of now is dropped.
+        # In the run the grader will print the same again, into a file that is kept.
         with TemporaryDirectory() as folder, Grader(task, 1, config.timeout_s, Path(folder) / OUTPUT) as grader:
             outcomes = []
             for problem, text in zip(problems, solutions, strict=True):

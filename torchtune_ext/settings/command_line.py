@@ -149,7 +149,7 @@ def quiet_end() -> Iterator[None]:
 
 
 def check_words(argv: list[str], recipe: str | None = None) -> None:
-    """Checks the words `argv` of a recipe, the file that runs, and replaces a name of our configs by its path, in place.
+    """Checks the words behind a recipe, the file that runs, and replaces in `argv` a name of our configs by its path.
 
     Raises:
         ValueError: a word is no setting, or the config does not exist, is for another recipe, or is no YAML with keys.

@@ -157,7 +157,7 @@ def say_unset(recipe: str, words: Sequence[str]) -> None:
 
 
 def _with_nodes(schema: type, cfg: DictConfig) -> DictConfig:
-    """Returns the config with a mapping for every node. Raises ValueError for a value that is none."""
+    """Returns the config with a mapping for every node. Raises ValueError for a value that cannot become one."""
     cfg = cfg.copy()
     for node, kind in _nodes(schema).items():
         if node not in cfg:
@@ -241,6 +241,7 @@ def _unknown(key: str, schema: type, cfg: DictConfig) -> str:
     nodes, names = _nodes(schema), [spec.name for spec in fields(schema)]
     if dot:
         inside = [spec.name for spec in fields(nodes[node])]
+        # In vLLM's SamplingParams, "n" is what `samples_per_prompt` is here.
         message = unknown_key(key, names if below == "n" else inside, f"`{node}:`")
         if node == "sampling" and below.startswith("stop"):
             return f"{message} There are no stop strings: a completion ends with one of these token ids"
