@@ -235,8 +235,8 @@ class ChatTemplate:
         self._frame = prompt, commonprefix([prompt, *(form[len(before) :] for form in forms)])
         return self._frame
 
-    def _no_place(self, looked_for: str) -> ValueError:
-        return ValueError(f"chat template {self.name!r}: looked for {looked_for}, and it is not there. {_FIX}")
+    def _no_place(self, looked_for: str) -> Mistake:
+        return Mistake(f"chat template {self.name!r}: looked for {looked_for}, and it is not there. {_FIX}")
 
 
 def _after(text: str, start: int, prompt: str) -> int:

@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.episodes import Episode
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Turn
 
 # Of SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), as its GGUF file has it (scripts/pretrained.sh).
@@ -411,9 +412,7 @@ def test_ends_of_other_kinds(small_dir, tmp_path, template, turn, answer, follow
 
 def test_a_template_that_forgets_turns_is_refused(small_dir):
     forgets = "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(ValueError, match="looked for an assistant's turn before further messages"):
+    with pytest.raises(Mistake, match="looked for an assistant's turn before further messages"):
         ChatTokenizer(small_dir, forgets).between_turns_ids([user("5")], end=0)
-    with pytest.raises(
-        ValueError, match="looked for the end of each of the assistant's 1 turns before further messages"
-    ):
+    with pytest.raises(Mistake, match="looked for the end of each of the assistant's 1 turns before further messages"):
         ChatTokenizer(small_dir, forgets).context_ids([user("x")], [policy("4"), user("5")], [[7]])
