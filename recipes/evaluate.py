@@ -41,7 +41,8 @@ from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.settings import at_least, chosen_dtype
 from torchtune_ext.training.start import require_gpus
 
-SUPPORTS_DISTRIBUTED = False  # one engine; it spreads over GPUs by engine.tensor_parallel_size
+# One engine, which spreads over GPUs by engine.tensor_parallel_size. `tune` looks for the next line as it is.
+SUPPORTS_DISTRIBUTED = False
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Config:
 class EvaluateRecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
+        # A stopped evaluation has nothing to save, so it needs no grace time.
         self.stop = StopSignals(grace_s=0.0, standing=self.standing)
         self.folder: RunFolder | None = None
         self.engine: Engine | None = None
@@ -76,21 +78,23 @@ class EvaluateRecipe:
         cfg = self.cfg
         self.check()
 
-        # Nothing is wrong with the settings. From here on the folder is locked, and an earlier run in it is set aside.
+        # The settings are right. From here on the folder is locked, and an earlier run in it is set aside.
         require_gpus(self.engine.config)
         self.folder = RunFolder(cfg.output_dir)
         self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)
         say(labelled([("engine", f"starting, its log: {cfg.output_dir}/{self.engine.log_path.name}")]))
+        # The engine takes longest to start. The graders start meanwhile.
         self.engine.start()
         (self.grader,) = open_graders([self.task], cfg.grader, folder=cfg.output_dir)
         self.progress = Progress()
         seconds = self.engine.wait_ready()
+        # A server at `engine.address` may still hold weights that a run has published.
         self.engine.require_own_model()
         say_ready(seconds)
 
     def check(self) -> None:
-        """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched."""
+        """Builds and tries the parts that cost nothing, so that a mistake shows before anything is touched."""
         cfg = self.cfg
         at_least(cfg, samples_per_problem=1)
         for k in cfg.pass_at:
@@ -106,6 +110,7 @@ class EvaluateRecipe:
         self.sampling = cfg.sampling.stopping_at(self.tokenizer.stop_token_ids)
         if self.sampling.seed is None:
             self.sampling = replace(self.sampling, seed=cfg.seed)
+        # There is no trainer whose dtype the engine could follow, so it gets the one that a trainer would choose.
         dtype = chosen_dtype("auto", "cpu" if on_cpu() else "cuda")
         parameters = sum(math.prod(shape) for _, shape, _ in model.shapes())
         engine = cfg.engine.following(dtype, engine_threads(cfg.engine, parameters, beside=False))
@@ -115,6 +120,7 @@ class EvaluateRecipe:
         check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine)
         model.require_readable()
         rehearse([self.task], cfg.grader, samples=cfg.samples_per_problem)
+        # A problem whose prompt leaves no room for the completion is left out, and counted.
         fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
         usable = Usable(self.task, fault, cfg.rollouts.bad_problems)
         self.problems, self.skipped = usable.problems, usable.skipped
@@ -134,12 +140,15 @@ class EvaluateRecipe:
             deadline_s=cfg.rollouts.deadline_s,
             greedy=cfg.greedy,
         )
+        # Without `greedy` there is no second batch.
         names, results = [f"temperature {self.sampling.temperature:g}", "greedy"], {}
         for i, (name, groups) in enumerate(zip(names[: len(batches)], batches, strict=True)):
             self.store.write(i, groups)
             results[name] = accuracy(groups, cfg.pass_at)
+        # The table is printed first: a full disk must not cost the result.
         say(table(results))
         file = self.folder.path / "evaluation.json"
+        # As recorded: a value from the environment may be secret, and stays a reference.
         result = {"model_dir": self.run.config["model_dir"], "skipped": self.skipped}
         result |= {name: asdict(a) for name, a in results.items()}
         with explained(f"cannot write {file}", "Free disk space; the table stands above"):
@@ -157,6 +166,7 @@ class EvaluateRecipe:
 
 def table(results: dict[str, Accuracy]) -> str:
     ks = sorted({k for a in results.values() for k in a.pass_at})
+    # With rewards between 0 and 1 the mean is not the share of right answers.
     partial = any(a.partly_right for a in results.values())
     head = ["sampling", "problems", "reward" if partial else "accuracy", "95% interval", *(f"pass@{k}" for k in ks)]
     rows = [

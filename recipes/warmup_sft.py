@@ -1,9 +1,9 @@
-"""Supervised warm-up on a task's own solutions: makes a model that can begin, so that GRPO has something to reward.
+"""Supervised warm-up on a task's own solutions: makes a model that is right often enough for GRPO to begin.
 
     tune run warmup_sft --config warmup/tiny          # a small Qwen2 model and its tokenizer from nothing
 
-With `model_dir` it continues an existing model instead. The rows, the log-probs and the update are those of GRPO; the loss
-is the negative log-likelihood of the solution. Writes a Hugging Face model directory to `output_dir`/model.
+With `model_dir` it continues an existing model instead. Rows, log-probs and updates are those of GRPO. The loss is the
+negative log-likelihood of the solutions. Writes a Hugging Face model directory to `output_dir`/model.
 """
 
 import sys
@@ -77,6 +77,7 @@ class Config:
 class WarmupRecipe:
     def __init__(self, cfg: Config):
         self.cfg = cfg
+        # A stopped warm-up saves nothing, so it needs no grace time.
         self.stop = StopSignals(grace_s=0.0, standing=self.standing)
         self.folder: RunFolder | None = None
         self.metrics: Metrics | None = None
@@ -89,7 +90,7 @@ class WarmupRecipe:
         torch.manual_seed(cfg.seed)
         self.check()
 
-        # Nothing is wrong with the settings. From here on the folder is locked, and an earlier run in it is set aside.
+        # The settings are right. From here on the folder is locked, and an earlier run in it is set aside.
         run = None
         if self.ranks.is_main:
             self.folder = RunFolder(cfg.output_dir)
@@ -97,7 +98,8 @@ class WarmupRecipe:
         self.start = Path(cfg.model_dir or f"{cfg.output_dir}/start")
         if cfg.model_dir is None and self.ranks.is_main:
             self.make_model(self.start, cfg.shape)
-        self.ranks.broadcast(None)  # the others wait for the files
+        # The other ranks wait here for rank 0's files.
+        self.ranks.broadcast(None)
         self.source = HFModel(self.start)
         self.tokenizer: ChatTokenizer = instantiate(cfg.tokenizer, path=str(self.start))
         self.policy = build_policy(
@@ -135,7 +137,7 @@ class WarmupRecipe:
         self.progress = Progress(self.updates, self.ranks.rank)
 
     def check(self) -> None:
-        """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched."""
+        """Builds and tries the parts that cost nothing, so that a mistake shows before anything is touched."""
         cfg = self.cfg
         at_least(cfg, num_problems=1, batch_problems=1, row_tokens=1, tokenizer_problems=1, log_every=1)
         self.dtype = DTYPES[chosen_dtype(cfg.dtype, self.ranks.device.type)]
@@ -149,6 +151,7 @@ class WarmupRecipe:
         cfg.schedule.require_fits(self.updates)
         cfg.logging.require_login()
         check_optimizer(partial(instantiate, cfg.optimizer))
+        # The files of a new model do not exist yet, so only the names of components and arguments can be checked.
         if cfg.model_dir is None:
             find_component(self.model_node("start"))
             find_component(cfg.tokenizer, path="start")
@@ -158,21 +161,23 @@ class WarmupRecipe:
             source.require_fits(model)
 
     def dtype_text(self) -> str:
+        # The text of a dtype begins with "torch.".
         return f"{str(self.dtype)[6:]}{dtype_note(self.cfg.dtype, self.ranks.device.type)}"
 
     def model_node(self, folder: str) -> Component:
-        """Our builder reads the sizes of a model in its config.json; those of torchtune have them in their names."""
+        # Our own builder reads the sizes of a model in its config.json. Those of torchtune know them.
         node = self.cfg.model
         reads_config = self.cfg.model_dir is None or node.get("_component_") == "torchtune_ext.policy.from_config"
         return Component({"model_dir": folder, **node} if reads_config else node, "model")
 
     def make_model(self, folder: Path, shape: Shape) -> None:
-        """A tokenizer from the task's text and random weights."""
+        """Writes a model with random weights, and a tokenizer that is made from the task's text."""
         cfg = self.cfg
         problems = Usable(self.task, among=min(cfg.tokenizer_problems, cfg.num_problems)).problems
         messages = [message for problem in problems for message in (*problem.messages, *self.solution(problem))]
         prompts = [message["content"] for message in messages if message["role"] != "assistant"]
         solutions = [message["content"] for message in messages if message["role"] == "assistant"]
+        # The values of an answer, such as names and rooms, become tokens of their own.
         answers = {str(value) for p in problems for value in (p.answer.values() if isinstance(p.answer, dict) else [])}
         tokenizer = make_tokenizer(prompts, solutions, answers, shape.vocab_size)
         write_model(folder, tokenizer, shape, cfg.seed)
@@ -183,7 +188,9 @@ class WarmupRecipe:
         with self.progress.training(self.updates, "warm-up") as bar:
             for update in range(self.updates):
                 self.watch.lap()
+                # Every rank packs the same rows of the whole batch, and trains on its share of them.
                 at = range(update * cfg.batch_problems, (update + 1) * cfg.batch_problems)
+                # Each epoch has the problems in another order.
                 batch = [groups[problem_index(i, len(groups), cfg.seed)] for i in at]
                 with self.watch("pack"):
                     layout = self.learner.layout
@@ -199,7 +206,8 @@ class WarmupRecipe:
         self.saved = self.save()
 
     def groups(self) -> list[Group]:
-        """The problems with their solutions. One that cannot be learned is named and left out."""
+        """Returns the problems with their solutions. One that cannot be learned is named and left out."""
+        # By identity, because a problem may hold values that have no hash.
         groups = {}
 
         def fault(problem: Problem) -> str:
@@ -207,7 +215,7 @@ class WarmupRecipe:
                 groups[id(problem)] = group = self.group(problem)
             except Exception as error:  # noqa: BLE001 (the task's code, or the template's; the error is named)
                 return f"there is no text to learn: {text_of(error)}"
-            # The last token is only a label.
+            # The last token is only a label, so it takes no room in a row.
             length = len(group.prompt_tokens) + len(group.samples[0].completion.tokens) - 1
             return (
                 f"its text has {length} tokens, more than row_tokens={self.cfg.row_tokens}"
@@ -218,17 +226,19 @@ class WarmupRecipe:
         return [groups[id(problem)] for problem in Usable(self.task, fault, among=self.cfg.num_problems).problems]
 
     def solution(self, problem: Problem) -> list[Message]:
-        """The messages that follow those of a problem."""
         return solution_messages(self.task.solution(problem))
 
     def group(self, problem: Problem) -> Group:
-        """One problem with its solution as the only sample; the end of a turn is trained too."""
+        """Returns a problem with its solution as the only sample. The token that ends a turn is trained, too."""
         ids, mask = self.tokenizer.conversation_ids([*problem.messages, *self.solution(problem)], problem.tools)
+        # The prompt has at least one token, because nothing predicts the first token of a text.
         first = 1 if self.cfg.train_on_prompt else mask.index(True)
+        # Templates may write a newline behind the last turn, which nobody samples.
         last = len(mask) - mask[::-1].index(True)
         tokens = np.asarray(ids[first:last], dtype=np.int32)
-        # Of a conversation only the turns of the assistant are learned: [start, stop) of each run of True.
+        # Only the assistant's turns of a conversation are learned. These are the [start, stop) of each run of True.
         edges = np.flatnonzero(np.diff([False, *mask[first:last], False])).reshape(-1, 2).tolist()
+        # Nothing was sampled, so log-probs and versions are placeholders, which NLLLoss does not read.
         completion = Completion(
             tokens=tokens,
             logprobs=np.zeros(len(tokens), np.float32),

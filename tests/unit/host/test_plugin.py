@@ -57,6 +57,11 @@ def test_catalog_assigns_configs_to_recipes(house):
     assert recipe_of("sweeps/seeds") is None
 
 
+def test_only_recipes_that_train_run_under_torchrun():
+    several = {each.name: each.supports_distributed for each in recipe_files(folder("recipes"), folder("configs"))}
+    assert several == {"evaluate": False, "grpo_async": True, "grpo_full": True, "grpo_lora": True, "warmup_sft": True}
+
+
 def test_a_recipe_may_have_several_names(house):
     (house / "recipes/grpo_lora.py").unlink()
     (house / "recipes/grpo_full.py").rename(house / "recipes/grpo.py")
