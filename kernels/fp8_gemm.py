@@ -143,6 +143,7 @@ def _scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
         recipe_b = F.ScalingType.BlockWise128x128
     else:
         scale_b, recipe_b = column_major(b.scales), F.ScalingType.BlockWise1x128
+    # cuBLASLt takes a row-major first operand and a column-major second one.
     return F.scaled_mm(
         _contiguous(a.values),
         _contiguous(b.values).T,
@@ -159,13 +160,14 @@ def _deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
     shape = a.shape[0], b.shape[0]
     # The scales are contiguous across the blocks. DeepGEMM loads them by TMA in this layout if M is a multiple of 4.
     lhs = _contiguous(a.values), a.scales
-    # ue8m0 scales are powers of two. Ours are any float32, so both calls switch the cast off.
+    # ue8m0 scales are powers of two. Ours are any float32, so both calls rule the cast out (on Hopper there is none).
     if b.block == TILES:
         out = a.values.new_empty(shape, dtype=torch.bfloat16)
         gemm(lhs, (_contiguous(b.values), _contiguous(b.scales)), out, disable_ue8m0_cast=True)
         return out
     # This kernel adds its result to `out`, so `out` begins with zeros.
     out = a.values.new_zeros(shape, dtype=torch.float32)
+    # `recipe` has the sizes of the blocks: rows of A, rows of B, and the contracted axis.
     gemm(lhs, (_contiguous(b.values), b.scales), out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True)
     return out.to(out_dtype)
 
@@ -179,13 +181,15 @@ def _torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 
 
 def _with_slack(scales: Tensor, column_major: bool) -> Tensor:
-    # torchao's kernels read past the end of the last tile, so the scales are copied into a larger piece of memory.
+    # torchao's kernels read past the end of the last tile, so the scales are copied into a larger piece of memory: by
+    # up to SLACK - 1 numbers if they are column-major, else by one row.
     rows, columns = scales.shape
     memory = scales.new_zeros(scales.numel() + SLACK + columns)
     return memory.as_strided(scales.shape, (1, rows) if column_major else (columns, 1)).copy_(scales)
 
 
 def _contiguous(values: Tensor) -> Tensor:
+    # `contiguous()` raises for a fake CUDA tensor if torch is built without CUDA. `clone` does not.
     return values if values.is_contiguous() else values.clone(memory_format=torch.contiguous_format)
 
 
@@ -235,7 +239,8 @@ def _against_device(a: Fp8Blocks, only_hopper: bool) -> str | None:
     if device.type != "cuda":
         return f"it needs a CUDA device, the operands are on {device}"
     capability = torch.cuda.get_device_capability(device)
-    # E4M3 needs 8.9 or later. cuBLASLt and DeepGEMM have 128-blocks with float32 scales only on Hopper.
+    # E4M3 needs 8.9 or later. torch lets cuBLASLt have 128-blocks only on Hopper, and `_deep_gemm` calls DeepGEMM's
+    # kernels for Hopper.
     if (capability[0] != 9) if only_hopper else (capability < (8, 9)):
         versions = "9.0 (Hopper)" if only_hopper else "8.9 or later"
         return f"it needs compute capability {versions}, {device} has {capability[0]}.{capability[1]}"

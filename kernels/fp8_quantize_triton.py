@@ -13,9 +13,8 @@ BLOCK = 128
 # spills.
 NUM_WARPS = 16
 # Columns are written transposed, so values change places between threads. A tile of 128x128 leaves too few registers
-# for that beside a second program on a multiprocessor: rows and columns from one reading of such a tile reached 36% of
-# the bandwidth of a copy on an H100, rows by themselves 87% (benchmarks/results/one_h100.md). So these tiles are
-# 128x64.
+# for that beside a second program on a multiprocessor, so these tiles are 128x64: on an H100 they reached 74 to 77% of
+# the bandwidth of a copy, and tiles of 128x128 34 to 40% (benchmarks/results/one_h100.md).
 COLUMNS_WIDTH, COLUMNS_WARPS = 64, 8
 
 

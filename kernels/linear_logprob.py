@@ -118,6 +118,7 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_LD: Tensor, weight_VD: Tensor, labels_L: Tensor, scale: float):
+        # An entropy that no loss uses comes with None for a gradient, not with zeros.
         ctx.set_materialize_grads(False)
         accumulate = torch.float64 if hidden_LD.dtype == torch.float64 else torch.float32
         logprobs_L = torch.empty(labels_L.shape, dtype=accumulate, device=hidden_LD.device)
@@ -136,6 +137,7 @@ class _LinearLogProb(torch.autograd.Function):
             logprobs_L[c] = z_C - top_C - rest_C
             lse_L[c] = top_C + rest_C
             kept_CV = z_CV if keep else None
+            # Otherwise these logits would stay while those of the next chunk are computed.
             del z_CV
         ctx.save_for_backward(hidden_LD, weight_VD, labels_L, lse_L, entropy_L, kept_CV)
         ctx.scale = scale
@@ -154,7 +156,8 @@ class _LinearLogProb(torch.autograd.Function):
             # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
             z_CV = hidden_LD[c] @ weight_VD.T if kept_CV is None else kept_CV
             factors = [None if x is None else x[c, None] for x in (lse_L, entropy_L, d_logprobs_L, d_entropy_L)]
-            # The label's own entry, with the onehot, is computed apart in float32 and then replaces the rounded one.
+            # The label's own entry, with the onehot, is computed apart in float32 and then replaces the rounded one:
+            # near p = 1, half precision would lose most of 1 - p.
             own_C1 = _gradient(z_CV.gather(1, labels_L[c, None]), ctx.scale, *factors) + d_logprobs_L[c, None]
             dz_CV = gradient(z_CV, ctx.scale, weight_VD.dtype, *factors)
             dz_CV.scatter_(1, labels_L[c, None], own_C1.mul_(ctx.scale).to(dz_CV.dtype))

@@ -99,6 +99,7 @@ class Grader:
     def close(self) -> None:
         """Kills the workers. A second call does nothing."""
         self.processes.close(RuntimeError("the Grader is closed"))
+        # Graders that print nothing leave no file.
         if self._output is not None and self._output.exists() and not self._output.stat().st_size:
             self._output.unlink()
 

@@ -126,6 +126,7 @@ class _Fp8Linear(torch.autograd.Function):
             dx = dy @ weight.to(dy.dtype) if need_dx else None
             dw = (dy.T @ inputs[0].reshape(-1, weight.shape[1])).to(weight.dtype) if need_dw else None
         else:
+            # Columns that were not kept are made now, or are empty if only dx is needed.
             if ctx.keep_x and need_dw:
                 _, _, *inputs = _quantize(inputs[0].reshape(-1, weight.shape[1]), False, True)
             elif ctx.keep_x:
@@ -155,7 +156,7 @@ def _quantized_once(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
 
 
 def _forget(dead: weakref.ref) -> None:
-    """Drops the forms of an activation that is gone, unless a layer keeps them."""
+    # Otherwise the forms would stay in memory until the next activation comes.
     global _last
     if _last[0] is dead:
         _last = (lambda: None, None, None)

@@ -20,7 +20,8 @@ def register() -> None:
     from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
     from vllm.platforms.interface import PlatformEnum
 
-    # vLLM's own kernel needs AMX. A process may call this twice.
+    # vLLM takes the first kernel that can run. Its own need AMX, and quantize activations per token or not at all. This
+    # one does it in blocks of 1x128, as the trainer does. A process may call this twice.
     kernels = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     if not any(kernel.__name__ == "ReferenceFp8BlockKernel" for kernel in kernels):
         kernels.insert(0, _kernel())
