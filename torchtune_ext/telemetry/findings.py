@@ -86,9 +86,9 @@ def reading_of(steps: Sequence[int], values: Sequence[float | None], newest: boo
     return Reading(fmean(v for _, v in first), fmean(v for _, v in last), last[0][0], last[-1][0])
 
 
-def tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[dict[str, str]]:
-    """Returns the numbers at the top of the report that the run has: for each a label, the metric, its unit as of the panel
-    that draws it, and a note, the interval of an accuracy."""
+def tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[dict[str, Any]]:
+    """Returns the numbers at the top of the report that the run has: for each a label, the metric, its reading, its unit as of
+    the panel that draws it, and a note, the interval of an accuracy."""
     units = {metric: panel.unit for panel in panels for metric, _ in panel.series}
     last = {name: reading.last for name, reading in curves.items()}
     chosen = []
@@ -100,7 +100,8 @@ def tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[dict[s
             label = "Held-out reward"
         sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= last.keys()
         note = f"95% interval {last['eval/low']:.3g} to {last['eval/high']:.3g}" if sampled else ""
-        chosen.append({"label": label, "metric": metric, "unit": units.get(metric, ""), "note": note})
+        unit = units.get(metric, "")
+        chosen.append({"label": label, "metric": metric, "reading": curves[metric], "unit": unit, "note": note})
     return chosen
 
 

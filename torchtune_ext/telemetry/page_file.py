@@ -6,21 +6,21 @@ completion can break or script the page.
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.files import explained
 
+SCRIPTS = ("charts", "runs", "rollouts", "shell", "main")  # in this order
 
-def write_page(out: Path, title: str, body: str, scripts: Sequence[str], data: Mapping[str, str]) -> int:
+
+def write_page(out: Path, title: str, data: Mapping[str, str]) -> int:
     """Writes a page, in place, since `out` may be a link, or no file at all. Returns how many bytes it has.
 
     Args:
         title: of the page; any text.
-        body: which of the bodies in `page/` it has.
-        scripts: those of `page/` that it runs, in this order.
         data: what the scripts read, by id, each as `excerpts.pack` makes it.
 
     Raises:
@@ -29,8 +29,7 @@ def write_page(out: Path, title: str, body: str, scripts: Sequence[str], data: M
     parts = {
         "title": html.escape(title),
         "css": _part("page.css"),
-        "body": _part(f"{body}.html"),
-        "js": "\n".join(_part(f"{name}.js") for name in scripts),
+        "js": "\n".join(_part(f"{name}.js") for name in SCRIPTS),
         "data": "\n".join(f'<script type="text/plain" id="{key}">{blob}</script>' for key, blob in data.items()),
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html")).encode()

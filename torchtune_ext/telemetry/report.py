@@ -7,7 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,13 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.telemetry.comparison import build_comparison
 from torchtune_ext.telemetry.excerpts import LIMITS, Excerpts, Limits, excerpts_of, pack, short
-from torchtune_ext.telemetry.findings import FOLDED, findings, readings, tiles
+from torchtune_ext.telemetry.findings import FOLDED, Reading, findings, readings, tiles
 from torchtune_ext.telemetry.heading import facts, flat, node_of, origin, state_of
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.page_file import write_page
-from torchtune_ext.telemetry.panels import panels_for
+from torchtune_ext.telemetry.panels import Panel, panels_for
 from torchtune_ext.telemetry.rollouts import rollout_paths
 from torchtune_ext.telemetry.runs import METRICS, is_several, record_of
-
-SCRIPTS = ("charts", "shell", "rollouts", "main")  # of the page, in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def build_report(run_dir: str | Path, out: str | Path | None = None, limits: Lim
     excerpts = excerpts_of(paths, limits, _tokenizers(run_dir, node_of(run, "config")))
     overview = _overview(run_dir, run, records, excerpts) | {"stored": len(paths)}
     data = {"overview": pack(overview)} | {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
-    num_bytes = write_page(out, overview["name"], "report", SCRIPTS, data)
+    num_bytes = write_page(out, overview["name"], data)
     return Report(out, num_bytes, records[-1]["step"], len(excerpts.blobs), len(paths))
 
 
@@ -88,8 +86,6 @@ def _metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / METRICS
     if records := read_metrics(path) if path.exists() else []:
         return records
-    if ((above := run_dir.absolute().parent) / METRICS).exists():
-        raise Mistake(f"{run_dir} is a folder of a run, not the run; name {above}")
     if not (run_dir / "run.json").exists():
         raise Mistake(f"{run_dir} is no folder of a run: it has no run.json; name one, an output_dir")
     raise Mistake(
@@ -129,11 +125,26 @@ def _overview(
         "config": [row for row in flat(config) if row[1] != "[]"],
         "written": time.time(),
         "steps": steps,
-        "series": series,
-        "readings": curves,
         "tiles": tiles(curves, panels),
-        "panels": panels,
+        "panels": [asdict(panel) | {"lines": _lines(panel, series, curves)} for panel in panels],
         "folded": [section for section in FOLDED if section not in warned],
         "notices": notices,
         "rollouts": excerpts.index,
     }
+
+
+def _lines(
+    panel: Panel, series: Mapping[str, list[float | None]], curves: Mapping[str, Reading]
+) -> list[dict[str, Any]]:
+    """Returns the lines of a panel: the values of each, its reading, its color, and the edges of a band around it."""
+    around, *edges = panel.band or ("",)
+    return [
+        {
+            "label": label,
+            "raw": series[metric],
+            "reading": curves[metric],
+            "color": panel.colors[place] if panel.colors else place % 7 + 1,
+            "band": [series[edge] for edge in edges] if metric == around else None,
+        }
+        for place, (metric, label) in enumerate(panel.series)
+    ]

@@ -1,4 +1,4 @@
-"""The runs of a comparison: found in the folders that the user names, read once, and grouped into settings."""
+"""The runs of a comparison: found in the folders that the user names, read once, and told apart by the settings that differ."""
 
 import json
 import logging
@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import ascii_uppercase
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
@@ -20,9 +19,9 @@ log = logging.getLogger(__name__)
 METRICS, SWEEP = "metrics.jsonl", "sweep.json"
 SWEEP_FORMAT = 1
 NEAR = 5  # runs that a message about a wrong path names
-# Two runs that differ in nothing but these are one setting: where a run lies, how it was started, who is told of it.
-BESIDE = ("seed", "output_dir", "name", "id", "resume_from_checkpoint", "logging", "profile", "dry_run")
-LABELED = 3  # A label has so many keys; where more differ, settings are named by their runs.
+# These tell no run from another: where a run lies, how it was started, who is told of it.
+BESIDE = ("output_dir", "name", "id", "resume_from_checkpoint", "logging", "profile", "dry_run")
+LABELED = 3  # A label has so many keys; where more differ, runs are named by their folders.
 LONGEST = 60  # characters of a label
 
 
@@ -32,20 +31,9 @@ class Run:
 
     path: Path
     name: str  # its path below the folder that all runs share
-    id: str
     config: Mapping[str, Any] | None  # None: no run.json, or a damaged one
     records: Sequence[Mapping[str, Any]]  # the metrics of each step
     state: State
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Runs that differ in nothing but their seed."""
-
-    letter: str
-    label: str  # "lr 1e-06"
-    values: Mapping[str, str]  # the keys that differ between the runs of the page
-    runs: Sequence[int]  # by their place on the page
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[dict[str, Any]], list[str]]:
@@ -75,12 +63,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[dict[str, An
     for folder in folders:
         name = os.path.relpath(folder, above)
         try:
-            run = _read(folder, name)
-            # The copy of a run would count as a second seed. A copy that went on with other settings is another run.
-            for other in runs:
-                if (other.id, other.config) == (run.id, run.config) and run.config is not None:
-                    raise Mistake(f"it is the same run as {other.name} ({RECORD} has the id {run.id})")
-            runs.append(run)
+            runs.append(_read(folder, name))
         except (OSError, ValueError) as error:
             left_out.append(f"{name} is left out: {error}.")
     if not runs:
@@ -123,30 +106,21 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
     return sweep
 
 
-def settings_of(runs: Sequence[Run]) -> tuple[list[str], list[Setting]]:
-    """Groups runs into settings.
-
-    Returns:
-        The keys whose values differ between the runs, and the settings in the order of their first run. A run whose
-        configuration is not known is a setting of its own.
-    """
+def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[str]], list[str]]:
+    """Returns the keys whose values differ between the runs, these values of each run ("" where its settings are not known),
+    and a label for each: "lr 1e-06, seed 1"."""
     configs = [None if run.config is None else _comparable(run.config) for run in runs]
     known = [config for config in configs if config is not None]
     every = dict.fromkeys(key for config in known for key in config)
     keys = [key for key in every if len({config.get(key, DEFAULT) for config in known}) > 1]
-    members: dict[Any, list[int]] = {}
-    for number, config in enumerate(configs):
-        same = number if config is None else tuple(config.get(key, DEFAULT) for key in keys)
-        members.setdefault(same, []).append(number)
-    settings = []
-    for place, inside in enumerate(members.values()):
-        config = configs[inside[0]]
-        values = {} if config is None else {key: config.get(key, DEFAULT) for key in keys}
-        label = ", ".join(f"{end} {value}" for end, value in zip(short_keys(keys), values.values(), strict=False))
-        if not 0 < len(values) <= LABELED or len(label) > LONGEST:
-            label = ", ".join(runs[number].name for number in inside)
-        settings.append(Setting(ascii_uppercase[place % 26] + str(place // 26 or ""), label, values, inside))
-    return keys, settings
+    values = [[] if config is None else [config.get(key, DEFAULT) for key in keys] for config in configs]
+    labels = [", ".join(map(" ".join, zip(short_keys(keys), row, strict=False))) for row in values]
+    told = 0 < len(keys) <= LABELED
+    return (
+        keys,
+        values,
+        [label if told and 0 < len(label) <= LONGEST else run.name for label, run in zip(labels, runs, strict=True)],
+    )
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
@@ -193,7 +167,7 @@ def _read(path: Path, name: str) -> Run:
     if not records:
         raise Mistake("no metrics yet; a run writes its first line at the end of a step")
     state = state_of(path, config or {}, records[-1]["step"])
-    return Run(path, name, str(record.get("id", name)), config, records, state)
+    return Run(path, name, config, records, state)
 
 
 def _is_run(path: Path) -> bool:

@@ -22,6 +22,10 @@ def run_main(*words):
     return command.main(parser.parse_args([str(word) for word in words]))
 
 
+def texts(overview):
+    return [notice["text"] for notice in overview["notices"]]
+
+
 def overview_of(report):
     return Scripts(report.path.read_text()).data()["overview"]
 
@@ -37,13 +41,17 @@ def two(tmp_path):
 def test_the_page_holds_curves_and_results(two, tmp_path):
     report = build_comparison(two, tmp_path / "page.html")
     size = (tmp_path / "page.html").stat().st_size
-    assert (report.path, report.runs, report.settings, report.num_bytes) == (tmp_path / "page.html", 2, 2, size)
+    assert (report.path, report.runs, report.num_bytes) == (tmp_path / "page.html", 2, size)
     overview = overview_of(report)
-    assert [(each["letter"], each["label"]) for each in overview["settings"]] == [("A", "lr 1e-06"), ("B", "lr 3e-06")]
-    assert overview["keys"] == [["optimizer.lr", "lr"]]
-    assert [each["values"] for each in overview["settings"]] == [["1e-06"], ["3e-06"]]
-    assert [each["runs"] for each in overview["settings"]] == [["one"], ["two"]]
-    assert overview["settings"][1]["mean"]["value"] == pytest.approx(0.6872, abs=1e-4)
+    assert overview["runs"] == [
+        {"letter": "A", "label": "lr 1e-06", "name": "one", "rank": 1},
+        {"letter": "B", "label": "lr 3e-06", "name": "two", "rank": 0},
+    ]
+    assert overview["heads"] == ["lr", "held-out accuracy", "95% interval", "run"]
+    assert overview["rows"] == [
+        [1, "3e-06", "0.6872", "0.6372 to 0.7372", "two"],
+        [0, "1e-06", "0.4908", "0.4408 to 0.5408", "one"],
+    ]
 
 
 def test_nothing_in_a_run_breaks_the_page(tmp_path):
@@ -63,24 +71,19 @@ def test_nothing_in_a_run_breaks_the_page(tmp_path):
 def test_a_sweep_is_compared_without_what_failed(tmp_path):
     report = build_comparison([make_sweep(tmp_path / "sweep")])
     assert report.path == tmp_path / "sweep" / "report.html" and report.runs == 10
-    assert report.verdict.startswith(
-        "F (lr 0.0001, clip_high 0.3) has the highest held-out accuracy, 0.746 [0.696, 0.796]."
-    )
+    assert report.table.splitlines()[1].split("  ")[:4] == ["F", "lr 0.0001, clip_high 0.3", "0.7461", ""]
     overview = overview_of(report)
-    assert [each["runs"] for each in overview["settings"]] == [[f"run{i}{j}"] for i in range(5) for j in range(2)]
-    assert overview["notices"] == [f"bad{number} failed: loss is not finite {HOSTILE}." for number in range(2)]
-    # The interval of a value is that of the evaluation which gave it.
-    mean = overview["settings"][0]["mean"]
-    assert mean["high"] - mean["low"] == pytest.approx(0.1, abs=1e-4)
+    assert [each["name"] for each in overview["runs"]] == [f"run{i}{j}" for i in range(5) for j in range(2)]
+    assert texts(overview) == [f"bad{number} failed: loss is not finite {HOSTILE}." for number in range(2)]
 
 
-def test_what_failed_late_is_not_what_its_setting_came_to(tmp_path):
+def test_what_failed_late_is_not_what_its_settings_came_to(tmp_path):
     folder = make_sweep(tmp_path / "sweep", rates=(1e-5, 1e-4), failed=0, clips=(0.2,))
     record = json.loads((folder / "sweep.json").read_text())
     record["runs"][1] |= {"state": "failed", "value": None, "cause": "out of memory"}
     (folder / "sweep.json").write_text(json.dumps(record))
     report = build_comparison([folder])
-    assert report.verdict == "A (run00) has the highest held-out accuracy, 0.618 [0.568, 0.668]."
+    assert report.table.splitlines()[1:] == ["A  run00  0.6185             0.5685 to 0.6685"]
     assert report.left_out == ["run10 failed: out of memory."]
 
 
@@ -96,17 +99,15 @@ def test_less_is_better_where_a_sweep_says_so(tmp_path):
     metric = {"name": "loss/total", "goal": "minimize"}
     (tmp_path / "sweep.json").write_text(json.dumps({"format": 1, "name": "", "metric": metric, "runs": runs}))
     report = build_comparison([tmp_path])
-    assert report.verdict == (
-        "B (lr 2e-06) has the lowest loss/total of the last tenth of the steps, 0.3. A (lr 1e-06) may be as good: the intervals "
-        "overlap, or are not known. One seed does not tell where another would end."
-    )
+    assert [line.split()[:4] for line in report.table.splitlines()] == [
+        ["run", "loss/total", "95%", "interval"], ["B", "lr", "2e-06", "0.3"], ["A", "lr", "1e-06", "0.5"]]  # fmt: skip
 
 
 def test_the_command(two, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_main(*two) == 0
     out = capsys.readouterr().out
-    assert "comparison.html: " in out and "2 runs of 2 settings" in out and "B (lr 3e-06) has the highest" in out
+    assert "comparison.html: " in out and "2 runs" in out
     first, second, *_ = out.strip().splitlines()[1:]
     assert first.split()[:4] == ["B", "lr", "3e-06", "0.6872"] and second.startswith("A  lr 1e-06"), (
         "the best one first"
@@ -128,13 +129,8 @@ def test_paths_that_are_no_runs_are_named_with_those_near_them(two, tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_run_counts_once_and_its_copy_is_no_second_seed(two, tmp_path):
+def test_a_run_that_is_named_twice_is_there_once(two, tmp_path):
     assert build_comparison([two[0], two[0] / ".." / "one", tmp_path], tmp_path / "page.html").runs == 2
-    shutil.copytree(two[0], tmp_path / "copy")
-    report = build_comparison([two[0], tmp_path / "copy"], tmp_path / "page.html")
-    assert report.runs == 1 and report.left_out == [
-        "copy is left out: it is the same run as one (run.json has the id one)."
-    ]
 
 
 def test_a_run_with_nothing_to_show_is_named_and_passed_over(two, tmp_path):
@@ -145,7 +141,7 @@ def test_a_run_with_nothing_to_show_is_named_and_passed_over(two, tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text(text)
     report = build_comparison([tmp_path], tmp_path / "page.html")
     assert report.runs == 2 and len(report.left_out) == 3
-    notices = overview_of(report)["notices"]
+    notices = texts(overview_of(report))
     assert any(line.startswith("new is left out: no metrics yet") for line in notices)
     assert any(line.startswith("broken is left out: metrics.jsonl is damaged") and "line 2" in line for line in notices)
     assert any(line.startswith("odd is left out: metrics.jsonl is damaged") for line in notices)
@@ -172,8 +168,8 @@ def test_a_sweep_of_another_format_is_refused(tmp_path):
 def test_damaged_settings_cost_no_page(two, tmp_path):
     (two[0] / "run.json").write_text("{")
     overview = overview_of(build_comparison(two, tmp_path / "page.html"))
-    assert any("The settings of one are not known" in line for line in overview["notices"])
-    assert [each["label"] for each in overview["settings"]] == ["one", "two"]
+    assert any("The settings of one are not known" in line for line in texts(overview))
+    assert [each["label"] for each in overview["runs"]] == ["one", "two"]
 
 
 def test_a_page_stays_small(tmp_path, monkeypatch):
@@ -182,9 +178,9 @@ def test_a_page_stays_small(tmp_path, monkeypatch):
     for name, value in {"POINTS": 30, "DRAWN": 4}.items():
         monkeypatch.setattr(comparison, name, value)
     overview = overview_of(build_comparison([tmp_path]))
-    assert len(overview["steps"]) == 30 and {len(chart["lines"]) for chart in overview["charts"]} == {4}
-    assert all(len(line["mean"]) == 30 for chart in overview["charts"] for line in chart["lines"])
-    assert len(overview["settings"]) == 6
+    assert len(overview["steps"]) == 30 and {len(chart["lines"]) for chart in overview["panels"]} == {4}
+    assert all(len(line["raw"]) == 30 for chart in overview["panels"] for line in chart["lines"])
+    assert len(overview["rows"]) == 6
 
 
 def test_a_warm_up_beside_a_run_that_was_resumed_and_one_that_was_not_evaluated(tmp_path):
@@ -198,44 +194,52 @@ def test_a_warm_up_beside_a_run_that_was_resumed_and_one_that_was_not_evaluated(
     )
     make_one(tmp_path / "short", settings(seed=1), steps=7, every=0)
     overview = overview_of(build_comparison([tmp_path]))
-    assert "resumed: loss/kl_ref was not finite at 1 step, first at step 3." in overview["notices"]
-    assert any("its seeds end at different steps (7, 60)" in line for line in overview["notices"])
-    assert overview["settings"][0]["runs"] == ["resumed", "short (stopped at step 7 of 60)"]
-    titles = [chart["title"] for chart in overview["charts"]]
+    assert "resumed: loss/kl_ref was not finite at 1 step, first at step 3." in texts(overview)
+    assert [row[-1] for row in overview["rows"]] == ["resumed", "warmup", "short (stopped at step 7 of 60)"]
+    titles = [chart["title"] for chart in overview["panels"]]
     # What the runs are compared by comes first.
     assert titles[:4] == ["Reward", "Held-out accuracy", "Completion length", "Negative log-likelihood"]
 
 
-def test_bands_are_those_of_numpy(tmp_path):
-    for seed in range(3):
-        make_one(tmp_path / f"s{seed}", settings(seed=seed), level=0.6 + 0.05 * seed, rollouts=False,
-                 **{"own/holes": lambda step, seed=seed: float("nan") if step % 7 == seed else float(step + seed)})  # fmt: skip
+def test_lines_are_what_was_logged(tmp_path):
+    make_one(tmp_path / "a", settings(), rollouts=False)
+    make_one(
+        tmp_path / "b",
+        settings(seed=1),
+        rollouts=False,
+        **{"own/holes": lambda step: float("nan") if step % 7 else step / 3},
+    )
     overview = overview_of(build_comparison([tmp_path]))
-    records = [[json.loads(line) for line in (tmp_path / f"s{seed}" / "metrics.jsonl").read_text().splitlines()] for seed in range(3)]  # fmt: skip
-    assert overview["steps"] == [record["step"] for record in records[0]]
-    for metric, title in (
-        ("reward/mean", "Reward"),
-        ("own/holes", "own/holes"),
-        ("eval/accuracy_sampled", "Held-out accuracy"),
+    records = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert overview["steps"] == [record["step"] for record in records]
+    lines = {chart["title"]: chart["lines"] for chart in overview["panels"]}
+    assert [line["run"] for line in lines["own/holes"]] == [1]
+    accuracy = next(line for line in lines["Held-out accuracy"] if line["run"] == 1)
+    for column, metric in (
+        (lines["own/holes"][0]["raw"], "own/holes"),
+        (accuracy["raw"], "eval/accuracy_sampled"),
+        (accuracy["band"][0], "eval/low"),
     ):
-        values = np.array([[record.get(metric) for record in run] for run in records], float)
-        (line,) = next(chart["lines"] for chart in overview["charts"] if chart["title"] == title)
-        for column, function in zip((line["mean"], *line["band"]), (np.nanmean, np.nanmin, np.nanmax), strict=True):
-            with np.testing.suppress_warnings() as quiet:
-                quiet.filter(RuntimeWarning)
-                np.testing.assert_allclose(np.array(column, float), function(values, 0), rtol=1e-4, equal_nan=True)
+        values = [record.get(metric) for record in records]
+        np.testing.assert_allclose(np.array(column, float), np.array(values, float), rtol=1e-4, equal_nan=True)
+    # Intervals of many runs would hide their lines.
+    for i in range(4):
+        make_one(tmp_path / f"c{i}", settings(seed=2 + i), steps=20, rollouts=False)
+    overview = overview_of(build_comparison([tmp_path]))
+    assert all(line["band"] is None for chart in overview["panels"] for line in chart["lines"])
 
 
-def test_many_steps_share_points_and_no_peak_of_a_seed_is_lost_in_the_mean(tmp_path, monkeypatch):
+def test_many_steps_share_points(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "POINTS", 100)
     for name, seed, steps in (("a", 0, 999), ("b", 1, 499)):
         make_one(tmp_path / name, settings(1e-6 * (1 + seed)), steps=steps, rollouts=False)
     overview = overview_of(build_comparison([tmp_path]))
     assert len(overview["steps"]) == 100 and overview["steps"][-1] == 999
-    first, second = next(chart["lines"] for chart in overview["charts"] if chart["title"] == "Reward")
+    lines = next(chart["lines"] for chart in overview["panels"] if chart["title"] == "Reward")
+    first, second = sorted(lines, key=lambda line: line["run"])
     rewards = [
         json.loads(line).get("reward/mean") for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     ]
     means = np.nanmean(np.array(rewards, float).reshape(100, 10), 1)
-    np.testing.assert_allclose(first["mean"], means, rtol=1e-4)
-    assert set(second["mean"][50:]) == {None} and None not in second["mean"][:50]
+    np.testing.assert_allclose(first["raw"], means, rtol=1e-4)
+    assert set(second["raw"][50:]) == {None} and None not in second["raw"][:50]

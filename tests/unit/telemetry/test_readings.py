@@ -17,7 +17,10 @@ def test_a_curve_is_read_as_the_mean_of_its_last_tenth():
     curves, panels = read({"reward/mean": reward}, steps)
     # 41 steps: a tenth is four of them. Step 0 has no reward.
     assert curves["reward/mean"] == Reading((1 + 2 + 3 + 4) / 4, (37 + 38 + 39 + 40) / 4, 37, 40)
-    assert tiles(curves, panels) == [{"label": "Reward", "metric": "reward/mean", "unit": "", "note": ""}]
+    reading = curves["reward/mean"]
+    assert tiles(curves, panels) == [
+        {"label": "Reward", "metric": "reward/mean", "reading": reading, "unit": "", "note": ""}
+    ]
 
 
 def test_what_few_steps_have_and_what_counts_up_is_read_at_its_newest_step():

@@ -26,8 +26,8 @@ def test_embeds_the_run(tmp_path):
     data = Scripts(page).data()
     overview = data["overview"]
     assert overview["steps"] == list(range(1, 13))
-    assert overview["series"]["reward/mean"][2] == 0.25
-    assert overview["series"]["loss/kl_ref"][:3] == [0.1, None, 0.1]
+    lines = {panel["title"]: panel["lines"][0]["raw"] for panel in overview["panels"]}
+    assert lines["Reward"][2] == 0.25 and lines["KL"][:3] == [0.1, None, 0.1]
     broken = "loss/kl_ref was not finite at 1 step, first at step 2."
     assert {"text": broken, "section": "Policy change"} in overview["notices"]
     assert ["task.path", HOSTILE] in overview["config"]

@@ -97,20 +97,19 @@ const cursor = {
 // Fewer than half of the steps have a value, as of an evaluation every few steps.
 const isSparse = (values, steps) => values.filter((value) => value != null).length < steps.length / 2;
 
-// The lines of a panel of one run. Each has its values, its reading, its color, and edges where a band is around it.
-function linesOf(panel, series, steps, readings) {
-  const [around, low, high] = panel.band ?? [];
-  return panel.series.map(([metric, label], i) => ({ metric, label, raw: series[metric], reading: readings[metric],
-    color: `var(--c${panel.colors?.[i] ?? (i % 7) + 1})`, sparse: isSparse(series[metric], steps), band: metric === around ? [series[low], series[high]] : null }));
+// Lines of one run have a label and a color of the page; those of several runs have the number of their run.
+function lineOf(line, { runs, steps }) {
+  const own = line.run == null ? { color: `var(--c${line.color})` } : { ...look(runs[line.run]), label: runs[line.run].label };
+  return { ...line, ...own, sparse: isSparse(line.raw, steps) };
 }
 
 class Chart {
-  constructor(panel, lines, steps, lead = false) {
+  constructor(panel, overview, lead = false) {
     this.panel = panel;
-    this.steps = steps;
+    this.steps = overview.steps;
+    this.runs = overview.runs;
     this.height = HEIGHT;
-    this.margin = RIGHT;
-    this.lines = lines;
+    this.lines = panel.lines.map((line) => lineOf(line, overview));
     this.at = el("span", { class: "at" });
     this.numbers = this.lines.map(() => el("span", { class: "number" }));
     this.plot = el("div", { class: "plot" });
@@ -127,7 +126,9 @@ class Chart {
   }
 
   keys() {
-    return this.lines.map((line, i) => el("span", {}, el("i", { class: "key", style: `background:${line.color}` }), el("span", { class: "name" }, line.label), this.numbers[i]));
+    return this.lines.map((line, i) => (line.key = line.run == null
+      ? el("span", {}, el("i", { class: "key", style: `background:${line.color}` }), el("span", { class: "name" }, line.label), this.numbers[i])
+      : el("span", { title: `${line.label}: ${averaged(line.reading)}` }, named(this.runs[line.run]), this.numbers[i])));
   }
 
   get shown() { return this.lines.filter((line) => !line.hidden); }
@@ -161,10 +162,11 @@ class Chart {
   }
 
   draw() {
+    for (const line of this.lines) line.key.hidden = line.hidden = choice.off.has(line.run);
     if (!this.width) return;
     const [first, last] = this.span(), { scale, unit, style, baseline } = this.panel;
     const [x0, x1] = [this.steps[first], Math.max(this.steps[last], this.steps[first] + 1)];
-    const [y0, y1] = this.domainY(first, last), bottom = this.height - BOTTOM, right = this.width - this.margin;
+    const [y0, y1] = this.domainY(first, last), bottom = this.height - BOTTOM, right = this.width - RIGHT;
     const warp = scale === "log" ? Math.log : (value) => value;
     this.x = (step) => LEFT + ((step - x0) / (x1 - x0)) * (right - LEFT);
     this.y = (value) => bottom - ((warp(value) - warp(y0)) / (warp(y1) - warp(y0))) * (bottom - TOP);
@@ -202,15 +204,15 @@ class Chart {
   // A smoothed curve may leave the range of the values it was drawn for.
   clip(root) {
     const id = `clip-${cursor.charts.indexOf(this)}`, clip = root.appendChild(svg("clipPath", { id }));
-    clip.appendChild(svg("rect", { x: LEFT - 3, y: 0, width: this.width - LEFT - this.margin + 6, height: this.height - BOTTOM + 3 }));
+    clip.appendChild(svg("rect", { x: LEFT - 3, y: 0, width: this.width - LEFT - RIGHT + 6, height: this.height - BOTTOM + 3 }));
     for (const path of root.querySelectorAll("path")) path.setAttribute("clip-path", `url(#${id})`);
   }
 
   drawLines(add, first, last) {
-    for (const { band, color, setting } of this.shown) {
+    for (const { band, color, run } of this.shown) {
       if (!band) continue;
       const high = this.points(band[1], first, last), low = this.points(band[0], first, last);
-      if (high.length && low.length) add("path", { class: "band", d: `M${high.join("L")}L${low.reverse().join("L")}Z`, style: `fill:${color}`, "data-setting": setting ?? "" });
+      if (high.length && low.length) add("path", { class: "band", d: `M${high.join("L")}L${low.reverse().join("L")}Z`, style: `fill:${color}`, "data-run": run ?? "" });
     }
     for (const line of this.shown) {
       const weight = line.sparse ? 0 : cursor.weight;
@@ -219,11 +221,11 @@ class Chart {
     }
   }
 
-  trace(add, values, first, last, { color, dash, setting }, name, dots) {
+  trace(add, values, first, last, { color, dash, run }, name, dots) {
     const points = this.points(values, first, last);
     if (!points.length) return;
-    add("path", { class: name, d: `M${points.join("L")}`, style: `stroke:${color}${dash ? `;stroke-dasharray:${dash}` : ""}`, "data-setting": setting ?? "" });
-    if (dots && points.length <= 40) for (const [x, y] of points) add("circle", { cx: x, cy: y, r: 2.4, style: `fill:${color}`, "data-setting": setting ?? "" });
+    add("path", { class: name, d: `M${points.join("L")}`, style: `stroke:${color}${dash ? `;stroke-dasharray:${dash}` : ""}`, "data-run": run ?? "" });
+    if (dots && points.length <= 40) for (const [x, y] of points) add("circle", { cx: x, cy: y, r: 2.4, style: `fill:${color}`, "data-run": run ?? "" });
   }
 
   // Pixels of the values that are there; at most lowest and highest per pixel column.
@@ -263,7 +265,7 @@ class Chart {
   }
 
   // What the numbers beside the title are of, while the pointer is elsewhere.
-  when(means) { return averaged((means[0] ?? this.lines[0]).reading); }
+  when(means) { return this.runs ? "at the end" : averaged((means[0] ?? this.lines[0]).reading); }
 
   // The place of the value that is nearest to a step, inside the zoom.
   nearest(step) {
@@ -276,10 +278,10 @@ class Chart {
   point(step) {
     if (!this.marks) return;
     const index = step == null ? null : this.nearest(step);
-    const means = this.lines.filter(({ reading }) => reading.since !== reading.until), mixed = means.length && means.length < this.lines.length;
+    const means = this.lines.filter(({ reading }) => reading.since !== reading.until), mixed = !this.runs && means.length && means.length < this.lines.length;
     this.at.textContent = index == null ? this.when(means) : `step ${this.steps[index].toLocaleString("en")}`;
     this.marks.replaceChildren();
-    const visible = index != null && this.steps[index] >= this.stepAt(LEFT) - 1e-9 && this.steps[index] <= this.stepAt(this.width - this.margin) + 1e-9;
+    const visible = index != null && this.steps[index] >= this.stepAt(LEFT) - 1e-9 && this.steps[index] <= this.stepAt(this.width - RIGHT) + 1e-9;
     if (visible) {
       const x = this.x(this.steps[index]);
       this.marks.appendChild(svg("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: this.height - BOTTOM }));

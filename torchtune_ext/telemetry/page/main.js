@@ -1,7 +1,7 @@
-// Puts the page of one run together.
+// Puts the page together: of one run, or of several.
 
 function head(overview) {
-  const { state, facts } = overview, badge = document.getElementById("state");
+  const { state, facts = [] } = overview, badge = document.getElementById("state");
   badge.textContent = state.text;
   badge.classList.add(state.kind);
   document.getElementById("about").append(...facts.map(([label, value, note]) =>
@@ -13,9 +13,9 @@ function head(overview) {
 }
 
 function tiles(overview) {
-  const root = document.getElementById("tiles"), { readings } = overview;
-  for (const { label, metric, unit, note } of overview.tiles) {
-    const reading = readings[metric], first = format(reading.first, unit), last = format(reading.last, unit);
+  const root = document.getElementById("tiles");
+  for (const { label, metric, reading, unit, note } of overview.tiles) {
+    const first = format(reading.first, unit), last = format(reading.last, unit);
     root.append(el("div", { class: "tile", "data-metric": metric, title: `from ${first} to ${last}` }, el("div", { class: "label" }, label),
       el("div", { class: "value" }, overview.steps.length > 1 ? el("span", { class: "from" }, el("span", { class: "unseen" }, "from "), first, " ", el("span", { "aria-hidden": "true" }, "→"),
         el("span", { class: "unseen" }, " to ")) : null, el("b", {}, last)),
@@ -24,29 +24,23 @@ function tiles(overview) {
 }
 
 function charts(overview) {
-  const nav = document.getElementById("nav"), sections = new Map();
+  const nav = document.getElementById("nav"), sections = new Map([["", document.getElementById("front")]]);
   const lead = overview.panels.find((panel) => panel.lead);
-  const draw = (panel, place) => {
-    const chart = new Chart(panel, linesOf(panel, overview.series, overview.steps, overview.readings), overview.steps, panel === lead);
-    cursor.charts.push(chart);
-    place.append(chart.node);
-  };
-  if (lead) draw(lead, document.getElementById("lead"));
   for (const panel of overview.panels) {
-    if (panel === lead) continue;
-    if (!sections.has(panel.section)) {
+    const chart = new Chart(panel, overview, panel === lead);
+    cursor.charts.push(chart);
+    if (panel !== lead && !sections.has(panel.section)) {
       const number = overview.panels.filter((other) => other !== lead && other.section === panel.section).length;
-      const closed = overview.folded.includes(panel.section), hint = `${closed ? "nothing unusual, " : ""}${number} ${number === 1 ? "curve" : "curves"}`;
-      sections.set(panel.section, chartSection(panel.section, !closed, hint));
+      const closed = overview.folded.includes(panel.section), unusual = closed && !overview.runs ? "nothing unusual, " : "";
+      sections.set(panel.section, chartSection(panel.section, !closed, `${unusual}${number} ${number === 1 ? "curve" : "curves"}`));
       nav.append(el("a", { href: `#${sectionId(panel.section)}` }, panel.section));
-      if (sections.size === 1) {
+      if (sections.size === 2 && !overview.runs) {
         document.getElementById("charts").append(document.getElementById("rollouts")); // behind what was learned
         nav.append(el("a", { href: "#rollouts" }, "Rollouts"));
       }
     }
-    draw(panel, sections.get(panel.section));
+    (panel === lead ? document.getElementById("lead") : sections.get(panel.section)).append(chart.node);
   }
-  if (document.getElementById("configuration")) nav.append(el("a", { href: "#configuration" }, "Configuration"));
 }
 
 // A good and a bad sample of one group, so that a reader has seen texts before curves: those with the highest and the lowest
@@ -103,10 +97,16 @@ function configuration({ made, config }) {
 
 async function start(overview) {
   head(overview);
+  if (overview.runs) {
+    for (const id of ["rollouts", "configuration"]) document.getElementById(id).remove();
+    charts(overview);
+    return compare(overview);
+  }
   tiles(overview);
   configuration(overview);
   charts(overview);
+  if (document.getElementById("configuration")) document.getElementById("nav").append(el("a", { href: "#configuration" }, "Configuration"));
   await rollouts(overview);
 }
 
-begin(start, "a click opens the rollouts of the step.");
+begin(start);

@@ -44,12 +44,13 @@ function tools(steps) {
 
 const day = (seconds) => new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") + " UTC";
 
-// Unpacks the overview, lets the page show it, and says what a click does there.
-async function begin(start, clicks) {
+// Unpacks the overview, and lets the page show it.
+async function begin(start) {
   try {
     const overview = await unpack("overview");
     document.getElementById("written").textContent = day(overview.written);
-    document.getElementById("clicks").textContent = clicks;
+    document.getElementById("clicks").textContent = overview.runs ? "a click in the legend turns a run on or off, a double click shows it alone."
+      : "a click opens the rollouts of the step.";
     cursor.steps = overview.steps;
     tools(overview.steps);
     document.addEventListener("click", (event) => unfold(event.target.closest("a")?.getAttribute("href")));
