@@ -180,7 +180,6 @@ class GRPORecipe:
             self.folder.run,
             first_step,
             status=lambda: self.stop.status,
-            spell=self.parts.tokenizer.spell,
         )
         self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step, show=self.metrics.show)
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM  # noqa: E
 from torchtune_ext.chat import ChatTokenizer  # noqa: E402
 from torchtune_ext.grading.rehearsal import REHEARSED  # noqa: E402
 from torchtune_ext.host.cli import main  # noqa: E402
-from torchtune_ext.tasks.gsm8k import GSM8K  # noqa: E402
+from torchtune_ext.tasks.math import Math  # noqa: E402
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
@@ -28,11 +28,11 @@ QUESTIONS, STEPS, PROMPTS, SAMPLES, TOKENS = 1319, 2, 4, 4, 2  # sampling from 1
 REWARD = '''
 import json
 
-from torchtune_ext.tasks.gsm8k import GSM8K
+from torchtune_ext.tasks.math import Math
 from torchtune_ext.tasks.task import Score
 
 
-class Wordy(GSM8K):
+class Wordy(Math):
     """GSM8K that pays for characters, too, and notes what it has graded."""
 
     def grade(self, problem, text):
@@ -52,8 +52,8 @@ device: cpu
 dtype: float32
 model: {_component_: torchtune_ext.policy.from_config, model_dir: "${model_dir}"}
 tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, path: "${model_dir}"}
-task: {_component_: Wordy, path: TRAIN}
-evaluation: {task: {_component_: Wordy, split: test, path: TEST}}
+task: {_component_: Wordy, dataset: gsm8k, path: TRAIN}
+evaluation: {task: {_component_: Wordy, dataset: gsm8k, split: test, path: TEST}}
 grader: {workers: 2}
 optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-3}
 row_tokens: 1024
@@ -116,7 +116,7 @@ def test_every_question_was_asked_and_graded(workplace, data_dir):
     assert len(test) == QUESTIONS and set(test.values()) == {4}
     train = {name: count for name, count in counts.items() if "-train-" in name}
     assert len(train) == STEPS * PROMPTS and set(train.values()) == {SAMPLES}
-    gold = GSM8K("test", str(data_dir / "gsm8k" / "test.jsonl"))
+    gold = Math("gsm8k", str(data_dir / "gsm8k" / "test.jsonl"), split="test")
     answers = {gold[i].id: gold[i].answer for i in range(len(gold))}
     assert {name: answer for name, answer, *_ in graded(workplace) if "-test-" in name} == answers
 
@@ -139,7 +139,7 @@ def test_prompts_are_what_transformers_makes_of_them(workplace, data_dir):
     def expected(problem):
         return theirs.apply_chat_template(list(problem.messages), add_generation_prompt=True, return_dict=False)
 
-    test = GSM8K("test", str(data_dir / "gsm8k" / "test.jsonl"))
+    test = Math("gsm8k", str(data_dir / "gsm8k" / "test.jsonl"), split="test")
     for index in range(QUESTIONS):
         assert ours.prompt_ids(list(test[index].messages)) == expected(test[index])
     for groups in map(read_rollouts, rollout_paths(workplace / "run").values()):

@@ -12,7 +12,6 @@ pytest.importorskip("math_verify")
 
 from torchtune_ext.grading import Grader
 from torchtune_ext.tasks.answers import MathGrader, after_hashes, equal, gold_answer, last_box, search, thinks, verified
-from torchtune_ext.tasks.gsm8k import GSM8K
 from torchtune_ext.tasks.math import Math
 
 REFUSED = "refused"  # the right answer is none: a task with it does not load
@@ -141,7 +140,7 @@ def files(data_dir):
 @pytest.mark.rest
 def test_real_solutions_are_right_and_those_of_other_questions_wrong(data_dir):
     train, test, svamp = files(data_dir)
-    for task in (GSM8K(path=train, count=1000), Math("svamp", svamp)):
+    for task in (Math("gsm8k", path=train, count=1000), Math("svamp", svamp)):
         problems = [task[i] for i in range(1000)]
         others = [
             (p, task.solution(q))
@@ -158,4 +157,4 @@ def test_real_solutions_are_right_and_those_of_other_questions_wrong(data_dir):
         assert len(others) > 900 and {o.score and o.score.reward for o in wrong} == {0.0}
         assert [o.score and o.score.reward for o in read] == [1.0] * 1000
         assert len({problem.id for problem in problems}) == 1000
-    assert len(GSM8K(path=train)) == 7473 and len(GSM8K("test", test)) == 1319
+    assert len(Math("gsm8k", path=train)) == 7473 and len(Math("gsm8k", test, split="test")) == 1319

@@ -25,7 +25,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.catalog import config_path
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained, sweep, write_atomic
 
@@ -71,7 +70,7 @@ class Run:
     name: str  # the name of the folder that the run began in
     started: float  # seconds since 1970
     config: Mapping[str, Any]  # the settings, JSON-able
-    # What the last process of the run was started with: its command, config, folder, commit and versions (`origin`).
+    # What the last process of the run was started with: its command, folder, commit and versions (`origin`).
     process: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -356,20 +355,12 @@ def origin() -> dict[str, Any]:
     """Returns what this process was started with, JSON-able.
 
     command: as it was typed, on rank 0 of several as torchrun was started
-    config: the YAML file, or None
     folder: the working directory; relative paths in the settings begin there
     commit: {"id": of the git repository around it, "changed": whether files in it differ}, or None
     versions: of Python and of PACKAGES, as far as they are installed
     """
-    words = started_with()
-    try:
-        config = config_file(words)
-    except ValueError:
-        # The run has its settings from elsewhere: these are the words of another program.
-        config = None
     return {
-        "command": shlex.join(words),
-        "config": None if config is None else str(config),
+        "command": shlex.join(started_with()),
         "folder": os.getcwd(),
         "commit": commit(Path.cwd()),
         "versions": versions(),
@@ -391,20 +382,6 @@ def started_with() -> list[str]:
     if len(words) > 1 and Path(words[0]).name.startswith("python") and not words[1].startswith("-"):
         del words[0]
     return [Path(words[0]).name, *words[1:]]
-
-
-def config_file(words: list[str]) -> Path | None:
-    """Returns the file that `--config` names in the words of a command, or None.
-
-    Raises:
-        ValueError: it names neither a file nor a config of ours.
-    """
-    for i, word in enumerate(words):
-        if word.startswith("--config="):
-            return Path(config_path(word.removeprefix("--config=")))
-        if word == "--config" and words[i + 1 :]:
-            return Path(config_path(words[i + 1]))
-    return None
 
 
 def commit(path: Path) -> dict[str, Any] | None:

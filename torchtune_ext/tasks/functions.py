@@ -1,14 +1,13 @@
 """Functions that grade: a task's argument `grader` or `group_grader` names one, in the place of the task's own `grade`.
 Classes are named alike."""
 
-import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake, nearest, text_of
+from torchtune_ext.run import catalog
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Problem, Score
 
 Grade = Callable[[Problem, str], float | Score]  # one text -> what it is worth
@@ -83,25 +82,11 @@ def named(path: str, key: str, kind: str, example: str) -> Any:
     Raises:
         ValueError: there is no such module or name, or its file cannot be run.
     """
-    setting = f"{key}={path!r}"
-    module_name, _, name = path.removesuffix("()").rpartition(".")
-    if not module_name or name == "py" or "/" in path or ":" in path:
+    setting, path = f"{key}={path!r}", path.removesuffix("()")
+    if "." not in path or path.endswith(".py") or "/" in path or ":" in path:
         file, _, its_name = example.partition(".")
         raise Mistake(f"{setting}: write FILE.{kind.upper()}, {key}={example} for the {kind} {its_name} of {file}.py")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        # Importing runs the user's code, which may raise any error.
-        raise Mistake(f"{setting}: {_why_not(module_name, error)}") from error
-    if not hasattr(module, name):
-        is_kind = inspect.isclass if kind == "class" else inspect.isroutine
-        known = [key for key, value in vars(module).items() if is_kind(value) and not key.startswith("_")]
-        near = nearest(name, known)
-        hint = f"; did you mean {near!r}?" if near else f"; it has {', '.join(known) or f'no {kind}'}"
-        raise Mistake(f"{setting}: {getattr(module, '__file__', module_name)} has no {name!r}{hint}")
-    return getattr(module, name)
+    return catalog.by_path(path, setting)
 
 
 def name_of(function: str | Callable) -> str:
@@ -114,10 +99,3 @@ def name_of(function: str | Callable) -> str:
     module = "" if plain.__module__ == "__main__" else f"{plain.__module__}."
     code = plain.__code__
     return f"{module}{plain.__qualname__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
-
-
-def _why_not(module: str, error: Exception) -> str:
-    """Says why a module cannot be imported."""
-    if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
-        return f"no {error.name.replace('.', '/')}.py, seen from {os.getcwd()}"
-    return f"{module} cannot be imported: {text_of(error)}"

@@ -25,6 +25,7 @@ class Source:
     solution: str | None = None  # a field with a worked solution
     keep: tuple[str, str] | None = None  # (field, text): only examples whose field contains the text are kept
     remove: tuple[str, ...] = ()  # texts that are removed from questions, such as the prompt of another project
+    marks: str | None = None  # a pattern of what is removed from worked solutions, such as marks for a calculator
 
     def examples(self, also: Sequence[str] | None = ()) -> list[tuple[str, Example]]:
         """Returns the place and the content of all examples that are kept.

@@ -1,6 +1,7 @@
 r"""Mathematics with verifiable answers, from public data sets or the user's own file, graded by `MathGrader`."""
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,7 +19,8 @@ READ_AT_MOST = 1000  # right answers that math-verify reads at the start, which 
 # The pages of the hub state these licenses: MIT for gsm8k, deepmath and svamp; Apache-2.0 for aime2023 and the original
 # of dapo_math_17k. The pages of math500 (taken from MATH, which is MIT), aime2024 and aime2025 state none.
 DATASETS = {
-    "gsm8k": Source("openai/gsm8k", "main", "train", solution="answer"),
+    # Cobbe et al., arXiv 2110.14168. A solution has "48/2 = <<48/2=24>>24" for a calculator, and ends with `#### 72`.
+    "gsm8k": Source("openai/gsm8k", "main", "train", solution="answer", marks=r"<<[^<>\n]*>>|\s*####[^\n]*\s*$"),
     "math500": Source("HuggingFaceH4/MATH-500", None, "test", question="problem", solution="solution"),
     "deepmath": Source("zwhe99/DeepMath-103K", answer="final_answer"),
     # This copy leaves out the 1.79 million repeated examples of BytedTsinghua-SIA/DAPO-Math-17k.
@@ -89,6 +91,7 @@ class Math(Questions):
         named |= {"solution": solution}
         source = DATASETS[dataset] if dataset else Source()
         source = replace(source, **{key: value for key, value in named.items() if value is not None})
+        self.marks = source.marks
         self.verdict = MathGrader(require_box, require_thinking, brackets, format, format_reward)
         prefix = f"{dataset}-" if dataset else ""
         if grader is None and group_grader is None:
@@ -128,12 +131,9 @@ class Math(Questions):
 
         If the grader looks for thinking, the worked solution is a closed thought before the answer.
         """
-        worked = "" if self.worked is None else self.explained(str(self.worked[self.index_of(problem)])).strip()
+        worked = "" if self.worked is None else str(self.worked[self.index_of(problem)])
+        worked = re.sub(self.marks, "", worked).strip() if self.marks else worked.strip()
         box = f"The answer is $\\boxed{{{problem.answer}}}$."
         if self.verdict.require_thinking or self.verdict.format == "think":
             return f"<think>\n{worked}\n</think>\n\n{box}"
         return worked if last_box(worked) == problem.answer else f"{worked}\n\n{box}".lstrip()
-
-    def explained(self, worked: str) -> str:
-        """Returns what the policy should learn of a worked solution. Subclasses remove the marks of their data set."""
-        return worked

@@ -63,7 +63,7 @@ def excerpts_of(paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[
         groups = groups_of(paths[step])
         if not groups:
             continue
-        chosen = _chosen(groups, limits.groups_per_step)
+        chosen = chosen_groups(groups, limits.groups_per_step)
         records = [_group_record(group, limits, tokenizer) for group in chosen]
         blob, budget = pack(records), left / (len(steps) - number)
         while len(blob) > budget and len(records) > 1:
@@ -108,7 +108,7 @@ def cut_text(text: str, limit: int) -> str:
 # ---------------------------------------------------------------- which groups, and what they are like
 
 
-def _chosen(groups: Sequence[Group], number: int) -> list[Group]:
+def chosen_groups(groups: Sequence[Group], number: int) -> list[Group]:
     """Takes groups with a signal, from the widest to the narrowest spread, and behind them such as have none: in the places
     that are left, and in a sixth of all at least, since they tell why nothing is learned from them."""
     ranked = sorted(groups, key=_spread, reverse=True)

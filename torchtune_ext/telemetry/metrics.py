@@ -44,7 +44,6 @@ class Metrics:
         resume_step: first step that will be logged again: lines at or after it are cut; None: a fresh run.
         status: asked at the end for the exit status that the process will have (`StopSignals.status`).
         rank: rank of this process. Only rank 0 writes; on other ranks every method does nothing.
-        spell: the text of a prompt's tokens, as samples show it (`ChatTokenizer.spell`); None: they show its messages.
 
     Raises:
         ValueError: a sink is unknown, W&B has no credentials, or an earlier run left its metrics where a fresh one begins.
@@ -60,12 +59,11 @@ class Metrics:
         resume_step: int | None = None,
         status: Callable[[], int] = lambda: 0,
         rank: int = 0,
-        spell: Callable[[Sequence[int]], str] | None = None,
     ):
         self._sinks: dict[str, Sink] = {}
         self._fd: int | None = None
         self._settings = sinks if isinstance(sinks, LoggingConfig) else LoggingConfig(to=tuple(sinks))
-        self._status, self._spell = status, spell
+        self._status = status
         if rank != 0:
             return
         run_dir = Path(run_dir)
@@ -117,12 +115,8 @@ class Metrics:
 
     def show(self, step: int, groups: Sequence[Group]) -> None:
         """Shows a few samples of a step where a sink can and the settings ask for it. Groups have rewards and advantages."""
-        if self._sinks and self._settings.shows(step):
-            # Most runs have no sink.
-            from torchtune_ext.telemetry.sinks.samples import sample_rows
-
-            rows = sample_rows(step, groups, self._settings.samples, self._spell)
-            self._tell(lambda sink: sink.show(step, rows))
+        if self._settings.shows(step):
+            self._tell(lambda sink: sink.show(step, groups))
 
     def close(self) -> None:
         """Finishes the sinks, which learn the exit status. The file needs no closing to be readable."""

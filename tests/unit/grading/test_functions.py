@@ -165,9 +165,9 @@ def own_math():
 
 def own_gsm8k():
     pytest.importorskip("math_verify")
-    from torchtune_ext.tasks.gsm8k import GSM8K
+    from torchtune_ext.tasks.math import Math
 
-    return GSM8K(path="questions.jsonl", grader="mine.words")
+    return Math("gsm8k", path="questions.jsonl", grader="mine.words")
 
 
 @pytest.mark.parametrize(
@@ -239,15 +239,15 @@ def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_oth
         ("mine.py", "grader='mine.py': write FILE.FUNCTION"),
         ("mine.py:words", "grader='mine.py:words': write FILE.FUNCTION"),
         ("./mine.words", r"grader='./mine.words': write FILE.FUNCTION"),
-        ("mine.word", "grader='mine.word': .*/mine.py has no 'word'; did you mean 'words'[?]"),
-        ("mine.qqq", "has no 'qqq'; it has says, unit, words, parses, ranks, alone"),
-        ("mein.words", "grader='mein.words': no mein.py, seen from /"),
-        ("mein.sub.words", "grader='mein.sub.words': no mein.py, seen from /"),
+        ("mine.word", "grader='mine.word': mine has no 'word'; did you mean 'words'[?]"),
+        ("mine.qqq", "grader='mine.qqq': mine has no 'qqq'"),
+        ("mein.words", "grader='mein.words': there is no module 'mein', neither installed nor as mein.py in /"),
+        ("mein.sub.words", "grader='mein.sub.words': there is no module 'mein'"),
         ("mine.limit", r"grader='mine.limit' is a int; name a function f\(problem, text\)"),
         ("mine.alone", r"grader='mine.alone' takes \(text\); it must take two arguments, f\(problem, text\)"),
-        ("broken.f", r"grader='broken.f': broken cannot be imported: NameError: name 'undefined' is not defined \(broken.py:2\)"),
-        ("wrong.f", r"grader='wrong.f': wrong cannot be imported: SyntaxError: .* \(wrong.py:1\)"),
-        ("needs.f", r"grader='needs.f': needs cannot be imported: ModuleNotFoundError: No module named 'no_such_one' \(needs.py:1\)"),
+        ("broken.f", r"grader='broken.f': importing broken raised NameError: name 'undefined' is not defined \(broken.py:2\)"),
+        ("wrong.f", r"grader='wrong.f': importing wrong raised SyntaxError: .* \(wrong.py:1\)"),
+        ("needs.f", r"grader='needs.f': importing needs raised ModuleNotFoundError: No module named 'no_such_one' \(needs.py:1\)"),
     ],
 )  # fmt: skip
 def test_a_name_that_means_no_function_is_explained(folder, path, message):

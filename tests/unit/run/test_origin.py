@@ -29,19 +29,7 @@ def git(folder, *words):
 def test_the_command_is_as_it_was_typed(monkeypatch, typed, command):
     monkeypatch.setattr(sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    origin = folder.origin()
-    assert origin["command"] == command and origin["config"] is None
-
-
-def test_the_config_is_named(tmp_path, monkeypatch):
-    (tmp_path / "c.yaml").write_text("seed: 1\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    for config in ["--config", "c.yaml"], ["--config=c.yaml"]:
-        typed = ["tune", "run", "--nnodes=1", "x.py", *config, "optimizer.lr=1e-3", "~seed", "logging.to=[wandb]"]
-        monkeypatch.setattr(sys, "orig_argv", typed)
-        origin = folder.origin()
-        assert origin["config"] == "c.yaml"
+    assert folder.origin()["command"] == command
 
 
 @pytest.mark.parametrize(
@@ -81,8 +69,8 @@ def test_run_json_keeps_it_and_a_resumed_run_knows_its_settings(tmp_path):
         assert folder.earlier == {}
     process = json.loads((tmp_path / "run.json").read_text())["process"]
     assert process["versions"]["torch"] and process["versions"]["python"] == sys.version.split()[0]
-    assert process["folder"] == os.getcwd() and process["config"] is None
-    assert set(process) == {"command", "config", "folder", "commit", "versions"}
+    assert process["folder"] == os.getcwd()
+    assert set(process) == {"command", "folder", "commit", "versions"}
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
     with RunFolder(tmp_path) as folder:
         folder.begin({"seed": 1}, resuming=True)

@@ -11,7 +11,6 @@ from tables import every_row
 
 pytest.importorskip("math_verify")
 
-from torchtune_ext.tasks.gsm8k import GSM8K
 from torchtune_ext.tasks.jsonl import Jsonl
 from torchtune_ext.tasks.math import DATASETS, PROMPT, Math
 from torchtune_ext.tasks.task import Problem, Score
@@ -146,7 +145,7 @@ def test_a_solution_thinks_where_the_task_wants_it(path):
 
 def test_gsm8k(tmp_path):
     worked = "Half is 48/2 = <<48/2=24>>24.\nTogether 48+24 = <<48+24=72>>72.\n#### 1,072"
-    task = GSM8K(path=jsonl(tmp_path, [{"question": " How many? ", "answer": worked}], "train.jsonl"))
+    task = Math("gsm8k", path=jsonl(tmp_path, [{"question": " How many? ", "answer": worked}], "train.jsonl"))
     assert task[0].id == "gsm8k-train-000000" and task[0].answer == "1072"
     assert task.solution(task[0]) == "Half is 48/2 = 24.\nTogether 48+24 = 72.\n\nThe answer is $\\boxed{1072}$."
     for text, reward in (
@@ -156,8 +155,6 @@ def test_gsm8k(tmp_path):
         ("\\boxed{72}", 0.0),
     ):
         assert task.grade(task[0], text).reward == reward
-    with pytest.raises(ValueError, match="split='valid': GSM8K has 'train' and 'test'"):
-        GSM8K("valid")
 
 
 def test_answers_of_any_type_reach_the_grader(path):
@@ -171,7 +168,7 @@ def test_a_grading_process_gets_no_rows_and_imports_no_data_library(path):
     task = Math(path=path)
     assert b"half of 1" not in pickle.dumps(task)
     code = (
-        "import sys\nfrom torchtune_ext.tasks.gsm8k import GSM8K\nfrom torchtune_ext.tasks.answers import grade\n"
+        "import sys\nfrom torchtune_ext.tasks.math import Math\nfrom torchtune_ext.tasks.answers import grade\n"
         "assert grade('0.5', '\\\\boxed{1/2}').reward == 1.0\n"
         "print(sorted({'datasets', 'pyarrow', 'torch', 'transformers', 'pandas'} & set(sys.modules)))"
     )
@@ -228,7 +225,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch, tmp_path):
     ):
         Jsonl(strict, hub="no-one/nothing")
     with pytest.raises(ValueError, match="hub='openai/gsm8k', config='main', split='test' cannot be loaded"):
-        GSM8K("test")
+        Math("gsm8k", split="test")
 
 
 def test_a_data_set_in_the_manner_of_the_hub(tmp_path):

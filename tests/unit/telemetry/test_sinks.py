@@ -1,19 +1,16 @@
 """Sinks: which samples are shown and how, whose settings win, and what W&B's own reader finds in the file of a run."""
 
-import json
 import math
 import os
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import astuple
-from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 import wandb_reader
-from records import guessed, sampled
+from records import sampled
 from tables import every_row
 
 from torchtune_ext.grading import Outcome
@@ -22,9 +19,7 @@ from torchtune_ext.run.folder import Run
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.telemetry.sinks import LoggingConfig, Opening
-from torchtune_ext.telemetry.sinks import samples as module
-from torchtune_ext.telemetry.sinks.samples import SampleRow, chosen_groups, sample_rows
-from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, arguments
+from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, MAX_SAMPLES, arguments, sample_rows
 
 HOSTILE = "</script>\x00🙂\ud800\u2028\x1b[31m=cmd|' /C calc'!A0"
 
@@ -42,82 +37,48 @@ def group(name, *rewards, **sample):
 GROUPS = [group("narrow", 0.4, 0.6), group("good", 0.9, 1.0), group("bad", 0.0, 0.1), group("wide", 0.2, 1.0)]
 
 
-def names(choices):
-    return [(kind, one.problem.id) for kind, one in choices]
+def rows_of(groups, number=1):
+    return [dict(zip(COLUMNS, row, strict=True)) for row in sample_rows(7, groups, number)]
 
 
-def test_best_worst_and_widest_come_in_turn():
-    assert names(chosen_groups(GROUPS, 3)) == [("best", "good"), ("worst", "bad"), ("widest", "wide")]
-    # Then the second best. Nothing is shown twice, and there is no more than there is.
-    assert names(chosen_groups(GROUPS, 9))[3:] == [("best", "narrow")]
-    assert len({one.problem.id for _, one in chosen_groups(GROUPS, 9)}) == 4
-    assert chosen_groups([], 3) == [] and chosen_groups(GROUPS, 0) == []
-
-
-def test_groups_that_nobody_graded_are_shown_only_where_there_is_no_other():
-    silent = [group("a", None, None), group("b", None)]
-    assert names(chosen_groups([*silent, GROUPS[0]], 3)) == [("best", "narrow")]
-    assert names(chosen_groups(silent, 1)) == [("not graded", "a")]
-    row = sample_rows(5, silent, 1)[0]
-    assert (row.reward, row.parts, row.note, row.outcome) == (None, "{}", "no grader", "infra_failed")
-
-
-def test_a_group_is_shown_from_its_best_to_its_worst_sample():
-    rows = sample_rows(7, [group("g", *np.linspace(0, 1, 16))], 1)
-    rewards = [row.reward for row in rows]
-    assert len(rows) == module.MAX_SAMPLES and rewards[0] == 1.0 and rewards[-1] == 0.0
+def test_groups_that_differ_most_are_shown_from_their_best_to_their_worst_sample():
+    assert [row["problem"] for row in rows_of(GROUPS)] == ["wide"] * 2
+    rows = rows_of([group("g", *np.linspace(0, 1, 16))])
+    rewards = [row["reward"] for row in rows]
+    assert len(rows) == MAX_SAMPLES and rewards[0] == 1.0 and rewards[-1] == 0.0
     assert rewards == sorted(rewards, reverse=True) and len(set(rewards)) == 4
-    assert {(row.step, row.chosen, row.problem, row.note) for row in rows} == {(7, "best", "g", "a note")}
-    assert json.loads(rows[0].parts) == {"part": 0.5}
-    assert len(sample_rows(7, [group("g", 1.0, None)], 1)) == 2
+    assert {(row["step"], row["problem"], row["note"]) for row in rows} == {(7, "g", "a note")}
+
+
+def test_a_sample_that_nobody_graded_says_why():
+    row = rows_of([group("a", None, None)])[0]
+    assert (row["reward"], row["note"], row["outcome"]) == (None, "no grader", "infra_failed")
 
 
 def test_texts_are_capped_and_keep_their_ends():
     text = "begin " + "x" * 9000 + " end"
-    (row,) = sample_rows(1, [group(text, 1.0, text=text)], 1)
-    assert len(row.completion) <= 4096 and len(row.prompt) <= 2048
-    assert row.completion.startswith("begin xx") and row.completion.endswith(" end")
-    assert "characters left out" in row.completion and row.prompt.startswith("user: begin")
-    (row,) = sample_rows(1, [group("p", 1.0, text="y" * 4096)], 1)
-    assert row.completion == "y" * 4096
+    (row,) = rows_of([group(text, 1.0, text=text)])
+    assert len(row["completion"]) < 4200 and len(row["prompt"]) < 2100
+    assert row["completion"].startswith("begin xx") and row["completion"].endswith(" end")
+    assert "characters left out" in row["completion"] and row["prompt"].startswith("user: begin")
 
 
 def test_hostile_text_is_text_that_every_encoder_takes():
-    (row,) = sample_rows(1, [group(HOSTILE, 1.0, text=HOSTILE)], 1)
-    for text in (row.completion, row.prompt, row.problem):
+    (row,) = rows_of([group(HOSTILE, 1.0, text=HOSTILE)])
+    for text in (row["completion"], row["prompt"], row["problem"]):
         assert "\0" not in text and "</script>" in text and "🙂" in text
         text.encode()
 
 
-def test_a_prompt_is_shown_as_the_model_read_it():
-    (row,) = sample_rows(1, [group("p", 1.0)], 1, spell=lambda ids: f"<|system|>of its own {len(ids)}\0")
-    assert row.prompt == "<|system|>of its own 3\ufffd"
-
-
-def test_versions():
-    old, new = sampled([1, 2], versions=[3, 4], text="a"), sampled([1], versions=[5], text="b")
-    none = sampled([], text="")
-    rows = sample_rows(1, [Group(Problem("p", (), 0), np.arange(1), (old, new, none))], 1)
-    assert {(row.completion, row.version) for row in rows} == {("a", 3), ("b", 5), ("", None)}
-
-
-def test_a_conversation_is_shown_with_the_reward_of_each_turn():
-    """What its environment answered is no token that was sampled."""
-    (row,) = sample_rows(3, [Group(Problem("game", (), 58), np.arange(1), (guessed("max_turns", turns=(55, 58)),))], 1)
-    assert row.completion == "assistant (reward 0): 55\nuser: higher\nassistant (reward 1): 58"
-    assert (row.finish, row.tokens, row.reward, row.version) == ("max_turns", 6, 1.0, 0)
-
-
 def test_the_columns_have_types_that_never_mix():
-    """W&B's own table takes every row of unlike tables, and refuses what has another type."""
+    """W&B's own table takes every row of unlike groups, and refuses what has another type."""
     wandb = pytest.importorskip("wandb")
     odd = group("odd", math.inf, None, -1.0, advantage=math.nan)
     rows = sample_rows(1, [odd, Group(Problem(17, (), 0), np.arange(1), (sampled([]),))], 3)
-    table = wandb.Table(columns=list(COLUMNS), data=[list(astuple(row)) for row in rows])
-    for name, hint in get_type_hints(SampleRow).items():
-        assert {type(getattr(row, name)) for row in rows} <= {*(get_args(hint) or (hint,))}, name
+    table = wandb.Table(columns=COLUMNS, data=rows)
+    assert len(table.data) == 4
     with pytest.raises(TypeError):
-        table.add_data("one", *[getattr(rows[0], name) for name in COLUMNS[1:]])
+        table.add_data("one", *rows[0][1:])
 
 
 def test_the_store_hands_on_every_step_whatever_it_keeps(tmp_path):
@@ -130,7 +91,7 @@ def test_the_store_hands_on_every_step_whatever_it_keeps(tmp_path):
 
 # ---------------------------------------------------------------- settings
 
-RUN = Run("id1", "name", 0.0, {"seed": 1}, {"command": "tune run", "config": None})
+RUN = Run("id1", "name", 0.0, {"seed": 1}, {"command": "tune run"})
 OURS = Opening(None, RUN, None, LoggingConfig(project="mine"))
 
 
@@ -138,7 +99,7 @@ def test_variables_of_wandb_win_over_the_config(tmp_path):
     opening = Opening(tmp_path, RUN, 5, OURS.settings)
     kwargs = arguments(opening, {})
     config = kwargs.pop("config")
-    assert config == {"seed": 1, "process": {"command": "tune run", "config": None}}
+    assert config == {"seed": 1, "process": {"command": "tune run"}}
     assert kwargs == {
         "dir": str(tmp_path), "project": "mine", "name": "name", "id": "id1", "resume": "allow",
     }  # fmt: skip
@@ -152,12 +113,8 @@ def test_variables_of_wandb_win_over_the_config(tmp_path):
     assert kwargs.keys() - arguments(opening, agent).keys() == {"project", "id"}
 
 
-def test_a_fresh_run_does_not_resume_and_the_yaml_is_shown(tmp_path):
-    (tmp_path / "c.yaml").write_bytes(b"seed: 1 # \xff\n")
-    for name, shown in ((str(tmp_path / "c.yaml"), "seed: 1 # \ufffd\n"), (str(tmp_path / "gone.yaml"), None)):
-        run = Run("id1", "name", 0.0, {"seed": 1}, {"config": name})
-        kwargs = arguments(Opening(tmp_path, run), {})
-        assert kwargs["resume"] is None and kwargs["config"]["process"].get("yaml") == shown
+def test_a_fresh_run_does_not_resume(tmp_path):
+    assert arguments(Opening(tmp_path, RUN), {})["resume"] is None
 
 
 @every_row(

@@ -4,14 +4,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from torchtune_ext.groups import Group
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import Run
-
-if TYPE_CHECKING:
-    from torchtune_ext.telemetry.sinks.samples import SampleRow
 
 # By the name of the package that each needs. They are loaded only where they are asked for.
 SINKS = {
@@ -29,7 +27,7 @@ class LoggingConfig:
     # Metrics also go to these: "wandb", "tensorboard", or a class of your own (my_module.MySink).
     to: tuple[str, ...] = ()
     project: str = "torchtune-ext"  # of W&B; the variable WANDB_PROJECT wins
-    samples: int = 3  # groups in a table of samples: the best, the worst, the widest; 0: no tables
+    samples: int = 3  # groups in a table of samples, those with the widest spread of rewards; 0: no tables
     samples_every: int = 10  # steps from table to table; the first step has one, too
 
     def __post_init__(self) -> None:
@@ -108,8 +106,8 @@ class Sink(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Takes some scalars of a step, which may be NaN or infinite. Steps never go back, and one may come in parts."""
 
-    def show(self, step: int, rows: "Sequence[SampleRow]") -> None:
-        """Takes samples of a step, before the scalars of the step."""
+    def show(self, step: int, groups: Sequence[Group]) -> None:
+        """Takes all groups of a step whose samples are to be shown, before the scalars of the step."""
 
     def close(self, status: int) -> None:
         """Finishes. `status` is the exit status that the process will have: 0, or how the run failed or was stopped."""

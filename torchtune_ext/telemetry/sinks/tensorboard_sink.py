@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from torchtune_ext.telemetry.sinks.samples import SampleRow
+from torchtune_ext.groups import Group
 from torchtune_ext.telemetry.sinks.settings import Opening
 
 
@@ -20,7 +20,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def show(self, step: int, rows: Sequence[SampleRow]) -> None:
+    def show(self, step: int, groups: Sequence[Group]) -> None:
         """Shows no samples: TensorBoard has no tables, and the report has all of them."""
 
     def close(self, status: int) -> None:

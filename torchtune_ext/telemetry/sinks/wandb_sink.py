@@ -1,9 +1,7 @@
 """Weights & Biases: scalars and tables of samples. No file of the run is uploaded."""
 
-import dataclasses
 import logging
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,8 +11,9 @@ from typing import Any
 
 import psutil
 
+from torchtune_ext.groups import Group
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.telemetry.sinks.samples import SampleRow, clean
+from torchtune_ext.telemetry.excerpts import by_reward, chosen_groups, cut_text, sample_facts, spaced
 from torchtune_ext.telemetry.sinks.settings import Opening
 
 log = logging.getLogger(__name__)
@@ -26,9 +25,10 @@ CANNOT = (
 CLOSE_S = 1.0  # seconds that W&B's own process has to end
 WRITE_S = 2  # seconds from one write of W&B's file to the next
 FINISH_S = 600  # seconds that the last upload may take, where WANDB_FINISH_TIMEOUT says nothing else
-FULL = 2**16  # bytes that are free on a disk that counts as full
 TABLE = "samples/step_{:06d}"  # a key for each step: W&B shows only the newest table of a key
-COLUMNS = [field.name for field in dataclasses.fields(SampleRow)]
+COLUMNS = ["step", "problem", "prompt", "completion", "reward", "advantage", "outcome", "finish", "note"]
+MAX_PROMPT, MAX_COMPLETION = 2048, 4096  # characters
+MAX_SAMPLES = 4  # of a group, evenly spaced over the reward, best and worst among them
 
 
 class WeightsAndBiases:
@@ -85,16 +85,32 @@ class WeightsAndBiases:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def show(self, step: int, rows: Sequence[SampleRow]) -> None:
-        table = self._wandb.Table(columns=list(COLUMNS), data=[list(dataclasses.astuple(row)) for row in rows])
-        self._run.log({"step": step, TABLE.format(step): table})
+    def show(self, step: int, groups: Sequence[Group]) -> None:
+        rows = sample_rows(step, groups, self._opening.settings.samples)
+        self._run.log({"step": step, TABLE.format(step): self._wandb.Table(columns=COLUMNS, data=rows)})
 
     def close(self, status: int) -> None:
         self._run.finish(exit_code=status)
-        # W&B writes in a process of its own, which says nothing of a full disk.
-        folder = Path(os.environ.get("WANDB_DIR") or self._opening.run_dir)
-        if folder.is_dir() and shutil.disk_usage(folder).free < FULL:
-            log.warning("the disk of %s is full: what W&B wrote there last is probably lost", folder)
+
+
+def sample_rows(step: int, groups: Sequence[Group], number: int) -> list[list[Any]]:
+    """Returns the rows of a table, whose columns are `COLUMNS`: the samples of `number` groups, from the best to the
+    worst of each. A column has one type, since W&B refuses a table that mixes them."""
+    rows = []
+    for group in chosen_groups(groups, number):
+        prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in group.problem.messages)
+        for sample in spaced(by_reward(group), MAX_SAMPLES):
+            facts = sample_facts(sample, MAX_COMPLETION)
+            texts = str(group.problem.id), cut_text(prompt, MAX_PROMPT), facts["text"]
+            numbers = facts["reward"], facts["advantage"]
+            notes = facts["outcome"], facts["finish"], clean(facts["note"] or facts["cause"])
+            rows.append([step, *map(clean, texts), *numbers, *notes])
+    return rows
+
+
+def clean(text: str) -> str:
+    """Replaces what is no Unicode text: halves of a surrogate pair, which no encoder takes, and NUL, at which some stop."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
 def set_defaults() -> None:
@@ -130,18 +146,4 @@ def arguments(opening: Opening, environment: Mapping[str, str]) -> dict[str, Any
     if environment.get("WANDB_SWEEP_ID"):
         # A sweep has these from its agent, and W&B warns of others.
         keywords = {key: value for key, value in keywords.items() if key not in ("project", "id")}
-    return keywords | {"config": shown_config(opening)}
-
-
-def shown_config(opening: Opening) -> dict[str, Any] | None:
-    """Returns the settings as they were resolved, and below `process` what the run was started with, `run.json` alike, with the
-    text of the YAML file as `yaml`."""
-    if opening.run is None:
-        return None
-    process = dict(opening.run.process)
-    if process.get("config"):
-        try:
-            process["yaml"] = clean(Path(process["config"]).read_text(encoding="utf-8", errors="replace"))
-        except OSError as error:
-            log.warning("W&B will not show %s: %s", process["config"], error)
-    return {**opening.run.config, "process": process}
+    return keywords | {"config": run and {**run.config, "process": dict(run.process)}}
