@@ -122,7 +122,7 @@ class EvaluateRecipe:
         rehearse([self.task], cfg.grader, samples=cfg.samples_per_problem)
         # A problem whose prompt leaves no room for the completion is left out, and counted.
         fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
-        usable = Usable(self.task, fault, cfg.rollouts.bad_problems)
+        usable = Usable(self.task, fault)
         self.problems, self.skipped = usable.problems, usable.skipped
         self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
 

@@ -22,7 +22,7 @@ from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
 from torchtune_ext.run.errors import Failure, Mistake, text_of
 from torchtune_ext.sampling.calls import mixed_seed
 from torchtune_ext.sampling.engine import SamplingConfig
-from torchtune_ext.tasks.order import ON_BAD, Fault, ProblemStream
+from torchtune_ext.tasks.order import Fault, ProblemStream
 from torchtune_ext.tasks.task import Problem
 
 log = logging.getLogger(__name__)
@@ -34,12 +34,9 @@ REPLAYED = "replayed"  # in the state of a run that samples nothing but replays 
 class RolloutConfig:
     """The node `rollouts:` of a recipe that samples."""
 
-    bad_problems: str = "skip"  # a prompt that is too long, a broken row: "skip" names it and asks another; or "error"
     deadline_s: float = 1800.0  # seconds without a completion or grade after which a wait is given up
 
     def __post_init__(self) -> None:
-        if self.bad_problems not in ON_BAD:
-            raise Mistake(f"rollouts.bad_problems={self.bad_problems!r} is unknown; use one of {', '.join(ON_BAD)}")
         if not self.deadline_s > 0:
             raise Mistake(f"rollouts.deadline_s={self.deadline_s} must be a number of seconds greater than 0")
 

@@ -103,12 +103,8 @@ def test_a_bad_problem_is_named_passed_over_and_stays_so(workplace, served):
     assert [line["problems/skipped"] for line in runs.metrics(workplace / "again")[2:]] == [2.0, 2.0, 2.0]
 
 
-def test_a_bad_problem_may_be_an_error_and_all_of_them_are(workplace):
-    """Both are said before the engine starts."""
-    output = refused(
-        workplace, "grpo_full", "output_dir=strict", "task._component_=rows.Rows", "rollouts.bad_problems=error"
-    )
-    assert "problem " + BROKEN in output and "or set rollouts.bad_problems=skip" in output
+def test_a_task_without_a_good_problem_is_an_error(workplace):
+    """It is output before the engine starts."""
     output = refused(workplace, "grpo_full", "output_dir=none", "sampling.max_tokens=127")
     assert (
         "leaves room for a prompt of 1 in engine.max_model_len=128, and the 64 prompts of task that were looked at have "

@@ -231,7 +231,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
     both = [] if cfg.replay else trained_too(task, eval_task)
     # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
     fault = prompt_fault(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
-    problems = ProblemStream(task, cfg.seed, fault=fault, bad=cfg.rollouts.bad_problems)
+    problems = ProblemStream(task, cfg.seed, fault=fault)
     # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
     canary = canary_prompts(problems, tokenizer)
     hf_model.require_fits(meta_model, new=adapters)
@@ -242,7 +242,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
         identity = identify("", hf_model, meta_model, trained.spec)
         replay = Replay(cfg.replay, record(cfg), identity, problems, tokenizer)
     teacher_model = teacher_of(cfg, tokenizer) if cfg.teacher.model_dir and not cfg.replay else None
-    held_out = Usable(eval_task, fault=fault, bad=cfg.rollouts.bad_problems)
+    held_out = Usable(eval_task, fault=fault)
     return Parts(
         cfg=cfg,
         ranks=ranks,

@@ -1,7 +1,7 @@
 """Orders the problems of a run. The order is a pure function of the seed and a cursor.
 
-A problem that cannot be used (a row of the data is broken, a prompt is too long) is bad. It is named and passed over, and
-the next one of the order takes its place, so that one row does not end a run.
+A problem that cannot be used (a row of the data is broken, a prompt is too long) is bad. It is named, counted and passed over,
+and the next one of the order takes its place, so that one row does not end a run.
 """
 
 import logging
@@ -19,7 +19,6 @@ from torchtune_ext.tasks.task import Graded, Problem, Task
 log = logging.getLogger(__name__)
 
 SHUFFLE_LIMIT = 1 << 20  # longer tasks are generated, so their problems are independent and need no shuffling
-ON_BAD = ("skip", "error")  # what may become of a bad problem
 GIVE_UP = 1000  # bad problems in a row, after which a task is said to have no other ones
 NAMED = 5  # bad problems that one message names with their reasons
 
@@ -65,16 +64,15 @@ class ProblemStream:
         task: what is asked.
         seed: of the order.
         fault: says which problems cannot be used, besides those that the task does not give.
-        bad: "skip": such a problem is named and passed over; "error": it ends the run.
     """
 
-    def __init__(self, task: Task, seed: int, fault: Fault = no_fault, bad: str = "skip"):
+    def __init__(self, task: Task, seed: int, fault: Fault = no_fault):
         self.cursor = 0  # places of the order that were passed since the run began; a resumed run sets it
         # Indices of bad problems, in the order in which the run met them. It does not ask for one of them again, unless the
         # task adapts: then the problem may be another one by now, and the index may stand here several times.
         self.skipped: list[int] = []
         self._task, self._seed, self._adapts = task, seed, hasattr(task, "observe")
-        self._fault, self._bad = fault, bad
+        self._fault = fault
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
         self._ahead: Future[dict[int, _Candidate]] | None = None  # candidates for the next places
 
@@ -86,7 +84,7 @@ class ProblemStream:
         """Returns the next `count` problems that can be used, each with its place in the order.
 
         Raises:
-            ValueError: no problem of the task can be used, or one cannot and `bad` is "error".
+            ValueError: no problem of the task can be used.
         """
         ahead, problems, bad = self._ahead.result() if self._ahead else {}, [], []
         place, in_a_row, known = self.cursor, 0, set(self.skipped)
@@ -104,7 +102,10 @@ class ProblemStream:
                 if candidate.reason:
                     bad.append(candidate)
                     known.add(index)
-                    self._require_others(candidate, len(known), in_a_row)
+                    everything = not self._adapts and len(known) >= len(self._task)
+                    if everything or in_a_row >= GIVE_UP:
+                        what = f"all {len(self._task)} problems" if everything else f"{in_a_row} problems in a row"
+                        raise Mistake(_none_left(what, candidate))
                 else:
                     problems.append((place, candidate.problem))
             place += 1
@@ -121,9 +122,9 @@ class ProblemStream:
         run will still meet them, as if they had not been asked for.
 
         Raises:
-            ValueError: none can be used, or one cannot and `bad` is "error".
+            ValueError: none can be used.
         """
-        return _usable(self._task, self._fault, self._bad, count, len(self._task))[0]
+        return _usable(self._task, self._fault, count, len(self._task))[0]
 
     def at(self, place: int) -> Problem | None:
         """Returns the problem at this place of the order again, or None if it cannot be used. A task that adapts gives what it
@@ -178,37 +179,23 @@ class ProblemStream:
     def _ask(self, index: int, place: int) -> _Candidate:
         return _candidate(index, lambda: self._task.ask(index, place) if self._adapts else self._task[index])
 
-    def _require_others(self, last: _Candidate, known: int, in_a_row: int) -> None:
-        """Raises ValueError if the run cannot do without the last bad problem, or has no other ones.
-
-        Args:
-            known: how many indices have a bad problem, as far as the run knows.
-            in_a_row: how many bad ones came one after the other.
-        """
-        if self._bad == "error":
-            raise Mistake(_refusal(last))
-        everything = not self._adapts and known >= len(self._task)
-        if everything or in_a_row >= GIVE_UP:
-            what = f"all {len(self._task)} problems" if everything else f"{in_a_row} problems in a row"
-            raise Mistake(_none_left(what, last))
-
 
 class Usable:
     """The problems of a task that can be used, by index. They are asked for once, when they are first needed.
 
     Args:
-        task, fault, bad: as in `ProblemStream`.
+        task, fault: as in `ProblemStream`.
         among: how many problems, from the first, are looked at; None: all.
     """
 
-    def __init__(self, task: Task | None, fault: Fault = no_fault, bad: str = "skip", among: int | None = None):
-        self._task, self._fault, self._bad, self._among = task, fault, bad, among
+    def __init__(self, task: Task | None, fault: Fault = no_fault, among: int | None = None):
+        self._task, self._fault, self._among = task, fault, among
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """The problems. Raises ValueError if there are none, or one is bad and `bad` is "error"."""
+        """The problems. Raises ValueError if there are none."""
         among = self._number
-        problems, bad = _usable(self._task, self._fault, self._bad, among, among)
+        problems, bad = _usable(self._task, self._fault, among, among)
         if bad:
             log.warning("%s", _named(f"left out of the {among:,} of {type(self._task).__name__}", bad))
         return problems
@@ -228,7 +215,7 @@ class Usable:
         return len(self._task) if self._among is None else self._among
 
 
-def _usable(task: Task, fault: Fault, on_bad: str, count: int, among: int) -> tuple[list[Problem], list[_Candidate]]:
+def _usable(task: Task, fault: Fault, count: int, among: int) -> tuple[list[Problem], list[_Candidate]]:
     """Returns the first `count` problems that can be used of the first `among` ones of a task, and the bad ones before them."""
     problems, bad = [], []
     for index in range(among):
@@ -239,8 +226,6 @@ def _usable(task: Task, fault: Fault, on_bad: str, count: int, among: int) -> tu
             problems.append(candidate.problem)
             continue
         bad.append(candidate)
-        if on_bad == "error":
-            raise Mistake(_refusal(candidate))
         if not problems and len(bad) >= GIVE_UP:
             break
     if not problems and bad:
@@ -270,10 +255,6 @@ def _named(what: str, bad: Sequence[_Candidate]) -> str:
     more = [repr(each.index if each.problem is None else each.problem.id) for each in bad[NAMED:]]
     rest = f"; and {', '.join(more)}" if more else ""
     return f"{count} {what}: {'; '.join(map(str, bad[:NAMED]))}{rest}"
-
-
-def _refusal(bad: _Candidate) -> str:
-    return f"problem {bad}. Mend it, or set rollouts.bad_problems=skip, which passes over such problems"
 
 
 def _none_left(what: str, last: _Candidate) -> str:

@@ -151,7 +151,7 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
             _require_problem(problem, f"{key}: {name}(...)[{index}]")
             return
         except ValueError as error:
-            # A broken row is passed over while the run goes on (`rollouts.bad_problems`); here one has to be a problem.
+            # A broken row is passed over while the run goes on; here one has to be a problem.
             first = first or error
     raise first
 
@@ -204,7 +204,7 @@ def check_prompts(
     tasks: Mapping[str, Task | None], tokenizer: ChatTokenizer, sampling: SamplingConfig, engine: EngineConfig
 ) -> None:
     """Compares some prompts with the room that the engine has for them. Single ones that are longer are left out while the run
-    goes on (`rollouts.bad_problems`).
+    goes on.
 
     Args:
         tasks: by the keys of their nodes.
@@ -272,7 +272,7 @@ def _ids(task: Task) -> dict[str, str]:
             hidden = problem.answer if isinstance(task, ConversationTask) else None
             ids[str((list(problem.messages), hidden))] = problem.id
         except Exception:
-            continue  # a broken row is named when its turn comes (`rollouts.bad_problems`)
+            continue  # a broken row is named when its turn comes
     return ids
 
 

@@ -120,15 +120,6 @@ def test_what_was_passed_over_of_a_longer_task_does_not_count_in_a_shorter_one()
         stream.take(1)
 
 
-def test_an_error_passes_over_nothing():
-    stream = ProblemStream(Broken(), SEED, long, bad="error")
-    with pytest.raises(ValueError, match=r"^problem .*index \d.*\. Mend it, or set rollouts.bad_problems=skip"):
-        stream.take(LENGTH)
-    assert stream.cursor == 0 and stream.state_dict() == {}
-    with pytest.raises(ValueError, match="problem 'p-7' "):
-        ProblemStream(Broken(bad=()), SEED, long, bad="error").first(8)
-
-
 def test_a_task_without_a_good_problem_is_an_error():
     def bad(problem):
         return "it is bad"
@@ -189,7 +180,6 @@ def test_a_prompt_that_leaves_no_room_is_bad():
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"bad_problems": "drop"}, "rollouts.bad_problems='drop' is unknown; use one of skip, error"),
         ({"deadline_s": 0.0}, "rollouts.deadline_s=0.0 must be a number of seconds greater than 0"),
         ({"deadline_s": float("nan")}, "rollouts.deadline_s=nan must be"),
     ],
@@ -197,7 +187,7 @@ def test_a_prompt_that_leaves_no_room_is_bad():
 def test_settings_out_of_range_are_named(own, message):
     with pytest.raises(ValueError, match=message):
         RolloutConfig(**own)
-    RolloutConfig("error", float("inf"))
+    RolloutConfig(float("inf"))
 
 
 class Gaps(Numbered):

@@ -36,12 +36,12 @@ needs_ortools = pytest.mark.skipif(ortools is None, reason="needs OR-Tools: it m
     "size, count",
     [
         ("small", 60),
-        ("suspects=2,weapons=2,rooms=2-3,clues=direct", 30),
-        ("suspects=3,weapons=2-3,rooms=3-4,motives=0-3,bonus=2", 15),
+        ("{suspects: 2, weapons: 2, rooms: [2, 3], clues: [direct]}", 30),
+        ("{suspects: 3, weapons: [2, 3], rooms: [3, 4], motives: [0, 3], bonus: 2}", 15),
         ("2", 30),
-        ("suspects=2,weapons=2,rooms=2,times=2,motives=2,whole_world=true,bonus=1", 15),
-        ("suspects=3,weapons=2,rooms=2,times=2,motives=2,bonus=1", 4),
-        ("suspects=2,weapons=2,rooms=2,times=3", 2),
+        ("{suspects: 2, weapons: 2, rooms: 2, times: 2, motives: 2, whole_world: true, bonus: 1}", 15),
+        ("{suspects: 3, weapons: 2, rooms: 2, times: 2, motives: 2, bonus: 1}", 4),
+        ("{suspects: 2, weapons: 2, rooms: 2, times: 3}", 2),
     ],
 )
 def test_every_night_tried_leaves_one_set_of_answers_and_no_clue_is_idle(size, count):
@@ -194,17 +194,6 @@ def test_task_of_generated_puzzles():
 
 
 @needs_ortools
-def test_kept_puzzles_are_read_back(tmp_path, monkeypatch):
-    sizes = [Size(), Size(rooms=3)]
-    puzzles = [TemporalClue(seed=2, size=size, cache_dir=str(tmp_path / "kept"))[4] for size in sizes]
-    assert puzzles == [TemporalClue(seed=2, size=size)[4] for size in sizes]
-    module = sys.modules["torchtune_ext.tasks.temporal_clue.task"]
-    module._puzzle.cache_clear()
-    monkeypatch.setattr(module, "make_puzzle", None)
-    assert puzzles == [TemporalClue(seed=2, size=size, cache_dir=str(tmp_path / "kept"))[4] for size in sizes]
-
-
-@needs_ortools
 def test_task_goes_to_worker_processes_and_takes_yaml():
     omegaconf = pytest.importorskip("omegaconf")
     node = omegaconf.OmegaConf.create(
@@ -267,17 +256,17 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 @every_row(
     "line, message",
     [
-        ("{", r"line 2: not JSON"),
-        ("[1]", r"line 2: not an object"),
-        ('{"prompt": "x", "solution": {"A": "b"}}', r"line 2: field 'num_clues' is missing; add a number"),
+        ("{", r"bad.jsonl:2: no JSON"),
+        ("[1]", r"bad.jsonl:2: a list, not an object"),
+        ('{"prompt": "x", "solution": {"A": "b"}}', r"bad.jsonl:2: field 'num_clues' is missing; add a number"),
         (
             '{"num_clues": "3", "prompt": "x", "solution": {"A": "b"}}',
-            r"line 2: field 'num_clues' is '3'; write a number",
+            r"bad.jsonl:2: field 'num_clues' is '3'; write a number",
         ),
-        ('{"num_clues": 3, "prompt": "", "solution": {"A": "b"}}', r"line 2: field 'prompt' is ''"),
-        ('{"num_clues": 3, "prompt": "x", "solution": {}}', r"line 2: field 'solution' is \{\}; write an object"),
-        ('{"num_clues": 3, "prompt": "x", "solution": {"A": 5}}', r"line 2: field 'solution'"),
-        ('{"num_clues": 3, "prompt": "x", "solution": {"first": "b"}}', r"line 2: field 'solution'"),
+        ('{"num_clues": 3, "prompt": "", "solution": {"A": "b"}}', r"bad.jsonl:2: field 'prompt' is ''"),
+        ('{"num_clues": 3, "prompt": "x", "solution": {}}', r"bad.jsonl:2: field 'solution' is \{\}; write an object"),
+        ('{"num_clues": 3, "prompt": "x", "solution": {"A": 5}}', r"bad.jsonl:2: field 'solution'"),
+        ('{"num_clues": 3, "prompt": "x", "solution": {"first": "b"}}', r"bad.jsonl:2: field 'solution'"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, message):
@@ -295,10 +284,10 @@ def test_a_malformed_list_is_named(tmp_path):
     with pytest.raises(ValueError, match="bad.json, puzzle 2: field 'prompt' is missing"):
         read_puzzles(path)
     path.write_text("[\n{]")
-    with pytest.raises(ValueError, match="bad.json, line 2: not JSON"):
+    with pytest.raises(ValueError, match="bad.json: no JSON list .*line 2"):
         read_puzzles(path)
     path.write_bytes(b"\xff\xfe{")
-    with pytest.raises(ValueError, match="bad.json: not UTF-8"):
+    with pytest.raises(ValueError, match="bad.json': not UTF-8"):
         read_puzzles(path)
 
 
@@ -317,7 +306,7 @@ def test_public_files_and_ours_have_the_same_fields(tmp_path):
 
 def test_sizes_in_their_spellings():
     assert parse_size("3") == parse_size(3) == NAMED["3"]
-    assert parse_size("suspects=2-3, rooms=4,clues=direct+or,whole_world=true") == Size(
+    assert parse_size("{suspects: [2, 3], rooms: 4, clues: [direct, or], whole_world: true}") == Size(
         (2, 3), 2, 4, clues=("direct", "or"), whole_world=True
     )
     assert parse_size({"like": "2", "rooms": [3, 4]}) == Size(2, 2, (3, 4), 2, 2, bonus=2)
@@ -327,10 +316,11 @@ def test_sizes_in_their_spellings():
 @every_row(
     "value, message",
     [
+        ("{", r"size='{': write a name"),
         ("huge", r"size='huge': write a name \(2, 3, small, public\)"),
-        ("suspects=11", r"suspects=11: write a number from 2 to 10"),
-        ("suspects=x", r"suspects='x': write a number"),
-        ("rooms=5-3", r"rooms=\(5, 3\)"),
+        ("{suspects: 11}", r"suspects=11: write a number from 2 to 10"),
+        ("{suspects: x}", r"suspects='x': write a number"),
+        ("{rooms: [5, 3]}", r"rooms=\(5, 3\)"),
         ({"rooms": 1}, r"rooms=1: write a number from 2 to 17"),
         ({"rooms": [2, 3, 4]}, r"rooms=\(2, 3, 4\)"),
         ({"rooms": 2.5}, r"rooms=2.5"),
@@ -368,7 +358,7 @@ def test_command_writes_a_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--size", "rooms=99"], "rooms=99: write a number from 2 to 17"),
+        (["--size", "{rooms: 99}"], "rooms=99: write a number from 2 to 17"),
         (["--count", "0"], "--count 0: give a number from 1"),
     ],
 )

@@ -2,7 +2,7 @@
 
 torchtune-ext clue --size public --count 3000 --out data/temporal-clue/train.jsonl
 torchtune-ext clue --size public --seed 1 --count 64 --out data/temporal-clue/val.jsonl
-torchtune-ext clue --seed 7 --count 1000 --size suspects=2-3,weapons=2,rooms=2-4 --out puzzles.jsonl
+torchtune-ext clue --seed 7 --count 1000 --size '{suspects: [2, 3], weapons: 2, rooms: [2, 4]}' --out puzzles.jsonl
 """
 
 import argparse
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the puzzles (default 0)")
     parser.add_argument("--count", type=int, default=100, help="how many puzzles (default 100)")
     parser.add_argument("--first", type=int, default=0, help="index of the first one (default 0)")
-    sizes = f"a name ({', '.join(NAMED)}) or numbers such as suspects=2-3,weapons=2,rooms=3,clues=direct+or"
+    sizes = f"a name ({', '.join(NAMED)}) or numbers in YAML, {{suspects: [2, 3], rooms: 3, clues: [direct, or]}}"
     parser.add_argument("--size", default="small", help=f"{sizes} (default small)")
     parser.add_argument("--out", required=True, help="file to write, one JSON object a line; whole or not at all")
     cores = len(os.sched_getaffinity(0))

@@ -5,7 +5,6 @@ A public file is a JSON list; ours has one JSON object a line. Both hold the sam
 
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -15,6 +14,8 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.files import write_atomic
+from torchtune_ext.tasks.examples import read_examples
 from torchtune_ext.tasks.temporal_clue.puzzle import Puzzle, make_puzzle
 from torchtune_ext.tasks.temporal_clue.size import Size
 
@@ -44,22 +45,12 @@ def _end_with_parent() -> None:
 
 
 def write_jsonl(path: str | os.PathLike, puzzles: Iterable[Puzzle]) -> int:
-    """Writes one puzzle a line, and returns their number. If anything fails, no file is left."""
+    """Writes one puzzle a line, all or nothing, and returns their number."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    count = 0
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            for puzzle in puzzles:
-                file.write(json.dumps(asdict(puzzle), ensure_ascii=False) + "\n")
-                count += 1
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-    return count
+    lines = [json.dumps(asdict(puzzle), ensure_ascii=False) + "\n" for puzzle in puzzles]
+    write_atomic(path, "".join(lines).encode())
+    return len(lines)
 
 
 def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = None) -> list[Puzzle]:
@@ -69,27 +60,16 @@ def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = No
         ValueError: the file cannot be used. The message names the file, the line (or the number of the puzzle in a
             list), the field and the fix.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise Mistake(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
-    stop = None if count is None else first + count
-    if text.lstrip().startswith("["):
+    if Path(path).read_bytes().lstrip().startswith(b"["):
         try:
-            items = json.loads(text)
-        except json.JSONDecodeError as error:
-            where = f"{path}, line {error.lineno}"
-            raise Mistake(f"{where}: not JSON ({error.msg}); fix the list, or write one object a line") from error
-        return [_checked(f"{path}, puzzle {n}", item) for n, item in enumerate(items, start=1)][first:stop]
-    puzzles = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                item = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise Mistake(f"{path}, line {number}: not JSON ({error.msg}); write one object a line") from error
-            puzzles.append(_checked(f"{path}, line {number}", item))
-    return puzzles[first:stop]
+            items = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise Mistake(f"{path}: no JSON list ({error}); fix it, or write one object a line") from error
+        examples = ((f"{path}, puzzle {number}", item) for number, item in enumerate(items, start=1))
+    else:
+        examples = read_examples(str(path), None)
+    puzzles = [_checked(where, item) for where, item in examples]
+    return puzzles[first : None if count is None else first + count]
 
 
 def _checked(where: str, item: object) -> Puzzle:

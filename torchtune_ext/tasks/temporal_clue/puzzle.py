@@ -21,7 +21,6 @@ from torchtune_ext.tasks.temporal_clue.scenario import Scenario, World, draw_sce
 from torchtune_ext.tasks.temporal_clue.size import Dims, Size
 from torchtune_ext.tasks.temporal_clue.solver import Solver
 
-EDITION = 1  # raised when the same (seed, index, size) gives another puzzle than before
 ALL_QUESTIONS = 8  # main and bonus questions together, in the public puzzles
 
 

@@ -4,6 +4,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+import yaml
+
 from torchtune_ext.run.errors import Mistake
 
 KINDS = ("direct", "or", "iff", "same_room", "together", "beside", "moved", "carried")
@@ -75,7 +77,7 @@ class Dims:
 
 
 def parse_size(value: Size | str | Mapping) -> Size:
-    """Makes a `Size` from a name ("small"), a text ("suspects=2,rooms=2-3"), or a mapping.
+    """Makes a `Size` from a name ("small"), or a mapping, which may be a text in YAML ("{suspects: 2, rooms: [2, 3]}").
 
     Raises:
         ValueError: the value is not understood. The message names the knob, the value and the fix.
@@ -87,7 +89,10 @@ def parse_size(value: Size | str | Mapping) -> Size:
     if isinstance(value, str):
         if value in NAMED:
             return NAMED[value]
-        value = _split(value)
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            pass  # and so it is no mapping
     if not isinstance(value, Mapping):
         raise Mistake(f"size={value!r}: {HOW_TO}")
     value = dict(value)
@@ -109,28 +114,6 @@ def _plain(name: str, item: object) -> object:
     if isinstance(item, Sequence) and not isinstance(item, str):
         return tuple(item)
     return item
-
-
-def _split(text: str) -> dict[str, object]:
-    """Converts a text such as "suspects=2,rooms=2-3,clues=direct+or" to a mapping."""
-    result: dict[str, object] = {}
-    for part in text.split(","):
-        name, equals, item = (word.strip() for word in part.partition("="))
-        if not equals or not name or not item:
-            raise Mistake(f"size={text!r}: {HOW_TO}")
-        if name == "clues":
-            result[name] = tuple(item.split("+"))
-        elif name == "whole_world" and item.lower() in ("true", "false"):
-            result[name] = item.lower() == "true"
-        elif name == "like":
-            result[name] = item
-        else:
-            try:
-                numbers = [int(number) for number in item.split("-")]
-            except ValueError:
-                raise Mistake(f"size: {name}={item!r}: write a number or low-high, such as {name}=2-3") from None
-            result[name] = numbers[0] if len(numbers) == 1 else tuple(numbers)
-    return result
 
 
 def _check_range(name: str, value: object) -> None:
@@ -161,4 +144,4 @@ NAMED = {
     "small": Size(2, 2, (2, 3), 1, (0, 2)),
     "public": Size(players=(1, 6), whole_world=True),
 }
-HOW_TO = f"write a name ({', '.join(NAMED)}) or numbers such as suspects=2,rooms=2-3"
+HOW_TO = f"write a name ({', '.join(NAMED)}) or numbers such as {{suspects: 2, rooms: [2, 3]}}"

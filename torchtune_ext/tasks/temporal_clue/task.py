@@ -3,14 +3,13 @@
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 
 from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
 from torchtune_ext.tasks.task import Problem, Score, length_of
-from torchtune_ext.tasks.temporal_clue.files import read_puzzles, write_jsonl
-from torchtune_ext.tasks.temporal_clue.puzzle import EDITION, Puzzle, make_puzzle
+from torchtune_ext.tasks.temporal_clue.files import read_puzzles
+from torchtune_ext.tasks.temporal_clue.puzzle import make_puzzle
 from torchtune_ext.tasks.temporal_clue.size import Size, parse_size
 
 ANSWER_LETTERS = {"published": r"A-Za-z \.:-", "exact": r"A-Za-z0-9 \.:-"}
@@ -26,7 +25,6 @@ class TemporalClue:
         grader: "exact", or "published", for which an answer that is a time is never right; or the dotted path of a function
             (problem, text) that grades in the place of `grade`. `problem.answer` has the right answers by their letters.
         path: a JSON or JSONL file of puzzles, which are read and not generated.
-        cache_dir: a folder where generated puzzles are kept, for sizes that take seconds each; made when it is missing.
         first: index of the first puzzle. It keeps training and held-out puzzles apart.
         group_grader: dotted path of a function (problem, texts), which grades all samples of a puzzle together.
 
@@ -41,7 +39,6 @@ class TemporalClue:
         size: Size | str | Mapping = "small",
         grader: str | Grade = "exact",
         path: str | None = None,
-        cache_dir: str | None = None,
         first: int = 0,
         group_grader: str | GradeGroup | None = None,
     ) -> None:
@@ -63,10 +60,6 @@ class TemporalClue:
                 f"{(first + (count or 0)) or 3000} --out {path}` makes one"
             )
         self.puzzles = None if path is None else read_puzzles(path, first, count)
-        self.kept_in: Path | None = None
-        if cache_dir is not None:
-            which = sha256(f"{EDITION} {seed} {self.size}".encode()).hexdigest()[:16]
-            self.kept_in = Path(cache_dir) / f"clue-{seed}-{which}"
         self.prefix = f"clue-{seed}" if path is None else "clue-file"
         self.length = length if self.puzzles is None else len(self.puzzles)
         if self.puzzles is not None and (not self.puzzles or len(self.puzzles) < (count or 0)):
@@ -81,7 +74,7 @@ class TemporalClue:
         if self.puzzles is not None:
             puzzle = self.puzzles[index]
         else:
-            puzzle = _puzzle(self.seed, self.first + index, self.size, self.kept_in)
+            puzzle = _puzzle(self.seed, self.first + index, self.size)
         message = {"role": "user", "content": puzzle.prompt}
         return Problem(f"{self.prefix}-{self.first + index:06d}", (message,), puzzle.solution)
 
@@ -101,14 +94,7 @@ class TemporalClue:
         return "\n".join(f"{letter}. {answer}" for letter, answer in problem.answer.items())
 
 
-@lru_cache(maxsize=4096)
-def _puzzle(seed: int, index: int, size: Size, kept_in: Path | None) -> Puzzle:
-    if kept_in is None:
-        return make_puzzle(seed, index, size)
-    path = kept_in / f"{index:06d}.jsonl"
-    if not path.exists():
-        write_jsonl(path, [make_puzzle(seed, index, size)])
-    return read_puzzles(path)[0]
+_puzzle = lru_cache(maxsize=4096)(make_puzzle)
 
 
 # Grades answers by two rules: the published one, and the exact one, which also accepts times.
