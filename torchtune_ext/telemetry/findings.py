@@ -6,7 +6,7 @@ concerns. Curves of which nothing is found stay folded where they only matter th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from torchtune_ext.evaluation import partly_right
@@ -19,6 +19,8 @@ _MOST_SILENT = 0.5  # share of groups without a signal, above which it is said
 _MOST_CUT = 0.2  # share of samples at the token limit
 _LEAST_ESS = 0.9
 _RISEN = 0.05  # Of a reward, and as a share of what it was: above it the reward has risen.
+_SLOW = 3  # A step that takes so many times the median is far beyond it.
+_PHASES = ("sample", "pack", "train", "publish")  # of every step; some also evaluate or save
 _FAR = 0.5  # The engine shows the last update less, or more, by this share of its effect.
 
 # Of what is counted: the metric, whether it is of one step (else it is of the whole run until then), the noun, the heading and
@@ -139,7 +141,8 @@ def findings(
     for name, of_a_step, noun, section, text in _COUNTS:
         if number := int((sum if of_a_step else max)(record.get(name) or 0 for record in records)):
             notices.append(Finding(text.format(_count(number, noun)), section))
-    return notices + _learning(first, last) + _agreement(first, last, config)
+    notices += _learning(first, last) + _agreement(first, last, config)
+    return notices + _slow_steps(records)
 
 
 def nonfinite(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel]) -> list[Finding]:
@@ -195,6 +198,23 @@ def _agreement(first: Mapping[str, float], last: Mapping[str, float], config: Ma
         if abs(shown - 1) > _FAR:
             texts.append(f"The engine shows {shown:.0%} of the effect of {what}.")
     return [Finding(text, "Agreement") for text in texts]
+
+
+def _slow_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """The first step compiles and fills caches, and counts for nothing."""
+    there = [record for record in records if record.get("time/train")][1:]
+    steps = {record["step"]: {phase: record.get(f"time/{phase}") or 0.0 for phase in _PHASES} for record in there}
+    seconds = {step: sum(phases.values()) for step, phases in steps.items()}
+    slow = [step for step in steps if seconds[step] > _SLOW * median(seconds.values())]
+    if not slow:
+        return []
+    longest = max(slow, key=seconds.get)
+    phase = max(_PHASES, key=lambda name: steps[longest][name] - median(phases[name] for phases in steps.values()))
+    text = (
+        f"{_count(len(slow), 'step')} took more than {_SLOW} times the median of {median(seconds.values()):.1f} s. The longest "
+        f"is step {longest:,}, {seconds[longest]:.1f} s; most of what it took longer is in {phase}."
+    )
+    return [Finding(text, "Speed")]
 
 
 def _count(number: int, noun: str) -> str:

@@ -31,7 +31,7 @@ HEALTHY = {
     "groups/used": 20.0, "groups/no_signal": 12.0, "groups/infra_failed": 0.0, "length/truncated": 0.1,
     "mismatch/mean_abs": 0.01, "mismatch/ess": 0.99, "canary/update_applied": 1.1, "canary/adapter_applied": None,
     "engines/restarts": 0.0, "engine/preemptions": 3.0,
-    "time/sample": 2.0, "time/train": 3.0,
+    "time/sample": lambda step: 60.0 if step == 1 else 2.0, "time/train": 3.0, "time/save": lambda step: 20.0 * (step % 10 == 0),
 }  # fmt: skip
 
 
@@ -63,6 +63,12 @@ def test_of_a_healthy_run_nothing_is_found():
         ({"mismatch/ess": 0.89}, "89% of the tokens", "Agreement"),
         ({"canary/update_applied": 0.1}, "shows 10% of the effect of the last update", "Agreement"),
         ({"canary/adapter_applied": 1.6}, "shows 160% of the effect of the adapter", "Agreement"),
+        (
+            {"time/train": lambda step: 3.0 + 25.0 * (step in (7, 9)) + 2.0 * (step == 9)},
+            "2 steps took more than 3 times the median of 5.0 s. The longest is step 9, 32.0 s; most of what it took longer is in "
+            "train.",
+            "Speed",
+        ),
     ],
 )
 def test_each_trouble_is_found_under_its_heading(change, words, section):
