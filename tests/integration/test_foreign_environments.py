@@ -1,4 +1,4 @@
-"""Environments in TRL's convention with a real engine: one step of GRPO against a server.
+"""Environments of other projects with a real engine: one step of GRPO for each door, all against one server.
 
 The policy is a tiny model that was warmed up to call a tool, with tools in its prompt.
 """
@@ -65,6 +65,7 @@ tokenizer: {_component_: torchtune_ext.chat.ChatTokenizer, template: tools.jinja
 optimizer: {_component_: torch.optim.AdamW, lr: 5.0e-3}
 """
 ROWS = [{"prompt": "Look around.", "found": "an egg"}] * 256
+SUMS = [{"prompt": "2+2?", "reward_spec": {"ground_truth": "4"}, "answer": 4}]
 WORDS = ["model_dir=warmup/model", "tokenizer.template=tools.jinja", "evaluation.task=null", "max_steps=1"]
 LENGTHS = ["sampling.max_tokens=96", "engine.max_model_len=1024", "row_tokens=2048", "grader.workers=4"]
 
@@ -75,7 +76,8 @@ def workplace(tmp_path_factory):
     (folder / "my_room.py").write_text(ROOM)
     (folder / "tools.jinja").write_text(TEMPLATE)
     (folder / "warmup.yaml").write_text(WARMUP)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, rows in (("rows", ROWS), ("sums", SUMS)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     runs.run(folder, "warmup_sft", config="warmup.yaml")
     return folder
 
@@ -119,3 +121,21 @@ def test_tools_of_a_class_are_shown_called_and_paid(workplace, address):
         (_, end), (start, _) = sample.completion.turns[:2]
         assert tokenizer.spell(sample.completion.tokens[end:start]) == answer
         assert sample.messages[1] == {"role": "tool", "name": "look", "content": "an egg"}
+
+
+def test_a_game_of_skyrl_gym_is_played(workplace, address):
+    pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
+    node = "{_component_: torchtune_ext.tasks.skyrl_gym.SkyRLGym, environment: gsm8k_multi_turn, rows: sums.jsonl, max_turns: 2}"
+    groups = play(workplace, address, "sums", node)
+    over = [s for group in groups for s in group.samples if s.completion.finish_reason == "completed"]
+    assert over and all(sample.score.parts["steps"] == 2 for sample in over)
+    assert all("#### ANSWER" in sample.messages[1]["content"] for sample in over)
+
+
+def test_a_game_of_textarena_is_played(workplace, address):
+    pytest.importorskip("textarena", reason="textarena is not installed")
+    node = "{_component_: torchtune_ext.tasks.textarena.TextArena, game: TowerOfHanoi-v0, options: {num_disks: 2}, seed: 1}"
+    groups = play(workplace, address, "hanoi", node)
+    over = [s for group in groups for s in group.samples if s.completion.finish_reason == "completed"]
+    assert over and all("A: [2, 1]" in group.problem.messages[0]["content"] for group in groups)
+    assert any(sample.score.parts["invalid_move"] for sample in over) and all(len(s.messages) > 1 for s in over)

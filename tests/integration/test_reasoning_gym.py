@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, which needs gcc")
 
-from reasoning_gym.factory import DATASETS
+from reasoning_gym.factory import DATASETS, has_curriculum
 
-from torchtune_ext.tasks.reasoning_gym import BY_HASH, UNFIT, ReasoningGym, held_out
+from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.tasks.reasoning_gym import BY_HASH, UNFIT, WINDOW, ReasoningGym, ReasoningGymCurriculum, held_out
 from torchtune_ext.tasks.task import Score
 
 SUMS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
@@ -117,3 +118,30 @@ def test_a_generator_with_too_few_questions_is_named():
     with pytest.raises(ValueError, match="generators.count_bits: none of 400 questions is of split="):
         for task in few:
             _ = task[0]
+
+
+def test_a_curriculum_rises_and_resumes(tmp_path):
+    assert has_curriculum("chain_sum")
+    task = ReasoningGymCurriculum("chain_sum", raise_at=0.5, seed=2)
+    stream = ProblemStream(task, 0)
+    first = stream.take(WINDOW)
+    assert all(problem.id.endswith("-level0") for problem in first)
+    solved = [
+        (problem, [("", task.grade(problem, problem.answer), ""), ("", task.grade(problem, "x"), "")])
+        for problem in first
+    ]
+    assert stream.observe(1, solved[:-1], tmp_path) == {"curriculum/chain_sum": 0.0}
+    assert stream.observe(2, solved[-1:], tmp_path) == {"curriculum/chain_sum": 1.0}
+    harder = stream.take(4)
+    assert all(problem.id.endswith("-level1") for problem in harder)
+    # What was sampled for the level before says nothing about this one.
+    assert stream.observe(3, solved, tmp_path) == {"curriculum/chain_sum": 1.0}
+    # A grading process has the task of the start, and the sizes of the question come with it.
+    assert ReasoningGymCurriculum("chain_sum", seed=2).grade(harder[0], harder[0].answer).reward == 1.0
+    assert harder[0].example["options"] != first[0].example["options"]
+    again = ReasoningGymCurriculum("chain_sum", raise_at=0.5, seed=2)
+    again.load_state_dict(json.loads(json.dumps(task.state_dict())))
+    assert [again.ask(i, i) for i in range(8)] == [task.ask(i, i) for i in range(8)]
+    assert again.levels == {"chain_sum": 1}
+    with pytest.raises(ValueError, match="task.generators: the checkpoint has chain_sum"):
+        ReasoningGymCurriculum("gcd").load_state_dict(task.state_dict())

@@ -14,13 +14,15 @@ import os
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.tasks.functions import Grade, use_graders
-from torchtune_ext.tasks.task import Problem, Score, length_of
+from torchtune_ext.tasks.task import Graded, Problem, Score, length_of
 
 HELD_OUT = 8  # one question in 8 is held out
 SPLITS = ("train", "heldout")
@@ -28,6 +30,7 @@ REWARDS = ("solved", "credit")
 BLOCK = 100  # problems of one instance of a generator; some make all of them in advance
 DRAWS = 400  # questions that are drawn before a split is said to have none
 SOLVED = 1.0 - 1e-9  # the generator's own score from which a problem counts as solved
+WINDOW = 32  # groups of a generator that a curriculum looks back on
 # These draw from sets, some of them seldom, whose order is another one in every process unless PYTHONHASHSEED is set.
 BY_HASH = ("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder")
 RUNS_TEXT = "judges an answer by running it as Python, which may be any program; grade it with grader: FILE.FUNCTION"
@@ -115,7 +118,7 @@ class ReasoningGym:
             f"{name}-{self.split}-{self.seed}-{number:06d}",
             (*before, question),
             entry["answer"],
-            {"generator": name, **entry},
+            {"generator": name, "options": self.options[name], **entry},
         )
 
     def grade(self, problem: Problem, text: str) -> Score:
@@ -126,7 +129,8 @@ class ReasoningGym:
         answer = (answers[-1] if answers else text).strip()
         # Generators read answers by evaluating or parsing them, and some raise at what they cannot read.
         try:
-            credit = float(self.generator(name, "0").score_answer(answer, dict(problem.example)))
+            judge = _generator(name, json.dumps(problem.example["options"], sort_keys=True), "0")
+            credit = float(judge.score_answer(answer, dict(problem.example)))
         except Exception as error:  # noqa: BLE001 (a text of the policy must not make `grade` raise)
             return self._score(name, 0.0, f"{type(error).__name__}: {error}")
         return self._score(name, min(max(credit, 0.0), 1.0), "")
@@ -148,6 +152,80 @@ class ReasoningGym:
     def generator(self, name: str, seed: str) -> Any:
         """Returns an instance of a generator; `seed` is a text, hashed to the number that the instance begins at."""
         return _generator(name, json.dumps(self.options[name], sort_keys=True), seed)
+
+
+class ReasoningGymCurriculum(ReasoningGym):
+    """The same, with sizes that grow by reasoning-gym's own curricula: a level up where the policy has learned the one before.
+
+    Each generator begins at level 0 of all that its curriculum changes, whatever the options say of these. Its level rises when
+    at least `raise_at` of the samples of its newest 32 groups, all of this level, are solved.
+
+    Args:
+        raise_at: share of solved samples at which the level rises.
+
+    Raises:
+        ValueError: also for a generator without a curriculum.
+    """
+
+    def __init__(self, generators: Any, raise_at: float = 0.7, **rest: Any) -> None:
+        super().__init__(generators, **rest)
+        if not 0.0 < raise_at <= 1.0:
+            raise Mistake(f"raise_at={raise_at} is a share of solved samples: give a number above 0, at most 1")
+        self.raise_at = raise_at
+        self.base, self.levels = dict(self.options), dict.fromkeys(self.options, 0)
+        # Shares solved of the newest groups, all of the level that their generator has now.
+        self.newest: dict[str, list[float]] = {name: [] for name in self.options}
+        for name in self.options:
+            self._set(name, 0)
+
+    def ask(self, index: int, cursor: int) -> Problem:
+        """Returns the problem at the level that its generator has now."""
+        return self[index]
+
+    def __getitem__(self, index: int) -> Problem:
+        problem = super().__getitem__(index)
+        return replace(problem, id=f"{problem.id}-level{self.levels[problem.example['generator']]}")
+
+    def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
+        """Raises levels. Logs the level of each generator."""
+        for problem, samples in groups:
+            name, scores = problem.id.split("-")[0], [score for _, score, _ in samples if score is not None]
+            if scores and problem.id.endswith(f"-level{self.levels[name]}"):
+                shares = self.newest[name]
+                shares.append(sum(score.parts.get("solved", score.reward) >= SOLVED for score in scores) / len(scores))
+                del shares[:-WINDOW]
+                if len(shares) == WINDOW and sum(shares) / WINDOW >= self.raise_at:
+                    self._set(name, self.levels[name] + 1)
+        return {f"curriculum/{name}": float(level) for name, level in self.levels.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"levels": dict(self.levels), "newest": {name: list(shares) for name, shares in self.newest.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state["levels"]) != set(self.levels):
+            raise Mistake(
+                f"task.generators: the checkpoint has {', '.join(state['levels'])}; set them as they were, or begin a new run "
+                "in another output_dir"
+            )
+        for name, level in state["levels"].items():
+            self._set(name, level)
+        self.newest = {name: list(shares) for name, shares in state["newest"].items()}
+
+    def _set(self, name: str, level: int) -> None:
+        """Gives a generator the sizes of a level; at the last one it stays."""
+        from reasoning_gym.factory import create_curriculum, has_curriculum
+
+        if not has_curriculum(name):
+            raise Mistake(f"generators.{name} has no curriculum; take task._component_ ReasoningGym, or leave it out")
+        curriculum = create_curriculum(name)
+        level = min(level, max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1)
+        curriculum.set_global_level(level)
+        config = curriculum.generate_configuration(dict(self.base[name]))
+        # An attribute names one field of the config, or two, of which a size is drawn between them.
+        attributes = map(vars, curriculum.attributes.values())
+        changed = [field for each in attributes for key, field in each.items() if key.endswith("field_name")]
+        self.options[name] = {**self.base[name], **{field: getattr(config, field) for field in changed}}
+        self.levels[name], self.newest[name] = level, []
 
 
 def held_out(question: str) -> bool:

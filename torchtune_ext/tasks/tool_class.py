@@ -26,22 +26,20 @@ task:
 import asyncio
 import inspect
 import json
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtune_ext.run.errors import Failure, Mistake, blame
-from torchtune_ext.tasks.examples import read_examples
+from torchtune_ext.run.errors import Mistake, blame
 from torchtune_ext.tasks.functions import named
-from torchtune_ext.tasks.task import Message, Problem, Turn, length_of
+from torchtune_ext.tasks.games import Games, prompt_of
+from torchtune_ext.tasks.task import Message, Turn
 from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls
 
 NO_TOOLS = ("reset", "get_reward")  # public methods that are no tools
 
 
-class ToolClass:
-    """The task. It begins the conversation of a problem twice, each time with the same seed for Python's own `random`:
-    for what the policy reads first, and in a process of its own for the conversation.
+class ToolClass(Games):
+    """The task.
 
     A turn without a tool call ends a conversation. The results of the calls in a turn are messages of the role "tool". What a
     tool raises is its result, as is what is wrong with a call. The reward comes with the last turn.
@@ -49,17 +47,14 @@ class ToolClass:
     Args:
         environment: dotted path of the class. Its public methods but `reset` and `get_reward` are the tools, each with type
             hints and a docstring in Google's style, of which transformers makes the schema. Methods may be async.
-        rows: a JSONL, CSV or parquet file, or the rows themselves. `prompt`, messages or a text, is what the policy reads
-            first; a text that `reset` returns is appended to it. `reset` gets all fields. None: `reset` returns the prompt,
-            drawn from `random`.
+        rows: a file or the rows themselves. `prompt`, messages or a text, is what the policy reads first; a text that
+            `reset` returns is appended to it. `reset` gets all fields. None: `reset` returns the prompt, drawn from `random`.
         max_turns: of the assistant.
         system: a message before the prompt. {tools} in it stands for the schemas as JSON, where the template shows no tools.
-        count: number of problems; None: all rows from `first` on, or, without rows, endless.
-        first: index of the first problem.
-        seed: of what is drawn.
+        count, first, seed: as in `Games`.
 
     Raises:
-        ValueError: the class, or the row's prompt, is not as above, an argument is out of its range, or there are too few rows.
+        ValueError: the class, or the row's prompt, is not as above.
     """
 
     def __init__(
@@ -76,66 +71,17 @@ class ToolClass:
         schemas = _schemas(self.factory, f"environment={environment!r}")
         if system is not None and "{tools}" in system:
             self.system, schemas = system.replace("{tools}", json.dumps(schemas)), []
-        self.name, self.tools, self.max_turns = self.factory.__name__, tuple(schemas), max_turns
-        self.first, self.seed, self.rows = first, seed, rows
-        self.length = length_of(first, count)
-        if rows is not None:
-            every = [row for _, row in read_examples(rows, None)] if isinstance(rows, str) else list(rows)
-            self.rows = every[first:][: self.length]
-            if not self.rows or (count or 0) > len(self.rows):
-                where = f"rows={rows}" if isinstance(rows, str) else "rows"
-                raise Mistake(f"{where}: {len(every)} rows, too few for first={first}, count={count}")
-            self.length = len(self.rows)
+        super().__init__(self.factory.__name__, rows, count, first, seed, max_turns, schemas)
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Problem:
-        if not 0 <= index < self.length:
-            raise IndexError(f"problem {index} of {self.length}")
-        row = {} if self.rows is None else self.rows[index]
-        seed = random.Random(f"{self.seed}/{self.first + index}").getrandbits(31)
-        _, messages = self._begin(row, seed)
-        answer = {"seed": seed, "row": {field: value for field, value in row.items() if field != "prompt"}}
-        return Problem(f"{self.name}-{self.seed}-{self.first + index:06d}", messages, answer, row, self.tools)
-
-    def environment(self, problem: Problem, seed: int) -> "ToolEnvironment":
-        """Begins the conversation of a problem. What it draws later comes from `seed`.
-
-        Raises:
-            RuntimeError: this is another one than the policy has read of.
-        """
-        game, messages = self._begin(problem.example, problem.answer["seed"])
-        if messages != problem.messages:
-            raise Failure(
-                f"it began otherwise than in the prompt, with {messages[-1]['content']!r:.200}; draw from `random`"
-            )
-        return ToolEnvironment(game, self.max_turns)
-
-    def solution(self, problem: Problem) -> list[Message]:
-        """Raises ValueError: nobody knows."""
-        raise Mistake(f"{problem.id} has no conversation to learn: {type(self).__name__} knows no solutions")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A process of an environment gets the task without its rows: the problem holds its own."""
-        return self.__dict__ | {"rows": None}
-
-    def _begin(self, row: Mapping[str, Any], seed: int) -> tuple[Any, tuple[Message, ...]]:
-        """Returns an instance of the class, and what the policy reads first."""
-        prompt = row.get("prompt", "")
-        before = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
-        state = random.getstate()
-        random.seed(seed)
-        try:
-            with blame(f"{self.name}.reset({', '.join(f'{field}=...' for field in row)})"):
-                game = self.factory()
-                messages[-1]["content"] += _awaited(game.reset(**row)) or ""
-        finally:
-            random.setstate(state)
+    def begin(self, row: Mapping[str, Any], seed: int) -> tuple["ToolEnvironment", list[Message]]:
+        messages = prompt_of(row)
+        with blame(f"{self.name}.reset({', '.join(f'{field}=...' for field in row)})"):
+            game = self.factory()
+            messages[-1]["content"] += _awaited(game.reset(**row)) or ""
         if not messages[-1]["content"]:
             raise Mistake(f"{self.name}: nothing to read; let `reset` return a text, or give each row a field `prompt`")
-        return game, tuple(before + messages)
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return ToolEnvironment(game, self.max_turns), before + messages
 
 
 class ToolEnvironment:

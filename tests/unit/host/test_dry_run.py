@@ -82,7 +82,7 @@ def settings_in(place, name, model=None, words=(), **changes):
         path = write_tiny(path, cfg) if tiny else write_stand_in(place, path.name)
     held_out = cfg.evaluation.get("task") if "evaluation" in cfg else None
     for node, puzzles in (cfg.task, "puzzles.jsonl"), (held_out, "held_out.jsonl"):
-        if node is not None and ("path" in node or node._component_.endswith((".Math", ".GSM8K"))):
+        if node is not None and ("path" in node or node._component_.endswith(".Math")):
             node.path = str(place / (puzzles if node._component_.endswith("Clue") else "questions.jsonl"))
     if cfg.task._component_.endswith("Jsonl"):
         cfg.task.grader, held_out.path = "test_dry_run.same", str(place / "others.jsonl")

@@ -1,4 +1,4 @@
-"""Classes in TRL's convention: schemas, calls, rewards, the same game in both places."""
+"""Doors to environments of other projects, on the packages themselves: schemas, calls, rewards, the same game in both places."""
 
 import pickle
 import random
@@ -162,3 +162,70 @@ def test_mistakes_of_a_class(shop, arguments, words):
     with pytest.raises(ValueError, match=".*") as error:
         _ = ToolClass(**arguments)[0]
     assert words in str(error.value)
+
+
+# ---- skyrl-gym
+
+GSM8K = [{"prompt": [{"role": "user", "content": "2+2?"}], "reward_spec": {"ground_truth": "4"}}]
+
+
+def test_a_game_of_skyrl_gym():
+    pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
+    from torchtune_ext.tasks.skyrl_gym import SkyRLGym
+
+    task = SkyRLGym("gsm8k_multi_turn", GSM8K, max_turns=3)
+    problem = task[0]
+    assert problem.messages == tuple(GSM8K[0]["prompt"])
+    game = pickle.loads(pickle.dumps(task)).environment(problem, 0)
+    turn = say(game, "5")
+    assert "#### ANSWER" in turn.messages[0]["content"] and (turn.reward, turn.done) == (0.0, False)
+    turn = say(game, "#### 5")
+    assert "Now provide only" in turn.messages[0]["content"] and turn.reward == pytest.approx(0.2 / 3)
+    turn = say(game, "#### 4")
+    assert (turn.messages, turn.reward, turn.done, turn.parts) == ([], 1.0, True, {"steps": 3})
+    game.close()
+    # One of the user's is named by its module.
+    own = SkyRLGym("skyrl_gym.envs.gsm8k.env:GSM8kEnv", GSM8K)
+    assert say(own.environment(own[0], 0), "#### 4").reward == 1.0
+    with pytest.raises(ValueError, match="environment='gsm9k': skyrl-gym has aime, gsm8k, .*module:Class"):
+        SkyRLGym("gsm9k", GSM8K)
+    with pytest.raises(ValueError, match="skyrl_gym: gsm8k raised AssertionError: reward_spec field is required"):
+        _ = SkyRLGym("gsm8k", [{"prompt": "2+2?"}])[0]
+
+
+# ---- TextArena
+
+
+def test_games_of_textarena():
+    pytest.importorskip("textarena", reason="textarena is not installed")
+    from torchtune_ext.tasks.textarena import TextArena
+
+    task = TextArena("TowerOfHanoi-v0", {"num_disks": 2})
+    problem = task[4]
+    game = pickle.loads(pickle.dumps(task)).environment(problem, 0)
+    assert "A: [2, 1]" in problem.messages[0]["content"] and "2 disks" in problem.messages[0]["content"]
+    turn = say(game, "A B")  # a wrapper of the game puts the brackets
+    assert len(turn.messages) == 1 and "A: [2]\nB: [1]" in turn.messages[0]["content"]
+    assert "You are playing" not in turn.messages[0]["content"] and "[A B]" not in turn.messages[0]["content"]
+    assert not say(game, "[A C]").done
+    turn = say(game, "[B C]")
+    assert (turn.reward, turn.done, turn.parts) == (1.0, True, {"invalid_move": 0.0})
+    assert turn.note == "Congratulations! You solved the Tower of Hanoi puzzle."
+    # Guesses of one problem are at one number, whatever the seed of the conversation; those of others are not.
+    guess = TextArena("GuessTheNumber-v0", {"max_number": 1000})
+    numbers = []
+    for index, seed in ((0, 1), (0, 2), (1, 1), (2, 1)):
+        random.seed(seed)
+        numbers.append(guess.environment(guess[index], seed).bare.game_number)
+    assert numbers[0] == numbers[1] and len(set(numbers)) == 3
+    turn = [say(guess.environment(guess[0], 0), text) for text in ("nothing", "[0]")]
+    assert all("invalid move" in each.messages[0]["content"] for each in turn)
+    state = random.getstate()
+    assert TextArena("FrozenLake-v0")[3] == TextArena("FrozenLake-v0")[3] and random.getstate() == state
+    assert TextArena("FrozenLake-v0")[3].messages != TextArena("FrozenLake-v0")[4].messages
+    countdown = TextArena("Countdown-v0")  # interchanges the arguments of what the policy said
+    assert "invalid move" in say(countdown.environment(countdown[0], 0), "hm").messages[0]["content"]
+    with pytest.raises(ValueError, match="game='TowerOfHanoy-v0' is none of .*; did you mean 'TowerOfHanoi-v0'?"):
+        TextArena("TowerOfHanoy-v0")
+    with pytest.raises(ValueError, match="textarena: TicTacToe-v0 raised .*; only games for one player can be played"):
+        _ = TextArena("TicTacToe-v0")[0]

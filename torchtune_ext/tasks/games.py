@@ -1,0 +1,108 @@
+"""What tasks have in common that play the environments of other projects.
+
+A task makes the game of a problem twice, each time with the same seed for Python's own generator `random`: for what the policy
+reads first, and in a process of its own for the conversation.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.tasks.examples import read_examples
+from torchtune_ext.tasks.task import Environment, Message, Problem, length_of
+
+
+class Games:
+    """A task whose derived class makes the games.
+
+    Args:
+        name: of the game; the ids of the problems begin with it.
+        rows: a JSONL, CSV or parquet file, or the rows themselves; None: the games need none, and are made by `seed`.
+        count: number of problems; None: all rows from `first` on, or, without rows, endless.
+        first: index of the first problem.
+        seed: of the games.
+        max_turns: of the assistant.
+        tools: what the policy may call (`Problem.tools`).
+
+    Raises:
+        ValueError: an argument is out of its range, or there are too few rows.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: str | Sequence[Mapping[str, Any]] | None,
+        count: int | None,
+        first: int,
+        seed: int,
+        max_turns: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.name, self.first, self.seed, self.max_turns, self.tools = name, first, seed, max_turns, tuple(tools)
+        self.rows = rows
+        self.length = length_of(first, count)
+        if rows is not None:
+            every = [row for _, row in read_examples(rows, None)] if isinstance(rows, str) else list(rows)
+            self.rows = every[first:][: self.length]
+            if not self.rows or (count or 0) > len(self.rows):
+                where = f"rows={rows}" if isinstance(rows, str) else "rows"
+                raise Mistake(f"{where}: {len(every)} rows, too few for first={first}, count={count}")
+            self.length = len(self.rows)
+
+    def begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Sequence[Message]]:
+        """Makes a game, and returns it with what the policy reads first. The last message is the user's.
+
+        Args:
+            row: empty where there are none.
+            seed: of the problem, the one that `random` has here.
+        """
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Problem:
+        if not 0 <= index < self.length:
+            raise IndexError(f"problem {index} of {self.length}")
+        row = {} if self.rows is None else self.rows[index]
+        seed = random.Random(f"{self.seed}/{self.first + index}").getrandbits(31)
+        _, messages = self._begin(row, seed)
+        answer = {"seed": seed, "row": {field: value for field, value in row.items() if field != "prompt"}}
+        return Problem(f"{self.name}-{self.seed}-{self.first + index:06d}", messages, answer, row, self.tools)
+
+    def environment(self, problem: Problem, seed: int) -> Environment:
+        """Makes the game of a problem. What it draws later comes from `seed`.
+
+        Raises:
+            RuntimeError: this is another game than the one that the policy has read of.
+        """
+        game, messages = self._begin(problem.example, problem.answer["seed"])
+        if messages != problem.messages:
+            raise Failure(
+                f"it began otherwise than in the prompt, with {messages[-1]['content']!r:.200}; draw from `random`"
+            )
+        return game
+
+    def solution(self, problem: Problem) -> list[Message]:
+        """Raises ValueError: nobody knows."""
+        raise Mistake(f"{problem.id} has no conversation to learn: {type(self).__name__} knows no solutions")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A process of an environment gets the task without its rows: the problem holds its own."""
+        return self.__dict__ | {"rows": None}
+
+    def _begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, tuple[Message, ...]]:
+        state = random.getstate()
+        random.seed(seed)
+        try:
+            game, messages = self.begin(row, seed)
+        finally:
+            random.setstate(state)
+        return game, tuple(dict(message) for message in messages)
+
+
+def prompt_of(row: Mapping[str, Any]) -> list[Message]:
+    """Returns the messages of a row's `prompt`, which may also be the text of the user's."""
+    prompt = row.get("prompt", "")
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]

@@ -1,0 +1,77 @@
+"""Environments of skyrl-gym, the gym of SkyRL: those that it brings, and your own that derive from its `BaseTextEnv`.
+
+task:
+  _component_: torchtune_ext.tasks.skyrl_gym.SkyRLGym
+  environment: gsm8k_multi_turn
+  rows: train.parquet          # as SkyRL has them: `prompt`, and what the environment looks for, such as `reward_spec`
+"""
+
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from types import SimpleNamespace
+from typing import Any
+
+from torchtune_ext.run.errors import Mistake, blame
+from torchtune_ext.tasks.games import Games, prompt_of
+from torchtune_ext.tasks.task import Message, Turn
+
+
+class SkyRLGym(Games):
+    """The task.
+
+    What an environment makes of a turn (`postprocessed_action`) is not used: the policy is trained on what it sampled.
+
+    Args:
+        environment: name in skyrl-gym, or "module:Class" for one of your own.
+        rows: a file or the rows themselves, which the environment gets as its `extras`. `prompt` are messages, or a text.
+        max_turns: of the assistant; environments get it where the row has none.
+        options: of the environment (`env_config`).
+        count, first, seed: as in `Games`.
+
+    Raises:
+        ValueError: skyrl-gym is not installed, there is no such environment, or `rows` cannot be read.
+    """
+
+    def __init__(
+        self,
+        environment: str,
+        rows: str | Sequence[Mapping[str, Any]],
+        max_turns: int = 10,
+        options: Mapping[str, Any] | None = None,
+        count: int | None = None,
+        first: int = 0,
+        seed: int = 0,
+    ) -> None:
+        try:
+            from skyrl_gym.envs.registration import registry
+        except ImportError as error:
+            raise Mistake(f"skyrl-gym cannot be imported ({error}): pip install skyrl-gym==0.4.0") from None
+        if environment not in registry and ":" not in environment:
+            raise Mistake(
+                f"environment={environment!r}: skyrl-gym has {', '.join(sorted(registry))}; one of your own is module:Class"
+            )
+        self.kind, self.options = environment, dict(options or {})
+        super().__init__(environment.rpartition(":")[2], rows, count, first, seed, max_turns)
+
+    def begin(self, row: Mapping[str, Any], seed: int) -> tuple["SkyRLEnvironment", list[Message]]:
+        from skyrl_gym.envs.registration import EnvSpec, make
+
+        kind = EnvSpec(self.kind, self.kind) if ":" in self.kind else self.kind
+        with blame(f"skyrl_gym: {self.kind}"):
+            game = make(kind, env_config=SimpleNamespace(**self.options), extras={"max_turns": self.max_turns, **row})
+            return SkyRLEnvironment(game), game.init(prompt_of(row))[0]
+
+
+class SkyRLEnvironment:
+    """Plays a game of skyrl-gym."""
+
+    def __init__(self, game: Any) -> None:
+        self.game = game
+
+    def step(self, message: Message) -> Turn:
+        step = self.game.step(message["content"])
+        metrics = {name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)}
+        return Turn(step["observations"], step["reward"], step["done"], metrics)
+
+    def close(self) -> None:
+        self.game.close()

@@ -1,0 +1,95 @@
+"""Games of TextArena for one player: GuessTheNumber-v0, TowerOfHanoi-v0, FrozenLake-v0, Minesweeper-v0, Sudoku-v0, ...
+
+    task:
+      _component_: torchtune_ext.tasks.textarena.TextArena
+      game: TowerOfHanoi-v0
+      options: {num_disks: 2}
+
+What a game shows is shown once: TextArena's own observations repeat the whole game with every turn.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtune_ext.run.errors import Mistake, blame, nearest
+from torchtune_ext.tasks.games import Games
+from torchtune_ext.tasks.task import Message, Turn
+
+
+class TextArena(Games):
+    """The task.
+
+    Games that need word lists of NLTK (Wordle, Hangman, ...) work where those are installed.
+
+    Args:
+        game: name in TextArena.
+        options: of the game, in the place of those that its name stands for.
+        max_turns: of the assistant; most games end before. One that does not has no reward.
+        count: number of problems; None: endless.
+        first, seed: as in `Games`. Another seed has other games.
+        system: a message before the game's own.
+
+    Raises:
+        ValueError: textarena is not installed, there is no such game, or it is not for one player.
+    """
+
+    def __init__(
+        self,
+        game: str,
+        options: Mapping[str, Any] | None = None,
+        max_turns: int = 100,
+        count: int | None = None,
+        first: int = 0,
+        seed: int = 0,
+        system: str | None = None,
+    ) -> None:
+        try:
+            from textarena.envs.registration import ENV_REGISTRY
+        except ImportError as error:
+            raise Mistake(f"textarena cannot be imported ({error}): pip install textarena==0.7.4") from None
+        if game not in ENV_REGISTRY:
+            near = nearest(game, ENV_REGISTRY)
+            raise Mistake(
+                f"game={game!r} is none of TextArena's {len(ENV_REGISTRY)}{f'; did you mean {near!r}?' if near else ''}"
+            )
+        self.options, self.system = dict(options or {}), system
+        super().__init__(game, None, count, first, seed, max_turns)
+
+    def begin(self, row: Mapping[str, Any], seed: int) -> tuple["TextArenaEnvironment", list[Message]]:
+        import textarena
+
+        with blame(
+            f"textarena: {self.name}", "only games for one player can be played, with the word lists that they need"
+        ):
+            game = textarena.make(self.name, **self.options)
+            game.reset(num_players=1, seed=seed)
+        environment = TextArenaEnvironment(game)
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return environment, before + environment.observation()
+
+
+class TextArenaEnvironment:
+    """Plays a game of TextArena."""
+
+    def __init__(self, game: Any) -> None:
+        # The wrappers around a game make an action of a text. Those that gather observations are left out.
+        from textarena import Wrapper
+
+        self.game, self.bare = game, game
+        while isinstance(self.bare, Wrapper):
+            self.bare = self.bare.env
+
+    def step(self, message: Message) -> Turn:
+        done, _ = self.game.step(message["content"])
+        if not done:
+            return Turn(self.observation())
+        rewards, info = self.game.close()
+        parts = {"invalid_move": float(info[0]["invalid_move"])}
+        return Turn(reward=rewards[0], done=True, parts=parts, note=str(info[0].get("reason", "")))
+
+    def observation(self) -> list[Message]:
+        """Returns what the game has shown since the last call, without what the policy said itself."""
+        _, shown = self.bare.get_observation()
+        # A few games interchange the arguments of what the policy said, whose kind is a text then.
+        text = "\n\n".join(text for _, text, kind in shown if getattr(kind, "name", "PLAYER_ACTION") != "PLAYER_ACTION")
+        return [{"role": "user", "content": text}]
