@@ -43,12 +43,10 @@ DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 def transfer_of(config: EngineConfig) -> str:
     """Returns how a server takes weights that is started by this config: what it names, or, with "auto", memory on the
-    trainer's machine, and between machines NCCL from GPU to GPU, and else gloo."""
+    trainer's machine, and between machines gloo."""
     if config.transfer != "auto":
         return config.transfer
-    if serves_here(config):
-        return "shm"
-    return "gloo" if on_cpu() else "nccl"
+    return "shm" if serves_here(config) else "gloo"
 
 
 def serves_here(config: EngineConfig) -> bool:
