@@ -1,7 +1,8 @@
 """`dry_run=` of a GRPO recipe: does the checks of a start and says whether the run fits a machine. It loads and starts nothing.
 
     dry_run=True   this machine
-    dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together; 2x8x80: two nodes with 8 each
+    dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together; of several
+                   machines, the GPUs of all: 16x80
 
 Exit status 0: a start would get through its checks, and the run fits. 2: it would not, or does not.
 """
@@ -40,9 +41,9 @@ from torchtune_ext.training.start import missing_device, require_apart, require_
 # What CUDA reports of a card, over what it is sold as: 39.5 of 40, 23.7 of 24 and 15.8 of 16 GiB are found in error messages of
 # users of an A100, a 4090 and a V100. Other cards of these sizes differ by less than 1% of it.
 SOLD = 0.985
-ASKED = re.compile(r"(?:(\d+) ?(?:x|nodes? of) ?)?(\d+) ?x ?(\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
+ASKED = re.compile(r"(\d+) ?x ?(\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
 ON_CPU = re.compile(r"CPU,? (\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
-NODE_GPUS = 72  # at most; more are a size that stands in the wrong place, as in 4x80x2
+MOST_GPUS = 72  # more are a size that stands in the wrong place, as in 80x4
 
 
 def dry_run(cfg: Any) -> None:
@@ -90,10 +91,9 @@ def check_start(cfg: Any, plan: Plan, torchrun: bool) -> None:
     if engine is not None and machine.here:
         require_gpus(engine)
         if machine.gpus:
-            require_apart(engine, training_gpus(None if torchrun else plan.node_ranks))
+            require_apart(engine, training_gpus(None if torchrun else plan.trainers))
     elif plan.place == "own" and machine.gpus:
-        name = f"each node of {machine.name}" if machine.nodes > 1 else machine.name
-        if fault := missing_device(engine, machine.gpus, name):
+        if fault := missing_device(engine, machine.gpus, machine.name):
             raise Mistake(fault)
     cfg.ranks.require_divides(plan.trainers)
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
@@ -109,7 +109,7 @@ def machine_of(cfg: Any, ranks: int) -> Machine:
     """Returns the machine that a dry run is for.
 
     Args:
-        ranks: how many torchrun has started, on all nodes together.
+        ranks: how many torchrun has started, on all machines together.
 
     Raises:
         ValueError: `dry_run` names no machine, or GPUs for a run on a CPU, or there is none to be found.
@@ -119,7 +119,11 @@ def machine_of(cfg: Any, ranks: int) -> Machine:
         if machine.gpus and cfg.device == "cpu":
             raise Mistake(f"dry_run={cfg.dry_run!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
         return machine
-    here = replace(this_machine(cfg.device), nodes=ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
+        raise Mistake(
+            "dry_run=True under torchrun on several machines: name the GPUs of all, for instance dry_run=16x80"
+        )
+    here = this_machine(cfg.device)
     wants = "device=cuda" if cfg.device == "cuda" else cfg.engine.devices and f"engine.devices={cfg.engine.devices}"
     if wants and cfg.device != "cpu" and not here.gpus:
         raise Mistake(f"dry_run=True with {wants}: there is no GPU here; name a machine, for instance dry_run=4x80")
@@ -129,23 +133,21 @@ def machine_of(cfg: Any, ranks: int) -> Machine:
 def asked_machine(text: Any) -> Machine:
     """Returns the machine that a user asks for.
 
-    "4x80" has 4 GPUs that are sold as having 80 GB; "2x8x80", or "2 nodes of 8 x 80 GB", are two with 8 each; "CPU 8" has none
-    and 8 GB.
+    "4x80" has 4 GPUs that are sold as having 80 GB; "CPU 8" has none and 8 GB.
 
     Raises:
         ValueError: the text names no machine.
     """
     if match := ASKED.fullmatch(str(text)):
-        nodes, gpus, size = int(match[1] or 1), int(match[2]), float(match[3])
-        if nodes > 0 and 0 < gpus <= NODE_GPUS and size > 0:
-            name = f"{f'{nodes} nodes of ' if nodes > 1 else ''}{gpus} x {size:g} GB"
-            return Machine(gpus, int(SOLD * size * GIB), None, name, here=False, nodes=nodes)
+        gpus, size = int(match[1]), float(match[2])
+        if 0 < gpus <= MOST_GPUS and size > 0:
+            return Machine(gpus, int(SOLD * size * GIB), None, f"{gpus} x {size:g} GB", here=False)
     if match := ON_CPU.fullmatch(str(text)):
         size = float(match[1])
         return Machine(0, 0, int(size * GIB), f"a CPU with {size:g} GB", here=False)
     raise Mistake(
         f"dry_run={text!r} is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB in all, for trainer and engine "
-        "together; 2x8x80 for two nodes of 8"
+        "together"
     )
 
 

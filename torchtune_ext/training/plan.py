@@ -51,14 +51,13 @@ HELPS = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run may take: one machine, or several that are alike."""
+    """What a run may take. Several machines that are alike count as one with the GPUs of all."""
 
-    gpus: int  # how many GPUs each node has; 0: the run computes on the CPU
+    gpus: int  # 0: the run computes on the CPU
     gpu_bytes: int  # memory of each of them, as CUDA reports it
-    host_bytes: int | None  # main memory of a node that is free; None: not known
+    host_bytes: int | None  # main memory that is free; None: not known
     name: str  # how the user calls it, "4 x 80 GB" for instance
     here: bool  # whether it is this machine, so that its disk and main memory count, too
-    nodes: int = 1  # how many there are
 
     def __str__(self) -> str:
         size = self.gpu_bytes if self.gpus else self.host_bytes
@@ -102,8 +101,8 @@ class Plan:
         self.fits = not self.shortages
 
     def _lay_out(self) -> None:
-        """Says who computes where. Engines of our own are all on the first node, ranks and servers spread over all nodes."""
-        machine, engine, nodes = self.machine, self.engine, self.machine.nodes
+        """Says who computes where."""
+        machine, engine = self.machine, self.engine
         # Where the engine is: on GPUs of its "own", "shared" with the trainer, there and "sleeps" while it trains, a "server".
         self.place, self.engines, gpus = "none", 0, 0
         if engine is not None:
@@ -119,15 +118,9 @@ class Plan:
         self.elsewhere = self.place == "server" and machine.here
         # GPUs that the run needs, without those of servers elsewhere.
         self.gpus = max(self.trainers + (0 if self.elsewhere else self.sampling_gpus), self.shared_gpus)
-        # Ranks, engines, and GPUs that only sample, on the first node, which has most of them.
-        self.node_ranks = -(-self.trainers // nodes)
-        self.node_engines = self.engines
-        if self.place == "server":
-            self.node_engines = 0 if self.elsewhere else -(-self.engines // nodes)
-        self.node_sampling = self.node_engines * gpus if self.sampling_gpus else 0
 
     def with_trainers(self, ranks: int | None = None, visible: str | None = None) -> "Plan":
-        """Returns the plan with as many devices that train as there are: as many on each node, since one command starts them.
+        """Returns the plan with as many devices that train as there are.
 
         Args:
             ranks: those that torchrun has started; None: it has not.
@@ -136,7 +129,8 @@ class Plan:
         Raises:
             ValueError: what samples leaves no GPU to train.
         """
-        machine, engine, sampling = self.machine, self.engine, self.node_sampling
+        machine, engine = self.machine, self.engine
+        sampling = 0 if self.elsewhere else self.sampling_gpus
         if ranks or not machine.gpus:
             return replace(self, trainers=ranks or 1)
         if machine.here and sampling:
@@ -144,21 +138,20 @@ class Plan:
             mine = visible.split(",") if visible else [str(i) for i in range(machine.gpus)]
             sampling = len(set(engine.device_names) & {name.strip() for name in mine})
         if sampling < machine.gpus:
-            return replace(self, trainers=machine.nodes * (machine.gpus - sampling))
+            return replace(self, trainers=machine.gpus - sampling)
         raise Mistake(
-            f"{machine.name}: {self.servers()} take {sampling} GPU{'s' if sampling > 1 else ''} of "
-            f"{'each' if self.place == 'server' else 'the first'} node; none is left to train: ask for {sampling + 1} or more, "
-            "or let engine and trainer share them by engine.devices=null engine.sleep=true"
+            f"{machine.name}: {self.servers()} take {sampling} GPU{'s' if sampling > 1 else ''}; none is left to train: ask "
+            f"for {sampling + 1} or more, or let engine and trainer share them by engine.devices=null engine.sleep=true"
         )
 
     def _device_rows(self) -> dict[str, int]:
-        """Returns bytes by name of each training GPU, or of all ranks of a node's CPU together."""
+        """Returns bytes by name of each training GPU, or of all ranks on a CPU together."""
         cfg, ranks = self.cfg, self.trainers
         rows = trainer_rows(
             self.sizes, cfg.row_tokens, ranks, cfg.activation_checkpointing, shard_within=cfg.ranks.shard_within
         )
         if not self.machine.gpus:
-            return {name: bytes_ * self.node_ranks for name, bytes_ in rows.items()}
+            return {name: bytes_ * self.trainers for name, bytes_ in rows.items()}
         fragments = int(FRAGMENTATION * sum(rows.values()))
         rows["CUDA context, NCCL, fragmentation (allowance)"] = CONTEXT + (NCCL if ranks > 1 else 0) + fragments
         if self.place == "shared":
@@ -173,11 +166,11 @@ class Plan:
         return rows
 
     def _host_rows(self) -> dict[str, int]:
-        """Returns bytes of main memory by name, of all processes of the machine, or of its first node."""
-        sizes, ranks, on_gpus = self.sizes, self.node_ranks, self.machine.gpus > 0
+        """Returns bytes of main memory by name, of all processes."""
+        sizes, ranks, on_gpus = self.sizes, self.trainers, self.machine.gpus > 0
         processes = ranks * (1 + on_gpus)
         if self.engine_rows:
-            processes += self.node_engines * (1 + self.engine.tensor_parallel_size * (1 + on_gpus))
+            processes += self.engines * (1 + self.engine.tensor_parallel_size * (1 + on_gpus))
         # Each rank swaps its part of its copy of the weights.
         shards = min(self.cfg.ranks.shard_within or self.trainers, self.trainers)
         swapped = 8 * sizes.total * ranks // shards if self.reference and not sizes.frozen else 0
@@ -210,9 +203,9 @@ class Plan:
         """Returns what is missing, a phrase for each kind of it."""
         machine, engine, short = self.machine, self.engine, {}
         # Of the GPUs here, an engine on GPUs of its own may see others than the trainer.
-        needed = max(self.node_ranks + (0 if machine.here else self.node_sampling), self.shared_gpus)
+        needed = max(self.trainers + (0 if machine.here else self.sampling_gpus), self.shared_gpus)
         if 0 < machine.gpus < needed:
-            short["gpus"] = f"it needs {self.gpus} GPUs{' on nodes alike' if machine.nodes > 1 else ''}: {self.roles()}"
+            short["gpus"] = f"it needs {self.gpus} GPUs: {self.roles()}"
         for kind, (who, what, bytes_, most) in self.takes().items():
             if most is not None and bytes_ > most:
                 short[kind] = f"{who} {size_of(bytes_)} {what}, where {size_of(most)} are free"
@@ -240,7 +233,7 @@ class Plan:
         samples = f"{self.sampling_gpus} {verb} ({self.servers()})"
         if self.elsewhere:
             return f"{trains}; elsewhere {samples}"
-        idle = 0 if self.machine.here else self.machine.nodes * self.machine.gpus - self.gpus
+        idle = 0 if self.machine.here else self.machine.gpus - self.gpus
         return f"{trains}, {samples}{f', {idle} idle' if idle > 0 else ''}"
 
 
@@ -299,8 +292,7 @@ def plan_table(plan: Plan, name: str) -> str:
         figures = {title: sum(rows.values())} | {f"  {name}": bytes_ for name, bytes_ in rows.items() if bytes_}
         lines.extend(f"{name:<{NAMES}}{size_of(bytes_):>{FIGURE}}" for name, bytes_ in figures.items())
 
-    first = " of the first node" if machine.nodes > 1 else ""
-    add("each GPU that trains" if machine.gpus else f"main memory{first} for the trainer", plan.device_rows)
+    add("each GPU that trains" if machine.gpus else "main memory for the trainer", plan.device_rows)
     if plan.engine_rows:
         kind = "server" if plan.place == "server" else "engine"
         where = f"each {kind} GPU (engine.tensor_parallel_size={engine.tensor_parallel_size})"
@@ -312,7 +304,7 @@ def plan_table(plan: Plan, name: str) -> str:
         )
     elif plan.place == "server":
         lines.append(f"the engine is the server at {engine.address}; what it needs is not in this table")
-    add(f"main memory{first}, besides", plan.host_rows)
+    add("main memory, besides", plan.host_rows)
     add(f"disk for one checkpoint in {plan.cfg.output_dir}", disk.rows)
     free = f"; free there: {size_of(disk.free)}" if machine.here else ""
     lines.append(f"  {disk.kept} at once at most, with the one that is being written: {size_of(disk.total)}{free}")
@@ -324,11 +316,8 @@ def verdict(plan: Plan) -> str:
     where = f"{'on' if plan.machine.gpus or not plan.machine.here else 'into'} {plan.machine}"
     if plan.fits:
         takes = [f"  {who} {size_of(bytes_)} {what}" for who, what, bytes_, _ in plan.takes().values()]
-        start = f"--nproc_per_node {plan.node_ranks}"
-        if plan.machine.nodes > 1:
-            takes.append(f"  start it on each node with --nnodes {plan.machine.nodes} {start}")
-        elif plan.trainers > 1:
-            takes.append(f"  start it with {start}")
+        if plan.trainers > 1:
+            takes.append(f"  start it with --nproc_per_node {plan.trainers}")
         return "\n".join([f"fits {where}:", *takes])
     lines = [f"does NOT fit {where}:"]
     for kind, missing in plan.shortages.items():

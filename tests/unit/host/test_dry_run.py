@@ -152,7 +152,7 @@ def launches():
     """Rows of "5. Launch" in docs/first_real_run.md: how many GPUs of 80 GB, and the command."""
     page = (Path(__file__).parents[3] / "docs" / "first_real_run.md").read_text()
     table = page.partition("## 5. Launch")[2].partition("\nFirst three steps")[0]
-    return re.findall(r"^\| ((?:\d x )?\d) \|.*\| `([^`]+)` \|$", table, re.MULTILINE)
+    return re.findall(r"^\| (\d+) \|.*\| `([^`]+)` \|$", table, re.MULTILINE)
 
 
 @every_row("gpus, command", launches())
@@ -164,9 +164,7 @@ def test_what_the_page_launches_fits_and_trains_on_as_many(gpus, command, place,
     assert status == 0, out
     ranks = ranks_of(command)
     assert re.search(rf"^GPUs: {ranks} train", out, re.MULTILINE) and ("start it" in out) == (ranks > 1)
-    each = f"--nproc_per_node {words[words.index('--nproc_per_node') + 1]}" if ranks > 1 else ""
-    nodes = f"--nnodes {words[words.index('--nnodes') + 1]}" if "--nnodes" in words else ""
-    assert each in out and nodes in out
+    assert ranks == 1 or f"--nproc_per_node {ranks}" in out
 
 
 def test_every_row_of_the_table_was_read():
@@ -174,8 +172,8 @@ def test_every_row_of_the_table_was_read():
 
 
 def test_32b_does_not_fit_into_eight_gpus_of_80_gb(place, capsys):
-    status, out = ran(capsys, settings_in(place, "qwen2_5_32B_full", dry_run="2x4x80"))
-    assert status == 2 and "does NOT fit on 2 nodes of 4 x 80 GB (78.8 GiB each):" in out
+    status, out = ran(capsys, settings_in(place, "qwen2_5_32B_full", dry_run="8x80"))
+    assert status == 2 and "does NOT fit on 8 x 80 GB (78.8 GiB each):" in out
     # 16 bytes for each of 32.76 billion parameters, over four, are 122 GiB; activations and gathered weights come on top.
     assert "training takes" in out and "what helps, the cheapest first:" in out and "    more GPUs that train" in out
 
@@ -183,10 +181,10 @@ def test_32b_does_not_fit_into_eight_gpus_of_80_gb(place, capsys):
 @every_row(
     "name, machine, message",
     [
-        ("qwen2_5_7B_full", "1x80", "^1 x 80 GB: 1 engine of 1 take 1 GPU of the first node; none is left to train"),
+        ("qwen2_5_7B_full", "1x80", "^1 x 80 GB: 1 engine of 1 take 1 GPU; none is left to train"),
         ("qwen2_5_7B_node", "7x80", "^engine.devices=4,5,6,7 names GPU 7, but 7 x 80 GB has 7, from 0 to 6"),
-        ("qwen2_5_7B_node", "4x80", "^4 x 80 GB: 4 engines of 1 take 4 GPUs of the first node; none is left"),
-        ("qwen2_5_32B_full", "2x2x80", "2 servers of 2 take 2 GPUs of each node; none is left to train"),
+        ("qwen2_5_7B_node", "4x80", "^4 x 80 GB: 4 engines of 1 take 4 GPUs; none is left"),
+        ("qwen2_5_32B_full", "4x80", "2 servers of 2 take 4 GPUs; none is left to train"),
     ],
 )
 def test_a_machine_that_the_settings_cannot_share_out_is_refused(name, machine, message, place, capsys):
@@ -196,7 +194,7 @@ def test_a_machine_that_the_settings_cannot_share_out_is_refused(name, machine, 
 @every_row(
     "name, machine, message",
     [
-        ("qwen2_5_32B_full", "2x8x24", "each engine's KV cache would hold 0 tokens"),
+        ("qwen2_5_32B_full", "16x24", "each engine's KV cache would hold 0 tokens"),
         ("qwen2_5_32B_full", "8x80", "training takes"),
         ("qwen2_5_32B_lora", "8x40", "each engine's KV cache would hold"),
     ],
@@ -211,14 +209,11 @@ def test_gpus_that_engines_cannot_share_out_are_refused(place, capsys):
     refused(capsys, cfg, "names 4 GPUs, but engine.tensor_parallel_size=3 needs 3 for each engine: name 3 or 6")
 
 
-def test_two_nodes_under_torchrun_are_known(place, monkeypatch, capsys):
-    monkeypatch.setattr(dry, "this_machine", lambda device: Machine(6, 79 * GIB, 500 * GIB, "the 6 GPUs here", True))
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 4000 * GIB}))
+def test_several_machines_under_torchrun_are_to_be_named(place, monkeypatch, capsys):
     for name, value in (("RANK", 0), ("WORLD_SIZE", 12), ("LOCAL_WORLD_SIZE", 6)):
         monkeypatch.setenv(name, str(value))
-    status, out = ran(capsys, settings_in(place, "qwen2_5_32B_full", dry_run=True))
-    assert "GPUs: 12 train; elsewhere 4 serve (2 servers of 2)" in out
-    assert "main memory of the first node, besides" in out and "fits on the 6 GPUs here" in out
+    message = "^dry_run=True under torchrun on several machines: name the GPUs of all, for instance dry_run=16x80"
+    refused(capsys, settings_in(place, "qwen2_5_32B_full", dry_run=True), message)
 
 
 def test_gpus_here_that_would_train_and_sample_are_a_problem(place, monkeypatch, capsys):

@@ -75,9 +75,7 @@ def planned(
         ("8x80", replace(OWN, devices="4,5,6,7"), None, None, 4),  # four engines
         ("8x80", replace(OWN, tensor_parallel_size=2, devices="4,5,6,7"), None, None, 4),  # two
         ("8x80", replace(OWN, devices=None, address="http://127.0.0.1:8000"), None, None, 7),
-        ("2x8x80", replace(OWN, devices=None, address="http://a:1,http://b:1", tensor_parallel_size=2), None, None, 12),
-        ("2x8x80", replace(OWN, devices=None, address="http://a:1"), None, None, 14),  # as many on each node
-        ("2x8x80", replace(OWN, devices="6,7"), None, None, 12),
+        ("16x80", replace(OWN, devices=None, address="http://a:1,http://b:1", tensor_parallel_size=2), None, None, 12),
         ("1x80", replace(OWN, devices=None, sleep=True), None, None, 1),
         ("5x80", OWN, 3, None, 3),  # torchrun says how many
         (4, OWN, None, "0,1,2,3", 4),  # here: the engine's GPU is not among those that the trainer sees
@@ -92,7 +90,7 @@ def test_how_many_train(seven, gpus, engine, world_size, visible, trainers):
 
 
 def test_a_machine_without_a_gpu_for_the_trainer_is_refused(seven):
-    with pytest.raises(ValueError, match="1 x 80 GB: 1 engine of 1 take 1 GPU of the first node; .* ask for 2 or more"):
+    with pytest.raises(ValueError, match="1 x 80 GB: 1 engine of 1 take 1 GPU; none .* ask for 2 or more"):
         planned(seven, "1x80")
 
 
@@ -152,25 +150,22 @@ def test_every_engine_has_a_kv_cache_of_its_own_and_they_share_the_published_wei
     assert f"the KV cache of each of 4 holds {four.cached_tokens:,} tokens" in plan_table(four, "x")
 
 
-def test_servers_are_on_the_nodes(seven):
+def test_servers_of_several_machines_are_counted(seven):
     engine = replace(OWN, devices=None, tensor_parallel_size=2, address="http://a:1,http://b:1")
-    both = planned(seven, "2x8x80", engine)
+    both = planned(seven, "16x80", engine)
     assert (both.trainers, both.gpus) == (12, 16)
     text = verdict(both)
     assert both.fits and "GPUs: 12 train, 4 serve (2 servers of 2)" in plan_table(both, "x")
-    assert "start it on each node with --nnodes 2 --nproc_per_node 6" in text
     assert "each server takes 70.9 GiB" in text
-    # Six ranks and one server of two GPUs are on a node.
     names = ("processes of ranks and engine (allowance)", "largest tensor on each rank, while weights are read")
-    assert [both.host_rows[name] for name in names] == [(6 * 2 + 1 + 2 * 2) * GIB, 6 * 2 * seven.largest]
+    assert [both.host_rows[name] for name in names] == [(12 * 2 + 2 * (1 + 2 * 2)) * GIB, 12 * 2 * seven.largest]
 
 
-def test_a_node_that_has_fewer_gpus_than_its_ranks_and_engines_need_does_not_fit(seven):
-    # 14 ranks of torchrun are 7 on each node, and the first one has two engines, too.
-    plan = planned(seven, "2x8x80", replace(OWN, devices="6,7"), trainers=14)
-    assert plan.gpus == 2 * plan.machine.gpus and not plan.fits and "it needs 16 GPUs on nodes alike" in verdict(plan)
-    idle = planned(seven, "2x8x80", replace(OWN, devices="6,7"))
-    assert idle.fits and "GPUs: 12 train, 2 sample (2 engines of 1), 2 idle" in plan_table(idle, "x")
+def test_fewer_gpus_than_ranks_and_engines_need_do_not_fit(seven):
+    plan = planned(seven, "8x80", replace(OWN, devices="6,7"), trainers=7)
+    assert not plan.fits and "it needs 9 GPUs: 7 train, 2 sample" in verdict(plan)
+    idle = planned(seven, "8x80", replace(OWN, devices="6,7"), trainers=4)
+    assert idle.fits and "GPUs: 4 train, 2 sample (2 engines of 1), 2 idle" in plan_table(idle, "x")
 
 
 # -- sharding inside a node ---------------------------------------------------------------------------------------------
@@ -189,7 +184,7 @@ def test_states_are_sharded_within_so_many_devices(seven):
 
 def test_sharding_inside_a_node_costs_memory(seven):
     server = replace(OWN, devices=None, address="http://a:1")
-    inside, all_ = (planned(seven, "4x8x40", server, shard_within=within) for within in (2, None))
+    inside, all_ = (planned(seven, "32x40", server, shard_within=within) for within in (2, None))
     assert inside.device_bytes > all_.device_bytes and not inside.fits and all_.fits
 
 
@@ -199,25 +194,12 @@ def test_sharding_inside_a_node_costs_memory(seven):
         ("8x80", 4, None, 1),
         ("8x80", 4, 2, 2),  # two copies of the weights on the machine
         ("8x80", 4, 8, 1),  # fewer ranks than would share a copy
-        ("2x8x80", 8, None, 0.5),  # half of one copy on each node
-        ("2x8x80", 8, 4, 1),
-        ("2x8x80", 8, 2, 2),
     ],
 )
-def test_a_node_swaps_out_what_its_ranks_hold(seven, machine, trainers, within, copies):
+def test_main_memory_holds_what_the_ranks_swap_out(seven, machine, trainers, within, copies):
     plan = planned(seven, machine, trainers=trainers, shard_within=within, reference=True)
     # Master weights and reference, 4 bytes each.
     assert plan.host_rows["reference and weights swapped out, float32"] == 8 * seven.total * copies
-
-
-def test_a_node_without_gpus_has_its_own_ranks_in_its_memory(seven):
-    engine, one = EngineConfig(max_model_len=4096), Machine(0, 0, 300 * GIB, "the main memory that is free here", True)
-    alone, two = (planned(seven, replace(one, nodes=nodes), engine, trainers=4, shard_within=2) for nodes in (1, 2))
-    assert alone.device_bytes == 2 * two.device_bytes and alone.host_bytes - two.host_bytes > two.device_bytes
-    assert "main memory of the first node for the trainer" in plan_table(two, "x")
-    assert "host" in alone.shortages and "host" not in two.shortages, (
-        "only the first node has the engine, and each has half of the ranks"
-    )
 
 
 def test_an_engine_on_a_cpu_has_the_cache_that_is_asked_for(seven):

@@ -20,14 +20,7 @@ def test_a_cpu_is_asked_for():
     assert machine.gpus == 0 and machine.host_bytes == 4 * GIB
 
 
-@pytest.mark.parametrize("text", ["2x8x80", "2 x 8 x 80 GB", "2 nodes of 8 x 80 GB", "2 NODES of 8x80"])
-def test_two_nodes_are_asked_for(text):
-    machine = asked_machine(text)
-    assert (machine.nodes, machine.gpus) == (2, 8)
-    assert str(machine) == "2 nodes of 8 x 80 GB (78.8 GiB each)"
-
-
-@every_row("text", ["yes", "4", 4, "80x", "x80", "0x80", "4x0", "4x80x2", "-1x80", [4, 80], "8x80+4x80", "0x8x80", "2 nodes"])  # fmt: skip
+@every_row("text", ["yes", "4", 4, "80x", "x80", "0x80", "4x0", "4x80x2", "-1x80", [4, 80], "8x80+4x80", "2x8x80", "2 nodes"])  # fmt: skip
 def test_what_is_no_machine_or_half_a_one_is_refused_by_its_name(text):
     with pytest.raises(ValueError, match="dry_run=.* is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB"):
         asked_machine(text)
