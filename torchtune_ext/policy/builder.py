@@ -10,7 +10,7 @@ from torchtune import training
 from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
 
 from torchtune_ext.policy import lora
-from torchtune_ext.policy.fp8.plan import Fp8Config, convert
+from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.logprobs import PackedPolicy
 
@@ -61,7 +61,12 @@ def build_policy(
     if adapters:
         lora.prepare(model, compute_dtype)
     # This changes the classes of layers, so it comes before compile, checkpointing and FSDP2 wrap them.
-    receipt = convert(model, source, fp8, compute_dtype, device) if fp8 else None
+    receipt = None
+    if fp8:
+        # A run without FP8 does not load it.
+        from torchtune_ext.policy.fp8.plan import convert
+
+        receipt = convert(model, source, fp8, compute_dtype, device)
     policy = PackedPolicy(model, receipt)
     if compile_layers:
         for layer in model.layers:

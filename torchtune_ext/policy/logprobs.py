@@ -1,6 +1,7 @@
 """Makes a torchtune decoder map packed rows to log-probs of their labels."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear, TransformerDecoder
@@ -9,9 +10,11 @@ from torchtune_ext.kernels.indexing import take
 from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_top_k
 from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
 from torchtune_ext.packing import Row
-from torchtune_ext.policy.fp8.plan import Fp8Receipt
 from torchtune_ext.policy.lora import effective_weight
 from torchtune_ext.run.errors import Mistake
+
+if TYPE_CHECKING:
+    from torchtune_ext.policy.fp8.plan import Fp8Receipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class LabelLogprobs:
 class PackedPolicy:
     """Wraps a torchtune decoder, which then has packed attention and returns log-probs in place of logits."""
 
-    def __init__(self, model: TransformerDecoder, fp8: Fp8Receipt | None = None):
+    def __init__(self, model: TransformerDecoder, fp8: "Fp8Receipt | None" = None):
         self.model = model
         # Which layers compute in FP8, if any.
         self.fp8 = fp8

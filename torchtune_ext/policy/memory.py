@@ -7,7 +7,7 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 from torchtune_ext.kernels.fp8_quantize import LINE_BYTES, TILE_BYTES
 from torchtune_ext.kernels.linear_logprob import CHUNK_ELEMENTS
 from torchtune_ext.policy import lora
-from torchtune_ext.policy.fp8.linear import Fp8Config
+from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.fp8.plan import linear_layers
 
 GIB = 1 << 30

@@ -6,6 +6,7 @@ layer runs for all rows as soon as its weights are there, and they are dropped a
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,11 @@ from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_atten
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.families import hf_name
-from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config
-from torchtune_ext.policy.fp8.plan import Fp8Receipt
+from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.lora import adapted_modules
+
+if TYPE_CHECKING:
+    from torchtune_ext.policy.fp8.plan import Fp8Receipt
 
 
 @torch.no_grad()
@@ -31,7 +34,7 @@ def streamed_logprobs(
     dtype: torch.dtype,
     device: torch.device,
     temperature: float = 1.0,
-    fp8: Fp8Receipt | None = None,
+    fp8: "Fp8Receipt | None" = None,
 ) -> list[Tensor]:
     """Returns the log-probs of the labels of each row, float32 [L] on the CPU.
 
@@ -45,10 +48,12 @@ def streamed_logprobs(
     # The weights come merged, so plain layers take the place of adapted ones.
     for name, module in adapted_modules(model).items():
         model.set_submodule(name, nn.Linear(module.in_dim, module.out_dim, module.use_bias, device="meta"))
-    converted = fp8.converted if fp8 is not None else ()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and hf_name(f"{name}.weight").removesuffix(".weight") in converted:
-            module.__class__, module.fp8 = Fp8BlockLinear, Fp8Config(backend="reference")
+    if fp8 is not None:
+        from torchtune_ext.policy.fp8.linear import Fp8BlockLinear
+
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and hf_name(f"{name}.weight").removesuffix(".weight") in fp8.converted:
+                module.__class__, module.fp8 = Fp8BlockLinear, Fp8Config(backend="reference")
     use_packed_attention(model)
     with device:
         for module in model.modules():

@@ -9,16 +9,14 @@ flow             trainer          engine
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
-from torchtune_ext.kernels.fp8_quantize import BLOCK, dequantize, quantize_weight
 from torchtune_ext.policy.families import hf_name
-from torchtune_ext.policy.fp8.linear import Fp8Config
-from torchtune_ext.policy.fp8.plan import Fp8Receipt, fp8_hf_tensors, plan
+from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.lora import AdapterSpec
@@ -26,6 +24,9 @@ from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.settings import computes_in_bfloat16
+
+if TYPE_CHECKING:
+    from torchtune_ext.policy.fp8.plan import Fp8Receipt
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SLOW_STEP_S = 900.0  # of an engine in a dtype in which the processor does not compute
@@ -131,8 +132,10 @@ class Precision:
                 "engine would round their sum; set adapters.publish=adapter"
                 f"{' and model.use_dora=False' * adapter.dora}, or precision=bf16 or fp8_rollout"
             )
+        from torchtune_ext.policy.fp8.plan import plan
+
         self.sampler = plan(model, source, config, self.dtype, device if self.trainer else None)
-        _require_whole_shards(self.sampler, engine.tensor_parallel_size, source.config["num_key_value_heads"])
+        self.sampler.require_whole_shards(engine.tensor_parallel_size, source.config["num_key_value_heads"])
         self.engine = replace(self.engine, quantization=self.sampler.quantization_config())
 
     def __str__(self) -> str:
@@ -166,7 +169,7 @@ class Precision:
     def as_sent(self, name: str, weight: Tensor) -> Tensor:
         """The values that the engine has of a weight, in float32. `name` is torchtune's."""
         if self.sampler and hf_name(name).removesuffix(".weight") in self.sampler.converted:
-            return dequantize(quantize_weight(weight.to(self.dtype)))
+            return self.sampler.rounded(weight)
         return weight.to(self.engine_dtype).float()
 
     def published(
@@ -180,6 +183,8 @@ class Precision:
         """
         if self.sampler is None:
             return gathered(self.engine_dtype)
+        from torchtune_ext.policy.fp8.plan import fp8_hf_tensors
+
         return fp8_hf_tensors(gathered(self.dtype), self.sampler, self.engine_dtype)
 
     def write_receipt(self, folder: str, policy: PackedPolicy) -> None:
@@ -211,19 +216,3 @@ class Precision:
         say(text)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
-
-
-def _require_whole_shards(receipt: Fp8Receipt, gpus: int, kv_heads: int) -> None:
-    """vLLM cuts o_proj and down_proj along their in-features, the others along their out-features, keys and values by heads;
-    and it quantizes by whole tiles."""
-    for layer in receipt.layers:
-        out, features = layer.shape
-        kind = layer.name.rpartition(".")[2]
-        axis, width = ("in", features) if kind in ("o_proj", "down_proj") else ("out", out)
-        parts = min(gpus, kv_heads) if kind in ("k_proj", "v_proj") else gpus
-        if layer.reason is None and width % (parts * BLOCK):
-            raise Mistake(
-                f"engine.tensor_parallel_size={gpus} cuts {layer.name}, {out} x {features}, into pieces of {width / parts:g} "
-                f"{axis}-features, which are no whole FP8 tiles of {BLOCK}: set it lower, or leave the layers out by "
-                f"precision.skip=[{kind}]"
-            )

@@ -18,9 +18,10 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_gemm import Choice
-from torchtune_ext.kernels.fp8_quantize import BLOCK, COLUMNS, FP8, ROWS, TILES, Fp8Blocks, quantize_weight
+from torchtune_ext.kernels.fp8_quantize import BLOCK, COLUMNS, FP8, ROWS, TILES, Fp8Blocks, dequantize, quantize_weight
 from torchtune_ext.policy.families import hf_name
-from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config, Fp8LoRALinear
+from torchtune_ext.policy.fp8 import Fp8Config
+from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8LoRALinear
 from torchtune_ext.policy.hf_model import HFModel, clean_name
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.errors import Mistake, nearest
@@ -79,6 +80,27 @@ class Fp8Receipt:
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": [layer.name for layer in self.layers if layer.reason is not None],
         }
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Returns the values of a weight in FP8 that both sides compute with, in float32."""
+        return dequantize(quantize_weight(weight.to(self.dtype)))
+
+    def require_whole_shards(self, gpus: int, kv_heads: int) -> None:
+        """Raises ValueError where tensor parallelism over `gpus` would cut a tile, since vLLM quantizes by whole ones.
+
+        It cuts o_proj and down_proj along their in-features, the others along their out-features, keys and values by heads.
+        """
+        for layer in self.layers:
+            out, features = layer.shape
+            kind = layer.name.rpartition(".")[2]
+            axis, width = ("in", features) if kind in ("o_proj", "down_proj") else ("out", out)
+            parts = min(gpus, kv_heads) if kind in ("k_proj", "v_proj") else gpus
+            if layer.reason is None and width % (parts * BLOCK):
+                raise Mistake(
+                    f"engine.tensor_parallel_size={gpus} cuts {layer.name}, {out} x {features}, into pieces of "
+                    f"{width / parts:g} {axis}-features, which are no whole FP8 tiles of {BLOCK}: set it lower, or leave the "
+                    f"layers out by precision.skip=[{kind}]"
+                )
 
     def table(self) -> str:
         """Returns a few lines: the layers by kind and dtype, then the backends."""
