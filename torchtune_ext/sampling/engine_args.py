@@ -3,7 +3,6 @@
 An engine's sockets stay on this machine.
 """
 
-import logging
 import os
 from dataclasses import replace
 from functools import cache
@@ -17,10 +16,9 @@ from torchtune_ext.sampling.early import KEPT, vllm_cpu
 from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineConfig
 
 HERE = ("127.0.0.1", "localhost", "::1")
-log = logging.getLogger(__name__)
 CORES = "TORCHTUNE_EXT_CORES"  # variable that holds the cores which one of several engines on a CPU may use
 # Without them gloo listens on whatever address the host's name has, NCCL on the first network card, and neither asks
-# who is there. An engine has all its processes on one machine.
+# who is there. An engine has all its processes on one machine; settings of the user are meant for the trainer's ranks.
 ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": "127.0.0.1"}
 # It is named in full, since vLLM on CPU makes two processes of the short name.
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -51,22 +49,6 @@ def transfer_of(config: EngineConfig) -> str:
 
 def serves_here(config: EngineConfig) -> bool:
     return all(urlsplit(address).hostname in HERE for address in config.addresses)
-
-
-def one_machine() -> dict[str, str]:
-    """Returns the environment variables that keep the sockets of an engine's processes on loopback.
-
-    They win over settings of the user, which are meant for the trainer's ranks and stay in force there; a warning says so.
-    """
-    for name, value in ONE_MACHINE.items():
-        theirs = os.environ.get(name, value)
-        # A run on several machines chooses an interface itself (training/machines.py).
-        if theirs not in (value, os.environ.get(f"TORCHTUNE_EXT_{name}")):
-            log.warning(
-                "%s=%s holds for the trainer only: the engine stays on this machine, with %s=%s",
-                *(name, theirs, name, value),
-            )
-    return dict(ONE_MACHINE)
 
 
 def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> dict[str, Any]:

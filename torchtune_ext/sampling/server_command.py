@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.engine_args import (
+    ONE_MACHINE,
     device_shares,
     engine_args,
     engine_environment,
     on_cpu,
-    one_machine,
     serves_here,
     transfer_of,
 )
@@ -67,7 +67,7 @@ def server_command(
             f"engine.devices={config.devices} names GPUs for {len(device_shares(config))} engines, and a server is one: start "
             f"one for each, and name its {config.tensor_parallel_size} with CUDA_VISIBLE_DEVICES in front of the command"
         )
-    environ |= engine_environment(config if own else replace(config, devices=None)) | one_machine()
+    environ |= engine_environment(config if own else replace(config, devices=None)) | ONE_MACHINE
     return command, environ
 
 

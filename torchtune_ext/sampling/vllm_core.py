@@ -16,7 +16,7 @@ from torchtune_ext.sampling import early
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.child_process import ChildProcess, log_tail
 from torchtune_ext.sampling.early import child_environment
-from torchtune_ext.sampling.engine_args import engine_environment, one_machine
+from torchtune_ext.sampling.engine_args import ONE_MACHINE, engine_environment
 from torchtune_ext.sampling.records import Completion, EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
@@ -163,7 +163,7 @@ class RemoteCore(ChildProcess, VLLMCore):
         self.log = log_path
         self._configured = False
         self.log_start = log_path.stat().st_size if log_path.exists() else 0
-        environ = engine_environment(config) | {"VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir} | one_machine()
+        environ = engine_environment(config) | {"VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir} | ONE_MACHINE
         environ = child_environment(environ | {"VLLM_RPC_BASE_PATH": temp_dir})
         first, begun = [model_dir, config, str(log_path), environ], early.take()
         ChildProcess.__init__(self, "the engine's client", early.CLIENT, log_path, self._hear, first, environ, begun)

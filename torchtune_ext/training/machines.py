@@ -13,8 +13,6 @@ from torchtune_ext.training.collectives import from_main, gathered, rank
 # A network file system may show a new file on other machines after a while. NFS keeps what it knows of a folder for 30 s and
 # more (acdirmin), but asks anew when the folder is opened, as it is here.
 SEEN_S = 10.0
-# It tells processes that this one starts that GLOO_SOCKET_IFNAME is no setting of the user.
-CHOSEN = "TORCHTUNE_EXT_GLOO_SOCKET_IFNAME"
 
 
 def choose_interface() -> None:
@@ -28,7 +26,7 @@ def choose_interface() -> None:
     first = os.environ.get("MASTER_ADDR", "localhost")
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] or first in ("localhost", "127.0.0.1", "::1"):
         if "lo" in [name for _, name in socket.if_nameindex()]:
-            os.environ["GLOO_SOCKET_IFNAME"] = os.environ[CHOSEN] = "lo"
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def hosts_of_ranks() -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from torchtune_ext.sampling.engine_args import ONE_MACHINE  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import ServerCore  # noqa: E402
 from torchtune_ext.sampling.server_command import GUARD, KEY_VARIABLE, KeyGuard, server_command  # noqa: E402
-from torchtune_ext.training import machines  # noqa: E402
 
 KEY = "0123456789abcdef-the-right-key"
 
@@ -180,12 +179,9 @@ def test_a_server_that_is_not_ready_is_waited_for():
     assert len(server.requests) >= 2
 
 
-def test_settings_of_the_trainers_network_stay_with_the_trainer(monkeypatch, tmp_path, caplog):
+def test_settings_of_the_trainers_network_stay_with_the_trainer(monkeypatch, tmp_path):
     """Those of a run over several machines would send the engine's sockets there."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    # A run on several machines has chosen it, and not the user: nothing to warn of.
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    monkeypatch.setenv(machines.CHOSEN, "eth0")
     started = []
     monkeypatch.setattr(child_process.subprocess, "Popen", lambda words, env, **options: started.append(env))
 
@@ -195,5 +191,3 @@ def test_settings_of_the_trainers_network_stay_with_the_trainer(monkeypatch, tmp
     with pytest.raises(BrokenPipeError):  # nobody has the other end
         asyncio.run(make())
     assert ONE_MACHINE.items() <= started[0].items() and os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
-    (record,) = caplog.records
-    assert "NCCL_SOCKET_IFNAME=eth7 holds for the trainer only" in record.getMessage()

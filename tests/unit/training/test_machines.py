@@ -214,7 +214,7 @@ def test_ranks_are_named_by_machine():
 @pytest.fixture
 def environ(monkeypatch):
     def of(**values):
-        for name in ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", machines.CHOSEN):
+        for name in ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE"):
             monkeypatch.setenv(name, "")  # so that what is set below is forgotten at the end
             monkeypatch.delenv(name)
         for name, value in {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", **values}.items():
@@ -228,8 +228,7 @@ def environ(monkeypatch):
 def test_gloo_of_one_machine_listens_on_the_loopback(environ):
     assert environ(LOCAL_WORLD_SIZE="4", MASTER_ADDR="10.0.0.1") == "lo", "all ranks are here"
     assert environ() == "lo", "nobody said how many are here, but no other machine could find rank 0"
-    assert os.environ[machines.CHOSEN] == "lo", "processes that this one starts know that it is no setting of the user"
-    assert environ(LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0") == "ib0" and machines.CHOSEN not in os.environ
+    assert environ(LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0") == "ib0"
     assert environ(LOCAL_WORLD_SIZE="2", MASTER_ADDR="10.0.0.1") is None
 
 
