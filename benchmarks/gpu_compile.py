@@ -16,9 +16,9 @@
 Where triton is missing, the first table is left out, and the script says so.
 """
 
+import json
 import re
 import subprocess
-import sys
 import tempfile
 import traceback
 from collections import Counter
@@ -29,11 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
-
 import step
 import torch
-from public_configs import write_config
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from torchtune.modules import TransformerDecoder
@@ -43,6 +40,7 @@ from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import Layout, Row, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.training.distributed import Ranks
@@ -150,7 +148,8 @@ def step_of(name: str, checkpointing: bool) -> Iterator[tuple]:
 def meta_model(name: str) -> TransformerDecoder:
     """A published model in bfloat16, with shapes and no weights."""
     with tempfile.TemporaryDirectory() as folder:
-        return on_meta(partial(from_config, str(write_config(Path(folder), name)))).to(torch.bfloat16)
+        (Path(folder) / "config.json").write_text(json.dumps(published_config(name)))
+        return on_meta(partial(from_config, folder)).to(torch.bfloat16)
 
 
 def operations_of(model: TransformerDecoder, row: Row, checkpointing: bool = False) -> tuple[float, float]:

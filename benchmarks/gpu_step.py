@@ -1,6 +1,6 @@
 """How long does an update of a real model's size take on one GPU, and how much memory, beside what was counted and planned?
 
-    python benchmarks/gpu_step.py [--models Qwen2.5-3B-Instruct ...] [--modes compile checkpointing] [--shapes short ...]
+    python benchmarks/gpu_step.py [--models Qwen2.5-0.5B Qwen2.5-3B] [--modes compile checkpointing] [--shapes short ...]
 
 Models have the published widths and random weights: time and memory do not depend on what weights are. An update is forward
 and backward of GRPO's loss on one packed row of at most 16,384 tokens, as the learner makes it, then the clipped step of fused
@@ -13,6 +13,7 @@ A model that does not fit with AdamW is measured without an update: `--no-update
 
 import argparse
 import gc
+import json
 import math
 import tempfile
 import time
@@ -23,12 +24,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from gpu_compile import SHAPES, meta_model, operations_of, rows_of, table, write_config
+from gpu_compile import SHAPES, meta_model, operations_of, rows_of, table
 
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import Row
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.memory import Sizes, trainer_rows
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
@@ -62,10 +64,10 @@ def matmul_rate() -> float:
 
 def learner_of(name: str, mode: str, update: bool) -> Learner:
     with tempfile.TemporaryDirectory() as folder:
-        path = write_config(Path(folder), name)
+        (Path(folder) / "config.json").write_text(json.dumps(published_config(name)))
         with mock.patch("torchtune_ext.policy.builder.load_weights", random_weights):
             policy = build_policy(
-                partial(from_config, str(path)),
+                partial(from_config, folder),
                 SimpleNamespace(require_tied=lambda model: None),
                 CUDA,
                 torch.bfloat16,
@@ -103,7 +105,7 @@ def kernels(learner: Learner, row: Row) -> list[tuple]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["Qwen2.5-0.5B-Instruct", "Qwen2.5-3B-Instruct"])
+    parser.add_argument("--models", nargs="+", default=["Qwen2.5-0.5B", "Qwen2.5-3B"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager", "compile"])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=7)

@@ -7,27 +7,31 @@
 Exit status 0: a start would get through its checks, and the run fits. 2: it would not, or does not.
 """
 
+import json
 import os
 import re
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import torch
+from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.host.opening import problems_text
 from torchtune_ext.host.parts import make_parts
 from torchtune_ext.objective.loss import needs_of
 from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 from torchtune_ext.policy.memory import GIB, Sizes
 from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.sampling.engine import find_backend
-from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.plan import Machine, Plan, plan_table, verdict
 from torchtune_ext.training.precision import DTYPES
@@ -166,12 +170,13 @@ def main_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
 
 
 def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
-    """Returns the plan of a run, not yet with its training devices, and lines that say which layers are in FP8, if any is.
+    """Returns the plan of a run, not yet with its training devices, and lines that say where sizes come from that no file
+    gives, and which layers compute in FP8, if any does.
 
     Raises:
         ValueError: a setting is wrong, or the sizes of the model are not known.
     """
-    model, lines = on_meta(partial(instantiate, cfg.model)), []
+    model, lines = model_of(cfg)
     trainer, sampler = sides = cfg.precision.sides
     name = chosen_dtype(cfg.dtype, "cuda" if machine.gpus else "cpu", fp8=sampler is not None)
     dtype, engine = DTYPES[name], cfg.engine.following(name)
@@ -189,3 +194,22 @@ def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
         receipt = Fp8Receipt(sampler, dtype, linear_layers(model, sampler, trainer is not None)[0])
         lines.append(receipt.table())
     return plan, lines
+
+
+def model_of(cfg: Any) -> tuple[TransformerDecoder, list[str]]:
+    """Builds the model on the meta device. Where its config.json has not been downloaded yet, it has the sizes that are known
+    of the public model with the name of the folder, and a line says so.
+
+    Raises:
+        ValueError: the sizes are not known.
+    """
+    known = published_config(Path(cfg.model_dir).name)
+    named = cfg.model.get("model_dir") == cfg.model_dir
+    if known is None or not named or (Path(cfg.model_dir) / "config.json").exists():
+        return on_meta(partial(instantiate, cfg.model)), []
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(known))
+        model = on_meta(partial(instantiate, Component({**cfg.model, "model_dir": folder}, "model")))
+    return model, [
+        f"sizes: those of {Path(cfg.model_dir).name} as it was published, since model_dir has no config.json yet"
+    ]

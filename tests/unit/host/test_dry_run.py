@@ -262,6 +262,22 @@ def test_a_wrong_setting_is_said_without_a_table(place, capsys):
     refused(capsys, cfg, "optimizer.lr='fast'")
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_7B_full", "qwen3_8B_fp8", "qwen2_5_7B_lora"])
+def test_nothing_has_to_be_downloaded_for_a_public_model(name, place, tmp_path, capsys):
+    cfg = settings_in(place, name, dry_run="5x80")
+    with_files = ran(capsys, cfg)[1]
+    cfg.model_dir = str(tmp_path / Path(cfg.model_dir).name)
+    status, out = ran(capsys, cfg)
+    assert status == 2 and "sizes: those of Qwen" in out and "problem: " in out and ": no such folder" in out
+
+    def table(text):
+        # The published sizes do not say how long a table of RoPE is.
+        begin, end = (text.index(f"\n  {name}") for name in ("weights, float32 master", "table of RoPE"))
+        return text[begin:end]
+
+    assert table(out) == table(with_files)
+
+
 def test_a_builder_of_torchtune_knows_its_sizes_without_any_file(place, tmp_path, capsys):
     cfg = settings_in(place, "qwen2_5_7B_full", dry_run="5x80")
     cfg.model_dir = str(tmp_path / "nothing")

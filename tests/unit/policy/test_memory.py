@@ -1,5 +1,7 @@
 """What the plan says of the policy's memory is what torch counts."""
 
+import importlib
+import json
 from functools import partial
 
 import numpy as np
@@ -7,13 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fp8_models import CPU, directory
-from public_configs import write_config
+from public_configs import PUBLIC, write_config
+from tables import every_row
 from torch.distributed._tools.mem_tracker import MemTracker
 from unpacked import make_groups
 
 from torchtune_ext.packing import pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
+from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.memory import Sizes, trainer_rows
 
 SIZE = dict(hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024)
@@ -89,3 +93,33 @@ def test_ranks_share_what_fsdp_shards(tmp_path):
     assert all(alone[name] == four[name] > 0 for name in same)
     # The output projection's gradient: summed up in float32, 4 bytes, and then rounded to bfloat16, 2.
     assert four["gradients before they are shared out"] >= 6 * 152064 * 3584
+
+
+@every_row(
+    "name, builder",
+    [
+        ("Qwen2.5-1.5B", "qwen2_5.qwen2_5_1_5b_base"),
+        ("Qwen2.5-Coder-3B-Instruct", "qwen2_5.qwen2_5_3b"),
+        ("Qwen2.5-Math-7B", "qwen2_5.qwen2_5_7b_base"),
+        ("Qwen2.5-72B-Instruct", "qwen2_5.qwen2_5_72b_instruct"),
+        ("Llama-3.1-70B-Instruct", "llama3_1.llama3_1_70b"),
+        ("Llama-3.2-3B", "llama3_2.llama3_2_3b"),
+    ],
+)
+def test_published_sizes_are_those_of_torchtune(tmp_path, name, builder):
+    """Of names whose config.json is not in `PUBLIC`, which test_families.py compares."""
+    module, _, function = builder.partition(".")
+    theirs = on_meta(getattr(importlib.import_module(f"torchtune.models.{module}"), function))
+    (tmp_path / "config.json").write_text(json.dumps(published_config(name)))
+    ours = on_meta(partial(from_config, str(tmp_path)))
+    shapes = [{name: p.shape for name, p in model.named_parameters()} for model in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+
+
+def test_published_sizes_are_those_of_config_json():
+    for name, config in PUBLIC.items():
+        known = published_config(name)
+        same = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+        for key in (*same, "vocab_size", "tie_word_embeddings", "model_type"):
+            assert known[key] == config[key], (name, key)
+    assert published_config("Qwen2.5-7B-of-mine") is None and published_config("Gemma-3-4b") is None
