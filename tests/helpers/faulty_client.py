@@ -36,8 +36,8 @@ class FaultyClient(client_process.Client):
         self._llm.reset_prefix_cache, self._llm.collective_rpc = reset_prefix_cache, collective_rpc
         return answer
 
-    async def generate(self, call, adapted):
-        return await super().generate(call, adapted and not self.forgotten)
+    async def generate(self, call, salt, adapted):
+        return await super().generate(call, salt, adapted and not self.forgotten)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,16 @@ def logprobs(model: Qwen2ForCausalLM, prompt: list[int], tokens: np.ndarray, tem
     return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
+def kept_logprobs(models: list[Qwen2ForCausalLM], prompt: list[int], tokens: np.ndarray, split: int) -> np.ndarray:
+    """Log-probs of `tokens[split:]` by the second model over the first one's keys and values of all that it had seen: the last
+    token that it sampled had not gone through it."""
+    ids, prefix = torch.tensor([[*prompt, *tokens.tolist()]]), len(prompt) + split - 1
+    with torch.no_grad():
+        kept = models[0](ids[:, :prefix], use_cache=True).past_key_values
+        logits = models[1](ids[:, prefix:-1], past_key_values=kept).logits[0].float()
+    return logits.log_softmax(-1).gather(-1, ids[0, prefix + 1 :, None])[:, 0].numpy()
+
+
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     generator = np.random.default_rng(seed)
     return generator.integers(0, VOCABULARY, (count, length)).tolist()

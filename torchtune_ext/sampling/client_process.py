@@ -167,14 +167,17 @@ class Client:
 
         return StepLogger()
 
-    async def generate(self, call: Call, adapted: bool) -> Completion:
-        """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses it. Args: adapted: whether it uses the
-        adapter."""
+    async def generate(self, call: Call, salt: str | None, adapted: bool) -> Completion:
+        """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses it.
+
+        Args: salt: only requests of the same salt share a prefix; adapted: whether it uses the adapter.
+        """
         from vllm.exceptions import VLLMClientError
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = {"type": "token", "prompt_token_ids": call.prompt}
+        prompt |= {"cache_salt": salt} if salt is not None else {}
         # A path has to be named; nothing is read there, since the adapter is in the engine already.
         lora = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory") if adapted else None
         try:

@@ -55,6 +55,8 @@ class EngineConfig:
     count: int | None = None  # engines on a CPU; None: as many as devices or address say, else one
     # of each engine on a CPU; None: the trainer's, where it waits for the engine and the model is large enough, else one
     threads: int | None = None
+    # keys and values of requests in flight at a publication: "recompute" under the new weights, or "keep" the old ones
+    kv_on_publish: str = "recompute"
     sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
     # "http://host:port" of a running vLLM server, or a list of several (with commas between them in one text), whose key is in
     # TORCHTUNE_EXT_API_KEY; None: engines of our own
@@ -83,6 +85,12 @@ class EngineConfig:
             object.__setattr__(self, "address", ",".join(words))
         if self.dtype not in ("bfloat16", "float16", "float32", "auto"):
             raise Mistake(f"engine.dtype is {self.dtype!r}: use 'bfloat16', 'float16', 'float32' or 'auto'")
+        if self.kv_on_publish not in ("recompute", "keep"):
+            raise Mistake(f"engine.kv_on_publish is {self.kv_on_publish!r}: use 'recompute' or 'keep'")
+        if self.kv_on_publish == "keep" and self.sleep:
+            raise Mistake(
+                "engine.kv_on_publish=keep with engine.sleep: what sleeps loses its KV cache; use 'recompute'"
+            )
         for name in ("max_model_len", "tensor_parallel_size", "max_failures"):
             if getattr(self, name) < 1:
                 raise Mistake(f"engine.{name} is {getattr(self, name)}: it has to be 1 or more")

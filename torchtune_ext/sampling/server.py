@@ -76,8 +76,8 @@ class ServerCore(VLLMCore):
 
     def __init__(self, config: EngineConfig, on_step: Callable[[Step], None]):
         assert config.address is not None
-        self.life = secrets.token_hex(8)  # tells this connection from others to the same server
-        super().__init__(config, on_step)
+        self.life = secrets.token_hex(8)  # a server outlives trainers, whose versions begin anew
+        super().__init__(config, on_step, self.life)
         self.address = config.address.rstrip("/")
         self.sign_of_life = time.monotonic()
         self.dead = False
@@ -227,6 +227,7 @@ class ServerCore(VLLMCore):
             "model": ADAPTER_NAME if self.adapted else None,
             "token_ids": call.prompt,
             "priority": call.priority,
+            "cache_salt": self.salt,
             "stream": call.streams,
             "stream_options": {"include_usage": True} if call.streams else None,
             "sampling_params": call.vllm_params(),

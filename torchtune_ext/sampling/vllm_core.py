@@ -26,9 +26,10 @@ ALREADY_ACTIVE = "weight update is already active"  # vLLM's answer when an upda
 class VLLMCore:
     """The half of a `Core` that speaks of weights. `Core` says what its methods promise."""
 
-    def __init__(self, config: EngineConfig, on_step: Callable[[Step], None]):
-        """Args: on_step: takes the counters of each step."""
-        self.config, self.on_step = config, on_step
+    def __init__(self, config: EngineConfig, on_step: Callable[[Step], None], life: str = ""):
+        """Args: on_step: takes the counters of each step; life: stands before the versions in salts, where others use the
+        engine, too."""
+        self.config, self.on_step, self._life = config, on_step, life
         self.thrown_out = 0  # requests that our own pauses have thrown out, and that have not come again yet
         self._waiting = 0  # requests that wait in the engine's own queue, as of its last step
         self.calls: dict[str, Call] = {}
@@ -36,6 +37,7 @@ class VLLMCore:
         self.asleep = 0  # level of sleep
         self.broken: Exception | None = None  # the error of our own code over a step's counters
         self.adapted = False  # whether requests use the adapter
+        self.salt: str | None = None  # only requests of the same salt share a prefix
 
     def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
         """Calls a method of `AsyncLLM`, by its name there. Raises CoreLost, ValueError."""
@@ -73,12 +75,16 @@ class VLLMCore:
         started = time.monotonic()
         try:
             await self.quick("pause_generation", mode="keep", clear_cache=False)
-            # It throws out all requests in flight, whose keys and values are then computed again.
-            self.thrown_out = max(0, len(self.calls) - self._waiting)
-            if not await self.quick("reset_prefix_cache", reset_running_requests=True):
-                raise CoreLost(
-                    "the engine refused to clear its KV cache, and would go on with keys and values of the old weights"
-                )
+            if self.config.kv_on_publish == "recompute":
+                # It throws out all requests in flight, whose keys and values are then computed again.
+                self.thrown_out = max(0, len(self.calls) - self._waiting)
+                if not await self.quick("reset_prefix_cache", reset_running_requests=True):
+                    raise CoreLost(
+                        "the engine refused to clear its KV cache, and would go on with keys and values of the old weights"
+                    )
+            else:
+                # The old keys and values stay for those who have them; requests that come from now on never find them.
+                self.salt = f"{self._life}-{version}"
             loading = time.monotonic()
             for buffer in buffers:
                 await self.bring(buffer, version)
@@ -190,7 +196,7 @@ class RemoteCore(ChildProcess, VLLMCore):
 
     async def generate(self, call: Call) -> Completion:
         with call.running(self.calls):
-            return await self.ask("generate", replace(call, task=None), self.adapted)
+            return await self.ask("generate", replace(call, task=None), self.salt, self.adapted)
 
     def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
         return self.ask("engine", method, arguments)

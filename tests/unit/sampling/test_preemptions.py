@@ -20,11 +20,13 @@ class Core(VLLMCore):
         return True
 
 
-@pytest.mark.parametrize(("waiting", "counted"), [(0, [0, 2, 1]), (2, [0, 4, 1])])
-def test_preemptions_of_a_pause_are_not_counted(waiting, counted):
+@pytest.mark.parametrize(
+    ("way", "waiting", "counted"), [("recompute", 0, [0, 2, 1]), ("recompute", 2, [0, 4, 1]), ("keep", 0, [3, 4, 1])]
+)
+def test_preemptions_of_a_pause_are_not_counted(way, waiting, counted):
     steps, weights = [], WeightBuffer()
     weights.write([("a", torch.zeros(2))])
-    core = Core(EngineConfig(), lambda step: steps.append(step.preempted))
+    core = Core(EngineConfig(kv_on_publish=way), lambda step: steps.append(step.preempted))
     core.calls = dict.fromkeys("abcde")  # five requests are in flight
     step = Step(usage=0.5, running=3, waiting=waiting, preempted=0, prefix_queries=0, prefix_hits=0)
     core.count(step)

@@ -2,6 +2,7 @@
 
 import asyncio
 import traceback
+from dataclasses import replace
 
 import pytest
 
@@ -109,6 +110,13 @@ def test_an_update_that_is_refused_half_way_ends_this_life(core, monkeypatch, we
     with pytest.raises(CoreLost, match="refused an update that had begun: no such route"):
         asyncio.run(core.load([weights], 1))
     assert "/resume" not in paths
+
+
+def test_kept_keys_and_values_are_found_by_no_later_request(core, monkeypatch, weights):
+    core.config = replace(core.config, kv_on_publish="keep")
+    paths = answers(monkeypatch, core, {})
+    asyncio.run(core.load([weights], 1))
+    assert CLEAR not in paths and core.salt.endswith("-1") and core.salt != "-1"
 
 
 def test_an_update_that_another_trainer_began_is_finished_first(core, monkeypatch, weights):
