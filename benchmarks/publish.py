@@ -9,8 +9,8 @@ first publication also pays for the pages of the shared memory. At the end the s
 every linear layer, alternating with the whole model, in an engine with LoRA.
 
 With --transfer the weights go to servers instead, each started with that way of weights (`engine.transfer`): shm to one on this
-machine; gloo to one in namespaces of its own behind a virtual link (as root; else over loopback), which shares no
-memory. Beside the seconds stands the link's own speed: one TCP connection that carries as many bytes, and no more.
+machine; gloo to one in namespaces of its own behind a virtual link (as root; else over loopback), which shares no memory; nccl
+from GPU to GPU. Beside the seconds stands the link's own speed: one TCP connection that carries as many bytes, and no more.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["2.5M", "100M"])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the trainer has the model")
-    parser.add_argument("--transfer", nargs="+", choices=["shm", "gloo"], help="to servers, in these ways")
+    parser.add_argument("--transfer", nargs="+", choices=["shm", "gloo", "nccl"], help="to servers, in these ways")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for size in args.sizes:

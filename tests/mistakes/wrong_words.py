@@ -203,7 +203,7 @@ VALUES = {
     "DoRA as an adapter": lora("adapters.publish=adapter model.use_dora=True", r"adapters.publish='adapter' with use_dora: .*; use adapters.publish=merged"),
     "NF4 of small layers": lora("model.quantize_base=True", r"model.quantize_base=True: NF4 holds weights of a multiple of 16384 values, and not those of .*set model.quantize_base=False"),
     "the engine's rank": lora("engine.lora_rank=4", r"engine.lora_rank and engine.lora_targets follow from `model:`; leave them out"),
-    "an unknown way of weights": full("engine.transfer=rdma", r"engine.transfer is 'rdma': use one of auto, shm, gloo"),
+    "an unknown way of weights": full("engine.transfer=rdma", r"engine.transfer is 'rdma': use one of auto, shm, nccl, gloo"),
     "a network without a server": full("engine.transfer=gloo", r"engine.transfer=gloo without engine.address: an engine of this run reads the trainer's memory; leave it out, or name a server"),
     "evaluate: pass_at=4": evaluate("pass_at=4", r"pass_at=4 must be a list: pass_at=\[4\]"),
     "evaluate: pass_at=[4]": evaluate("pass_at=[4]", r"pass_at holds 4; each k must lie in 1..samples_per_problem=1", real=True),

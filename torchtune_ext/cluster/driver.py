@@ -31,6 +31,7 @@ SILENT_S = 60.0
 SERVER_END_S = 10.0  # seconds that a server has to end by itself
 END_S = 30.0  # seconds for what was killed to be gone
 LAST_LINES = 20  # lines of a command's output that are shown if it ends
+NETWORK = {"gpus": "nccl", "cpus": "gloo"}  # `engine.transfer` between machines, by what they compute on
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ class Driver:
     def _start(self) -> None:
         """Starts all commands. Raises RuntimeError."""
         plan, (trainer, *servers) = self.plan, self.members
-        hosts, transfer = route(trainer.address, [each.address for each in servers])
+        hosts, transfer = route(trainer.address, [each.address for each in servers], plan.request.kind)
         addresses = [f"http://{host}:{each.port}" for host, each in zip(hosts, servers, strict=True)]
         ranks = plan.request.ranks
         launch = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
@@ -314,13 +315,13 @@ class Driver:
             member.actor.tell.remote(number, seconds)
 
 
-def route(trainer: str, servers: Sequence[str]) -> tuple[list[str], str]:
+def route(trainer: str, servers: Sequence[str], kind: str) -> tuple[list[str], str]:
     """Returns the host at which each server listens, and `engine.transfer`, from the addresses of the machines."""
     # On rank 0's machine servers read its memory, and listen only to that machine.
     if all(server == trainer for server in servers):
         return ["127.0.0.1"] * len(servers), "shm"
     # If one server is elsewhere, the weights of all travel over the network.
-    return list(servers), "gloo"
+    return list(servers), NETWORK[kind]
 
 
 def server_words(recipe: str, config: str, words: Sequence[str], settings: Sequence[str], host: str) -> list[str]:

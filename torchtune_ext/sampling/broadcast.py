@@ -2,7 +2,7 @@
 
     trainer                                          server, in vLLM's process
     server.py ── HTTP ─────────────────────────────▶ worker.py (begins, takes, finishes an update)
-    courier.py ── asks ──▶ this module, the sender ▶ the bytes by gloo, piece by piece
+    courier.py ── asks ──▶ this module, the sender ▶ the bytes by gloo or NCCL, piece by piece
 
 The trainer only writes its weights into memory, as for an engine of its own. A process beside it, the sender, opens that
 memory and does all that may wait for another machine, in a group with the workers of each server that it is told of. When it
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.sampling.child_process import pack, receive
-from torchtune_ext.sampling.weight_buffer import MANIFEST, memory_of
+from torchtune_ext.sampling.weight_buffer import MANIFEST, memory_of, tensors
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def listen(address: str) -> socket.socket:
 
 @dataclass(kw_only=True)
 class GlooInit:
-    """How a server's workers find the group."""
+    """How a server's workers find the group: the fields of vLLM's `NCCLWeightTransferInitInfo`, and what gloo needs besides."""
 
     master_address: str  # of the sender, as the server sees it
     master_port: int
@@ -128,7 +128,7 @@ def chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, 
 
 
 class GlooSender:
-    """The sender's end of the group with one server."""
+    """Sends by gloo."""
 
     def __init__(self, address: str, world_size: int, deadline_s: float):
         self._listener = listen(address)
@@ -154,9 +154,57 @@ class GlooSender:
             self._group.broadcast(memory[begin:end], give_up_at)
 
 
+class NcclSender:
+    """Sends by NCCL as vLLM's own trainer side does, from the first GPU that this process sees. The trainer holds the
+    deadline, and kills this process; so does each server."""
+
+    def __init__(self, address: str, world_size: int, deadline_s: float):
+        from vllm.distributed.weight_transfer.packed_tensor import (
+            DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+            DEFAULT_PACKED_NUM_BUFFERS,
+        )
+
+        with listen(address) as free:
+            port = free.getsockname()[1]
+        self.init = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "packed": True,
+            "packed_buffer_size_bytes": DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+            "packed_num_buffers": DEFAULT_PACKED_NUM_BUFFERS,
+            "deadline_s": deadline_s,
+        }
+
+    def join(self) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        torch.cuda.set_device(0)
+        self._group = trainer_init(self.init)
+
+    def send(self, path: str, manifest: dict[str, list], deadline_s: float) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        packed_nccl_broadcast_producer(
+            iterator=((name, tensor.to("cuda")) for name, tensor in tensors(path, manifest)),
+            group=self._group,
+            src=0,
+            post_iter_func=lambda named: named[1],
+            buffer_size_bytes=self.init["packed_buffer_size_bytes"],
+            num_buffers=self.init["packed_num_buffers"],
+        )
+        torch.cuda.synchronize()
+        # The trainer has the same GPU, and needs the memory until the next publication.
+        torch.cuda.empty_cache()
+
+
+SENDERS = {"gloo": GlooSender, "nccl": NcclSender}
+
+
 def serve(end: socket.socket) -> None:
     """Does what the trainer asks for until it closes its end, or something fails."""
-    senders: dict[str, GlooSender] = {}  # one for each server, by its address
+    senders: dict[str, GlooSender | NcclSender] = {}  # one for each server, by its address
     while True:
         try:
             messages = receive(end)
@@ -168,8 +216,8 @@ def serve(end: socket.socket) -> None:
             try:
                 server, *rest = arguments
                 if method == "listen":
-                    host, port, world_size, deadline_s = rest
-                    senders[server] = GlooSender(own_address(host, port), world_size, deadline_s)
+                    backend, host, port, world_size, deadline_s = rest
+                    senders[server] = SENDERS[backend](own_address(host, port), world_size, deadline_s)
                     answer = ("value", senders[server].init)
                 else:
                     answer = ("value", getattr(senders[server], method)(*rest))

@@ -66,7 +66,7 @@ class Courier:
             parts = urlsplit(address)
             async with within(START_S, "the sender did not start"):
                 place = parts.hostname or "", parts.port or 80
-                init = await sender.ask("listen", address, *place, 1 + core.workers, limit_s)
+                init = await sender.ask("listen", address, core.transfer, *place, 1 + core.workers, limit_s)
         async with within(limit_s, f"the sender did not bring version {version} to the server"):
             if init is not None:
                 joins = core.slow("init_weight_transfer_engine", init_info=init)

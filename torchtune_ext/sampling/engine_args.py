@@ -41,10 +41,12 @@ DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 def transfer_of(config: EngineConfig) -> str:
     """Returns how a server takes weights that is started by this config: what it names, or, with "auto", memory on the
-    trainer's machine, and between machines gloo."""
+    trainer's machine, and between machines NCCL from GPU to GPU, and else gloo."""
     if config.transfer != "auto":
         return config.transfer
-    return "shm" if serves_here(config) else "gloo"
+    if serves_here(config):
+        return "shm"
+    return "gloo" if on_cpu() else "nccl"
 
 
 def serves_here(config: EngineConfig) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from torchtune_ext.run.errors import Failure, Mistake
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a rank between is padded to the next
-TRANSFERS = ("auto", "shm", "gloo")
+TRANSFERS = ("auto", "shm", "nccl", "gloo")
 CANARY_REQUESTS = 32  # at most in flight; a step of an engine has rows for them besides those of `max_num_seqs`
 
 
@@ -61,7 +61,7 @@ class EngineConfig:
     # "http://host:port" of a running vLLM server, or a list of several (with commas between them in one text), whose key is in
     # TORCHTUNE_EXT_API_KEY; None: engines of our own
     address: Any = None
-    # how weights reach a server: "shm" (this machine's memory) or "gloo" (network); "auto": as it was started
+    # how weights reach a server: "shm" (this machine's memory), "nccl" or "gloo" (network); "auto": as it was started
     transfer: str = "auto"
     lora_rank: int | None = None  # rank of an adapter that will be published; the recipe sets it
     lora_targets: tuple[str, ...] = ()  # layers with an adapter: "q_proj", ...; empty: all that vLLM can adapt

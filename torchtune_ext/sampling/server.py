@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import Call, CoreLost, Step, bounded
 from torchtune_ext.sampling.courier import START_S, Courier
@@ -85,7 +87,7 @@ class ServerCore(VLLMCore):
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # the real one is known after the launch
         self.peers: dict[str, dict[str, Any]] = {}  # what each server of the run was when it was met, by address
-        self.transfer = "shm"  # how it takes weights: "shm" or "gloo"; known after the launch
+        self.transfer = "shm"  # how it takes weights: "shm", "nccl" or "gloo"; known after the launch
         self.workers = 1  # of its engine; each takes weights; known after the launch
         self.courier: Courier | None = None  # of all servers of the run, where weights go over a network
         # Whether it holds a whole model that somebody has published, in place of that of its folder.
@@ -171,6 +173,12 @@ class ServerCore(VLLMCore):
             theirs, ours = unlike
             raise Mistake(
                 f"engine.address: {self.address} has {theirs}, and this run needs {ours}; start it like this: {self.how()}"
+            )
+        on_cpu = (info.get("device_config") or {}).get("device") == "cpu"
+        if transfer == "nccl" and (on_cpu or not torch.cuda.is_available()):
+            raise Mistake(
+                f"engine.transfer: nccl moves weights between GPUs only, and {self.address if on_cpu else 'this trainer'} has "
+                f"none; use engine.transfer=gloo, and start the server like this: {self.how()}"
             )
         text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
         # Its folder may lie elsewhere on another machine.
@@ -289,7 +297,7 @@ class ServerCore(VLLMCore):
             raise Mistake(
                 f"publish: {self.address} cannot read this process's memory ({error}); the server has to run on this "
                 f"machine, as the same user and in the same PID namespace, started like this: {self.how()}; on "
-                "another machine set engine.transfer=gloo, here and there"
+                "another machine set engine.transfer=gloo or nccl, here and there"
             ) from error
 
     async def bring(self, buffer: WeightBuffer, version: int) -> None:

@@ -68,6 +68,9 @@ def server_command(
             f"one for each, and name its {config.tensor_parallel_size} with CUDA_VISIBLE_DEVICES in front of the command"
         )
     environ |= engine_environment(config if own else replace(config, devices=None)) | ONE_MACHINE
+    if transfer_of(config) == "nccl":
+        # It keeps NCCL on loopback, and the group with the sender is to leave this machine.
+        del environ["NCCL_SOCKET_IFNAME"]
     return command, environ
 
 

@@ -1,11 +1,12 @@
 """Code that runs inside vLLM's process: takes weights out of the trainer's shared memory, or out of a group with its sender.
 
 Named in the engine's arguments as `worker_extension_cls="torchtune_ext.sampling.worker.WeightLoader"`; importing it
-registers the weight-transfer backends "shm" and "gloo". The same two arguments make any vLLM server able to take our weights.
-Whichever way they come, they are checked, loaded layer by layer, and noted.
+registers the weight-transfer backends "shm" and "gloo", and puts our checks around vLLM's own "nccl". The same two arguments
+make any vLLM server able to take our weights. Whichever way they come, they are checked, loaded layer by layer, and noted.
 """
 
 import os
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_consumer
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -354,8 +358,80 @@ class GlooTransfer(CheckedTransfer):
             self.group = None
 
 
-WeightTransferEngineFactory.register_engine("shm", SharedMemoryTransfer)
-WeightTransferEngineFactory.register_engine("gloo", GlooTransfer)
+@dataclass(kw_only=True)
+class NcclInit(NCCLWeightTransferInitInfo):
+    """vLLM's message with a deadline, which it lacks."""
+
+    deadline_s: float = 300.0  # seconds until a worker gives up an update that does not come
+
+
+class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
+    """vLLM's own backend with our checks, checksums and a deadline."""
+
+    init_info_cls = NcclInit
+    update_info_cls = Manifest
+
+    def init_transfer_engine(self, init_info: NcclInit) -> None:
+        self.shutdown()
+        self.deadline_s = init_info.deadline_s
+        NCCLWeightTransferEngine.init_transfer_engine(self, init_info)
+
+    def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
+        """As `GlooTransfer.receive`. NCCL itself would wait for ever: at the deadline the communicator is aborted."""
+        group = self.model_update_group
+        if group is None:
+            raise RuntimeError(NO_GROUP)
+        aborted = threading.Event()
+
+        def abort() -> None:
+            aborted.set()
+            self.shutdown()
+
+        def require_in_time() -> None:
+            if aborted.is_set():
+                raise RuntimeError(f"the weights did not come within {self.deadline_s:g} s")
+
+        def take_received(named: Named) -> None:
+            # The bytes are on their way still. An abort ends that wait, too, and they are then anything.
+            torch.cuda.current_stream(self.device).synchronize()
+            require_in_time()
+            take(named)
+
+        late = threading.Timer(self.deadline_s, abort)
+        late.daemon = True
+        late.start()
+        columns = zip(update.names, update.dtype_names, update.shapes, strict=True)
+        try:
+            packed_nccl_broadcast_consumer(
+                iterator=((name, (shape, getattr(torch, dtype))) for name, dtype, shape in columns),
+                group=group,
+                src=0,
+                post_unpack_func=take_received,
+                buffer_size_bytes=self.packed_buffer_size_bytes,
+                num_buffers=self.packed_num_buffers,
+                device=self.device,
+            )
+            torch.cuda.synchronize(self.device)
+            require_in_time()  # what was received is on the device only now
+        except BaseException:
+            self.shutdown()
+            raise
+        finally:
+            late.cancel()
+
+    def shutdown(self) -> None:
+        NCCLWeightTransferEngine.shutdown(self)
+
+
+def _register(name: str, backend: type[CheckedTransfer]) -> None:
+    """Makes vLLM find a backend of ours; its own `nccl` gets our checks and checksums."""
+    WeightTransferEngineFactory._registry.pop(name, None)
+    WeightTransferEngineFactory.register_engine(name, backend)
+
+
+_register("shm", SharedMemoryTransfer)
+_register("gloo", GlooTransfer)
+_register("nccl", NcclTransfer)
 
 
 class WeightLoader:

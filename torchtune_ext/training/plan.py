@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.engine_args import CPU_KV_CACHE, device_shares
+from torchtune_ext.sampling.engine_args import CPU_KV_CACHE, device_shares, transfer_of
 from torchtune_ext.sampling.records import CANARY_REQUESTS, EngineConfig
 from torchtune_ext.training.export import SHARD_BYTES
 from torchtune_ext.training.start import disk_need, size_of
@@ -27,6 +27,7 @@ REQUESTS = 1024  # requests in a step where `engine.max_num_seqs` is null
 # vLLM tries the sampler with all its options before it sizes the KV cache: logits in float32 (4 bytes), sorted (4) with their
 # places as int64 (8), and probabilities (4).
 SAMPLER_BYTES = 20
+PACKED = GIB  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
 NAMES, FIGURE = 58, 12  # characters of a row's name and of a figure
 # What helps against each kind of shortage, the cheapest first. Another dry run says how much.
@@ -154,6 +155,12 @@ class Plan:
             return {name: bytes_ * self.trainers for name, bytes_ in rows.items()}
         fragments = int(FRAGMENTATION * sum(rows.values()))
         rows["CUDA context, NCCL, fragmentation (allowance)"] = CONTEXT + (NCCL if ranks > 1 else 0) + fragments
+        # "auto" is gloo where no GPU is, as here perhaps, but not on the machine of the plan.
+        if self.place == "server" and self.engine.transfer in ("nccl", "auto") and transfer_of(self.engine) != "shm":
+            # vLLM packs tensors until they have more than PACKED bytes. While one pack is on its way, the tensors of the next
+            # are put together into a copy: three packs at most.
+            pack = min(self.published_bytes, PACKED + self.sizes.dtype.itemsize * self.sizes.largest)
+            rows["sender of weights, only on rank 0's GPU (allowance)"] = CONTEXT + NCCL + 3 * pack
         if self.place == "shared":
             rows["engine on the same GPU"] = sum(self.engine_rows.values())
         elif self.place == "sleeps":

