@@ -74,7 +74,7 @@ def programs_of(run: Path) -> Programs:
     paths = rollout_paths(run)
     steps = [paths[min(paths)], paths[max(paths)]]
     first, last = ([_right(s) for g in read_rollouts(path) for s in g.samples if s.score is not None] for path in steps)
-    archive = Archive.load(run / FILE)
+    archive = Archive.loads((run / FILE).read_text())
     best = [entry.source for entry in sorted(archive, key=lambda entry: -entry.low)[:BEST]]
     return Programs(first, last, best, len(archive))
 

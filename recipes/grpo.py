@@ -148,8 +148,7 @@ class GRPORecipe:
         # What hands out the groups of a step: sampled as far ahead as `staleness` and `depth` allow, or those of a
         # replay.
         self.source = parts.source(self.engine, self.graders)
-        # It tells graders that measure time when the trainer computes.
-        self.watch = parts.stopwatch(self.graders)
+        self.watch = summary.Stopwatch()
         self.build_learner()
 
         # Metrics and rollouts of a run that goes on are cut to its checkpoint, once nothing can be wrong with it.

@@ -51,7 +51,7 @@ class Recorded:
     Where everything is permitted nothing is right. One program in ten is noisy.
     """
 
-    def submit(self, kernel, text, group=None, permitted=None) -> "Future[Result]":
+    def submit(self, kernel, text, permitted=None) -> "Future[Result]":
         words = [problem_of(kernel), extract(text), sorted(permitted)]
         drawn = hashlib.sha256(repr(words).encode()).digest()
         outcome, stage, timing, used = "ok", "time", None, ()

@@ -5,7 +5,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -91,10 +90,6 @@ class Grader:
     def metrics(self, refill: bool = False) -> dict[str, float]:
         """Returns the metrics of the grading itself in a step. A task's own grader may have some."""
         return {}
-
-    def alone(self) -> AbstractContextManager:
-        """Returns a context in which the grader does not measure time. This one never does."""
-        return nullcontext()
 
     def close(self) -> None:
         """Kills the workers. A second call does nothing."""

@@ -2,7 +2,6 @@
 are loaded until the methods of `Parts` are called."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from torchtune_ext.settings.config import named_paths, record
 from torchtune_ext.source import GroupSource, prompt_fault
 from torchtune_ext.tasks.order import ProblemStream, Usable
 from torchtune_ext.tasks.task import Task
-from torchtune_ext.telemetry.summary import Stopwatch
 from torchtune_ext.training.agreement import Agreement
 from torchtune_ext.training.checks import (
     check_engine,
@@ -174,11 +172,6 @@ class Parts:
             seed=cfg.seed,
             deadline_s=cfg.rollouts.deadline_s,
         )
-
-    def stopwatch(self, graders: Sequence[Grader]) -> Stopwatch:
-        """Returns what measures the phases of a step. A grader that measures time has cores of its own; where there are too
-        few, it takes turns with the training."""
-        return Stopwatch(lambda name: graders[0].alone() if graders and name == "train" else nullcontext())
 
     def publisher(self, engine: Engine | None, learner: Learner) -> "tuple[Agreement, Publisher | Replay]":
         """Returns the gate that compares trainer and engine, and what sends weights and lets a canary pass that gate."""

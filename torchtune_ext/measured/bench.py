@@ -51,7 +51,6 @@ CLOSE_S = 3.0  # seconds that processes get to end by themselves
 END_S = 40.0  # seconds for a service to end in good order
 CHECK, TIME = "check", "time"
 MAX_RESULTS = 16_384  # that are kept for equal programs; the oldest ones are dropped
-MAX_KERNELS = 8  # kernels for which a process keeps something
 TURN_S = 0.03  # between two timings; others who wait for the cores look every 0.02 s whether they are free
 # What is computed by numpy in the processes must not spread over the cores that are timed on.
 VARIABLES = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -77,21 +76,12 @@ class Service:
             self.close()
             raise
 
-    def submit(
-        self,
-        kernel: Kernel,
-        text: str,
-        group: str | int | None = None,
-        permitted: Collection[str] | None = None,
-    ) -> "Future[Result]":
-        """Hands in a model's answer and returns at once. Its future can be canceled; a check that has begun goes on.
+    def submit(self, kernel: Kernel, text: str, permitted: Collection[str] | None = None) -> "Future[Result]":
+        """Hands in a model's answer and returns at once. A program whose future is canceled is measured all the same.
 
         The future raises BenchError if the service fails, and says how.
 
         Args:
-            group: texts whose speeds will be compared, such as the samples of one prompt. `RayBench` measures them on one
-                machine. If that is lost, the ones that are not done go to another together: `Result.fingerprint` says on what
-                each was measured.
             permitted: the techniques (`techniques.TECHNIQUES`) that the program may use: one with others is forbidden, and
                 the result names those of a program that is right. None: they are not looked for.
 
@@ -114,7 +104,7 @@ class Service:
         with self._lock:
             if self._ended is not None:
                 raise self._ended
-            return asyncio.run_coroutine_threadsafe(self._answer(kernel, sent, text, group, allowed), self._loop)
+            return asyncio.run_coroutine_threadsafe(self._answer(kernel, sent, text, allowed), self._loop)
 
     def close(self) -> None:
         """Ends all processes and removes all folders. Futures that are not done raise BenchError.
@@ -140,9 +130,7 @@ class Service:
     async def _serve(self) -> None:
         raise NotImplementedError
 
-    async def _measure(
-        self, kernel: Kernel, sent: bytes, text: str, group: str | int | None, permitted: tuple[str, ...] | None
-    ) -> Result:
+    async def _measure(self, kernel: Kernel, sent: bytes, text: str, permitted: tuple[str, ...] | None) -> Result:
         """Measures one text; `sent` is the kernel, pickled."""
         raise NotImplementedError
 
@@ -213,16 +201,6 @@ class Turns:
             yield
 
 
-@dataclass(eq=False, slots=True)
-class Job:
-    """One program that is under way."""
-
-    task: asyncio.Task | None = None
-    waiting: int = 0  # how many wait for its result
-    has_begun: bool = False
-    is_told: bool = False  # somebody has its result
-
-
 class Bench(Service):
     """Measures programs on this machine.
 
@@ -249,11 +227,11 @@ class Bench(Service):
         self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
         d = deadlines or Deadlines()
         self._fingerprint = fingerprint()
-        self._results: dict[Hashable, Result] = {}  # that another attempt would end in, too
+        # Programs that are under way, and those in whose result another attempt would end, too.
+        self._known: dict[Hashable, asyncio.Task[Result]] = {}
         self._is_shared = bool(set(checked) & set(timed))
         workers = config.workers or len(checked)
         self._turns = Turns(workers)
-        self._under_way: dict[Hashable, Job] = {}
         make = partial(
             Checker,
             compiler=toolchain,
@@ -286,54 +264,39 @@ class Bench(Service):
             for pool in self._pools.values():
                 pool.close(self._ended or BenchError("the Bench could not start"), CLOSE_S)
 
-    async def _measure(
-        self, kernel: Kernel, sent: bytes, text: str, group: str | int | None, permitted: tuple[str, ...] | None
-    ) -> Result:
+    async def _measure(self, kernel: Kernel, sent: bytes, text: str, permitted: tuple[str, ...] | None) -> Result:
         # What a result depends on.
         key = kernel_key(kernel), prototype(kernel), kernel.naive, tuple(kernel.forbidden), extract(text), permitted
-        known, job = self._results.get(key), self._under_way.get(key)
-        if known is not None:
-            return known
-        if job is None:
-            job = self._under_way[key] = Job()
-            job.task = asyncio.create_task(self._work(key, job, kernel, sent, text, permitted))
-        job.waiting += 1
-        try:
-            result = await asyncio.shield(job.task)
-        finally:
-            job.waiting -= 1
-            if not job.waiting and not job.has_begun:
-                job.task.cancel()
-                self._under_way.pop(key, None)
-        is_first, job.is_told = not job.is_told, True
-        return replace(result, is_cached=not is_first)
+        # Who asks first may give up, and others wait for the same program.
+        if (task := self._known.get(key)) is not None:
+            return replace(await asyncio.shield(task), is_cached=True)
+        task = self._known[key] = asyncio.create_task(self._work(kernel, sent, text, permitted))
+        task.add_done_callback(partial(self._done, key))
+        return await asyncio.shield(task)
 
-    async def _work(self, key: Hashable, job: Job, kernel: Kernel, sent: bytes, text: str, permitted: Any) -> Result:
+    def _done(self, key: Hashable, task: "asyncio.Task[Result]") -> None:
+        """Forgets a program that another attempt may end otherwise, and the oldest one where there are too many."""
+        if task.cancelled() or task.exception() is not None or not would_repeat(task.result()):
+            self._known.pop(key, None)
+        elif len(self._known) > MAX_RESULTS:
+            del self._known[next(iter(self._known))]
+
+    async def _work(self, kernel: Kernel, sent: bytes, text: str, permitted: Any) -> Result:
         """Has a program checked, and timed if it is right."""
         seconds: Counter[str] = Counter()
         its = kernel_key(kernel), sent
-        try:
-            async with self._turns.take(CHECK):
-                job.has_begun = True
-                checked, library = await self._attempted(CHECK, kernel.name, *its, text, permitted)
-            result = checked
-            seconds.update(checked.seconds)
-            for is_alone in (self._is_shared, True) if checked.outcome == "ok" else ():
-                async with self._turns.take(TIME, is_alone):
-                    result = await self._attempted(TIME, kernel.name, *its, kernel.name, library)
-                seconds.update(result.seconds)
-                if result.outcome != NOISY:
-                    break
-            found = {"techniques": checked.techniques, "fingerprint": self._fingerprint}
-            result = replace(result, seconds=dict(seconds), **found)
-            if would_repeat(result):
-                self._results[key] = replace(result, is_cached=True)
-                if len(self._results) > MAX_RESULTS:
-                    del self._results[next(iter(self._results))]
-            return result
-        finally:
-            if self._under_way.get(key) is job:
-                del self._under_way[key]
+        async with self._turns.take(CHECK):
+            checked, library = await self._attempted(CHECK, kernel.name, *its, text, permitted)
+        result = checked
+        seconds.update(checked.seconds)
+        for is_alone in (self._is_shared, True) if checked.outcome == "ok" else ():
+            async with self._turns.take(TIME, is_alone):
+                result = await self._attempted(TIME, kernel.name, *its, kernel.name, library)
+            seconds.update(result.seconds)
+            if result.outcome != NOISY:
+                break
+        found = {"techniques": checked.techniques, "fingerprint": self._fingerprint}
+        return replace(result, seconds=dict(seconds), **found)
 
     async def _attempted(self, stage: str, kernel: str, *what: Any) -> Any:
         """Calls one of the processes, again where the machine fails.
@@ -385,19 +348,11 @@ class Failed:
 
 
 class Kept(dict[str, Any]):
-    """What was made for each of the most recently used kernels. It is closed when it goes, and at the end of the process."""
+    """What was made for each kernel. It is closed when it is dropped, and at the end of the process."""
 
     def __init__(self) -> None:
         super().__init__()
         atexit.register(self.close)
-
-    def made(self, key: str, make: Callable[[], Any]) -> Any:
-        if key not in self:
-            while len(self) >= MAX_KERNELS:
-                self.drop(next(iter(self)))
-        # What was used last comes last.
-        self[key] = self.pop(key) if key in self else make()
-        return self[key]
 
     def drop(self, key: str) -> None:
         if key in self:
@@ -426,8 +381,9 @@ def check_program(
     """
     try:
         os.sched_setaffinity(0, cores)
-        checker = CHECKERS.made(key, lambda: make(pickle.loads(kernel), cores=cores))
-        with checker.checked(text, permitted=permitted) as (result, library):
+        if key not in CHECKERS:
+            CHECKERS[key] = make(pickle.loads(kernel), cores=cores)
+        with CHECKERS[key].checked(text, permitted=permitted) as (result, library):
             return result, b"" if library is None else zlib.compress(library.read_bytes(), 1)
     except (SandboxError, OSError) as error:
         CHECKERS.drop(key)
@@ -463,7 +419,9 @@ def time_program(
     try:
         time.sleep(TURN_S)
         wait_until_idle(cores, LOCK_S)
-        timer = TIMERS.made(key, lambda: _timer(make, pickle.loads(kernel), cores, budget_s))
+        if key not in TIMERS:
+            TIMERS[key] = _timer(make, pickle.loads(kernel), cores, budget_s)
+        timer = TIMERS[key]
         folder = timer.checker.sandbox.new_folder()
         try:
             (folder / LIBRARY).write_bytes(zlib.decompress(library))

@@ -4,11 +4,10 @@ The service has processes, deadlines and a queue of its own, so no process of `G
 wrong (a measurement that others disturbed, a service that failed) is no grade: such a sample stays out of the baseline.
 """
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from threading import Lock
 from typing import Any
@@ -18,11 +17,10 @@ from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import OUTCOMES, Checker
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel
-from torchtune_ext.measured.machine import alone_on, choose_cores, kept_off
+from torchtune_ext.measured.machine import choose_cores, kept_off
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.measured.timing import LOCK_S
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -121,8 +119,7 @@ class MeasuredTask:
 
         Args:
             opened: the graders of the tasks before.
-            beside_training: programs are measured while this process trains. With two more cores than are timed on, it keeps
-                off those. With fewer, training and timing take turns (`BenchGrader.alone`).
+            beside_training: programs are measured while this process trains, which keeps off the cores that are timed on.
 
         Raises:
             What `open_bench` raises.
@@ -150,22 +147,15 @@ class BenchGrader:
         self._lock = Lock()
         self._counts: Counter[str] = Counter()  # of what came since the last call of `metrics`
         self._step = self._counts  # what that call returned
-        self._turns: tuple[int, ...] = ()  # cores on which training and timing take turns
         self._off = ExitStack()
         cores = getattr(bench, "timed_cores", ())  # those of a Ray cluster are not this process's
         if beside_training and cores:
-            if len(os.sched_getaffinity(0) - set(cores)) >= 2:
-                self._off.enter_context(kept_off(cores))
-            else:
-                self._turns = tuple(cores)
+            self._off.enter_context(kept_off(cores))
 
     def submit(self, problem: Problem, text: str) -> "Future[list[Outcome]]":
         """Hands in a text and returns at once. Nobody waits for a slower neighbor."""
         outcome: Future[list[Outcome]] = Future()
-        measured = self.bench.submit(
-            self._task.kernel(problem), text, group=problem.id, permitted=self._task.permitted(problem)
-        )
-        outcome.add_done_callback(lambda done: measured.cancel() if done.cancelled() else None)
+        measured = self.bench.submit(self._task.kernel(problem), text, permitted=self._task.permitted(problem))
         measured.add_done_callback(lambda done: self._finish(problem, done, outcome))
         return outcome
 
@@ -181,13 +171,6 @@ class BenchGrader:
             "bench/noisy": counts["noisy"] / programs,
             "bench/cache_hits": counts["cached"] / programs,
         }
-
-    def alone(self) -> AbstractContextManager:
-        """Returns a context in which nothing is timed on the cores of this process, if it has too few to keep off some.
-
-        To enter it, a timing that is under way is waited for: some seconds.
-        """
-        return alone_on(self._turns, LOCK_S) if self._turns else nullcontext()
 
     def close(self) -> None:
         """Ends the service. A second call does nothing."""

@@ -63,7 +63,7 @@ class RayBench(Service):
         super().__init__()
 
     async def _serve(self) -> None:
-        """Keeps Ray's process, which says when the first machine is ready."""
+        """Keeps Ray's process, which says when its machines are ready."""
         # Ray prints a page for each machine that is lost. It is read only if the process itself ends badly.
         with tempfile.NamedTemporaryFile(prefix="ray-") as printed:
             path = Path(printed.name)
@@ -71,7 +71,10 @@ class RayBench(Service):
                 "Ray's process", "torchtune_ext.measured.ray_process", path, self._hear, self._first
             )
             try:
-                await self._process.ask("keep")
+                for line in await self._process.ask("start"):
+                    log.info("bench on Ray: %s", line)
+                self._started.set_result(None)
+                await self._loop.create_future()  # until it is closed
             except CoreLost as lost:
                 tail = log_tail(path, 0)[-MAX_PRINTED:] if self._process.dead and not self._refusal else ""
                 raise BenchError(self._refusal or (f"{lost}; it had printed:\n{tail}" if tail else str(lost))) from None
@@ -85,18 +88,12 @@ class RayBench(Service):
         """Takes what Ray's process says unasked."""
         if kind == "unreachable":
             self._refusal = words
-        elif kind == "gone":
-            log.warning("bench on Ray: %s", words)
         else:
-            log.info("bench on Ray: %s", words)
-            if not self._started.done():
-                self._started.set_result(None)
+            log.warning("bench on Ray: %s", words)
 
-    async def _measure(
-        self, kernel: Kernel, sent: bytes, text: str, group: str | int | None, permitted: tuple[str, ...] | None
-    ) -> Result:
+    async def _measure(self, kernel: Kernel, sent: bytes, text: str, permitted: tuple[str, ...] | None) -> Result:
         try:
-            state, value = await self._process.ask("measure", pickle.dumps((sent, text, permitted)), group)
+            state, value = await self._process.ask("measure", pickle.dumps((sent, text, permitted)))
         except CoreLost as lost:
             raise BenchError(str(lost)) from None
         if state == "failed":

@@ -125,8 +125,8 @@ class GradesItself(Protocol):
         ...
 
     def open_grader(self, opened: Sequence[Any], beside_training: bool) -> Any:
-        """Starts what grades its texts: `compares` and the methods `submit`, whose future gives a list, `metrics`, `alone` and
-        `close` of `Grader`.
+        """Starts what grades its texts: `compares` and the methods `submit`, whose future gives a list, `metrics` and `close`
+        of `Grader`.
 
         Args:
             opened: the graders of the run's other tasks that are open already, one of which may be shared.

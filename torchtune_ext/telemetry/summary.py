@@ -3,8 +3,8 @@
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,13 +20,10 @@ class Stopwatch:
 
     A phase inside another one is a detail of it and is named after both: "backward" inside "train" is "train/backward". So
     the phases without a slash add up to the step, and details to their phase except for what no detail covers.
-
-    Args:
-        context: returns, for the name of a phase but not of a detail, a context that is open as long as the phase.
     """
 
-    def __init__(self, context: Callable[[str], AbstractContextManager] = nullcontext) -> None:
-        self._context, self._inside = context, ""
+    def __init__(self) -> None:
+        self._inside = ""
         self.seconds: dict[str, float] = defaultdict(float)  # since the last lap, by phase
         self._begin = time.monotonic()
 
@@ -36,7 +33,7 @@ class Stopwatch:
         self._inside = f"{outer}/{name}" if outer else name
         try:
             # The name stands in the traces of torch's profiler, too.
-            with nullcontext() if outer else self._context(name), torch.profiler.record_function(self._inside):
+            with torch.profiler.record_function(self._inside):
                 yield
                 if torch.cuda.is_initialized():
                     # The seconds of a phase include the work that it gives the device.

@@ -2,7 +2,6 @@
 
 import os
 import statistics
-import threading
 from concurrent.futures import CancelledError, Future
 from dataclasses import fields
 
@@ -34,8 +33,8 @@ class StubBench:
     def __init__(self):
         self.requests, self.futures, self.closed = [], [], 0
 
-    def submit(self, kernel, text, group=None, permitted=None):
-        self.requests.append((kernel, text, group, permitted))
+    def submit(self, kernel, text, permitted=None):
+        self.requests.append((kernel, text, permitted))
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -77,7 +76,7 @@ def grader(bench):
 
 def test_a_text_goes_to_the_service_and_its_result_to_the_task(grader, bench):
     outcome = grader.submit(PROBLEM, "a text")
-    assert bench.requests == [("the kernel of p", "a text", "p", {"blocking"})] and not outcome.done()
+    assert bench.requests == [("the kernel of p", "a text", {"blocking"})] and not outcome.done()
     bench.futures[0].set_result(result())
     (grade,) = outcome.result(5)
     assert (grade.kind, grade.score.reward, grade.score.parts) == ("scored", 1.0, {"gflops": 3.0})
@@ -119,16 +118,10 @@ def test_a_bug_of_the_task_reaches_who_waits(grader, bench):
         outcome.result(5)
 
 
-def test_who_does_not_wait_any_more_cancels_the_measurement(grader, bench):
-    assert grader.submit(PROBLEM, "not begun").cancel()
-    assert bench.futures[0].cancelled()
-
-    # One that is being measured goes on, and its result is nobody's.
-    outcome = grader.submit(PROBLEM, "begun")
-    bench.futures[1].set_running_or_notify_cancel()
-    assert outcome.cancel() and not bench.futures[1].cancelled()
-    bench.futures[1].set_result(result())
-    assert outcome.cancelled() and grader.metrics()["bench/noisy"] == 0.0
+def test_the_result_of_a_text_that_nobody_waits_for_is_dropped(grader, bench):
+    assert grader.submit(PROBLEM, "a text").cancel()
+    bench.futures[0].set_result(result())
+    assert grader.metrics()["bench/noisy"] == 0.0
 
 
 def test_metrics_are_those_since_the_last_call(grader, bench):
@@ -166,69 +159,20 @@ def cores(monkeypatch, tmp_path):
     return make
 
 
-def is_locked(core):
-    """Tells whether somebody times on a core."""
-    try:
-        with machine.alone_on([core], 0.0):
-            return False
-    except TimeoutError:
-        return True
-
-
-def test_with_few_cores_training_and_timing_take_turns(cores, bench):
-    pinned, bench.timed_cores = cores({0, 1}), (1,)
-    grader = BenchGrader(Asked(), bench, beside_training=True)
-    with grader.alone():
-        assert is_locked(1)
-    assert not is_locked(1)
-
-    # A timing that is under way is waited for.
-    entered, leave = threading.Event(), threading.Event()
-
-    def train():
-        with grader.alone():
-            entered.set()
-            leave.wait(20)
-
-    with machine.alone_on([1], 1.0):
-        thread = threading.Thread(target=train)
-        thread.start()
-        assert not entered.wait(0.2)
-    assert entered.wait(20)
-    # And while training goes on, nothing is timed.
-    with pytest.raises(TimeoutError, match="core 1 was still used for timing"), machine.alone_on([1], 0.1):
-        pass
-    leave.set()
-    thread.join(20)
-    assert not is_locked(1) and pinned == []
-
-
-def test_with_many_cores_training_keeps_off_those_that_are_timed_on(cores, bench):
+def test_training_keeps_off_the_cores_that_are_timed_on(cores, bench):
     pinned, bench.timed_cores = cores(range(8)), (6, 7)
     grader = BenchGrader(Asked(), bench, beside_training=True)
     assert pinned == [set(range(6))]
-    with grader.alone():
-        assert not is_locked(6) and not is_locked(7), "nobody waits for anybody"
     grader.close()
     grader.close()
     assert pinned == [set(range(6)), set(range(8))] and bench.closed == 2
 
 
-@pytest.mark.parametrize(("usable", "turns"), [({0, 1, 2}, False), ({0, 1}, True), ({2}, True)])
-def test_two_further_cores_are_enough(cores, bench, usable, turns):
-    pinned, bench.timed_cores = cores(usable), (2,) if 2 in usable else (1,)
-    grader = BenchGrader(Asked(), bench, beside_training=True)
-    assert bool(pinned) != turns == bool(grader._turns)
-    grader.close()
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_where_nothing_is_shared_nothing_is_done(cores, bench, beside):
-    """A run that samples and trains in turns; and a cluster, which times on cores of other machines."""
-    pinned = cores({0, 1})
-    bench.timed_cores = () if beside else (1,)
-    with BenchGrader(Asked(), bench, beside_training=beside).alone():
-        assert not is_locked(0) and not is_locked(1)
+@pytest.mark.parametrize(("usable", "timed", "beside"), [({2}, (2,), True), ({0, 1}, (1,), False), ({0, 1}, (), True)])
+def test_where_nothing_is_shared_or_there_is_nowhere_else_nothing_is_done(cores, bench, usable, timed, beside):
+    """One core; a run that samples and trains in turns; and a cluster, which times on cores of other machines."""
+    pinned, bench.timed_cores = cores(usable), timed
+    BenchGrader(Asked(), bench, beside_training=beside).close()
     assert pinned == []
 
 

@@ -1,15 +1,8 @@
-"""The archive: replaced by noise never, and whole after kill -9."""
+"""The archive: noise replaces nothing."""
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,12 +45,10 @@ def test_an_elite_gives_way_only_to_what_is_faster_beyond_its_spread(entries, ad
 
 
 @given(entries=ENTRIES)
-def test_a_file_holds_what_was_saved(tmp_path_factory, entries):
-    path = tmp_path_factory.mktemp("archive") / "archive.jsonl"
+def test_a_text_holds_what_was_written(entries):
     archive = Archive(entries)
-    archive.save(path)
-    assert Archive.load(path).dumps() == archive.dumps()
-    assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert list(Archive.loads(archive.dumps())) == list(archive)
+    assert all(json.loads(line) for line in archive.dumps().splitlines())
 
 
 def test_figures_worked_by_hand():
@@ -70,43 +61,3 @@ def test_figures_worked_by_hand():
     assert not archive.add(entry(1.1, 0.02, found=6, source="slower"))
     assert {each.cell[-1]: each.source for each in archive} == {0: "surely", 2: "another band"}
     assert [entry(ratio).cell[-1] for ratio in (0.4, 0.5, 0.99, 1.0, 1.99, 2.0, 64.0)] == [-2, -1, -1, 0, 0, 1, 6]
-
-
-def test_damage_is_named(tmp_path):
-    path = tmp_path / "archive.jsonl"
-    Archive([entry(2.0, source=str(number), techniques=[f"t{number}"]) for number in range(5)]).save(path)
-    whole = path.read_text()
-    for damaged in (whole[:-30], whole.replace('"ratio"', '"rate"'), "[]", whole.replace("2.0", "0.0")):
-        path.write_text(damaged)
-        with pytest.raises(ValueError, match="archive.jsonl: damaged"):
-            Archive.load(path)
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from torchtune_ext.measured.matmul.archive import Archive, Entry
-archive, path = Archive(), Path(sys.argv[1])
-for number in range(1, 1000000):
-    archive.add(Entry("m", "dgemm", {"m": 8}, [f"t{number % 40}"], "x" * 3000, 1.0 + number, 0.01, 1.0, number))
-    archive.save(path)
-    print(number, flush=True)
-"""
-
-
-def test_kill_9_at_any_moment_leaves_a_readable_file(tmp_path):
-    path, rng = tmp_path / "archive.jsonl", random.Random(1)
-    for _ in range(6):
-        path.unlink(missing_ok=True)
-        child = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
-        try:
-            child.stdout.readline()
-            time.sleep(rng.uniform(0.0, 0.15))
-            os.kill(child.pid, signal.SIGKILL)
-            numbers = [1, *map(int, child.stdout.read().split())]
-        finally:
-            child.kill()
-            child.wait()
-        newest = max(each.found for each in Archive.load(path))
-        # What was said to be saved is there; one more may have been saved and not said.
-        assert newest in (numbers[-1], numbers[-1] + 1)

@@ -247,7 +247,7 @@ def test_the_archive_keeps_what_was_timed_and_lies_in_the_folder(tmp_path, caplo
     values = task.observe(5, [visit(task, *samples)], tmp_path)
     kept = task.archive
     assert [(one.source, one.ratio, one.found) for one in kept] == [(program(1), 1.0, 5), (program(0), 4.0, 5)]
-    assert Archive.load(tmp_path / FILE).dumps() == task.archive.dumps()
+    assert (tmp_path / FILE).read_text() == task.archive.dumps()
     assert values == {"archive/cells": 2.0, "archive/best_speedup": 4.0}
     # A folder that cannot be written to costs a warning, not the run.
     with caplog.at_level(logging.WARNING):
@@ -308,5 +308,3 @@ def test_a_state_of_other_stages_is_refused():
         ValueError, match=r"task.stages: \['none'\], but the checkpoint was written with none; use these"
     ):
         Matmul(stages=["none"]).load_state_dict(Matmul().state_dict())
-    with pytest.raises(ValueError, match="the archive in the checkpoint: damaged"):
-        Matmul(stages=["none", "all"]).load_state_dict(state | {"archive": "nonsense"})

@@ -168,28 +168,19 @@ def test_only_what_would_come_again_is_kept():
 
 def test_memory_of_results_has_a_bound(service, monkeypatch):
     outcome(service.submit(CalmReduction(), variant(SUM.format("*total = 0;"))))
-    oldest, count = next(iter(service._results)), len(service._results)
+    oldest, count = next(iter(service._known)), len(service._known)
     monkeypatch.setattr(benches, "MAX_RESULTS", count)
     outcome(service.submit(CalmReduction(), variant(SUM.format("*total = 0;"))))
-    assert oldest not in service._results and len(service._results) == count
+    assert oldest not in service._known and len(service._known) == count
 
 
-def test_what_has_not_begun_can_be_canceled(lonely):
-    hangs = variant(HANGS)
-    begun = [lonely.submit(CalmReduction(), hangs) for _ in range(2)]
-    texts = [variant() for _ in range(4)]
-    waiting = [lonely.submit(CalmReduction(), text) for text in texts]
-    joined = lonely.submit(CalmReduction(), texts[3])
-    while not lonely._turns.running["check"]:
-        time.sleep(0.01)
-    # What has begun goes on.
-    assert begun[0].cancel() and all(each.cancel() for each in waiting)
-    assert outcome(begun[1]).outcome == "timeout"
-    # Somebody else waits for the same program.
-    assert outcome(joined).outcome == "ok" and not outcome(joined).is_cached
+def test_who_gives_up_takes_nothing_from_others(service):
+    text = variant()
+    first, other = service.submit(CalmReduction(), text), service.submit(CalmReduction(), text)
+    assert first.cancel()
     with pytest.raises(CancelledError):
-        waiting[3].result(1)
-    assert not lonely._under_way
+        first.result(1)
+    assert outcome(other).outcome == "ok"
 
 
 # ---------------------------------------------------------------- what the machine does wrong

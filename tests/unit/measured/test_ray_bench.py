@@ -90,8 +90,7 @@ def driver_of(*actors):
     ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=Lost), kill=lambda actor: None)
     driver = ray_process.Driver(ray, ())
     driver._frames = SimpleNamespace(say=lambda message: None)
-    driver._machines = {each.name: ray_process.Machine(each.name, each) for each in actors}
-    driver._has_machine.set()
+    driver._machines = [ray_process.Machine(each.name, each) for each in actors]
     return driver
 
 
@@ -101,37 +100,35 @@ def test_a_cluster_without_such_a_machine_is_refused_with_the_command_that_makes
     driver._ray.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
     command = "ray start --address=10.0.0.1:6379 --num-cpus=0 --disable-usage-stats --resources='{\"bench_host\": 1}'"
     with pytest.raises(Failure, match=f"at 10.0.0.1:6379 carries the resource 'bench_host'.*: {re.escape(command)}"):
-        asyncio.run(driver.keep())
+        asyncio.run(driver.start())
 
 
-def measured(driver, groups):
+def measured(driver, texts):
     async def all_texts():
-        return await asyncio.gather(*[driver.measure(b"", group) for group in groups])
+        return await asyncio.gather(*[driver.measure(b"") for _ in range(texts)])
 
     return asyncio.run(asyncio.wait_for(all_texts(), 60))
 
 
-def test_texts_go_to_the_machine_with_the_least_work_and_groups_to_one():
+def test_texts_go_to_the_machine_with_the_least_work():
     driver = driver_of(FakeActor("a"), FakeActor("b"), FakeActor("c"))
-    alone = [name for _, name in measured(driver, [None] * 6)]
-    assert sorted(alone) == ["a", "a", "b", "b", "c", "c"]
-    names = [name for _, name in measured(driver, ["g", "h", "g", None, "g", "h"])]
-    assert len({names[i] for i in (0, 2, 4)}) == 1 and len({names[i] for i in (1, 5)}) == 1
-    assert names[0] != names[1] and names[3] not in (names[0], names[1])
-    # Also when the others have come back by then.
-    assert measured(driver, ["g"])[0][1] == names[0]
+    assert sorted(name for _, name in measured(driver, 6)) == ["a", "a", "b", "b", "c", "c"]
 
 
-def test_what_a_lost_machine_had_goes_to_another_together():
+def test_what_a_lost_machine_had_goes_to_others():
     driver = driver_of(FakeActor("a", "lost"), FakeActor("b"), FakeActor("c"))
-    results = measured(driver, ["g", "g", "g"])
-    assert {state for state, _ in results} == {"result"} and len({name for _, name in results}) == 1
-    assert set(driver._machines) == {"b", "c"}
+    results = measured(driver, 3)
+    assert {state for state, _ in results} == {"result"} and {name for _, name in results} == {"b", "c"}
+    assert [each.title for each in driver._machines] == ["b", "c"]
 
 
-def test_a_text_that_failed_is_tried_on_another_machine_and_not_for_ever():
-    driver = driver_of(FakeActor("a", "failed"), FakeActor("b"))
-    assert measured(driver, ["g"]) == [("result", "b")]
-    driver = driver_of(FakeActor("a", "failed"), FakeActor("b", "failed"))
-    ((state, why),) = measured(driver, ["g"])
-    assert state == "failed" and why.startswith("tried 5 times; the last time: ")
+def test_a_text_is_not_lost_for_ever():
+    driver = driver_of(*[FakeActor(name, "lost") for name in "abcd"])
+    with pytest.raises(Failure, match="a program was lost with 3 machines, the last of which was c"):
+        measured(driver, 1)
+    with pytest.raises(Failure, match="no machine that measures is left"):
+        measured(driver, 1)
+
+
+def test_what_fails_on_a_machine_is_told():
+    assert measured(driver_of(FakeActor("a", "failed"), FakeActor("b")), 1) == [("failed", "a")]

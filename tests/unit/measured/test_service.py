@@ -22,7 +22,7 @@ SPEED = Timing(**{each.name: {float: 0.25, int: 30, bool: True}[each.type] for e
 def test_without_an_address_it_is_this_machine():
     with open_bench(BenchConfig(workers=1, budget_s=0.2)) as bench:
         wrong = bench.submit(CalmReduction(), fenced(HONEST.replace("s += x[i]", "s -= x[i]"))).result(200)
-        broken = bench.submit(CalmReduction(), fenced("void reduction(int n) {}"), group="a prompt").result(200)
+        broken = bench.submit(CalmReduction(), fenced("void reduction(int n) {}")).result(200)
     score = measured_score(wrong, -0.5)
     assert score.reward == -0.5 and score.parts["outcome_wrong_result"] == 1 and "should be" in score.note
     assert (

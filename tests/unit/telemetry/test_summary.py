@@ -1,8 +1,6 @@
 """The stopwatch: phases add up to the step, details stand below their phase, and nothing between two laps is lost. And what is
 counted of conversations."""
 
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 from records import guessed, sampled
@@ -52,21 +50,6 @@ def test_a_phase_that_fails_is_over(clock):
     with watch("save"):
         clock.now += 2.0
     assert watch.lap() == {"time/train/backward": 1.0, "time/train": 1.0, "time/save": 2.0, "time/step": 3.0}
-
-
-def test_phases_are_told_and_details_are_not():
-    log = []
-
-    @contextmanager
-    def tell(phase):
-        log.append(phase)
-        yield
-        log.append(f"{phase} is over")
-
-    watch = Stopwatch(tell)
-    with watch("train"), watch("backward"):
-        pass
-    assert log == ["train", "train is over"]
 
 
 def test_speeds_are_tokens_over_their_seconds():

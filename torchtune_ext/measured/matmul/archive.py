@@ -11,15 +11,9 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.files import write_atomic
-
 FILE = "archive.jsonl"  # in the folder of a run
-# What reading a damaged file can raise: numbers may be too large, brackets nested too deeply, words in the place of numbers.
-_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,31 +79,6 @@ class Archive:
         return "".join(json.dumps(asdict(entry)) + "\n" for entry in self)
 
     @classmethod
-    def loads(cls, text: str | bytes, name: str = "the archive") -> "Archive":
-        """Reads what `dumps` made.
-
-        Raises:
-            ValueError: it is damaged.
-        """
-        try:
-            return cls(Entry(**json.loads(line)) for line in text.splitlines())
-        except _DAMAGE as error:
-            raise Mistake(f"{name}: damaged ({error}); delete it to begin anew") from error
-
-    def save(self, path: Path) -> None:
-        """Writes the file at once: a reader sees the old one or the new one, also when this process is killed.
-
-        Raises:
-            OSError: it cannot be written. The old one is untouched.
-        """
-        write_atomic(path, self.dumps().encode())
-
-    @classmethod
-    def load(cls, path: Path) -> "Archive":
-        """Reads the file.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged.
-        """
-        return cls.loads(path.read_bytes(), str(path))
+    def loads(cls, text: str) -> "Archive":
+        """Reads what `dumps` made."""
+        return cls(Entry(**json.loads(line)) for line in text.splitlines())

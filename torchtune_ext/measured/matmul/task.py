@@ -24,7 +24,7 @@ from torchtune_ext.measured.matmul.stages import STAGES, Curriculum, Visit
 from torchtune_ext.measured.results import NOISY, Result
 from torchtune_ext.measured.techniques import uses
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.files import explained
+from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.tasks.functions import named
 from torchtune_ext.tasks.task import Graded, Problem, Score
 
@@ -168,7 +168,7 @@ class Matmul(MeasuredTask):
             raise Mistake(f"task.stages: {now}, but the checkpoint was written with {had}; use these, or begin anew")
         if self.curriculum is not None:
             self.curriculum.load_state_dict(state["curriculum"])
-        self.archive = Archive.loads(state["archive"], "the archive in the checkpoint")
+        self.archive = Archive.loads(state["archive"])
         self.machine = state["machine"]
 
     def _keep(self, kernel: Kernel, source: str, score: Score, step: int) -> None:
@@ -183,7 +183,7 @@ class Matmul(MeasuredTask):
     def _write(self, folder: Path) -> None:
         try:
             with explained(f"cannot write {folder / FILE}", "free disk space"):
-                self.archive.save(folder / FILE)
+                write_atomic(folder / FILE, self.archive.dumps().encode())
         except OSError as error:
             # It is in the checkpoints as well, so it is not worth the run.
             log.warning("%s. The run goes on, and each step tries again", error)
