@@ -1,4 +1,4 @@
-"""A sweep as its file says it, in W&B's format: which command, which parameters, how many runs."""
+"""A sweep as its file says it, in W&B's format: which command, which parameters, how many runs, which of them stop early."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ from torchtune_ext.run.catalog import config_files, folder, print_first_lines
 from torchtune_ext.run.errors import Mistake, nearest
 
 METHODS = ("grid", "random", "bayes")
-KEYS = ("name", "description", "program", "command", "method", "metric", "parameters", "run_cap")
+KEYS = ("name", "description", "program", "command", "method", "metric", "parameters", "run_cap", "early_terminate")
 # What only W&B's server reads: who owns the sweep.
 SERVER_KEYS = ("project", "entity")
 MOST = 10_000  # points of a grid
@@ -43,6 +43,14 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Halving:
+    """When runs are compared, and how many of them go on (`early_terminate: {type: hyperband}`)."""
+
+    first: int  # how often a run has logged the metric when it is compared first; then `eta` times as often, and so on
+    eta: int  # of those that are compared, 1/eta go on
+
+
+@dataclass(frozen=True, slots=True)
 class Sweep:
     """What a file says."""
 
@@ -55,6 +63,7 @@ class Sweep:
     maximize: bool  # W&B minimizes where a file says nothing
     parameters: Sequence[Parameter]
     runs: int  # how many there will be
+    early: Halving | None
 
     @property
     def drawn(self) -> list[Parameter]:
@@ -124,8 +133,8 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
     method, command, metric = given.get("method"), given.get("command", ["${args}"]), given.get("metric")
     _require(method in METHODS, f"method: {method}: {_hint(method, METHODS)}")
     _require(
-        method == "grid" or find_spec("optuna") is not None,
-        "method: random and bayes need Optuna: pip install 'torchtune-ext[sweep]'; a grid needs nothing",
+        (method == "grid" and "early_terminate" not in given) or find_spec("optuna") is not None,
+        "method: random, bayes and early_terminate need Optuna: pip install 'torchtune-ext[sweep]'; a grid needs nothing",
     )
     _require(isinstance(command, list) and len(command) > 0, f"command: must be a list of words: {EXAMPLE}")
     goal = metric.get("goal", "minimize") if isinstance(metric, dict) else None
@@ -144,6 +153,7 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
         maximize=goal == "maximize",
         parameters=parameters,
         runs=_runs(method, parameters, given.get("run_cap")),
+        early=_halving(given["early_terminate"]) if "early_terminate" in given else None,
     )
 
 
@@ -159,6 +169,20 @@ def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
         cap is not None, f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20"
     )
     return cap
+
+
+def _halving(given: Any) -> Halving:
+    node = given if isinstance(given, dict) else {}
+    first, eta = node.get("min_iter"), node.get("eta", 3)
+    _require(
+        node.get("type") == "hyperband"
+        and set(node) <= {"type", "min_iter", "eta"}
+        and type(first) is type(eta) is int
+        and first >= 1
+        and eta >= 2,
+        f"early_terminate: {given}: write {{type: hyperband, min_iter: 3, eta: 3}}, with whole numbers from 1 and from 2 on",
+    )
+    return Halving(first, eta)
 
 
 def parameters_of(node: Any) -> list[Parameter]:

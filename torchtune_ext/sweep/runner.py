@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained, write_atomic
@@ -31,7 +31,7 @@ from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent, environment
 from torchtune_ext.run.stop import NAMES
 from torchtune_ext.sweep.file import Point, Sweep
-from torchtune_ext.sweep.search import point_of
+from torchtune_ext.sweep.search import Pruner, point_of
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.runs import METRICS, SWEEP, SWEEP_FORMAT, read_sweep_record
 
@@ -48,7 +48,7 @@ class SweepRun:
 
     id: str  # also the name of its folder
     parameters: Point
-    state: str = "waiting"  # or "running", "finished", "failed"
+    state: str = "waiting"  # or "running", "finished", "stopped_early", "failed"
     value: float | None = None  # the last that it logged of the metric
     cause: str = ""  # why it failed, or has no value: one line
     seconds: float = 0.0  # how long it ran, all its starts together that were not killed
@@ -160,6 +160,9 @@ class Runner:
         self._command, self._variables = command, variables or {}
         self._processes: dict[str, subprocess.Popen] = {}
         self._waiting = [run for run in folder.runs if run.state in TO_DO]
+        self._pruner = Pruner(self.sweep) if self.sweep.early else None
+        for run in folder.runs:
+            self._is_worse(run)
 
     @property
     def left(self) -> int:
@@ -184,14 +187,16 @@ class Runner:
             process = self._processes[run.id] = self._start(run)
             began = time.monotonic()
             try:
-                await self._watch(run, process)
+                early = await self._watch(run, process)
             finally:
                 # Where the sweep itself fails, the run ends with all that it has started.
                 if process.poll() is None:
                     _kill(process)
                 del self._processes[run.id]
             run.seconds = round(run.seconds + time.monotonic() - began, 1)
-            self._note(run, process.returncode)
+            # What it logged last counts for the others.
+            self._is_worse(run)
+            self._note(run, process.returncode, early)
 
     def _next(self) -> SweepRun | None:
         """Returns the next run to start, or None."""
@@ -240,23 +245,31 @@ class Runner:
         )
         return process
 
-    async def _watch(self, run: SweepRun, process: subprocess.Popen) -> None:
-        """Waits until a run has ended. Once the sweep is told to end, a run has `END_S` for that."""
-        kill_at = math.inf
+    async def _watch(self, run: SweepRun, process: subprocess.Popen) -> bool:
+        """Waits until a run has ended. Returns whether it was stopped because others are better."""
+        early, told_at = False, None  # when it was told to end
         while process.poll() is None:
-            if self.stopped_by is not None:
-                kill_at = min(kill_at, time.monotonic() + END_S)
-            if time.monotonic() > kill_at:
-                say(f"{run.id} has not ended within {END_S:g} s of {NAMES[self.stopped_by]}: it is killed")
+            if told_at is None and self.stopped_by is not None:
+                told_at = time.monotonic()
+            elif told_at is None and self._is_worse(run):
+                say(f"{run.id} is stopped early: others are better where it is ({self.sweep.metric}, early_terminate)")
+                process.terminate()
+                told_at, early = time.monotonic(), True
+            elif told_at is not None and time.monotonic() > told_at + END_S:
+                say(f"{run.id} has not ended within {END_S:g} s of SIGTERM: it is killed")
                 _kill(process)
             await asyncio.sleep(LOOK_S)
+        return early
 
-    def _note(self, run: SweepRun, status: int) -> None:
+    def _note(self, run: SweepRun, status: int, early: bool) -> None:
         """Notes what became of a run."""
         place, metric = self.folder.path / run.id, self.sweep.metric
-        run.value = last_value(place / METRICS, metric)
+        records = history(place, metric)
+        run.value = records[-1][metric] if records else None
         if status == 0:
-            run.state, run.cause = "finished", f"it logged no {metric}" if run.value is None else ""
+            run.state, run.cause = "finished", "" if records else f"it logged no {metric}"
+        elif early:
+            run.state = "stopped_early"
         elif self.stopped_by is not None:
             run.state = "waiting"
         else:
@@ -267,7 +280,14 @@ class Runner:
         else:
             reads = "" if run.value is None else f", {metric} {run.value:.4g}"
             why = f": {run.cause}" if run.cause else ""
-            say(f"{run.id} {run.state} after {run.seconds:.0f} s{reads}{why}")
+            say(f"{run.id} {run.state.replace('_', ' ')} after {run.seconds:.0f} s{reads}{why}")
+
+    def _is_worse(self, run: SweepRun) -> bool:
+        """Tells whether a run ends early, by the rule of the file."""
+        if self._pruner is None:
+            return False
+        metric = self.sweep.metric
+        return self._pruner.stops(run.id, [record[metric] for record in history(self.folder.path / run.id, metric)])
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Ends all runs: after the first signal each ends its step and saves, after a second one it ends at once."""
@@ -285,13 +305,19 @@ def _kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def last_value(metrics: Path, metric: str) -> float | None:
-    """Returns the last finite number that a run has logged of a metric, None if there is none."""
-    # A run that failed at once has no file, and one that was killed may have a damaged one.
+def history(folder: Path, metric: str) -> list[dict[str, Any]]:
+    """Returns the records of a run that have a metric, in order."""
+    # A file that is not there has not begun; where a line is being cut away, the next look finds the file whole.
     with suppress(FileNotFoundError, ValueError):
-        values = [record.get(metric) for record in read_metrics(metrics)]
-        return next((each for each in reversed(values) if isinstance(each, int | float) and math.isfinite(each)), None)
-    return None
+        records = _records(folder / METRICS, (folder / METRICS).stat().st_size)
+        return [each for each in records if isinstance(each.get(metric), int | float) and math.isfinite(each[metric])]
+    return []
+
+
+@lru_cache(1024)
+def _records(path: Path, size: int) -> list[dict[str, Any]]:
+    """Reads a file of metrics again only when it has another size."""
+    return read_metrics(path)
 
 
 def shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Which points a sweep tries: all of a grid, or what Optuna's samplers say.
+"""Which points a sweep tries, and which of its runs stop early: all of a grid, or what Optuna's samplers and pruners say.
 
 A point follows from the seed, its number and, in a search that learns, from the results until then. Nothing else is kept, so a
 sweep that was killed goes on with the points that it would have tried.
@@ -32,8 +32,7 @@ def point_of(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point
         )
     else:
         sampler = optuna.samplers.RandomSampler(seed=own_seed)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(direction="maximize" if sweep.maximize else "minimize", sampler=sampler)
+    study = _study(sweep, sampler=sampler)
     space = {each.name: _axis(each) for each in sweep.drawn}
     states = optuna.trial.TrialState
     for point, value in results:
@@ -47,6 +46,36 @@ def point_of(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point
         each.name: each.values[drawn.get(each.name, 0)] if each.values else drawn[each.name]
         for each in sweep.parameters
     }
+
+
+class Pruner:
+    """Says which runs stop early: those that are not among the best 1/eta when Optuna's successive halving compares them."""
+
+    def __init__(self, sweep: Sweep):
+        import optuna
+
+        halving = optuna.pruners.SuccessiveHalvingPruner(sweep.early.first, sweep.early.eta)
+        self._study = _study(sweep, pruner=halving)
+        self._trials: dict[str, optuna.Trial] = {}
+        self._reported: dict[str, int] = {}  # how many values of each run
+
+    def stops(self, run: str, values: Sequence[float]) -> bool:
+        """Takes what a run has logged of the metric until now, in order, and tells whether it stops."""
+        if run not in self._trials:
+            self._trials[run] = self._study.ask()
+        trial, reported, stops = self._trials[run], self._reported.get(run, 0), False
+        for step, value in enumerate(values[reported:], reported + 1):
+            trial.report(value, step)
+            stops = stops or trial.should_prune()
+        self._reported[run] = max(reported, len(values))
+        return stops
+
+
+def _study(sweep: Sweep, **parts: Any) -> Any:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.create_study(direction="maximize" if sweep.maximize else "minimize", **parts)
 
 
 def _axis(parameter: Parameter) -> Any:

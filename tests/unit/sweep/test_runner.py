@@ -1,4 +1,4 @@
-"""The runs of a sweep: side by side, failed, interrupted, killed, gone on with. A small program stands for the recipe."""
+"""The runs of a sweep: side by side, failed, stopped early, interrupted, killed, gone on with. A small program stands for the recipe."""
 
 import json
 import os
@@ -76,6 +76,17 @@ def test_a_run_that_fails_is_a_result(tmp_path, capsys):
     assert "run_01 failed after 0 s: optimizer.lr=-1.0 must be 0 or more" in capsys.readouterr().out
 
 
+def test_runs_that_are_worse_are_stopped_early_and_keep_what_they_have(tmp_path):
+    text = "parameters: {lr: {values: [0.3, 0.1, 0.2]}}\nearly_terminate: {type: hyperband, min_iter: 2, eta: 3}\n"
+    file = small_sweeps.write(tmp_path / "lr.yaml", text)
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=30", "seconds=0.05")
+    assert runner.run()
+    assert [run.state for run in folder.runs] == ["finished", "stopped_early", "stopped_early"]
+    stopped = folder.runs[1]
+    assert 0.1 * 2 <= stopped.value < 0.1 * 30
+    assert list((tmp_path / "out" / "run_02").glob("checkpoints/step_*"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_runs_save_and_the_sweep_goes_on_where_they_were(tmp_path, number):
     file = small_sweeps.write(tmp_path / "lr.yaml", "parameters: {lr: {values: [0.1, 0.2]}, seconds: {value: 0.2}}\n")
@@ -108,14 +119,11 @@ def test_a_second_signal_ends_the_runs_at_once(tmp_path):
 
 def test_a_run_that_does_not_end_is_killed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torchtune_ext.sweep.runner.END_S", 0.05)
-    file = small_sweeps.write(tmp_path / "lr.yaml", "parameters: {lr: {values: [0.3, 0.1]}}\n")
-    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=2", "seconds=600")
-    start = runner._start
-    # The signal comes before the run is one that it is sent to.
-    runner._start = lambda run: (start(run), runner._on_signal(signal.SIGTERM))[0]
-    assert not runner.run() and [run.state for run in folder.runs] == ["waiting"]
-    said = capsys.readouterr().out
-    assert "run_01 has not ended within 0.05 s of SIGTERM: it is killed" in said and "ended where it was" in said
+    text = "parameters: {lr: {values: [0.3, 0.1]}}\nearly_terminate: {type: hyperband, min_iter: 1, eta: 3}\n"
+    file = small_sweeps.write(tmp_path / "lr.yaml", text)
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=2", "seconds=2.5")
+    assert runner.run() and [run.state for run in folder.runs] == ["finished", "stopped_early"]
+    assert "run_02 has not ended within 0.05 s of SIGTERM: it is killed" in capsys.readouterr().out
 
 
 def test_killed_and_resumed_no_point_runs_twice(tmp_path):
@@ -168,7 +176,7 @@ def test_a_failed_run_counts_for_a_search_as_the_worst(tmp_path):
     text = "run_cap: 9\nparameters: {lr: {min: 0.0, max: 1.0}}\n"
     file = small_sweeps.write(tmp_path / "lr.yaml", text, "bayes")
     runner, folder = small_sweeps.runner(file, tmp_path / "out")
-    for u, (state, logged) in enumerate([("finished", 0.7), ("failed", 0.4), ("finished", 0.1), ("running", 0.5)]):
+    for u, (state, logged) in enumerate([("finished", 0.7), ("failed", 0.4), ("stopped_early", 0.1), ("running", 0.5)]):
         run = folder.add({"lr": u})
         run.state, run.value = state, logged
     folder.add({"lr": 4}).state = "finished"  # it logged nothing

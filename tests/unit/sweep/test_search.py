@@ -1,4 +1,4 @@
-"""Which points a sweep tries: grids are W&B's, the rest is Optuna's."""
+"""Which points a sweep tries, and which of its runs stop early: grids are W&B's, the rest is Optuna's."""
 
 import json
 import math
@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import small_sweeps
 import yaml
+from tables import every_row
 
 from torchtune_ext.sweep.check import words_of
 from torchtune_ext.sweep.file import grid, parameters_of, read_sweep
-from torchtune_ext.sweep.search import point_of
+from torchtune_ext.sweep.search import Pruner, point_of
 
 REFERENCE = json.loads(Path(__file__).with_name("reference.json").read_text())
 
@@ -65,6 +66,27 @@ def test_runs_that_go_on_do_not_get_the_same_point(tmp_path):
     results = [({"a": u}, -abs(u - 0.5)) for u in (0.1, 0.3, 0.5, 0.7, 0.9)]
     point = point_of(sweep, 0, 5, results)
     assert point_of(sweep, 0, 6, [*results, (point, None)]) != point
+
+
+@every_row("early, values, stopped", [
+    # Compared after 2, 6 and 18 values; of fewer than 2 * eta runs only the best one goes on.
+    ({"min_iter": 2}, {"a": [0.3, 0.6], "b": [0.9, 0.5], "c": [0.1, 0.7], "d": [0.8]}, ["b"]),
+    ({"min_iter": 1, "eta": 2}, {"a": [0.1], "b": [0.2], "c": [0.3], "d": [0.25]}, []),
+    ({"min_iter": 1}, {"a": [0.3], "b": [0.2]}, ["b"]),
+])  # fmt: skip
+def test_a_run_stops_where_it_is_not_among_the_best(tmp_path, early, values, stopped):
+    pytest.importorskip("optuna")
+    text = yaml.safe_dump({"parameters": {"a": {"values": [1, 2]}}, "early_terminate": {"type": "hyperband", **early}})
+    pruner = Pruner(read_sweep(small_sweeps.write(tmp_path / "sweep.yaml", text)))
+    assert [run for run, logged in values.items() if pruner.stops(run, logged)] == stopped
+
+
+def test_what_a_run_logged_before_counts_once(tmp_path):
+    pytest.importorskip("optuna")
+    text = "parameters: {a: {values: [1, 2]}}\nearly_terminate: {type: hyperband, min_iter: 3}\n"
+    pruner = Pruner(read_sweep(small_sweeps.write(tmp_path / "sweep.yaml", text)))
+    assert not pruner.stops("a", [0.1, 0.2, 0.9]) and not pruner.stops("b", [0.1, 0.2])
+    assert pruner.stops("b", [0.1, 0.2, 0.3]) and not pruner.stops("b", [0.1, 0.2, 0.3])
 
 
 def words(folder, command, values):
