@@ -2,14 +2,15 @@
 
 from typing import Any
 
-__all__ = ["Matmul", "Programs"]
+__all__ = ["CompileAndFix", "Matmul", "Programs"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports the tasks when they are asked for: the archive of a run can be read without what reads programs."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchtune_ext.measured.matmul.mending import CompileAndFix
     from torchtune_ext.measured.matmul.programs import Programs
     from torchtune_ext.measured.matmul.task import Matmul
 
-    return {"Matmul": Matmul, "Programs": Programs}[name]
+    return {"CompileAndFix": CompileAndFix, "Matmul": Matmul, "Programs": Programs}[name]
