@@ -1,10 +1,4 @@
-"""Finds the recipes and configs by looking into recipes/ and configs/, and what a dotted path names. Nothing is listed by hand.
-
-A recipe is a file in recipes/. Its name is the name of the file, unless the file has a line
-`TUNE_NAMES = ("one", "two")`: then it has each of these names. A config is a YAML file below configs/. Its name is the path
-without the ending, and says which recipe it is for: `FOLDER_RECIPES`, `ENDINGS`. A recipe that cannot run under torchrun has
-the line `SUPPORTS_DISTRIBUTED = False`.
-"""
+"""Finds recipes and configs by looking into recipes/ and configs/, and imports what a dotted path names."""
 
 import importlib
 import os
@@ -18,8 +12,12 @@ from typing import Any
 
 from torchtune_ext.run.errors import Blamed, Mistake, nearest, text_of
 
+# A config is a YAML file below configs/. Its name is its path without the ending, and says which recipe it is for: by
+# its folder, and in grpo/ also by its last word.
 FOLDER_RECIPES = {"grpo": "grpo_full", "warmup": "warmup_sft", "eval": "evaluate"}
 ENDINGS = {"lora": "grpo_lora", "qlora": "grpo_lora", "async": "grpo_async"}  # grpo/tiny_lora is a config of grpo_lora
+# Recipes are read as text, because importing one imports torch. A recipe has the name of its file, unless a line such
+# as `TUNE_NAMES = ("one", "two")` gives it others.
 NAMES_LINE = "TUNE_NAMES = "
 SINGLE_DEVICE_LINE = "SUPPORTS_DISTRIBUTED = False"
 
@@ -35,12 +33,10 @@ class RecipeFile:
 
 
 def folder(name: str) -> Path:
-    """Returns the folder with the files of `torchtune_ext.<name>`, without importing that package.
-
-    This works for a wheel, for an editable install, and when nothing is installed.
-    """
+    """Returns the folder with the files of `torchtune_ext.<name>`, without importing that package."""
     from importlib.util import find_spec
 
+    # A wheel and an editable install map the folder into the package. Without an install it lies beside the package.
     spec = find_spec(f"torchtune_ext.{name}")
     if spec is not None and spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))
@@ -62,7 +58,7 @@ def print_first_lines(files: Mapping[str, Path]) -> None:
 
 
 def recipe_of(name: str) -> str | None:
-    """Returns the recipe that the config of this name is written for, or None where there is none (a sweep, no config)."""
+    """Returns the recipe that the config of this name is for, or None for what is no config of a recipe (a sweep)."""
     first = name.split("/")[0]
     if first in ("", "presets", "sweeps"):
         return None
@@ -71,17 +67,17 @@ def recipe_of(name: str) -> str | None:
 
 
 def config_name(path: Path) -> str:
-    """Returns the name of a config of ours by its file, "grpo/tiny" for instance; "" for another file."""
+    """Returns the name of a config of ours from its file, for instance "grpo/tiny"; "" for another file."""
     return next((name for name, file in config_files(folder("configs")).items() if file == path), "")
 
 
 def owner(config: str) -> str | None:
-    """Returns the recipe that a config of ours, by its name or its file, is written for; None for another file."""
+    """Returns the recipe that a config of ours is for, from its name or its file; None for another file."""
     return recipe_of(config_name(Path(config_path(config))))
 
 
 def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
-    """Returns every recipe of the folder `recipes` under each of its names, with its configs, sorted by name."""
+    """Returns the recipes of the folder `recipes`, sorted by name. A recipe with two names appears twice."""
     files = config_files(configs)
     entries = []
     for path in recipes.glob("[!_]*.py"):
@@ -106,6 +102,7 @@ def config_path(given: str) -> str:
         return str(known[given])
     from difflib import get_close_matches
 
+    # Names with an ending are files. The names of our configs have none, so they resemble no file.
     bare = given.removesuffix(".yaml")
     named = [] if given.endswith((".yaml", ".yml")) else get_close_matches(given, known, n=3, cutoff=0.5)
     near = [bare] if bare in known else named
@@ -123,7 +120,7 @@ def by_path(path: str, where: str) -> Any:
     Raises:
         ValueError: there is no such module or attribute, or the module cannot be imported.
     """
-    # The component may be in a module of the working directory, which is not on the path when `tune` runs.
+    # The module may be a file of the user's in the working directory, which is not on the path when `tune` runs.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     parts = path.split(".")
@@ -133,16 +130,19 @@ def by_path(path: str, where: str) -> Any:
         try:
             target = importlib.import_module(module)
         except ModuleNotFoundError as error:
+            # If the missing module is neither this one nor a parent, this one exists and fails to import something.
             if error.name is None or not (module + ".").startswith(error.name + "."):
                 raise Blamed(f"{where}: importing {module} raised {text_of(error)}") from error
             if target is None:
                 raise Mistake(f"{where}: {_no_module(parts[0])}") from None
+            # The modules end here. From this part on, the path names attributes of the last one.
             depth -= 1
             break
         except Exception as error:
             raise Blamed(f"{where}: importing {module} raised {text_of(error)}") from error
     for i, part in enumerate(parts[depth:], depth):
         if not hasattr(target, part):
+            # The modules of a package are attributes of it only after an import, but the user may mean one.
             inside = [module.name for module in pkgutil.iter_modules(getattr(target, "__path__", None) or [])]
             near = nearest(part, [each for each in [*dir(target), *inside] if not each.startswith("_")])
             hint = f"; did you mean {near!r}?" if near else ""
@@ -152,7 +152,6 @@ def by_path(path: str, where: str) -> Any:
 
 
 def _no_module(name: str) -> str:
-    """Returns the message for a module that is not there."""
     here = sorted(path.stem for path in Path.cwd().glob("*.py"))
     near = nearest(name, here)
     hint = f"; did you mean {near!r}?" if near else ""

@@ -1,14 +1,9 @@
-"""Two kinds of errors of our own, and how an error is shown: as one message if we foresaw it, otherwise with its traceback.
+"""Our two kinds of errors, and how a program shows an error.
 
-error                                           is                                       exit status
-Mistake                                         the user can mend it: the message        2
-                                                names the key, the value and the fix
-Failure                                         it went wrong while the run was right:   1
-                                                the message has its cause
-
-What the user's components raise while they are built and checked becomes a mistake, with the place in the user's file
-(`blame`). A ValueError that a recipe raises itself is one, too: the recipe may be the user's copy, which runs as `__main__`. An
-error out of a library, or out of a slip of ours, keeps its traceback, so that it can be reported.
+error      meaning                                                                      shown as      exit status
+Mistake    the user can fix it: the message names the key, the value and the fix        one message   2
+Failure    something broke though the settings are right: the message names the cause   one message   1
+others     a bug, ours or a library's, that somebody should report                      traceback     1
 """
 
 import os
@@ -26,14 +21,15 @@ from typing import Any, NoReturn
 from torchtune_ext.run.terminal import RED, styled
 
 STATUS = 2  # the exit status of a mistake
-WITH_TRACEBACK = "TORCHTUNE_EXT_TRACEBACK"  # set to 1, this variable of the environment shows the traceback, too
-# Seconds that another rank than 0 waits before it speaks. If rank 0 has the same mistake, torchrun ends the others meanwhile.
+WITH_TRACEBACK = "TORCHTUNE_EXT_TRACEBACK"  # set to 1, this environment variable shows tracebacks instead of messages
+# Seconds that a rank other than 0 waits before it prints its error. If rank 0 has the same one, torchrun ends the other
+# ranks meanwhile, and the user reads the message once.
 OTHER_RANKS_WAIT_S = 5.0
 FAILED = 1  # the exit status of a failure
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = ("site-packages", "dist-packages")
 
-# What users of other trainers write, and its name here. Names of arguments stand without their node.
+# The names that users of other trainers write, and the ones here, without their node.
 THOUGHT = {
     "learning_rate": "lr",
     "num_generations": "samples_per_prompt",
@@ -68,73 +64,76 @@ THOUGHT = {
 
 
 class Mistake(ValueError):
-    """The user can mend it. The message names the key, the value and the fix."""
+    """An error that the user can fix. The message names the key, the value and the fix."""
 
 
 class FileMistake(Mistake, OSError):
-    """A file or a disk that the user has to look after. Code that expects files to fail catches it as an OSError."""
+    """A file or a disk that the user has to fix. It is an OSError, too, for code that catches those."""
 
 
 class Failure(RuntimeError):
-    """It went wrong though nothing is wrong with what the user asked for. The message has the cause."""
+    """Something broke though the user's settings are right. The message names the cause."""
 
 
 class Late(Failure, TimeoutError):
-    """Something has not answered by its deadline. The message says what."""
+    """Something did not answer by its deadline. The message says what."""
 
 
 class Blamed(Mistake):
-    """A component that the user named raised an error, which is the cause of this one."""
+    """A component that the user named raised an error, the `__cause__` of this one."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that the user most likely meant by `name`, or None. A known name may be dotted ("engine.dtype").
-
-    The last part of a dotted name counts, so that "learning_rate" finds "optimizer.lr". A name that goes on as this one begins
-    is nearer than all others.
-    """
+    """Returns the known name that the user most likely meant by `name`, or None. Names may be dotted ("loss.level")."""
     known = list(known)
+    # The last parts are compared as well, so that "learning_rate" finds "optimizer.lr". Where two names end alike, the
+    # first one counts: a later item of a dict replaces an earlier one, hence the reversal.
     last = name.rpartition(".")[2]
     by_last = {each.rpartition(".")[2]: each for each in reversed(known)}
     thought = THOUGHT.get(last)
     if thought in by_last:
         return by_last[thought]
+    # A name that begins like this one is nearer than any other, unless so few letters were typed that many begin so.
     longer = [each for each in known if len(name) > 3 and each.startswith(name)]
     near = longer or get_close_matches(name, known, n=1, cutoff=0.7) or get_close_matches(last, by_last, n=1)
     return by_last.get(near[0], near[0]) if near else None
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Tells whether the user can do something about an error."""
+    """Tells whether the user can fix the cause of an error."""
     return status_of(error) == STATUS
 
 
 def status_of(error: BaseException) -> int | None:
-    """Returns the exit status of an error that we foresaw, or None for another one."""
+    """Returns the exit status of an error that is shown as one message, or None for another one."""
     if isinstance(error, Mistake):
         return STATUS
     if isinstance(error, Failure):
         return FAILED
     if error.__traceback__ is None:
         return None
+    # The innermost frame tells who raised the error.
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
-    # What torchtune raises while it reads the words of the command is meant for the user.
+    # torchtune.config reads the command line, so what it raises is meant for the user.
     of_torchtune = module.startswith("torchtune.config.") and isinstance(error, ValueError | OSError | ImportError)
+    # So is a ValueError that the recipe raises itself. It runs as `__main__`, and may be the user's own copy.
     return STATUS if of_torchtune or (module == "__main__" and type(error) is ValueError) else None
 
 
 def place_of(error: BaseException) -> str | None:
-    """Returns where in a file of the user an error began, as "my_task.py:12", or None if no such file is in its traceback.
+    """Returns the innermost line of a user's file in an error's traceback, as "my_task.py:12", or None.
 
-    Libraries that the user's code called are passed over. If our own code was called last, the place is None.
+    It is also None if the user's code had called ours.
     """
+    # The frames of a syntax error are those of its importer.
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_short(error.filename)}:{error.lineno}"
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
         if str(frame.f_globals.get("__name__")).split(".")[0] == "torchtune_ext":
             return None
+        # Libraries are passed over, and so is generated code, whose file is a name such as "<string>".
         library = file.startswith(STDLIB) or any(name in file for name in PACKAGES)
         if os.path.isfile(file) and not library:
             return f"{_short(file)}:{line}"
@@ -147,7 +146,7 @@ def _short(file: str) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Returns an error in one line: its kind, its text and, in a file of the user, its place."""
+    """Returns an error in one line: its kind, its text and, if it has one, its place in the user's files."""
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     kind = type(error).__name__
     line = text if isinstance(error, ValueError) and text else f"{kind}: {text}" if text else kind
@@ -157,14 +156,14 @@ def text_of(error: BaseException) -> str:
 
 @contextmanager
 def blame(doing: str, fix: str = "") -> Iterator[None]:
-    """Surrounds a call of a component that the user named: what it raises becomes a mistake.
+    """Turns an error of a component that the user named into a mistake.
 
     Args:
-        doing: the beginning of the message, which says what was called: "task: my_task.Sums()[0]".
+        doing: what is called, as the message begins: "task: my_task.Sums()[0]".
         fix: the end of the message.
 
     Raises:
-        Blamed: the block raised an error. A mistake that our own code found passes unchanged.
+        Blamed: the block raised an error. A mistake passes unchanged.
     """
     try:
         yield
@@ -176,10 +175,10 @@ def blame(doing: str, fix: str = "") -> Iterator[None]:
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Surrounds a whole program: an error that we foresaw ends it with one message on stderr.
+    """Surrounds a whole program: a mistake or a failure ends it with one message on stderr.
 
     Raises:
-        SystemExit: there was such an error; see the top for the status.
+        SystemExit: there was one; the table at the top has the status. Under torchrun the process ends without it.
         Exception: any other error, unchanged.
     """
     try:
@@ -199,17 +198,17 @@ def _say(error: Exception, status: int, who: str) -> None:
     if os.environ.get(WITH_TRACEBACK) not in (None, "", "0"):
         traceback.print_exception(error)
     else:
-        # The last message of an engine may have many lines, and all of them count.
+        # A failure keeps all its lines: it may quote the last words of an engine.
         kind = "" if type(error) in (Failure, Late) else f"{type(error).__name__}: "
         text = message(error) if status == STATUS else f"{kind}{error}"
-        # Notes say how the run stands now (`training.life`).
+        # training/life.py adds notes, which say how the run stands now.
         label = styled("error:", RED, sys.stderr)
         print("\n".join([f"{label} {who}{text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     sys.stderr.flush()
 
 
 def message(error: BaseException) -> str:
-    """Returns the message of a mistake. If code failed that is not ours, a last line says how to see more."""
+    """Returns the message of a mistake. If a user's component failed, its last line says how to see the traceback."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
     text = "\n".join(lines)
     return f"{text}\n({WITH_TRACEBACK}=1 shows the traceback)" if isinstance(error, Blamed) else text
@@ -220,10 +219,11 @@ def leave(status: int, at_once: bool = False) -> NoReturn:
 
     Args:
         status: the exit status.
-        at_once: the interpreter is not given the time to end threads. Those of a process group that was not closed sometimes
-            abort it, and torchrun would see another status.
+        at_once: do not wait for threads.
     """
     if at_once:
+        # The threads of a process group that is still open sometimes abort the interpreter while it ends, and torchrun
+        # would see another status. os._exit skips that, and also the exit functions and the flushing of streams.
         import atexit
 
         atexit._run_exitfuncs()
@@ -235,13 +235,14 @@ def leave(status: int, at_once: bool = False) -> NoReturn:
 
 
 def guilty(call: Callable[..., Any], arguments: dict[str, Any], text: str) -> str | None:
-    """Returns the argument without which a call succeeds that failed with all of them, or None if there is no such one.
+    """Returns the argument that makes a call fail: without it, the call succeeds. None if there is no such one.
 
     Args:
-        text: of the error. Arguments whose values it quotes are tried first: without another one, the call may succeed because
-            it does less.
+        text: the text of the error.
     """
 
+    # Arguments whose values the error quotes are tried first. Without another one, the call may succeed only because it
+    # does less.
     def unquoted(name: str) -> bool:
         return re.search(rf"(?<![\w.]){re.escape(str(arguments[name]))}(?![\w.]*\w)", text) is None
 

@@ -19,13 +19,14 @@ PARTIAL, PRUNED, REPLACED = ".partial_", ".pruned_", ".replaced_"
 
 
 def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
-    """Writes `data` to `path` through a temporary file beside it. A reader sees the old file or the new one.
+    """Writes a file. A reader sees the old one or the new one, and never a part.
 
-    With `sync=False` there is no fsync: the file is still whole after kill -9, but it may be empty after a power cut.
+    With `sync=False` there is no fsync: the file is whole after kill -9, but may be empty after a power cut.
 
     Raises:
         OSError: the file cannot be written. The old one is untouched.
     """
+    # A rename replaces a file atomically, but only within one file system, so the temporary file lies beside it.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -35,19 +36,16 @@ def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        # After the rename the temporary file no longer exists. It is there only when something above raised.
+        # The temporary file is still there only if something above raised.
         temporary.unlink(missing_ok=True)
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Cleans up what killed processes left in `folder`, and returns the paths that it found there.
-
-    Nobody else may write into the folder meanwhile. What was half written or half deleted is removed. A folder that was
-    moved out of the way for another one comes back if its place is still empty.
-    """
+    """Cleans up what killed processes left in `folder`, and returns the paths. Nobody may write to it meanwhile."""
     paths = sorted(path for path in folder.glob(".*") if _STRAYS.fullmatch(path.name) or path.name.startswith(REPLACED))
     for path in paths:
         place = folder / path.name.removeprefix(REPLACED)
+        # The process was killed between the two renames of `put_in_place`. The old folder is the whole one.
         if path.name.startswith(REPLACED) and not os.path.lexists(place):
             path.rename(place)
             log.warning("%s had not been replaced when the run was killed: it is back in its place", place)
@@ -57,7 +55,7 @@ def sweep(folder: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or folder that nobody needs. A failure is logged as a warning and does not raise."""
+    """Deletes a file or folder that nobody needs. A failure is only a warning."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -68,22 +66,24 @@ def remove(path: Path) -> None:
 
 
 def partial_of(folder: Path) -> Path:
-    """Returns the path where a folder is written before it is renamed to its place."""
+    """Returns the path at which a folder is written before `put_in_place` renames it."""
     return folder.with_name(PARTIAL + folder.name)
 
 
 def make_empty(folder: Path) -> None:
-    """Makes an empty folder, in place of an earlier one if there is one."""
+    """Makes an empty folder, or empties the one that is there."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
 
 def put_in_place(folder: Path) -> None:
-    """Renames the finished `partial_of(folder)` to `folder`. An earlier folder is removed after that."""
+    """Renames the finished `partial_of(folder)` to `folder`, whose earlier content is removed."""
     partial, old = partial_of(folder), None
+    # A power cut must not keep the name and lose the content, so the content reaches the disk before the rename.
     for path in [*partial.rglob("*"), partial]:
         sync(path)
+    # A folder cannot take the place of one that is not empty. The old one moves away first, and is deleted last.
     if folder.exists():
         old = folder.with_name(REPLACED + folder.name)
         if old.exists():
@@ -101,11 +101,11 @@ def put_in_place(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Renames a folder and then deletes it, so that its name never shows half of it. A failure is only a warning."""
+    """Deletes a folder, whose name vanishes before its content does. A failure is only a warning."""
     aside = _free(folder.with_name(PRUNED + folder.name))
     try:
         folder.rename(aside)
-        # Without this, a power cut could undo the renaming but keep the deletions.
+        # Otherwise a power cut could undo the rename and keep the deletions.
         sync(folder.parent)
     except OSError as error:
         log.warning("%s is not needed any more but cannot be removed: %s", folder, error)
@@ -132,11 +132,9 @@ def _free(path: Path) -> Path:
 
 @contextmanager
 def explained(what: str, fix: str) -> Iterator[None]:
-    """Turns an OSError in the block into one that names the file and the fix.
-
-    The message of a bare OSError, for example "[Errno 28]", tells the user neither.
-    """
+    """Turns an OSError in the block into a `FileMistake`, whose message names the file and the fix."""
     try:
         yield
     except OSError as error:
+        # The text of a bare OSError, for instance "[Errno 28]", tells the user neither.
         raise FileMistake(f"{what}: {error.strerror or error}. {fix}") from error

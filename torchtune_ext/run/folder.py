@@ -3,8 +3,6 @@
 folder = RunFolder(output_dir)                             # no other process can take the folder now
 run = folder.begin(settings, resuming=False, reads=[...])  # an earlier run is set aside, and the new one has an id
 folder.close()                                             # another process may take the folder
-
-The end of the process, also by kill -9, gives the folder back as `close` does.
 """
 
 import errno
@@ -32,8 +30,8 @@ log = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 RECORD = "run.json"
-# These are the names that recipes write into output_dir. Two are missing on purpose: W&B gives each run its own folder
-# in `wandb/`, and `model/` of a warm-up stays until a new one is whole, because the configs of other runs name it.
+# What recipes write into output_dir. Two names are missing on purpose: W&B gives each run its own folder in `wandb/`,
+# and `model/` of a warm-up stays until a new one is whole, because the configs of other runs name it.
 CONTENTS = (
     RECORD,
     "metrics.jsonl",
@@ -79,7 +77,7 @@ DEFAULT = "default"  # stands for a setting that nobody wrote
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that two runs, or two starts of one run, do not share."""
+    """A setting that differs between two runs, or between two starts of one run."""
 
     key: str  # "optimizer.lr"
     before: Any  # `DEFAULT` where it was not set
@@ -102,15 +100,16 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     leaves: list[tuple[str, Any]] = []
     for key, value in node.items():
-        value = list(value) if isinstance(value, tuple) else value  # as it is in a file
+        # Settings that were read from a file hold lists where those of this run may hold tuples.
+        value = list(value) if isinstance(value, tuple) else value
         leaves += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
     return leaves
 
 
 class RunFolder:
-    """Owns the folder of a run, on rank 0, until `close` or the end of the process.
+    """Owns the folder of a run, on rank 0, until `close` or the end of the process. A missing folder is made.
 
-    A missing folder is made. The constructor takes the lock and does no more, so that it can come before anything expensive.
+    The constructor only takes the lock, so it can come before anything expensive.
 
     Raises:
         ValueError: another process owns the folder (the message says which one), or the path is no folder.
@@ -129,7 +128,7 @@ class RunFolder:
         ):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            # A forked child inherits the lock. A child that outlives this process must not keep the folder locked.
+            # A forked child inherits the lock. If it outlives this process, it must not keep the folder locked.
             os.register_at_fork(after_in_child=self._drop)
             try:
                 self._hold()
@@ -154,17 +153,17 @@ class RunFolder:
         For a new run this writes `run.json`. For a resumed run the recipe calls `write_record` later.
 
         Args:
-            settings: the settings of the run, JSON-able. They are kept for people who read the folder.
-            resuming: True if the run in the folder goes on and keeps its id. Otherwise everything that it left is moved
-                together into `old-1`, or the next free number, which is a run folder itself.
+            settings: the settings of the run, JSON-able, kept for people who read the folder.
+            resuming: the run in the folder goes on and keeps its id. Otherwise all that it left moves into `old-1`, or
+                the next free number, which is a run folder itself.
             reads: the paths that the new run reads (its model, the files of its tasks).
 
         Raises:
-            ValueError: a path in `reads` would be set aside; or, when resuming, nothing says which run is in the
-                folder.
+            ValueError: a path in `reads` would be set aside, or nothing says which run is to resume.
             OSError: the folder cannot be written.
         """
         with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
+            # The lock makes this process the only one that writes here, which `sweep` needs.
             checkpoints = self.path / "checkpoints"
             for place in (self.path, self.path / "rollouts", checkpoints, *checkpoint_folders(checkpoints)):
                 sweep(place)
@@ -180,24 +179,20 @@ class RunFolder:
                 self._set_aside()
                 run = Run(agents_run() or secrets.token_hex(4), name, now, dict(settings), origin())
         self.run = run
+        # The record of a resumed run waits until its checkpoint is accepted, because refused settings never ran.
         if not resuming:
             self.write_record()
         return run
 
     def write_record(self) -> None:
-        """Writes `run.json`.
-
-        A resumed run calls this only when its checkpoint is accepted, because settings that were refused never ran.
-        """
+        """Writes `run.json`. A resumed run calls this when its checkpoint is accepted."""
         with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
             text = json.dumps(asdict(self.run), indent=1, default=str) + "\n"
             write_atomic(self.path / RECORD, text.encode())
 
     def close(self) -> None:
-        """Gives up the folder, so that another process can own it.
-
-        The lock file stays. If it were removed, two processes could each hold a lock on a different file of that name.
-        """
+        """Gives up the folder, so that another process can own it."""
+        # The lock file stays. If it were removed, two processes could each lock a different file of that name.
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._drop()
@@ -233,13 +228,12 @@ class RunFolder:
             self._lock = None
 
     def _left(self) -> list[Path]:
-        """Returns the paths that an earlier run left.
-
-        Empty folders do not count: somebody prepared them for this run. A start that failed before it did anything does
-        not count as a run: the next start takes over its `PAPERS`.
-        """
+        """Returns the paths that an earlier run left."""
         logs = sorted(path.name for path in self.path.glob("engine_*.log") if _LOGS.fullmatch(path.name))
+        # Empty folders do not count: somebody prepared them for this run.
         left = [path for name in (*CONTENTS, *logs) if os.path.lexists(path := self.path / name) and not _empty(path)]
+        # A start that left only papers failed before its first line of metrics. It is no run, and the next start takes
+        # them over.
         return left if any(path.name not in (*PAPERS, *logs) for path in left) else []
 
     def _require_unread(self, reads: Iterable[str | Path]) -> None:
@@ -252,8 +246,8 @@ class RunFolder:
                     )
 
     def _set_aside(self) -> None:
-        """Moves the earlier run into `old-N`, its checkpoints first: a start that is killed meanwhile leaves nothing from which
-        a run could go on."""
+        """Moves the earlier run into `old-N`."""
+        # The checkpoints move first. If this process is killed meanwhile, no later start resumes from half a run.
         left = sorted(self._left(), key=lambda path: path.name != "checkpoints")
         if not left:
             return
@@ -272,7 +266,6 @@ class RunFolder:
         log.warning("%s held an earlier run; all of it is kept in %s", self.path, target)
 
     def _record(self) -> dict[str, Any]:
-        """Returns the record of the run in the folder, which goes on."""
         record = read_record(self.path)
         if record is None:
             raise Mistake(
@@ -283,7 +276,7 @@ class RunFolder:
 
 
 def read_record(folder: str | Path) -> dict[str, Any] | None:
-    """Returns what `run.json` in `folder` holds, the fields of `Run`, or None where there is no such file.
+    """Returns what `run.json` in `folder` holds, the fields of `Run`, or None without such a file.
 
     Raises:
         ValueError: the file is damaged.
@@ -301,13 +294,13 @@ def read_record(folder: str | Path) -> dict[str, Any] | None:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Returns the checkpoints in a run's folder `checkpoints`, whole or damaged, the oldest first."""
+    """Returns the checkpoints in a run's folder `checkpoints`, whole or damaged, oldest first."""
     folders = [path for path in folder.glob("step_*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
     return sorted(folders, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Returns the step of a checkpoint from the name of its folder."""
+    """Returns the step in the name of a checkpoint's folder."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -316,7 +309,7 @@ def _empty(path: Path) -> bool:
 
 
 def _holder(lock: int) -> str:
-    """Returns who holds the lock, from the lock file. The other process may still be writing the file."""
+    # The other process may still be writing the file.
     try:
         holder = json.loads(os.pread(lock, 4096, 0))
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
@@ -324,13 +317,11 @@ def _holder(lock: int) -> str:
         return f"see {LOCK} in it"
 
 
-# A run that an agent of Weights & Biases starts (`wandb agent`) has a folder and an id of its own, without a setting.
-#
-# A sweep starts the same config many times, so all its runs name the same `output_dir`. The agent tells each of them in the
-# environment who it is. A run that finds both variables works in `<output_dir>/<WANDB_RUN_ID>`, and that is its id, too. All
-# ranks that torchrun starts inherit them, so they agree.
+# A sweep of Weights & Biases starts one config many times, so all its runs name the same `output_dir`. Its agent
+# (`wandb agent`) gives each run an id in the environment, and such a run works in `<output_dir>/<id>`. The ranks that
+# torchrun starts inherit the environment, so they agree.
 def agents_run() -> str | None:
-    """Returns the id that an agent has given to this run, or None if no agent has started it.
+    """Returns the id that a W&B agent has given to this run, or None if no agent started it.
 
     Raises:
         ValueError: the id cannot be the name of a folder.
@@ -346,7 +337,7 @@ def agents_run() -> str | None:
 
 
 def own_folder(output_dir: str) -> str:
-    """Returns the folder of this run: `output_dir`, or the one below it that belongs to this run of an agent."""
+    """Returns the folder of this run: `output_dir`, or `output_dir/<id>` if a W&B agent started it."""
     run = agents_run()
     return output_dir if run is None else f"{output_dir.rstrip('/')}/{run}"
 
@@ -354,10 +345,10 @@ def own_folder(output_dir: str) -> str:
 def origin() -> dict[str, Any]:
     """Returns what this process was started with, JSON-able.
 
-    command: as it was typed, on rank 0 of several as torchrun was started
-    folder: the working directory; relative paths in the settings begin there
-    commit: {"id": of the git repository around it, "changed": whether files in it differ}, or None
-    versions: of Python and of PACKAGES, as far as they are installed
+    command: as the user typed it
+    folder: the working directory, where relative paths in the settings begin
+    commit: {"id": ..., "changed": whether tracked files differ from it} of the git repository around it, or None
+    versions: of Python and of those of PACKAGES that are installed
     """
     return {
         "command": shlex.join(started_with()),
@@ -368,25 +359,24 @@ def origin() -> dict[str, Any]:
 
 
 def started_with() -> list[str]:
-    """Returns the words of the command that started this run, without the path of the program."""
+    """Returns the words of the command with which the user started this run, without the path of the program."""
     words = list(sys.orig_argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun has started this process, and the user has started torchrun.
+        # The user started torchrun, which started this process.
         try:
             words = (
                 Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1] or words
             )
         except OSError:
             pass
-    # What pip installs as a command is a script, which Python runs.
+    # A command that pip installs is a script, so the first word is the Python that runs it.
     if len(words) > 1 and Path(words[0]).name.startswith("python") and not words[1].startswith("-"):
         del words[0]
     return [Path(words[0]).name, *words[1:]]
 
 
 def commit(path: Path) -> dict[str, Any] | None:
-    """Returns the commit of the git repository in which a folder lies, and whether tracked files differ from it. None where
-    there is no repository or no git, or git takes too long."""
+    """Returns the commit around a folder as in `origin`, or None: no repository, no git, or git takes too long."""
     try:
         head = _git(path, "rev-parse", "HEAD")
         return {"id": head, "changed": bool(_git(path, "status", "--porcelain", "--untracked-files=no"))}
@@ -406,7 +396,7 @@ def versions() -> dict[str, str]:
 
 
 def _git(path: Path, *words: str) -> str:
-    # A run must not hold the lock of somebody's repository.
+    # `git status` would otherwise lock the repository to refresh its index, and a git command of the user's could fail.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     done = subprocess.run(
         ["git", "-C", str(path), *words], env=environment, capture_output=True, text=True, timeout=GIT_S, check=True

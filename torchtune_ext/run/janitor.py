@@ -1,9 +1,9 @@
-"""Removes what engines, graders and environments would leave behind when the trainer is killed: temporary folders, processes.
+"""Removes what engines, graders and environments would leave behind when the trainer is killed: folders and processes.
 
-Who starts them has a `Janitor`: a tiny process in its own session (`python -I -S janitor.py PARENT_PID DIRECTORY`), so that
-neither Ctrl-C nor a kill of the trainer's process group reaches it. It reads process groups from stdin, in each line all that
-there are now (0: none), and waits until the trainer is gone. Then it kills those of the last line and removes the directory.
-It cannot import anything of ours.
+    python -I -S janitor.py PARENT_PID DIRECTORY
+
+Each line on stdin holds all process groups that there are now. When the parent is gone, this small process kills those
+of the last line and removes the directory.
 """
 
 import logging
@@ -26,11 +26,12 @@ SOCKET_PATH_MAX = 107  # bytes of a unix socket's path; vLLM appends 37
 
 
 class Janitor:
-    """Owns a temporary folder, and the process that knows it and the process groups to end."""
+    """A temporary folder, and the process that removes it and kills process groups when the trainer ends."""
 
     def __init__(self):
         """Makes the folder and starts the process. Raises OSError."""
         base = tempfile.gettempdir()
+        # vLLM has sockets in the folder, so its path must be short: a long TMPDIR gives way to /tmp.
         self.folder = tempfile.mkdtemp(prefix="tte-", dir=base if len(base) < SOCKET_PATH_MAX - 60 else "/tmp")
         self.groups: list[int] = []  # what the process knows
         self._closed = False
@@ -45,14 +46,14 @@ class Janitor:
         return self._process.pid
 
     def guard(self, groups: Sequence[int]) -> None:
-        """Makes these (0: none) the process groups to kill when the trainer ends. A process that has died meanwhile is
-        replaced. Raises OSError."""
+        """Makes these the process groups to kill when the trainer ends (0 stands for none). Raises OSError."""
         if self._closed:
             raise OSError("the janitor is closed")
         self.groups = list(groups)
         try:
             self._tell()
         except BrokenPipeError:
+            # The process died. Every line names all groups, so a new process needs only this one.
             log.warning("a janitor ended (status %d): starting another one", self._process.wait(END_S))
             self._process.stdin.close()  # type: ignore[union-attr]
             self._start()
@@ -71,10 +72,13 @@ class Janitor:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
+        # This file also runs as a script without our package (-I) and without installed ones (-S), so nothing of either
+        # is imported at its top.
         from torchtune_ext.run.parent import environment
 
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.folder]
-        # The pipe has no buffer: else a write that failed would be tried again, and fail again, when the pipe is closed.
+        # The pipe has no buffer, because closing it would repeat a write that failed. In a session of its own, the
+        # process survives Ctrl-C and a kill of the trainer's process group.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True, env=environment()
         )
@@ -85,6 +89,7 @@ class Janitor:
 
 def wait_for_end(parent: int) -> list[int]:
     """Waits until `parent` has ended or stdin is closed; returns the process groups of the last line on stdin."""
+    # A forked child of the trainer holds the pipe open after its end, so the pipe is not the only sign.
     groups, text = [], b""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
@@ -93,11 +98,12 @@ def wait_for_end(parent: int) -> list[int]:
         watch = os.pidfd_open(parent)
         poll.register(watch, select.POLLIN)
     except ProcessLookupError:
-        pass  # it is gone already; stdin holds what it wrote, and is closed
+        pass  # the parent has ended; stdin holds what it wrote, and then its end
     except OSError:
-        pass  # this kernel has no pidfd, so the closed pipe has to do
+        pass  # this kernel has no pidfd, so the end of stdin has to do
     while True:
         ready = dict(poll.poll())
+        # What the parent wrote just before its end still counts, so stdin is emptied first.
         if 0 in ready:
             data = os.read(0, 4096)
             if not data:
@@ -109,11 +115,12 @@ def wait_for_end(parent: int) -> list[int]:
 
 
 def members(group: int) -> dict[int, bool]:
-    """Lists the living processes of a process group, and says of each whether it is a resource tracker of Python's."""
+    """Returns the living processes of a process group, each with whether it is a resource tracker of Python's."""
     trackers = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            # The name in the brackets is whatever the process has called itself, so it is taken as bytes.
+            # A process may give itself any name, also one with brackets or without meaning in UTF-8. The name ends at
+            # the last bracket.
             with open(f"/proc/{pid}/stat", "rb") as file:
                 state, _, its_group = file.read().rsplit(b")", 1)[1].split()[:3]
             if int(its_group) == group and state not in (b"Z", b"X"):
@@ -125,11 +132,9 @@ def members(group: int) -> dict[int, bool]:
 
 
 def kill(group: int) -> None:
-    """Kills the processes of a group (0: none), but for Python's resource trackers.
-
-    A tracker waits until all who share it have ended. Then it removes their shared memory from /dev/shm, which nobody else
-    would do, and ends by itself. vLLM has such memory between its processes when `tensor_parallel_size` is above 1.
-    """
+    """Kills the processes of a group (0: none), except Python's resource trackers."""
+    # A tracker waits for the end of the processes that share it. Then it removes their shared memory from /dev/shm,
+    # which nobody else would do, and ends. vLLM has such memory if `tensor_parallel_size` is above 1.
     for pid, tracker in members(group).items() if group > 1 else ():
         if not tracker:
             try:
@@ -139,9 +144,9 @@ def kill(group: int) -> None:
 
 
 def end(group: int, patience_s: float) -> None:
-    """Kills a process group (0: none) and waits for its end; what is left of it after `patience_s`, trackers too, is killed
-    once more."""
+    """Kills a process group (0: none) and waits for its end. After `patience_s`, its resource trackers die as well."""
     give_up = time.monotonic() + patience_s
+    # A process may fork while `kill` goes through the list, so the list is made anew until it is empty.
     while group > 1 and members(group):
         if time.monotonic() > give_up:
             try:
@@ -154,9 +159,10 @@ def end(group: int, patience_s: float) -> None:
 
 
 def clean(groups: list[int], directory: str) -> None:
-    """Ends the process groups (0: none) and removes the directory; all of it may be gone already."""
+    """Ends the process groups (0: none) and removes the directory. All of it may be gone already."""
+    # All groups are killed before the first one is waited for.
     for group in groups:
-        kill(group)  # all of them at once, before the first one is waited for
+        kill(group)
     for group in groups:
         end(group, PATIENCE_S)
     shutil.rmtree(directory, ignore_errors=True)

@@ -15,15 +15,15 @@ from torchtune_ext.run.terminal import width
 
 log = logging.getLogger(__name__)
 
-# The line with which a recipe says that its engines are ready. Who started the run on another machine waits for it.
+# The line with which a recipe says that its engines are ready. Programs that start a run elsewhere wait for it.
 ENGINE_READY = "engine:    ready after"
 LABEL = 11  # characters before the text in the lines that a run begins and ends with
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Prints `text` at once, above the progress bars that are on the screen. `file=None` means `sys.stdout`."""
+    """Prints `text` at once, above the progress bars. `file=None` means `sys.stdout`."""
     out = sys.stdout if file is None else file
-    # `sys.stdout` is None in a process that was started without standard output.
+    # `sys.stdout` is None in a process that has no standard output.
     if out is None:
         return
 
@@ -35,13 +35,14 @@ def say(text: str, file: TextIO | None = None) -> None:
         with tqdm.external_write_mode(file=out):
             attempt(out, write)
 
-    # The bars are on stderr. To print above them, tqdm clears them and draws them again, which may fail as well.
+    # tqdm clears the bars, which are on stderr, and then draws them again. Both may fail, too.
     attempt(sys.stderr, above_bars)
 
 
 def labelled(lines: Sequence[tuple[str, str]]) -> str:
-    """Returns one line for each (label, text), the texts below each other, and wrapped where stdout is a terminal."""
+    """Returns a table of (label, text), whose texts are wrapped if stdout is a terminal."""
     room = (width(sys.stdout) or math.inf) - LABEL
+    # Nothing fits beside the labels on a terminal that is narrower than they are, so its lines stay as they are.
     wrapped = [
         textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
         if len(text) > room > LABEL
@@ -55,7 +56,7 @@ def labelled(lines: Sequence[tuple[str, str]]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table: a line for each row, cells of one column below each other."""
+    """Returns a table, one line per row, with its columns aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -63,16 +64,13 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def attempt(stream: TextIO | None, write: Callable[[], Any]) -> bool:
-    """Calls `write`, which writes to `stream`, and returns whether it succeeded.
-
-    The first failure is logged as a warning. From then on the descriptor of the stream leads to the null device. Python
-    can then empty its buffers into it. Otherwise the flush at the end of the interpreter would fail and set the exit
-    status to 120.
-    """
+    """Calls `write`, which writes to `stream`, and returns whether it succeeded. The first failure is a warning."""
     try:
         write()
     except OSError as error:
         log.warning("%s takes no more text (%s): the run goes on without it", getattr(stream, "name", stream), error)
+        # What is in the buffer of the stream can still be written to the null device. Otherwise the interpreter's last
+        # flush would fail and set the exit status to 120.
         _lead_away(stream)
         return False
     return True
@@ -82,7 +80,7 @@ def _lead_away(stream: TextIO | None) -> None:
     try:
         descriptor = stream.fileno()
     except (AttributeError, OSError, ValueError):
-        # There is no stream, it is a stream in memory, or it is closed.
+        # The stream is None, in memory, or closed.
         return
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
@@ -91,7 +89,7 @@ def _lead_away(stream: TextIO | None) -> None:
 
 @atexit.register
 def _flush() -> None:
-    """Flushes both streams before the interpreter does, because other libraries may have printed without `say`."""
+    # Libraries print without `say`, so their text may be in the buffers. The interpreter's own flush comes after this.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             attempt(stream, stream.flush)

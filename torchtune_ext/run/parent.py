@@ -1,4 +1,4 @@
-"""Ties a child process to its parent: it starts with a copy of its environment and ends with it; and says how a child ended."""
+"""The start and the end of a child process: its environment, its death with the parent, and how it ended."""
 
 import ctypes
 import os
@@ -8,11 +8,11 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when the parent ends. If the parent has ended already, exits at once.
+    """Makes the kernel kill this process when the parent ends. If the parent has ended already, exits at once.
 
     Args:
-        parent: process id of the parent. The kernel treats the end of the *thread* that started this process as the end
-            of the parent. That thread must therefore live as long as this process may run.
+        parent: the process id of the parent. For the kernel, the parent is the *thread* that started this process, so
+            that thread must live as long as this process may run.
 
     Raises:
         OSError: the kernel refuses the request.
@@ -20,22 +20,22 @@ def die_with_parent(parent: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # A parent that ended before the call above sends no signal. This process already has another parent then.
     if os.getppid() != parent:
         os._exit(1)
 
 
 def environment() -> dict[str, str]:
-    """Returns a copy of the environment for a process that is about to be started.
-
-    Every new process must be given such a copy. Without it, exec reads the table that the C library keeps. If another
-    thread changes the environment at that moment, as vLLM's configuration does, exec fails with "Bad address".
-    """
+    """Returns a copy of the environment, which every new process must be given."""
+    # Without a copy, exec reads the table of the C library. If another thread changes the environment at that moment,
+    # as vLLM's configuration does, exec fails with "Bad address". For the same reason a name may be gone when its value
+    # is read here.
     variables = {name: os.environ.get(name) for name in list(os.environ)}
     return {name: value for name, value in variables.items() if value is not None}
 
 
 def how_it_ended(code: int | None, what: str) -> str:
-    """Says how a process ended, from its exit code; None: it lives, and vLLM gave up over something else."""
+    """Says how a process ended, from its exit code. None means that it lives, but vLLM has given the engine up."""
     if code is None:
         return "vLLM gave the engine up (the end of its log says why)"
     if code >= 0:

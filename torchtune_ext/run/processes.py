@@ -2,11 +2,8 @@
 
 kind of failure   what happened
 "raised"          the call raised an error
-"died"            the process ended in the middle of the call
-"late"            the call was still busy after its deadline, and its process was killed
-
-A process has one call at a time, so a process that dies loses no other call. It is replaced at once. A round trip takes about
-0.1 ms, so handing over several calls at once would gain little.
+"died"            the process ended during the call
+"late"            the call did not end by its deadline, and its process was killed
 """
 
 import os
@@ -37,24 +34,24 @@ from torchtune_ext.run.janitor import Janitor
 from torchtune_ext.run.parent import environment
 
 START_DEADLINE_S = 120.0  # seconds that a process has to unpickle the object, with all imports
-MAX_START_FAILURES = 3  # processes that may fail to start, one after the other, before all is given up
+MAX_START_FAILURES = 3  # consecutive failures to start after which no more processes are started
 _LOST = (EOFError, OSError, pickle.UnpicklingError)  # the errors that this process sees when another one ends
-_REMOVALS = 20  # attempts to remove a folder into which something that was killed may still write
+_REMOVALS = 20  # attempts to remove a folder into which a killed process may still write
 
 
 class Processes:
     """Calls a pickled object in `count` processes, each call within its own deadline.
 
-    The processes start at once, import what the object needs and no more, and end with this process or with `close`. Each has a
-    folder for temporary files (its TMPDIR), which goes when the process ends, however it ends, and when the trainer is killed.
+    The processes start at once, import only what the object needs, and end with `close` or with this process. Each has
+    a folder for temporary files (its TMPDIR), which is removed however the process ends.
 
     Args:
-        target: the object, pickled by cloudpickle, so that its class may be defined in the user's copied recipe (`__main__`).
+        target: the object, pickled by cloudpickle, so that its class may be defined in the recipe (`__main__`).
         count: number of processes.
-        name: what they do, for messages and for the name of the thread that serves them: "grading".
-        subject: what they are started with, for messages: "task".
-        variables: further variables of the environment of the processes.
-        output: file that takes what the processes print, behind what is in it. None: they print where this one does.
+        name: what they do, for messages and the name of the thread: "grading".
+        subject: what the object is, for messages: "task".
+        variables: environment variables to add.
+        output: the file to which the output of the processes is appended; None: they print where this process does.
 
     Raises:
         OSError: no process can be started.
@@ -78,8 +75,8 @@ class Processes:
         self._grace_s = 0.0  # seconds that processes get to end by themselves
         self._bell, self._listener = socket.socketpair()
         self._listener.setblocking(False)
-        # Only one thread starts the processes and talks to them. The kernel kills them when this thread ends, so the thread
-        # lives as long as this object.
+        # The kernel kills the processes when the thread that started them ends (`die_with_parent`). So one thread, which
+        # lives as long as this object, starts them all.
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._serve, args=[started], name=name, daemon=True)
         self._thread.start()
@@ -92,22 +89,22 @@ class Processes:
         otherwise: Callable[[str, str], Any],
         process: int | None = None,
     ) -> Future:
-        """Hands in a call and returns at once. A slow call delays others only if no other process is free.
+        """Queues a call and returns at once.
 
         Args:
-            arguments: of the call. They are pickled here, so that an object that cannot be pickled raises here.
-            timeout_s: seconds for the call, counted from when a process takes it.
-            otherwise: makes the result of a call that failed, from the kind of failure and its cause (the error, how the
-                process ended, or how long it had), in the thread that serves all processes.
-            process: the number of the process, from 0, that has to take the call; None: any. What an earlier call left in it is
-                lost if the process was replaced meanwhile.
+            arguments: the arguments of the call. What cannot be pickled raises here.
+            timeout_s: seconds for the call, from when a process takes it.
+            otherwise: makes the result of a failed call from the kind of failure and its cause. It runs in the thread
+                that serves all processes.
+            process: the number, from 0, of the process that has to take the call; None: any. A process that was
+                replaced meanwhile has lost what earlier calls left in it.
 
         Returns:
-            a future of what the call returns, or of what `otherwise` makes of its failure. It can be canceled until it is done.
-            The process still finishes the call that it has.
+            a future of what the call or `otherwise` returns. It can be canceled until it is done, but a process that
+            already has the call finishes it.
 
         Raises:
-            Exception: the reason why no calls are accepted any more. Futures that were waiting raise it, too.
+            Exception: the reason why no calls are accepted anymore. Waiting futures raise it, too.
         """
         item = _Item(cloudpickle.dumps(arguments), timeout_s, otherwise, process)
         with self._lock:
@@ -118,45 +115,45 @@ class Processes:
         return item.future
 
     def pids(self) -> list[int]:
-        """Returns the process ids. They change when a process is replaced."""
+        """Returns the process ids, which change when a process is replaced."""
         return [worker.process.pid for worker in self._workers]
 
     def close(self, reason: Exception, grace_s: float = 0.0) -> None:
-        """Ends the processes: closes their connections, and kills those that are still there after `grace_s` seconds.
+        """Ends the processes, and kills those that have not ended by themselves after `grace_s` seconds.
 
         Futures that are not done raise `reason`. A second call does nothing.
         """
         self._grace_s = max(self._grace_s, grace_s)
         self._end(reason)
         self._ring()
-        # The function that makes a result, or a callback of its future, may be what closes.
+        # `otherwise` or a callback of a future, which run in the thread, may call this. A thread cannot join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=START_DEADLINE_S)
 
     def _ring(self) -> None:
-        """Wakes the thread that runs `_serve`."""
+        # The thread waits for sockets, and this is one of them.
         try:
             self._bell.send(b"!", socket.MSG_DONTWAIT)
         except OSError:
-            # The socket is full of earlier rings, so the thread will wake up anyway, or the thread has ended.
+            # The socket is full of earlier rings, so the thread will wake up anyway. Or the thread has ended.
             pass
 
     def _end(self, reason: Exception) -> None:
-        """Records why no more calls are accepted. Only the first reason counts."""
+        # The first reason is the cause, and later ones follow from it.
         with self._lock:
             self._ended = self._ended or reason
 
     def _serve(self, started: Future) -> None:
-        """Runs in the thread: gives calls to free processes, takes answers, and replaces processes that fail."""
+        """Runs in the thread: gives calls to free processes, takes answers, and replaces failed processes."""
         self._workers: list[_Worker] = []
         self._start_failures = 0  # processes that failed to start since the last one that started
         self._janitor: Janitor | None = None
         try:
             try:
-                # The kernel kills the processes when the trainer is killed, but not what they have started.
+                # When the trainer is killed, the kernel kills the processes, but not what they have started.
                 self._janitor = Janitor()
-                self.folder = Path(self._janitor.folder)  # those of the processes are in it
-                self.folder.chmod(0o711)  # as they are
+                self.folder = Path(self._janitor.folder)  # holds the folders of the processes
+                self.folder.chmod(0o711)  # other users may pass through, as in `_Worker`
                 self._workers += [self._start() for _ in range(self._count)]
                 self._janitor.guard([worker.process.pid for worker in self._workers])
             except Exception as error:
@@ -167,7 +164,7 @@ class Processes:
                 self._assign()
                 self._wait()
         except Exception as error:
-            # Whatever the error is, everyone who waits for an answer has to get it.
+            # Whatever the error is, those who wait for an answer have to get it.
             self._end(error)
         finally:
             self._end(RuntimeError(f"the thread of the {self._name} processes has ended"))
@@ -191,7 +188,8 @@ class Processes:
         return _Worker(self._hello, self.folder, self._variables, self._output)
 
     def _assign(self) -> None:
-        """Gives calls of the queue to processes that are free."""
+        # A process has one call at a time, so one that dies loses no other call. A round trip takes about 0.1 ms, so
+        # handing over several calls at once would gain little.
         for slot, worker in enumerate(self._workers):
             while worker.ready and worker.item is None:
                 with self._lock:
@@ -200,18 +198,18 @@ class Processes:
                         break
                     self._queue.remove(item)
                 if item.future.cancelled():
-                    # Without this call, a wait for several futures would never count the canceled one as done.
+                    # `concurrent.futures.wait` counts a canceled future as done only after this call.
                     item.future.set_running_or_notify_cancel()
                     continue
                 if not worker.take(item):
+                    # The process died before it had the call, which is not to blame and goes back to the queue.
                     with self._lock:
                         self._queue.appendleft(item)
-                    # The process died while it had no call. The call is back in the queue.
                     self._replace(slot)
                     break
 
     def _wait(self) -> None:
-        """Waits until a process answers, a deadline passes, or the bell rings, and deals with what happened."""
+        """Waits until a process answers, a deadline passes, or the bell rings, and handles what happened."""
         busy = [worker for worker in self._workers if worker.item is not None or not worker.ready]
         left_s = max(0.0, min(worker.deadline for worker in busy) - time.monotonic()) if busy else None
         answered = set(wait([self._listener, *(worker.connection for worker in busy)], timeout=left_s))
@@ -221,21 +219,18 @@ class Processes:
             failure = None
             if worker.connection in answered:
                 failure = worker.receive()
-            # The process may have answered after `wait` returned, so the connection is polled before the process is
-            # blamed.
+            # The process may have answered after `wait` returned, so the connection is polled before it counts as late.
             elif worker in busy and time.monotonic() >= worker.deadline and not worker.connection.poll():
                 failure = "late", f"no answer within {worker.allowed_s:g} s; the process was killed"
             if failure is not None:
                 self._fail(slot, *failure)
 
     def _fail(self, slot: int, kind: str, cause: str) -> None:
-        """Deals with a process that failed: replaces it, and gives the failure to the call that it had.
-
-        Raises:
-            RuntimeError: the process says that it cannot start with this object, or too many failed to start.
-        """
+        """Replaces a process that failed, and passes the failure to its call. Raises Failure if none can start."""
         worker = self._workers[slot]
         self._start_failures = 0 if worker.ready else self._start_failures + 1
+        # A process that cannot unpickle the object says so, and another one would fail in the same way. One that died
+        # during its start may have had bad luck, but not several in a row.
         if worker.refused or self._start_failures == MAX_START_FAILURES:
             cause = f"the {self._name} process died: {cause}" if kind == "died" else cause
             raise Failure(f"a {self._name} process could not start with this {self._subject}: {cause}")
@@ -276,7 +271,8 @@ class _Worker:
 
     def __init__(self, hello: bytes, folder: Path, variables: Mapping[str, str], output: Path | None) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=folder))
-        self.folder.chmod(0o711)  # what runs as another user has a folder in it, whose name only that one knows
+        # Code that runs as another user may have a folder in this one. It has to pass through, but need not list it.
+        self.folder.chmod(0o711)
         variables = {**environment(), **variables, "TMPDIR": str(self.folder)}
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -291,7 +287,7 @@ class _Worker:
                     start_new_session=True,
                     env=variables,
                 )
-            # A process that is stopped in the middle of a message must not block this one.
+            # A process that is stopped in the middle of a message must not block this thread forever.
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, _timeval(START_DEADLINE_S))
             self.connection = Connection(ours.detach())
@@ -302,7 +298,7 @@ class _Worker:
         try:
             self.connection.send_bytes(hello)
         except _LOST:
-            # The process died at once. `receive` finds out and reports it.
+            # The process died at once. `receive` reports it.
             pass
 
     def take(self, item: _Item) -> bool:
@@ -316,7 +312,7 @@ class _Worker:
         return True
 
     def receive(self) -> tuple[str, str] | None:
-        """Takes one message. Returns kind and cause of a process that has died or cannot start, otherwise None."""
+        """Takes one message. Returns kind and cause if the process died or cannot start, otherwise None."""
         try:
             data = self.connection.recv_bytes()
         except _LOST as error:
@@ -332,27 +328,26 @@ class _Worker:
         return None
 
     def finish(self, kind: str, value: Any, cause: str) -> None:
-        """Ends the call that the process has."""
+        # The process is free before callbacks of the future run.
         item, self.item = self.item, None
         item.finish(kind, value, cause)
 
     def end(self, kill_at: float) -> None:
-        """Waits for the end of the process until `kill_at` (on the monotonic clock). Then it kills the process and everything
-        that it started (the process leads its own process group), reaps it, and removes its folder."""
+        """Waits for the end of the process until `kill_at` (monotonic clock), and then kills it and all it started."""
         try:
             self.process.wait(timeout=max(0.0, kill_at - time.monotonic()))
         except subprocess.TimeoutExpired:
             pass
+        # The process leads its own group, in which what it started may live on after its end.
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            # The process and its group have ended already.
+            # The whole group has ended.
             pass
         self.process.wait(timeout=START_DEADLINE_S)
         remove(self.folder)
 
     def _allow(self, seconds: float) -> None:
-        """Gives the process this many seconds for its next message."""
         self.allowed_s = seconds
         self.deadline = time.monotonic() + seconds
 
@@ -365,7 +360,7 @@ class _Worker:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder in which something that was killed a moment ago may still make a file."""
+    """Removes a folder in which a process that was killed a moment ago may still make a file."""
     for _ in range(_REMOVALS):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -374,5 +369,5 @@ def remove(folder: Path) -> None:
 
 
 def _timeval(seconds: float) -> bytes:
-    """Returns a struct timeval of C, which the option SO_RCVTIMEO needs."""
+    # SO_RCVTIMEO takes a struct timeval of C: 8 bytes of seconds and 8 bytes of microseconds.
     return int(seconds).to_bytes(8, sys.byteorder) + bytes(8)

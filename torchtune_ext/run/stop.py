@@ -6,11 +6,8 @@ SIGHUP              ends at once, because its terminal is gone                  
 SIGTERM             goes on to the end of the step and writes a checkpoint, if the step ends     143
                     within the grace time; otherwise it ends when the grace time is over
 
-"Ends" means that `Stopped` is raised in the main thread, so that all parts are closed on the way out. Python runs
-signal handlers only in the main thread, between two of its own instructions. A rank that waits in a collective runs C
-code and would not react to the signal. Therefore a second thread gets the signal too, through the wake-up descriptor,
-to which Python's C handler writes at once. This thread keeps the deadlines, and ends the process itself when the main
-thread does not react.
+"Ends" means that `Stopped` is raised in the main thread, so that all parts are closed on the way out. If the main
+thread does not react, a second thread ends the process.
 """
 
 import os
@@ -27,14 +24,13 @@ from typing import Any
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 REACTION_S = 5.0  # seconds that the main thread has to raise `Stopped` when it is time
 CLEANUP_S = 60.0  # seconds that closing all parts may take
-AGAIN_S = 1.0  # seconds within which a second Ctrl-C counts as the first one, delivered twice
+# Seconds within which a second Ctrl-C counts as the first one, which a terminal and a launcher may both deliver.
+AGAIN_S = 1.0
 NEVER = float("inf")
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was told to stop.
-
-    It derives from KeyboardInterrupt, so that code which handles Ctrl-C correctly handles this correctly.
+    """The run was told to stop. Code that handles Ctrl-C correctly handles this, too.
 
     Attributes:
         signal: the signal that stopped the run.
@@ -42,7 +38,7 @@ class Stopped(KeyboardInterrupt):
     """
 
     def __init__(self, number: signal.Signals, orderly: bool = False):
-        # Ranks send this error to each other. Pickle makes it again from the arguments that the base class was given.
+        # Ranks send this error to each other, and pickle rebuilds it from the arguments of the base class.
         super().__init__(number, orderly)
         self.signal, self.orderly = number, orderly
 
@@ -51,18 +47,15 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Listens to the three signals while it is used as a context manager in the main thread.
-
-    If the process was started with a signal ignored (nohup, a background job of a shell), that signal stays ignored.
-    """
+    """Listens to the three signals while it is used as a context manager in the main thread."""
 
     def __init__(self, grace_s: float, standing: Callable[[], str], reaction_s: float = REACTION_S):
         """Prepares to listen; `with` begins it.
 
         Args:
             grace_s: seconds within which a step must end after SIGTERM.
-            standing: returns a text that says where the run is and how to go on. Any thread may call it.
-            reaction_s: seconds that the main thread has to react. After that the process is ended without it.
+            standing: returns a text that says where the run is and how to resume it. Any thread may call it.
+            reaction_s: seconds that the main thread has to react before the process ends without it.
         """
         self._grace_s, self.standing, self._reaction_s = grace_s, standing, reaction_s
         self.signal: signal.Signals | None = None  # the signal that ends the run
@@ -85,10 +78,7 @@ class StopSignals:
         return self.signal is not None
 
     def agreed(self, on_any_rank: Callable[[bool], bool]) -> bool:
-        """Decides whether the run ends with this step.
-
-        All ranks call this together at the end of each step, and all get the same answer.
-        """
+        """Decides whether the run ends with this step. All ranks call it together, and get the same answer."""
         self._agreed = on_any_rank(self.requested)
         return self._agreed
 
@@ -98,10 +88,8 @@ class StopSignals:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Marks the block in which a checkpoint is written.
-
-        The grace time does not interrupt the block, because a checkpoint that is interrupted is lost.
-        """
+        """Marks the block in which a checkpoint is written."""
+        # The grace time does not interrupt the block, because an interrupted checkpoint is lost.
         self._saving = True
         try:
             yield
@@ -119,7 +107,7 @@ class StopSignals:
         raise Stopped(self.signal or signal.SIGTERM, orderly=True)
 
     def begin_cleanup(self) -> None:
-        """Begins the cleanup: no signal interrupts it, and only a second Ctrl-C still ends the process."""
+        """Begins the cleanup. No signal interrupts it, except that a second Ctrl-C ends the process."""
         self._closing_at = min(self._closing_at, time.monotonic())
 
     # -- signals ------------------------------------------------------------------------------------------------------
@@ -128,10 +116,14 @@ class StopSignals:
         # Python accepts signal handlers only in the main thread. A recipe in another thread is ended by its owner.
         if threading.current_thread() is not threading.main_thread():
             return self
+        # Python runs handlers only in the main thread, between two of its own instructions. A rank that waits in a
+        # collective runs C code and would not react. But Python's C handler at once writes the signal's number to the
+        # wake-up descriptor, which a second thread reads.
         self._ours, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         self._handlers = {number: signal.getsignal(number) for number in NAMES}
         for number, handler in list(self._handlers.items()):
+            # A signal that was ignored when the process started (nohup, a shell's background job) stays ignored.
             if handler == signal.SIG_IGN:
                 del self._handlers[number]
             else:
@@ -149,7 +141,7 @@ class StopSignals:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        # When this end of the socket is closed, the thread reads the end of the data and returns.
+        # The thread returns when this end of the socket is closed.
         self._wakeup.close()
         self._thread.join()
         self._ours.close()
@@ -161,13 +153,12 @@ class StopSignals:
         return NEVER if self._saving or self._agreed else self._came_at + self._grace_s
 
     def _note(self, new: signal.Signals) -> None:
-        """Records a signal. The handler and the thread both call this for every signal, in either order."""
-        # Ctrl-C or SIGHUP after SIGTERM replaces it: the run then no longer waits for the end of the step.
+        # The handler and the thread both call this for every signal, in either order. Ctrl-C or SIGHUP replaces
+        # SIGTERM: the run no longer waits for the end of the step.
         if self.signal is None or (self.signal == signal.SIGTERM and new != signal.SIGTERM):
             self.signal, self._came_at = new, time.monotonic()
 
     def _handle(self, number: int, frame: object) -> None:
-        """Handles a signal. Python calls this in the main thread."""
         self._note(signal.Signals(number))
         if self._closing_at == NEVER and time.monotonic() >= self._due_at():
             self.begin_cleanup()
@@ -182,6 +173,7 @@ class StopSignals:
             data = self._ours.recv(256) if ready else b""
             if ready and not data:
                 return
+            # The descriptor gets the numbers of all signals that have a Python handler, also those that are not ours.
             for number in filter(self._handlers.__contains__, data):
                 if number == signal.SIGINT == self.signal and time.monotonic() - self._came_at > AGAIN_S:
                     self._end("twice: not all parts were closed")
@@ -193,7 +185,7 @@ class StopSignals:
             elif now >= self._due_at():
                 if called_at == NEVER:
                     called_at = now
-                    # The handler runs again in the main thread, and raises now that the time has come.
+                    # This makes the handler run again in the main thread, where it raises now that the time has come.
                     signal.pthread_kill(threading.main_thread().ident, self.signal)
                 elif now > called_at + self._reaction_s:
                     self._end("in the midst of a call")
@@ -204,7 +196,7 @@ class StopSignals:
                 )
 
     def _leave_to_parent(self) -> None:
-        """Puts the earlier handlers back in a forked child. Otherwise the child's signals would go to our socket."""
+        # A forked child has our handlers and our socket, to which its signals would go.
         signal.set_wakeup_fd(-1)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -213,8 +205,8 @@ class StopSignals:
 
     def _end(self, how: str) -> None:
         """Ends the process from this thread. The kernel and the janitor end its children."""
-        # The main thread may be stuck because of the disk or of a full pipe. The message needs both, and could get
-        # stuck too.
+        # The disk or a full pipe may be what the main thread is stuck in. The message needs both, so it may get stuck,
+        # too.
         timer = threading.Timer(2.0, os._exit, [128 + self.signal])
         timer.daemon = True
         timer.start()
@@ -237,10 +229,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _tell(line: str) -> None:
-    """Prints a line on stderr.
-
-    This does not use `output.say`, which needs the lock of the progress bars: a main thread that is stuck may hold it.
-    """
+    # `output.say` needs the lock of the progress bars, which a main thread that is stuck may hold.
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

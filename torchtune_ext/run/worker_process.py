@@ -2,15 +2,11 @@
 
     python -P worker_process.py FD PARENT_PID
 
-It is a plain subprocess. A process of `multiprocessing` would import the trainer's `__main__` (the recipe, and with it
-torch) a second time.
+message                        answer
+(sys.path, pickled object)     ("ready", None, "") or ("failed", None, cause)
+the arguments of a call        ("returned", value, "") or ("raised", None, cause)
 
-The first message is (sys.path, pickled object). The answer is ("ready", None, "") or ("failed", None, cause). Each later
-message holds the arguments of a call, and the answer is ("returned", value, "") or ("raised", None, cause).
-
-When the parent closes the socket, this process ends as Python programs do, so that what `atexit` knows is done. The kernel
-kills it when the thread that started it ends, however it ends. The process leads its own session, so that Ctrl-C in the
-trainer's terminal does not reach it.
+It is no process of `multiprocessing`, which would import the trainer's `__main__` again (the recipe, with torch).
 """
 
 import os
@@ -23,7 +19,7 @@ MAX_CAUSE_CHARS = 1000
 
 
 def last_line(error: BaseException) -> str:
-    """Returns the last line of a traceback and the place of the error: "ValueError: no digits (my_task.py:12)"."""
+    """Returns the last line of a traceback with the place: "ValueError: no digits (my_task.py:12)"."""
     text = traceback.format_exception_only(error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
@@ -31,21 +27,23 @@ def last_line(error: BaseException) -> str:
 
 
 def main(fd: int, parent_pid: int) -> None:
-    """Receives the object and then arguments from the socket `fd`, and answers until the parent closes the socket."""
-    # If memory runs out, this process is what the kernel ends, and not the trainer or an engine.
+    """Answers the messages on the socket `fd` until the parent closes it."""
+    # If memory runs out, the kernel kills this process first, and not the trainer or an engine.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     if sys.stdout is not None:
-        # Otherwise a process that is killed takes with it what it has printed.
+        # Otherwise a process that is killed loses what it has printed.
         sys.stdout.reconfigure(line_buffering=True)
     parent = Connection(fd)
+    # Imports have to find what they find in the trainer, both the one below and those of the object. So the object
+    # stays pickled until the path is set.
     sys.path[:], payload = parent.recv()
     from torchtune_ext.run.parent import die_with_parent
 
     die_with_parent(parent_pid)
     try:
         target = pickle.loads(payload)
-    except Exception as error:  # noqa: BLE001 (whatever it is, the parent raises it as an error of its own)
+    except Exception as error:  # noqa: BLE001 (the parent raises it as an error of its own)
         parent.send(("failed", None, last_line(error)))
         return
     parent.send(("ready", None, ""))
@@ -54,14 +52,14 @@ def main(fd: int, parent_pid: int) -> None:
         try:
             message = parent.recv_bytes()
         except (EOFError, ConnectionError):
-            # The parent closed the socket.
+            # The parent closed the socket. By returning, the process ends like any program and runs its exit functions.
             return
         try:
             answer = pickle.dumps(("returned", target(*pickle.loads(message)), ""))
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the parent is told)
             answer = pickle.dumps(("raised", None, last_line(error)))
         if os.getpid() != pid:
-            # The object forked, and this is the child, which must not answer.
+            # The call forked, and this is the child, which must not answer.
             os._exit(0)
         parent.send_bytes(answer)
 
