@@ -1,8 +1,4 @@
-"""Turns the rewards of each group into advantages.
-
-Samples that could not be graded are not trained on. Groups without signal are trained on only if the loss has a term
-that acts without an advantage.
-"""
+"""Turns the rewards of each group into advantages, and decides which samples are trained on."""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,7 +14,7 @@ TIE = 1e-9  # rewards of a group that lie this close, relative to their size, ca
 
 @dataclass(frozen=True, slots=True)
 class AdvantageStats:
-    """Counts of what became of the groups of one step."""
+    """Counts over the groups of one step."""
 
     groups: int  # groups that carry a signal
     no_signal: int  # groups whose gradable samples all have the same reward
@@ -52,7 +48,7 @@ class AdvantageConfig:
     # Above 1, the value of a sample is the best reward among k samples of its group, averaged over all choices of k
     # samples that include it.
     pass_k: int = 1
-    # Of a conversation: "episode", one advantage for all its turns, or "turn": each turn is worth what the environment gave
+    # In conversations: "episode", one advantage for all turns, or "turn": a turn is worth what the environment gave
     # from it on, compared with the samples of the group that reached this turn.
     credit: str = "episode"
     # What happens to samples cut by max_tokens or a deadline: "keep", "mask" (they count only in the baseline),
@@ -114,11 +110,10 @@ def with_advantages(
     """Sets the advantage of every sample, and whether it is trained on.
 
     Args:
-        groups: graded groups. Samples whose outcome has no score are left out of the baseline.
+        groups: graded groups. Samples without a score do not count in the baseline and are not trained on.
         config: how to compute the advantages. Standard deviations are those of the population (ddof 0).
         max_tokens: the longest completion that the engine may sample, in tokens; needed by `config.overlong`.
-        train_all: True if the loss has terms (KL, entropy) that act where the advantage is 0. Groups without signal are
-            then trained on, too.
+        train_all: train on groups without signal, too, since the loss has terms (KL, entropy) that need no advantage.
 
     Returns:
         All groups in order, and the counts. In a group without signal every advantage is 0.
@@ -133,6 +128,7 @@ def with_advantages(
     batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and rewards else 1.0
     results, used, lone_turns = [], 0, 0
     for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
+        # With equal grades the rewards differ only by the punishment of length, which must not be scaled to full size.
         if config.overlong and _all_equal(np.array([s.score.reward for s in samples])):
             values = None
         elif config.credit == "turn":
@@ -143,6 +139,7 @@ def with_advantages(
         used += values is not None
         if values is None and train_all:
             values = np.zeros(len(samples))
+        # Samples hold arrays, so they cannot be keys. Their ids are, while `gradable` keeps them alive.
         by_sample = {} if values is None else dict(zip(map(id, samples), values, strict=True))
         results.append(replace(group, samples=tuple(_set(s, by_sample.get(id(s)), config) for s in group.samples)))
     return results, AdvantageStats(
@@ -155,17 +152,17 @@ def with_advantages(
 
 
 def refilled(groups: list[Group], size: int) -> tuple[list[Group], list[Group]]:
-    """Chooses the groups of a step after groups without signal were replaced by sampling others.
+    """Chooses the groups of a step after others were sampled in place of those without signal.
 
     Args:
         groups: groups with advantages, in the order of sampling.
         size: how many groups the step has.
 
     Returns:
-        The groups of the step, at most `size`, and all groups. Both are in the order of sampling. What is only among the
-        latter, mostly groups without signal that others have replaced, is not trained on.
+        The groups of the step, at most `size`, and all groups, where those that were not chosen have `trained=False`.
+        Both are in the order of sampling.
     """
-    # The first groups with a signal go before the first ones without.
+    # Groups with a signal come first. The sort is stable, so among equals the earlier ones do.
     chosen = set(sorted(range(len(groups)), key=lambda i: not groups[i].has_signal)[:size])
     kept = [group for i, group in enumerate(groups) if i in chosen]
     drawn = [group if i in chosen else _untrained(group) for i, group in enumerate(groups)]
@@ -178,6 +175,7 @@ def _untrained(group: Group) -> Group:
 
 def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float) -> np.ndarray | None:
     """Returns the advantages of a group, float64 [G], or None for a group without signal."""
+    # One sample has nothing to be compared with, and fewer than k have no subset of k.
     if len(rewards_G) < max(2, config.pass_k):
         return None
     values_G, mean, std = rewards_G, rewards_G.mean(), rewards_G.std()
@@ -195,9 +193,11 @@ def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float
 def _by_turn(
     samples: list[Sample], rewards_G: np.ndarray, config: AdvantageConfig
 ) -> tuple[list[np.ndarray] | None, int]:
-    """Returns the advantages of the turns [T] of each sample, or None for a group without signal; and how many turns only one
-    sample reached. Its advantage there is 0."""
-    # What a turn is worth is the reward without what the environment gave for the turns before.
+    """Returns the advantages of the turns [T] of each sample, or None for a group without signal, and the lone turns.
+
+    A lone turn is one that only one sample reached. Its advantage is 0.
+    """
+    # The value of a turn is the reward minus what the environment gave for the turns before it.
     to_go = [
         reward - np.cumsum([0.0, *s.turn_rewards])[: len(s.completion.spans)]
         for s, reward in zip(samples, rewards_G, strict=True)
@@ -213,24 +213,21 @@ def _by_turn(
 
 
 def _all_equal(values_G: np.ndarray) -> bool:
-    """Tells whether rewards are equal up to rounding."""
-    # A test for std == 0 would fail: rounding makes equal rewards differ in their last bits, and dividing by such a small
+    # A test for std == 0 would miss rewards that differ only in their last bits, by rounding. Dividing by such a small
     # std would turn this difference into large advantages.
     return len(values_G) == 0 or np.ptp(values_G) <= TIE * max(1.0, np.abs(values_G).max())
 
 
 def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
-    """Computes the best reward among k of the G samples, over all subsets of k.
-
-    For rewards 0 and 1 this is the analytical form of pass@k training (arXiv 2508.10751); it holds for any rewards.
+    """Computes statistics of the best reward in a subset of k of the G samples (arXiv 2508.10751, for any rewards).
 
     Returns:
         The mean [G] over the subsets that include sample i, the mean over all subsets, and their standard deviation.
     """
     order = np.argsort(rewards_G, kind="stable")
     r, n = rewards_G[order], len(rewards_G)
-    # In ascending order, the best of a subset is its last one, so subsets are counted instead of listed. What follows is the
-    # probability that the i-th smallest reward is the best of a subset.
+    # In ascending order the best of a subset is its last one, so subsets are counted instead of listed. Sample i is the
+    # best of a subset if the other k - 1 come from the i samples below it. `best` is the probability of that.
     best = np.array([math.comb(i, k - 1) for i in range(n)]) / math.comb(n, k)
     mean = float(best @ r)
     std = math.sqrt(max(0.0, float(best @ (r - mean) ** 2)))
@@ -247,14 +244,13 @@ def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
 
 
 def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> float:
-    """Returns the reward of the grader minus what "penalize" subtracts.
-
-    With `overlong` this is the soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13).
-    """
+    """Returns the reward of the grader minus what "penalize" subtracts."""
     reward = sample.score.reward
     if config.truncated != "penalize":
         return reward
     share = float(_cut(sample))
+    # The soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13). The limit holds for each turn of a conversation,
+    # so the longest turn counts.
     if config.overlong:
         buffer = config.overlong * max_tokens
         longest = max(stop - start for start, stop in sample.completion.spans)
@@ -263,7 +259,7 @@ def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> 
 
 
 def _cut(sample: Sample) -> bool:
-    """Tells whether max_tokens, a deadline or a limit of a conversation cut the completion."""
+    # By max_tokens, a deadline or a limit of a conversation.
     return sample.completion.finish_reason in CUT
 
 

@@ -1,9 +1,9 @@
-"""A conversation on its way: turns of the policy and answers of its environment, until one of them ends it.
+"""A conversation in progress: turns of the policy and answers of its environment, until one of them ends it.
 
-Ids are only appended: the next turn's prompt is what was sampled and what the template writes around the answer
-(`between_turns_ids`). So the policy is trained on the very tokens that were sampled, in the context in which they were sampled,
-and the engine finds all but the answer in its prefix cache. With `history: template` a context is what the template leaves of
-older turns (`context_ids`), in the ids that were sampled: it branches from the turn before it where the two differ.
+The prompt of the next turn is all that was sampled, followed by what the template writes around the answer
+(`between_turns_ids`). So the policy is trained on the tokens and contexts that were sampled, and the engine finds all
+but the answer in its prefix cache. With `history: template` the prompt is what the template leaves of older turns, in
+the ids that were sampled (`context_ids`). It branches from the path before it where the two differ.
 """
 
 from collections.abc import Sequence
@@ -18,19 +18,23 @@ from torchtune_ext.tasks.task import Message, Score, Turn
 
 
 class Episode:
-    """What has become of one conversation so far."""
+    """One conversation so far.
+
+    Args:
+        prompt: the ids behind which the first turn is sampled.
+        opened: how the text of the first turn begins (`ChatTokenizer.opened_thought`).
+    """
 
     def __init__(self, prompt: Sequence[int] = (), opened: str = "") -> None:
-        """Args: prompt: what the first turn is sampled behind; opened: how its text begins (`ChatTokenizer.opened_thought`)."""
-        self.seat: Seat | None = None  # its environment's place; None before the first answer is asked for
-        self._context, self._opened = np.asarray(prompt, dtype=np.int32), opened  # of the last turn
-        self._parts: list[Completion] = []  # turns
-        self._kept = [len(prompt)]  # of each turn, how much of the path before it is in its context
-        self._branches = False  # whether any keeps less than all
-        self._answers: list[np.ndarray] = []  # ids between turns that are in no path before
+        self.seat: Seat | None = None  # the place of its environment; None before the first turn is there
+        self._context, self._opened = np.asarray(prompt, dtype=np.int32), opened  # those of the last turn
+        self._parts: list[Completion] = []  # the turns
+        self._kept = [len(prompt)]  # for each turn, how many ids of the path before it are in its context
+        self._branches = False  # whether a turn keeps less than all
+        self._answers: list[np.ndarray] = []  # ids between turns that are in no earlier path
         self._messages: list[Message] = []
         self._rewards: list[float] = []
-        self._score = Score(0.0)  # of all answers
+        self._score = Score(0.0)  # the sum over all answers
 
     @property
     def turns(self) -> int:
@@ -44,7 +48,7 @@ class Episode:
 
     @property
     def path(self) -> list[int]:
-        """The ids of the last turn, behind all that it was sampled behind."""
+        """The ids of the last turn's context and of the turn itself."""
         return [*self._context.tolist(), *self._parts[-1].tokens.tolist()]
 
     @property
@@ -54,21 +58,21 @@ class Episode:
 
     @property
     def messages(self) -> list[Message]:
-        """What follows the prompt."""
+        """The messages after the prompt."""
         return self._messages
 
     @property
     def message(self) -> Message:
-        """The turn that was sampled last, until it is answered."""
+        """The last sampled turn, until it is answered."""
         return self._messages[-1]
 
     def sampled(self, completion: Completion, text: str) -> None:
-        """Takes a turn."""
+        """Adds a turn of the policy."""
         self._parts.append(completion)
         self._messages.append({"role": "assistant", "content": self._opened + text})
 
     def answered(self, turn: Turn) -> None:
-        """Takes what the environment says to the last turn."""
+        """Adds the environment's answer to the last turn."""
         self._rewards.append(turn.reward)
         self._messages += turn.messages
         score = self._score
@@ -77,13 +81,13 @@ class Episode:
         )
 
     def places(self, context: Sequence[int]) -> int:
-        """Returns how many tokens the conversation has with this context for a next turn, all branches counted."""
-        # A packed row has to hold all of them together.
+        """Returns how many tokens the conversation has with this context for a next turn, in all branches."""
+        # All branches count, because a packed row has to hold them together.
         so_far = self._kept[0] + self.tokens + sum(map(len, self._answers))
         return so_far + len(context) - self._kept_of(context)
 
     def go_on(self, context: Sequence[int], opened: str) -> None:
-        """The next turn is sampled behind these ids."""
+        """Sets the context of the next turn, and how its text begins."""
         kept = self._kept_of(context)
         self._branches |= kept < len(self.path)
         self._context, self._opened = np.asarray(context, dtype=np.int32), opened
@@ -91,7 +95,7 @@ class Episode:
         self._answers.append(self._context[kept:])
 
     def _kept_of(self, context: Sequence[int]) -> int:
-        """Returns how many tokens of the last path a context begins with."""
+        """Returns how many ids of the last path a context begins with."""
         path = self.path
         length = min(len(path), len(context))
         others = np.flatnonzero(np.not_equal(path[:length], context[:length]))
@@ -101,11 +105,12 @@ class Episode:
         """Returns the conversation as a sample.
 
         Args:
-            ending: a word of the table in `grading/environments.py`, or the reason for which an engine cut the last turn.
-            failure: the outcome where the environment failed, and so there is no score.
+            ending: a word of the table in `grading/environments.py`, or the reason why the engine cut the last turn.
+            failure: the outcome if the environment failed, so that there is no score.
         """
         parts, answers = self._parts, self._answers
-        # What stands between two turns was not sampled. It gets the version of the turn before, so that no other one appears.
+        # The ids between turns were not sampled. They get the version of the turn before, so that no further version
+        # appears.
         quiet = [np.zeros(len(ids), np.float32) for ids in answers]
         versions = [np.full(len(ids), part.versions[-1]) for part, ids in zip(parts, answers, strict=False)]
         starts = np.cumsum([0] + [len(part.tokens) + len(ids) for part, ids in zip(parts, answers, strict=False)])
@@ -128,6 +133,6 @@ class Episode:
 
     @staticmethod
     def _joined(turns: Sequence[np.ndarray], between: Sequence[np.ndarray]) -> np.ndarray:
-        """Joins turns with what stands between them; behind the last one may stand something, too."""
+        # There may be ids behind the last turn, too, so `between` is as long as `turns` or shorter by one.
         pieces = [turn for i, part in enumerate(turns) for turn in (part, *between[i : i + 1])]
         return np.concatenate(pieces)

@@ -39,7 +39,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The mean reward over problems, its uncertainty, and the counts behind it."""
+    """The mean reward over problems, with its uncertainty and its counts."""
 
     mean: float  # mean over problems of the mean reward of their graded samples
     low: float  # lower end of the 95% interval of the mean over problems; samples of one are not counted as independent
@@ -50,7 +50,7 @@ class Accuracy:
 
     @property
     def partly_right(self) -> bool:
-        """Whether rewards lie between 0 and 1: then their mean is no share of right answers."""
+        """Whether some rewards lie between 0 and 1, so that their mean is no share of right answers."""
         return _apart(self.mean, self.pass_at.get(1))
 
 
@@ -59,8 +59,7 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
 
     Args:
         groups: graded groups.
-        ks: the values of k for which pass@k is estimated. A k that is larger than the number of graded samples of some
-            problem is left out.
+        ks: the values of k for which pass@k is estimated. A k above the graded samples of some problem is left out.
 
     Raises:
         ValueError: no sample could be graded.
@@ -69,7 +68,7 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
     ungraded = sum(len(g.samples) for g in groups) - sum(map(len, rewards))
     rewards = [r for r in rewards if r]
     if not rewards:
-        # The groups may be of an evaluation, which stores none of them.
+        # The message has the cause, because an evaluation stores no groups that would show it.
         causes = (
             f"problem {g.problem.id!r} {s.outcome.kind}: {s.outcome.cause}"
             for g in groups
@@ -77,6 +76,7 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
             if s.outcome
         )
         raise Mistake(f"none of {ungraded} samples could be graded. The first one: {next(causes, 'it was not graded')}")
+    # Samples of one problem are not independent, so the interval is that of the means of problems.
     means = np.array([np.mean(r) for r in rewards])
     pass_at = {
         k: float(np.mean([pass_at_k(len(r), sum(x >= SOLVED for x in r), k) for r in rewards]))
@@ -87,19 +87,20 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
 
 
 def interval(means: np.ndarray) -> tuple[float, float]:
-    """Returns the 95% interval of the mean of independent problems, [problems].
+    """Returns the 95% interval of the mean over independent problems, from their means [problems].
 
-    Means in [0, 1] have Wilson's (JASA 22, 1927), others that of the normal distribution.
+    It is Wilson's (JASA 22, 1927) if all means are in [0, 1], and otherwise that of the normal distribution.
     """
     count, mean = len(means), float(means.mean())
     variance = float(means.var(ddof=1)) / count if count > 1 else math.inf
     if means.min() < 0 or means.max() > 1:
         half = Z * math.sqrt(variance)
         return mean - half, mean + half
-    # Wilson's interval stays in [0, 1], and has a width also where all problems are alike. Its count is the number of problems
-    # that would make a share of right answers as uncertain as this mean (Franco et al., J. Surv. Stat. Methodol. 7, 2019).
+    # Wilson's interval stays in [0, 1], and has a width even if all problems are alike. Its count is the number of
+    # problems at which a share of right answers is as uncertain as this mean (Franco et al., J. Surv. Stat. Methodol.
+    # 7, 2019).
     share = mean * (1 - mean)
-    # No mean of numbers in [0, 1] is less certain than a share of as many right answers.
+    # A mean of numbers in [0, 1] is at least as certain as a share of right answers among as many problems.
     effective = max(count, share / variance) if 0 < variance < math.inf else count
     center = (mean + Z**2 / (2 * effective)) / (1 + Z**2 / effective)
     half = Z / (1 + Z**2 / effective) * math.sqrt(share / effective + Z**2 / (4 * effective**2))
@@ -107,7 +108,7 @@ def interval(means: np.ndarray) -> tuple[float, float]:
 
 
 def partly_right(values: Mapping[str, float | None]) -> bool:
-    """What `Accuracy.partly_right` says, from the metrics of an evaluation."""
+    """Returns `Accuracy.partly_right` from the metrics of an evaluation."""
     return any(
         _apart(values.get(f"eval/accuracy_{kind}"), values.get(f"eval/solved_{kind}")) for kind in ("sampled", "greedy")
     )
@@ -118,15 +119,16 @@ def _apart(mean: float | None, solved: float | None) -> bool:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Estimates the probability that at least one of k samples is right, when c of n samples are right.
+    """Estimates, without bias, the probability that one of k samples is right, when c of n samples are right.
 
-    The estimate is 1 - C(n - c, k) / C(n, k), which is unbiased (Chen et al., arXiv 2107.03374).
+    The estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
 
     Raises:
         ValueError: k is not between 1 and n.
     """
     if not 1 <= k <= n:
         raise Mistake(f"pass@k with k={k} needs 1 <= k <= n={n} samples")
+    # Fewer than k samples are wrong, so every choice of k has a right one.
     if n - c < k:
         return 1.0
     return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k))

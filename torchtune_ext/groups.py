@@ -1,4 +1,4 @@
-"""The records between sampling and packing: a prompt and what became of its completions, also as a line of JSON."""
+"""The records between sampling and packing, a prompt with its completions, and their form as a line of JSON."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from torchtune_ext.tasks.task import Graded, Message, Problem, Score
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion of a prompt with what became of it."""
+    """One completion of a prompt, with its outcome and its advantage."""
 
     completion: Completion  # what the engine sampled, or, in a supervised sample, the target
     # The decoded tokens, for graders and people. If the prompt ends with an open "<think>", the text begins with it.
@@ -30,13 +30,15 @@ class Sample:
 
     @property
     def score(self) -> Score | None:
-        """Returns the score, or None where the sample was not graded or could not be graded."""
+        """Returns the score, or None if the sample was not or could not be graded."""
         return None if self.outcome is None else self.outcome.score
 
     @property
     def rated_messages(self) -> list[tuple[Message, float | None]]:
-        """Returns the messages of a conversation, each turn of the policy with what the environment gave for it. None: it did
-        not answer this turn, or the message is its own."""
+        """Returns the messages of a conversation, each turn of the policy with its reward from the environment.
+
+        The reward is None for a turn that was not answered, and for a message of the environment.
+        """
         rewards = iter(self.turn_rewards)
         return [(m, next(rewards, None) if m["role"] == "assistant" else None) for m in self.messages]
 
@@ -51,12 +53,12 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Tells whether any sample, or a turn of it, has an advantage other than 0."""
+        """Tells whether any sample, or any of its turns, has an advantage other than 0."""
         return any(sample.advantage or any(sample.turn_advantages) for sample in self.samples)
 
     @property
     def completions(self) -> int:
-        """Returns the number of samples that have a reward, or that are trained on without one (supervised)."""
+        """Returns the number of samples that have a reward, or that are trained on without one, as supervised ones."""
         return sum(sample.trained or sample.score is not None for sample in self.samples)
 
 
@@ -69,10 +71,9 @@ def graded(groups: Sequence[Group]) -> list[Graded]:
 
 
 def group_json(group: Group) -> str:
-    """Makes a line of JSON of a group. Policy versions are run-length coded, `[[version, how many tokens], ...]`."""
-    # The arrays are formatted in bulk, which is twenty times as fast as json.dumps; nine significant digits give back every
-    # float32 exactly. `cached_prompt_tokens` is not written: an engine that was started again has an empty prefix cache, and
-    # the record of a run that lost an engine should equal that of one that lost none.
+    """Formats a group as a line of JSON. Policy versions are run-length coded, `[[version, how many tokens], ...]`."""
+    # `cached_prompt_tokens` is left out. An engine that was restarted has an empty prefix cache, and the record of a
+    # run that lost an engine should equal that of one that lost none.
     problem = {"id": group.problem.id, "messages": group.problem.messages, "answer": group.problem.answer}
     if group.problem.tools:
         problem["tools"] = group.problem.tools
@@ -111,9 +112,11 @@ def _sample_text(sample: Sample) -> str:
 
 
 def group_of(record: dict[str, Any]) -> Group:
-    """Makes the group of which `group_json` made this, once the JSON is read: equal field by field, but for tuples of `answer`,
-    which are lists then, and for what of it JSON does not have, which is its `repr`. The problem's `example` is not stored, nor
-    what the prefix cache held."""
+    """Returns the group that `group_json` formatted, from the parsed JSON.
+
+    In its `answer` tuples become lists, and what JSON does not have becomes its `repr`. The problem's `example` and
+    the completions' `cached_prompt_tokens` are lost.
+    """
     problem = record["problem"]
     return Group(
         problem=Problem(
@@ -154,15 +157,16 @@ def _sample(record: dict[str, Any]) -> Sample:
 
 
 def run_lengths(values_R: np.ndarray) -> list[list[int]]:
-    """Makes [[7, 3], [8, 1]] of [7, 7, 7, 8]."""
+    """Returns [[value, how often in a row], ...]: [[7, 3], [8, 1]] for [7, 7, 7, 8]."""
     values_R = np.asarray(values_R)
+    # The prepended value differs from the first one, so that the first place begins a run as well.
     starts = np.flatnonzero(np.diff(values_R, prepend=values_R[:1] - 1)) if len(values_R) else []
     ends = [*starts[1:], len(values_R)]
     return [[int(values_R[start]), int(end - start)] for start, end in zip(starts, ends, strict=False)]
 
 
 def _number(value: float) -> float | str:
-    """Makes a string, which `float()` reads back, of a number that JSON does not have, such as NaN."""
+    # JSON has no NaN or infinity. As a string, `float()` reads them back.
     value = float(value)
     return value if math.isfinite(value) else str(value)
 
@@ -179,4 +183,5 @@ def _floats(values_R: np.ndarray) -> str:
     values_R = np.asarray(values_R, dtype=np.float32)
     if not np.isfinite(values_R).all():
         return json.dumps([_number(f"{value:.9g}") for value in values_R.tolist()])
+    # Formatting in bulk is twenty times as fast as json.dumps. Nine significant digits give back every float32 exactly.
     return "[" + (",".join(["%.9g"] * len(values_R)) % tuple(values_R.tolist())) + "]"

@@ -1,23 +1,21 @@
-"""Packs groups into rows: a prompt is in a row once, its completions follow it, and every label has its source.
+"""Packs groups into rows, in which every prompt is stored once and its completions follow it.
 
-A row is one flat sequence that holds several groups, each a tree whose paths are what was sampled::
+A row is one flat sequence that holds several groups. Each group is a tree, whose paths are the sampled sequences::
 
     place        0  1  2    3  4    5  6  7    8  9   10
     tokens      p0 p1 p2 | a0 a1 | b0 b1 b2 | q0 q1 | c0 ...
     end          8  8  8    5  5    8  8  8   11 11   11
     position     0  1  2    3  4    3  4  5    0  1    2
 
-Query i sees key j when j <= i < end[j]. Places are in the order of a walk through the tree, and the end of a token is the
-place at which the walk has left all that follows it. So the completions of a prompt do not see each other. In terms of group
-and parent ids: tokens that follow each other and have one end are a group, and its parent is the nearest group before it that
-does not end before it; a group sees itself, its parent, the parent's parent, and so on.
+Query i sees key j when j <= i < end[j]. Places are in the order of a walk through the tree, and the end of a token is
+the place at which the walk has left everything that follows the token. So completions do not see each other.
 
-A completion of R tokens takes R - 1 places: its last token is a label but never an input, and its first one is predicted from
-the last *prompt* token, whatever stands before it in the row. No other file shifts labels. A conversation is one completion, in
-which the environment's answers are inputs and no labels. Where a later turn was sampled behind only a part of what was before
-it (`Completion.kept`), the tree branches, and one hidden state may predict several labels.
+A completion of R tokens takes R - 1 places: its last token is a label but never an input, and its first one is
+predicted from the last *prompt* token. No other file shifts labels. A conversation is one completion, in which the
+environment's answers are inputs but no labels. Where a later turn sees only a part of what came before it
+(`Completion.kept`), the tree branches, and one hidden state may predict several labels.
 
-The weights do the aggregation: the loss of an update is the sum over all its rows of weight * token loss.
+The loss of an update is the sum over all labels of its rows of weight * token loss.
 """
 
 import math
@@ -33,16 +31,17 @@ from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.records import Completion
 
-# A padded row has one of so many lengths between a power of two and the next: at most 3% is padding, and few kernels compile.
+# Lengths of padded rows between a power of two and the next. Kernels are compiled for each length, so there should be
+# few, and with 32 at most 3% of a row is padding.
 LENGTHS = 32
-ROUND = 512  # tokens; what a round costs beside its rows: launches of kernels, and weights that ranks gather
+ROUND = 512  # what a round costs beside its rows, in tokens: launching kernels, and gathering weights from the ranks
 TRIES = 5  # sizes of rows that are compared for each number of rounds
-FINER = 1.02  # the ratio of a size to the one before
+FINER = 1.02  # ratio of each size to the one before
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One packed sequence of T tokens with L labels. All tensors are on the CPU until `to` moves them to a device."""
+    """One packed sequence of T tokens with L labels. Its tensors are on the CPU until `to` moves them."""
 
     tokens_T: Tensor  # int64, input ids
     positions_T: Tensor  # int64, position of the token in its own unpacked sequence
@@ -82,24 +81,23 @@ class PackStats:
         return PackStats(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     def metrics(self) -> dict[str, float]:
-        """Returns the counts and their ratios by their names in the log.
-
-        `pack/rho` says how many times fewer tokens there are because prompts are shared, at most N(P + R) / (P + NR).
-        `pack/used` is the share of the computed places that is needed: padding, repeated prompts and waiting lower it.
-        """
+        """Returns the counts and their ratios by their names in the log."""
         counts = {f"pack/{name}": float(getattr(self, name)) for name in ("rows", "tokens", "labels")}
+        # Sharing prompts divides the tokens by rho, at most N(P + R) / (P + NR) for N completions of R tokens behind a
+        # prompt of P. Padding, repeated prompts and waiting ranks lower the used share of the computed places.
         rho = self.unpacked / self.tokens if self.tokens else 1.0
         return counts | {"pack/rho": rho, "pack/used": self.needed / self.computed if self.computed else 0.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What of a group needs places in a row.
+    """The places that a group needs in a row.
 
     Args:
-        prompt: tokens of the prompt, as far as all completions share it.
+        prompt: tokens of the prompt that all completions share.
         completions: places that each completion takes beside the prompt; 0 for a completion of one token.
-        pairs: pairs of a query in each completion and a key that the attention mask allows; None: each is one run of tokens.
+        pairs: for each completion, the pairs of a query in it and any key that the attention mask allows; None: no
+            completion branches.
     """
 
     prompt: int
@@ -108,17 +106,17 @@ class Lengths:
 
     @property
     def tokens(self) -> int:
-        """The places of the whole group if its prompt is stored once."""
+        """The places of the whole group with its prompt stored once."""
         return self.prompt + sum(self.completions)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Completions of one group that are in one row, behind their prompt.
+    """The completions of one group in one row, behind their prompt.
 
     Args:
-        group: the index of the group.
-        completions: the indices of the completions in the group, ascending.
+        group: index of the group.
+        completions: indices of the completions in the group, ascending.
         tokens: places of the prompt and of these completions.
         pairs: pairs of a query and a key that the attention mask allows.
     """
@@ -129,19 +127,18 @@ class Part:
     pairs: int
 
 
-Parts = tuple[Part, ...]  # a row; it is empty for a rank that has nothing to do in a round
+Parts = tuple[Part, ...]  # a row; empty for a rank that has nothing to do in a round
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the ranks need their rows, and what a row costs them.
+    """The form of the rows that the ranks need, and the cost of a row.
 
     Args:
         ranks: number of ranks that work in lock step.
-        tile: rows are padded to one of a few lengths, all multiples of this, since kernels are compiled for each length;
-            None: rows are as long as their tokens.
-        pair_cost: what an allowed pair of query and key costs, all layers and heads together. All else that is done for a
-            token costs 1.
+        tile: rows are padded to one of a few lengths, all multiples of this; None: no padding.
+        pair_cost: cost of an allowed pair of query and key over all layers and heads, where all other work for a token
+            costs 1.
     """
 
     ranks: int = 1
@@ -149,8 +146,8 @@ class Layout:
     pair_cost: float = 0.0
 
     def length(self, tokens: int, lengths: int = LENGTHS) -> int:
-        """The length of a row that holds `tokens` tokens: one of at most `lengths` between a power of two and the next. A row
-        without any has the least that a model can run."""
+        """The length of a row that holds `tokens` tokens: one of at most `lengths` between two powers of two."""
+        # A model cannot run a row without tokens.
         tokens = max(tokens, 1)
         if self.tile is None:
             return tokens
@@ -158,15 +155,15 @@ class Layout:
         return math.ceil(tokens / unit) * unit
 
     def row_length(self, row: Parts) -> int:
-        """The length of this row in places, padding included."""
+        """The length of this row, padding included."""
         return self.length(sum(part.tokens for part in row))
 
     def cost(self, row: Parts) -> float:
-        """What this row costs, in tokens."""
+        """The cost of this row, in tokens."""
         return self.row_length(row) + self.pair_cost * sum(part.pairs for part in row)
 
     def over_rounds(self, rows: Sequence[Parts], cost: Callable[[Parts], float]) -> float:
-        """The sum over the rounds of the largest cost among the rows of the round."""
+        """The sum over rounds of the largest cost in the round, for which all its ranks wait."""
         return sum(max(map(cost, rows[start : start + self.ranks])) for start in range(0, len(rows), self.ranks))
 
 
@@ -186,20 +183,18 @@ def pack(
 
     Args:
         groups: groups with advantages; samples with `trained=False` are left out.
-        row_tokens: capacity of a row in input tokens; padding may go beyond it, to the next length of the layout.
-        aggregation: "token" (every label weighs the same), "sequence" (every completion weighs the same) or
-            "constant" (every label weighs 1 / (completions * `aggregation_constant`), Dr.GRPO, arXiv 2503.20783). The
-            first two divide by what is trained on. "constant" divides by all completions that were graded, so that no
-            factor depends on the rewards.
+        row_tokens: capacity of a row in input tokens; padding may exceed it, to the next length of the layout.
+        aggregation: "token" (every label weighs the same), "sequence" (every completion weighs the same) or "constant"
+            (every label weighs 1 / (completions * `aggregation_constant`), Dr.GRPO, arXiv 2503.20783).
         aggregation_constant: tokens, for example max_tokens; needed by "constant".
-        pad_id: token id that padding gets.
-        layout: how the ranks need the rows.
-        completions: the number of completions that "constant" divides by; None: those of `groups` that were graded.
+        pad_id: token id of padding.
+        layout: the form of the rows that the ranks need.
+        completions: the number of completions that "constant" divides by; None: the graded ones of `groups`.
 
     Returns:
-        The rows in a deterministic order, and how well they are used. `Ranks.share` gives every rank its own: all have
-        the same number, and those that are computed at the same time cost about the same. A row is empty only where there
-        are fewer completions than rows.
+        The rows in a deterministic order, and their counts. `Ranks.share` gives every rank the same number of them, and
+        rows that are computed at the same time cost about the same. A row is empty only if there are fewer completions
+        than rows.
 
     Raises:
         ValueError: a prompt with one of its completions is longer than a row, the aggregation is unknown, or "constant"
@@ -207,6 +202,7 @@ def pack(
     """
     trees = [tree for group in groups if (tree := Tree(group)).samples]
     lengths = [tree.lengths(row_tokens) for tree in trees]
+    # "constant" also counts completions that are graded and not trained on, so that no factor depends on the rewards.
     if completions is None:
         completions = sum(group.completions for group in groups)
     samples = [sample for tree in trees for sample in tree.samples]
@@ -227,13 +223,11 @@ def pack(
 def pack_updates(
     groups: Sequence[Group], num_updates: int, row_tokens: int, **options
 ) -> tuple[list[list[Row]], PackStats]:
-    """Deals the trained groups to `num_updates` updates of about equally many tokens, and packs the groups of each.
-
-    Each update stands for an equal share of all completions, however many of them are trained on.
+    """Deals the trained groups to `num_updates` updates with about the same number of tokens, and packs each update.
 
     Args:
         groups: groups with advantages.
-        num_updates: how many updates the step makes.
+        num_updates: updates of the step.
         row_tokens: capacity of a row in input tokens.
         options: the other arguments of `pack`.
 
@@ -242,6 +236,7 @@ def pack_updates(
     """
     trained = [group for group in groups if any(s.trained and len(s.completion.tokens) for s in group.samples)]
     sizes = [len(g.prompt_tokens) + sum(len(s.completion.tokens) for s in g.samples if s.trained) for g in trained]
+    # Each update stands for an equal share of all completions, however many of them it trains on.
     share = sum(group.completions for group in groups) / num_updates
     updates, total = [], PackStats()
     for hand in dealt(sizes, num_updates):
@@ -252,7 +247,7 @@ def pack_updates(
 
 
 class Tree:
-    """The trained completions of a group behind the beginning of the prompt that all their paths share."""
+    """The trained completions of a group, behind the part of the prompt that all their paths share."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -261,7 +256,7 @@ class Tree:
         self.branches = [_branches(len(group.prompt_tokens), self.shared, s.completion) for s in self.samples]
 
     def lengths(self, row_tokens: int) -> Lengths:
-        """Returns what it needs of a row. Raises ValueError: a row has no room for one of the completions."""
+        """Returns the places that it needs. Raises ValueError if a completion does not fit into a row."""
         places = tuple(len(branches.positions_N) for branches in self.branches)
         longest = self.shared + max(places)
         if longest > row_tokens:
@@ -275,34 +270,34 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """A completion of S sampled tokens as it stands in a row: N places behind the shared prompt."""
+    """A completion of S sampled tokens in a row, where it has N places behind the shared prompt."""
 
-    tokens_N: np.ndarray  # which token stands there: its index in the prompt and the completion, one behind the other
-    positions_N: np.ndarray  # of the token in its own path
+    tokens_N: np.ndarray  # index of the token in the prompt followed by the completion
+    positions_N: np.ndarray  # position of the token in its own path
     ends_N: np.ndarray  # one past the last of these places that sees the token
-    sources_S: np.ndarray  # place that predicts each sampled token; -1: the last one of the shared prompt
+    sources_S: np.ndarray  # place that predicts each sampled token; -1: the last place of the shared prompt
 
 
 def _branches(prompt: int, shared: int, completion: Completion) -> Branches:
-    """Walks along the turns of a completion, each of which goes on from the path before it or branches from it.
+    """Walks along the turns of a completion, each of which continues the path before it or branches from it.
 
     Args:
         prompt: tokens of the prompt.
-        shared: how many of them stand before the first place.
+        shared: how many of them come before the first place.
     """
     length = prompt + len(completion.tokens)
-    # A path is a list of places, those of the shared prompt below 0. A completion that branches inside the prompt brings the
-    # rest of the prompt as its own, before its first turn.
+    # A path is a list of places, where those of the shared prompt are below 0. If a completion of the group branches
+    # inside the prompt, each one has its own copy of the rest of the prompt before its first turn.
     path, tokens = np.arange(prompt) - shared, [np.arange(shared, prompt)]
     positions, ends, sources = [np.arange(shared, prompt)], np.full(length, -1), []
     at, begin = prompt - shared, 0
     spans, kept = completion.spans, completion.kept or (length,) * len(completion.spans)
     for (start, stop), keeps, next_keeps in zip(spans, kept, (*kept[1:], 0), strict=True):
-        # What this turn does not keep of the path before it, it does not see.
+        # This turn does not see the rest of the path, which it does not keep.
         ends[path[keeps:]] = at
         path = path[:keeps]
         context, size = len(path), stop - begin
-        # The last token is an input where the next turn goes on behind it.
+        # The last token of a turn is an input only if the next turn keeps it.
         size -= next_keeps < context + size
         path = np.concatenate([path, np.arange(at, at + size)])
         sources.append(path[context + start - begin - 1 : context + stop - begin - 1])
@@ -316,11 +311,11 @@ def _branches(prompt: int, shared: int, completion: Completion) -> Branches:
 def contexts(row: Row) -> list[int]:
     """Returns a hash for each label of a row, [L], over the path before it and the label itself.
 
-    Labels with equal hashes, also in different rows, have the same log-prob under the same policy.
+    Labels with equal hashes, also of different rows, have the same log-prob under the same policy.
     """
     tokens, ends, before = row.tokens_T.tolist(), row.ends_T.tolist(), []
-    # Places come in the order of a walk through the tree, so the path of each is a stack.
-    path: list[int] = []  # places that the present one sees
+    # Places are in the order of a walk through the tree, so the places that the current one sees are a stack.
+    path: list[int] = []
     for place, token in enumerate(tokens):
         while path and ends[path[-1]] <= place:
             path.pop()
@@ -333,7 +328,7 @@ def contexts(row: Row) -> list[int]:
 def _weights(
     samples: list[Sample], aggregation: str, constant: int | None, completions: float
 ) -> Callable[[int], float]:
-    """Returns a function from the number of labels of a completion to the weight of each."""
+    """Returns a function from the number of labels of a completion to the weight of each label."""
     labels = sum(len(s.completion.sampled) for s in samples)
     if aggregation == "token":
         return lambda length: 1.0 / labels
@@ -347,7 +342,6 @@ def _weights(
 
 
 def _build(parts: Parts, trees: Sequence[Tree], weight_of: Callable[[int], float], pad_id: int, row_length: int) -> Row:
-    """Makes a row of `row_length` places from its parts. This is the only place where labels are made."""
     tokens, positions, ends = [], [], []
     labels, sources, logprobs, advantages, weights, versions, sample_ids = [], [], [], [], [], [], []
     teacher: list[np.ndarray] = []
@@ -359,9 +353,9 @@ def _build(parts: Parts, trees: Sequence[Tree], weight_of: Callable[[int], float
         positions.append(np.arange(shared))
         ends.append(np.full(shared, at + part.tokens))
         at += shared
-        last = at - 1  # of the shared prompt
+        last = at - 1  # the last place of the shared prompt
         for sample, branches in ((tree.samples[i], tree.branches[i]) for i in part.completions):
-            # Of a conversation the policy is trained on what it sampled; what its environment answered is only read.
+            # Labels are what the policy sampled. In a conversation it only reads what the environment answered.
             completion, sampled_S = sample.completion, sample.completion.sampled
             tokens.append(np.concatenate([prompt, completion.tokens])[branches.tokens_N])
             positions.append(branches.positions_N)
@@ -377,6 +371,7 @@ def _build(parts: Parts, trees: Sequence[Tree], weight_of: Callable[[int], float
             versions.append(completion.versions[sampled_S])
             sample_ids.append(np.full(len(sampled_S), next_sample))
             at, next_sample = at + len(branches.tokens_N), next_sample + 1
+    # Padding sees only itself, and no place sees it.
     padding = row_length - at
     tokens.append(np.full(padding, pad_id))
     positions.append(np.zeros(padding))
@@ -393,7 +388,7 @@ def _build(parts: Parts, trees: Sequence[Tree], weight_of: Callable[[int], float
         weights_L=_tensor(weights, torch.float32),
         versions_L=_tensor(versions, torch.int32),
         samples_L=_tensor(sample_ids, torch.int64),
-        # A row without labels has nothing that a loss could miss.
+        # A row without labels has an empty tensor, so that only a sample without teacher log-probs means None.
         teacher_logprobs_L=_tensor(teacher, torch.float32) if len(teacher) == len(labels) else None,
     )
 
@@ -405,30 +400,31 @@ def _tensor(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
 def balanced_rows(groups: Sequence[Lengths], row_tokens: int, layout: Layout) -> list[Parts]:
     """Distributes the completions of groups over rows of at most `row_tokens` tokens.
 
-    A prompt is in a row once. A group may be split over rows, and its prompt is then in each of them.
+    A group may be split over rows, each of which then has its prompt once.
 
     Args:
-        groups: none of them without completions, and no prompt with one of its completions longer than a row.
+        groups: each with completions, all of which fit into a row with their prompt.
 
     Returns:
-        The rows, in a deterministic order: rows [k * ranks, (k + 1) * ranks) are round k, one for each rank. There is at least
-        one round.
+        The rows, in a deterministic order: rows [k * ranks, (k + 1) * ranks) are round k, one for each rank. There is
+        at least one round.
     """
-    # FSDP makes ranks work in lock step: in every round each rank computes one row, and the round takes as long as its most
-    # expensive row. So the rows of all ranks are chosen together, and only by the lengths. AReaL's Algorithm 1 (arXiv
-    # 2505.24298, App. B.3) balances tokens of one rank; here sequences share prompts, and a row costs its tokens, its padding
-    # and the area of its mask.
+    # FSDP makes ranks work in lock step: in every round each rank computes one row, and the round takes as long as its
+    # most expensive row. So the rows of all ranks are chosen together. AReaL's Algorithm 1 (arXiv 2505.24298, App. B.3)
+    # balances the tokens of one rank. Here sequences also share prompts, and a row costs its tokens, its padding and
+    # the area of its mask.
     #
-    # Rows are filled by best-fit decreasing up to a size. A group that fits nowhere is split: its longest completions that fit
-    # go into the emptiest row. Some sizes and some numbers of rounds are tried, and the cheapest is taken.
+    # Rows are filled by best-fit decreasing up to a size. A group that fits nowhere is split: its longest completions
+    # that fit go into the emptiest row. Of several sizes and numbers of rounds, the cheapest result is taken.
     total, ranks = sum(group.tokens for group in groups), layout.ranks
-    # The sorts are stable: items of equal length keep their order, so the rows are deterministic.
+    # Sorting is stable, so items of equal length keep their order, and the rows are deterministic.
     largest_first = sorted(range(len(groups)), key=lambda i: -groups[i].tokens)
     longest_first = [sorted(range(len(g.completions)), key=lambda i: -g.completions[i]) for g in groups]
-    # Fewer rounds launch fewer kernels; more rounds can be balanced better. So it begins with the fewest and goes up.
+    # Fewer rounds launch fewer kernels, but more rounds can be balanced better. The search begins with the fewest.
     fewest = rounds = max(math.ceil(total / (ranks * row_tokens)), 1)
     best, best_cost = None, math.inf
-    # The rounds cost at least `total / ranks + rounds * ROUND`, however well they are balanced.
+    # However well they are balanced, the rounds cost at least `total / ranks + rounds * ROUND`. Once this bound exceeds
+    # the best cost, more rounds cannot win.
     while best is None or (rounds <= 2 * fewest and total / ranks + rounds * ROUND < best_cost):
         tries = 0
         for size in _sizes(total / (rounds * ranks), row_tokens):
@@ -447,7 +443,7 @@ def balanced_rows(groups: Sequence[Lengths], row_tokens: int, layout: Layout) ->
 
 
 def dealt(sizes: Sequence[float], hands: int) -> list[list[int]]:
-    """Deals items to at most `hands` hands of about equal sums: the largest first, each to the smallest hand (Graham 1969).
+    """Deals items to at most `hands` hands of about equal sums: largest first, each to the smallest hand (Graham 1969).
 
     Returns:
         The indices in each hand, ascending. Hands that would be empty are left out.
@@ -457,12 +453,12 @@ def dealt(sizes: Sequence[float], hands: int) -> list[list[int]]:
         smallest = sums.index(min(sums))
         sums[smallest] += sizes[index]
         items[smallest].append(index)
-    # The hands are in the order of their first items, so that none is the last update because its items are small.
+    # Hands are in the order of their first items. Otherwise the smallest items would tend to be the last update.
     return sorted(sorted(hand) for hand in items if hand)
 
 
 def _sizes(least: float, most: int) -> list[int]:
-    """The numbers of tokens up to which rows are filled, ascending from `least` to `most`."""
+    """Returns sizes up to which rows are filled, in tokens, ascending from `least` to `most`."""
     sizes = [max(math.ceil(least), 1)]
     while sizes[-1] < most:
         sizes.append(min(math.ceil(sizes[-1] * FINER), most))
@@ -476,12 +472,13 @@ def _fill(
     num_rows: int,
     size: int,
 ) -> list[list[tuple[int, Sequence[int]]]] | None:
-    """Fills rows up to `size` tokens: for each row, [(group, its completions there), ...]. None: there is not enough room."""
+    """Fills rows up to `size` tokens: for each row, [(group, its completions there), ...]; None: too little room."""
     rows: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(num_rows)]
     room = [(size, row) for row in range(num_rows)]  # (free places, row), ascending
     for index in largest_first:
         group, left, needed = groups[index], longest_first[index], groups[index].tokens
         while left:
+            # Best fit: the row with the least room that still holds all of it. If there is none, the one with the most.
             place = bisect_left(room, (needed, -1))
             whole = place < len(room)
             free, row = room.pop(place if whole else -1)
@@ -497,8 +494,7 @@ def _fill(
 
 
 def _none_empty(rows: list[list[tuple[int, Sequence[int]]]]) -> list[list[tuple[int, Sequence[int]]]]:
-    """Gives an empty row half of the row with the most completions, as long as that one has two."""
-    # A rank without labels would only wait for the others through its round.
+    # A rank with an empty row would only wait through its round, so it gets half of the row with the most completions.
     for empty in (row for row in rows if not row):
         fullest = max(rows, key=lambda row: sum(len(taken) for _, taken in row))
         if len(fullest) > 1:
@@ -535,8 +531,9 @@ def _triangle(n: int) -> int:
 
 
 def _in_rounds(rows: Sequence[Parts], layout: Layout) -> list[Parts]:
-    """Orders rows so that those of a round cost about the same: no order of these rows costs less."""
-    # Every other round is turned around, so that no rank has the most expensive row of every round.
+    """Orders rows so that the rounds cost the least that these rows can."""
+    # Sorting puts rows of similar cost into one round. Every other round is reversed, so that no rank has the most
+    # expensive row of every round.
     ordered = sorted(rows, key=layout.cost, reverse=True)
     turns = [ordered[start : start + layout.ranks] for start in range(0, len(ordered), layout.ranks)]
     return [row for k, turn in enumerate(turns) for row in (turn if k % 2 == 0 else turn[::-1])]

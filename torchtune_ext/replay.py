@@ -1,9 +1,8 @@
-"""Trains again on what a run has sampled: its stored rollouts stand in for the engine, the graders and the problems.
+"""Trains again on the stored rollouts of a run, which replace the engine, the graders and the problems.
 
-With `staleness` above 0, timing decides which version of the policy samples which token, so two runs of one seed differ. But
-the samples of a run are stored, token by token with versions and log-probs, and the same rollouts give the same updates: on a
-CPU a replay ends with the weights of the run, bit for bit, however often that was killed. With other settings of the objective
-or the optimizer it shows what these do to the same data.
+With `staleness` above 0, timing decides which version of the policy samples which token, so two runs of one seed
+differ. But the same rollouts give the same updates: on a CPU a replay ends with the weights of the run, bit for bit.
+With other settings of the objective or the optimizer it shows what they do to the same data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,9 @@ from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 from torchtune_ext.training.manifest import Identity, Manifest
 
-# With another value the stored groups would be other steps, or answers to other problems.
+# With another value of these, the stored groups would belong to other steps or problems.
 SAME = ("seed", "prompts_per_step", "samples_per_prompt")
-# These settings say where and how a run works. They do not change what it learns from given rollouts.
+# Settings that do not change what a run learns from given rollouts, so they may differ.
 APART = (
     "output_dir",
     "model_dir",
@@ -45,23 +44,23 @@ APART += (
     "max_mismatch",
     "teacher",
 )
-NAMED = 8  # settings that differ and that one line names
-BATCHES = 32  # The problems of a first step are among those of this many batches: of steps ahead, or of refills.
+NAMED = 8  # the most differing settings that one line names
+# Batches of problems among which those of the first step must be. Steps ahead and refills may have taken the others.
+BATCHES = 32
 
 
 class Replay:
-    """Stands in a replay for the source of groups and the publisher: it hands out the stored groups of each step, and sends
-    weights nowhere.
+    """Replaces the source of groups, with the stored groups of each step, and the publisher, without sending weights.
 
     Args:
-        run: folder of the run that is replayed.
-        settings: those of this run, as `settings.config.record` returns them.
-        identity: the model and the weights that this run begins with; its run does not count.
+        run: folder of the replayed run.
+        settings: the settings of this run, as `settings.config.record` returns them.
+        identity: the model and the weights that this run begins with.
         problems, tokenizer: those of this run.
 
     Raises:
-        ValueError: there is no such run, it is this one, it lacks the rollouts of a step, or it asked other problems, began
-            with another model or had another seed. The message names the setting.
+        ValueError: there is no such run, it is this one, it lacks the rollouts of a step, or it had other problems,
+            another model or another seed. The message names the setting.
     """
 
     def __init__(
@@ -84,29 +83,28 @@ class Replay:
         self._require_problems(settings["prompts_per_step"], problems, tokenizer)
 
     def __str__(self) -> str:
-        """Says in one line what is replayed, and which settings may make it end elsewhere."""
+        """Says in one line what is replayed, and which settings differ."""
         text = f"replays {self._run}: {self._steps} of its {len(self._paths)} steps; no engine, no evaluation"
         if self._changed:
             text += f". Set otherwise there, so the weights may differ: {_named(self._changed)}"
         return text
 
     def publish(self, version: int) -> dict[str, float]:
-        """There is no engine that could take the weights."""
+        """Does nothing: no engine takes the weights."""
         return {}
 
     def open(self, version: int) -> None:
-        """Nothing is sampled ahead."""
+        """Does nothing: nothing is sampled ahead."""
 
     def take(
         self, count: int, watch: Any = None, watcher: Any = None, refill: int = 0
     ) -> tuple[list[Group], dict[str, float]]:
-        """Returns all groups that were stored for the next step, in the order in which they were sampled, and no metrics.
-
-        Those of refills are among them, so a further round, with `refill` from 1, brings nothing.
+        """Returns all groups that were stored for the next step, in the order of sampling, and no metrics.
 
         Raises:
             ValueError: the file of the step is damaged, or another run has begun in the folder.
         """
+        # The groups of refills are stored with their step, and were returned with it.
         if refill:
             return [], {}
         if (now := self._record()["id"]) != self._id:
@@ -120,11 +118,7 @@ class Replay:
         return {REPLAYED: self._id}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int, version: int) -> None:
-        """Goes on after `step`.
-
-        Raises:
-            ValueError: until then the run was no replay, or that of another run.
-        """
+        """Resumes after `step`. Raises ValueError if the earlier run was no replay, or replayed another run."""
         if state.get(REPLAYED) != self._id:
             before = f"replayed run {state[REPLAYED]}" if REPLAYED in state else "sampled its own groups"
             raise Mistake(
@@ -134,10 +128,9 @@ class Replay:
         self._step = step
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""
 
     def _record(self) -> dict[str, Any]:
-        """Returns what run.json of the folder says."""
         try:
             record = read_record(self._run)
         except (OSError, ValueError) as error:
@@ -164,7 +157,7 @@ class Replay:
                 raise Mistake(
                     f"replay={self._run} has {key}={theirs.get(key)}, and this run {key}={settings[key]}: set it as there"
                 )
-        # The check of an objective without a correction asks for the bound of this run.
+        # An objective without a correction is checked against this run's staleness, so that must cover the samples.
         if theirs.get("staleness", 0) > settings["staleness"]:
             raise Mistake(
                 f"replay={self._run} has samples up to staleness={theirs['staleness']} versions old, and this run staleness="
@@ -172,7 +165,8 @@ class Replay:
             )
 
     def _require_model(self, theirs: Mapping[str, Any], identity: Identity) -> None:
-        """Compares with the newest checkpoint that can be read. A run that has none is believed."""
+        # Checkpoints name the model and the weights that a run began with. One that cannot be read is passed over, and
+        # a run without checkpoints is not checked.
         for checkpoint in reversed(checkpoint_folders(self._run / "checkpoints")):
             try:
                 other = Manifest.read(checkpoint).identity
@@ -190,8 +184,8 @@ class Replay:
             return
 
     def _require_problems(self, batch: int, problems: ProblemStream, tokenizer: ChatTokenizer) -> None:
-        """The prompts of the first step have to be among the first ones of this run."""
-        # The names of problems may be the same where the task's data has changed since, so their ids are compared.
+        """Requires that the prompts of the first step are among the first ones of this run."""
+        # A problem may have kept its name while the task's data has changed, so the ids of the prompts are compared.
         groups = {group.problem.id: group for group in read_rollouts(self._paths[1])}
         for cursor in range(BATCHES * batch):
             problem = problems.at(cursor)
@@ -212,7 +206,8 @@ def _named(settings: Sequence[str]) -> str:
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Names settings with both values, for instance "optimizer.lr=0.001 (here 0.0001)"."""
+    """Returns the settings that differ, for instance "optimizer.lr=0.001 (here 0.0001)"."""
+    # With the dots, `model` stands for itself and for `model.name`, but not for another key that begins alike.
     apart = tuple(f"{key}." for key in APART)
     counted = [change for change in changes(theirs, ours) if not f"{change.key}.".startswith(apart)]
     return [f"{change.key}={change.before} (here {change.now})" for change in counted]

@@ -27,8 +27,8 @@ from torchtune_ext.tasks.task import Problem, Turn
 
 log = logging.getLogger(__name__)
 
-# Python acts on a Ctrl-C only in the main thread, but the kernel may deliver it to another one, and then a wait in the main
-# thread goes on. So a wait wakes up this often, in seconds.
+# Seconds after which a wait in the main thread wakes up. Python handles Ctrl-C only there, but the kernel may deliver
+# the signal to another thread, and then the wait goes on.
 WAKE_S = 1.0
 CLOSE_S = 10.0  # seconds that the thread of a stream has to end
 DEADLINE_S = 1800.0  # seconds without any completion or grade after which a wait is given up
@@ -36,7 +36,7 @@ NAMED = 5  # groups that a message names
 
 
 class Watcher(Protocol):
-    """Shows samples as they come: a progress bar. The stream's thread calls it."""
+    """Shows samples as they come, for instance as a progress bar. The stream's thread calls it."""
 
     def add(self, count: int, tokens: int) -> None: ...
 
@@ -44,7 +44,7 @@ class Watcher(Protocol):
 
 
 class Unfinished:
-    """A group on its way. Completions arrive in any order, and so do their outcomes."""
+    """A group in progress, whose completions and outcomes arrive in any order."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class Unfinished:
         self.number, self.problem, self._decode = number, problem, tokenizer.decode
         self.sampling, self.place, self.priority = sampling, place, priority  # as `GroupStream.submit` has them
         self.prompt = tokenizer.prompt_ids(problem.messages, problem.tools)
-        # Where the prompt ends in an open "<think>", graders and people read a text that begins with it.
+        # If the prompt ends in an open "<think>", the text for graders and people begins with it.
         self._opened = tokenizer.opened_thought(self.prompt)
         self.samples: list[Sample | None] = [None] * samples
-        # Of conversations, one for each sample.
+        # One for each sample, if the samples are conversations.
         self.episodes = [Episode(self.prompt, self._opened) for _ in range(samples)] if environments else []
         self._environments = environments
-        self.futures: list[Future] = []  # of the engine, of the grader
-        self.drawing = 0  # futures of the engine that are not done
+        self.futures: list[Future] = []  # the engine's and the grader's
+        self.drawing = 0  # the engine's futures that are not done
         self.submitted = time.monotonic()
         self.cancelled = False
 
@@ -81,13 +81,13 @@ class Unfinished:
         self.samples[place] = replace(self.samples[place], outcome=outcome)
 
     def leave(self, place: int) -> None:
-        """Gives the process of a conversation to the next one."""
+        """Gives the process of a conversation back."""
         if (seat := self.episodes[place].seat) is not None:
             self._environments.leave(seat)
 
     def cancel(self) -> None:
         self.cancelled = True
-        # Not the futures of seats: one that has a process by now has to give it back.
+        # Canceling the future of a seat is not enough: the seat may have a process by now, which it has to give back.
         for place in range(len(self.episodes)):
             self.leave(place)
         for future in list(self.futures):
@@ -95,12 +95,12 @@ class Unfinished:
 
     @property
     def drawn(self) -> bool:
-        """Whether the engine has nothing to do for the group now. It may go on when an environment has answered."""
+        """Whether the engine has nothing to do for the group now. An environment's answer may change that."""
         return not self.drawing
 
     @property
     def arrived(self) -> list[Sample]:
-        """The samples whose completions are there."""
+        """The samples whose completions have arrived."""
         return [sample for sample in self.samples if sample is not None]
 
     @property
@@ -110,7 +110,7 @@ class Unfinished:
 
     @property
     def tokens(self) -> int:
-        """The tokens that were sampled of the completions that are there, and of the turns of conversations."""
+        """The sampled tokens of the completions, or turns of conversations, that have arrived."""
         if self.episodes:
             return sum(episode.tokens for episode in self.episodes)
         return sum(len(sample.completion.tokens) for sample in self.arrived)
@@ -127,11 +127,10 @@ class Unfinished:
 
 
 class GroupStream:
-    """Groups on their way: submitted to the engine, graded as their completions come, and returned by `next` once finished.
+    """Submits groups to the engine, grades their completions as they come, and returns finished groups from `next`.
 
-    Every completion is graded while others are still sampled; a grader that compares gets a group when it is whole. With
-    `Environments` a completion is the first turn of a conversation (`episodes.py`), and the group is finished when all of its
-    conversations are over.
+    With `Environments` as the grader, a completion is the first turn of a conversation (`episodes.py`), and a group is
+    finished when all its conversations are over.
     """
 
     def __init__(
@@ -141,17 +140,17 @@ class GroupStream:
         grader: Grader,
         watcher: Watcher | None = None,
     ):
-        # The watcher, and the number below which groups are watched.
+        # The watcher, and the number below which it watches groups.
         self._watched = None if watcher is None else (watcher, math.inf)
         self.last_sign = time.monotonic()  # when the last completion or grade came
         self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
-        self._differs = False  # whether it was said that a context is not the template's own text
-        # Those that `next` has not handed out and `cancel` has not ended. Only their caller's thread changes the dict.
+        self._differs = False  # whether the log says that a context differs from the template's text
+        # The groups that `next` has not returned and `cancel` has not ended. Only the caller's thread changes the dict.
         self._groups: dict[int, Unfinished] = {}
-        # The engine's and the graders' threads only put what has come into this queue, so that they are never held up.
+        # The threads of the engine and of the graders only put events into this queue, so nothing holds them up.
         self._events: SimpleQueue[tuple[Unfinished, int | None, Completion | Future] | None] = SimpleQueue()
         self._finished: SimpleQueue[Unfinished | Exception | None] = SimpleQueue()
-        # A thread hands texts to the graders, so that groups go on while the trainer computes and nobody waits.
+        # This thread handles the events, so that groups advance while the trainer computes and does not call `next`.
         self._thread = Thread(target=self._work, name="torchtune-ext-groups", daemon=True)
         self._thread.start()
 
@@ -178,9 +177,9 @@ class GroupStream:
         """Begins to sample a group.
 
         Args:
-            number: by which `next` and `cancel` name the group.
-            samples: completions of the prompt.
-            place: number of the group among those with the same `sampling.seed` (`Engine.submit`).
+            number: the name of the group for `next` and `cancel`.
+            samples: how many completions of the prompt to sample.
+            place: the number of the group among those with the same `sampling.seed` (`Engine.submit`).
 
         Raises:
             What `Engine.submit` raises, ValueError for instance.
@@ -204,15 +203,15 @@ class GroupStream:
         """Waits for a finished group.
 
         Args:
-            watch: gives a context for "generate", while the engine samples, and one for "grade", while only grades lack.
-            within_s: seconds to wait at most.
-            missing: numbers of the groups that decide which of the two it is; None: all.
+            watch: returns a context for the wait: "generate" while the engine samples, "grade" while only grades lack.
+            within_s: the most seconds to wait.
+            missing: the numbers of the groups that decide which of the two it is; None: all.
 
         Returns:
-            (its number, the group without advantages), or None when the time is over.
+            (number, group without advantages), or None when the time is over.
 
         Raises:
-            What `Grader.submit` and the task raise; EngineFailed when the engine is lost or closed.
+            What `Grader.submit` and the task raise; EngineFailed if the engine is lost or closed.
         """
         end = time.monotonic() + within_s
         while True:
@@ -225,13 +224,12 @@ class GroupStream:
                     continue
             if isinstance(group, Exception):
                 raise group
-            # None only says that a group is sampled; one that was cancelled meanwhile is not handed out.
+            # None only wakes this loop when a group is sampled. A finished group may have been canceled meanwhile.
             if group is not None and not group.cancelled:
                 return group.number, self._groups.pop(group.number).finish()
 
     def cancel(self, number: int) -> int:
-        """Ends what is still sampled and graded of a group that `next` has not handed out, also of one that is finished: `next`
-        never will. Returns the tokens that were sampled of it."""
+        """Ends a group that `next` has not returned, finished or not. Returns how many of its tokens were sampled."""
         group = self._groups.pop(number)
         group.cancel()
         return group.tokens
@@ -240,12 +238,12 @@ class GroupStream:
     def watched(
         self, watcher: Watcher | None, finished: Mapping[int, Group], below: float = math.inf
     ) -> Iterator[None]:
-        """Inside, `watcher` gets the samples of groups with numbers under `below`, first those that have come already.
+        """Shows `watcher` the samples of groups numbered under `below`, beginning with those that have come already.
 
         Args:
-            finished: groups that `next` has handed out, by number.
+            finished: groups that `next` has returned, by number.
         """
-        # A sample that comes in this very moment may be counted twice or not at all. A progress bar does not need a lock.
+        # A sample that comes at this moment may count twice or not at all. A progress bar is not worth a lock.
         if watcher is not None:
             for number, group in finished.items():
                 if number < below:
@@ -260,24 +258,20 @@ class GroupStream:
             self._watched = None
 
     def missing(self, number: int) -> str:
-        """Says when a group was submitted and what is not there yet of it, for messages."""
+        """Says when a group was submitted and what it still lacks, for messages."""
         return self._groups[number].missing
 
     def require_signs(
         self, begun: float, deadline_s: float, missing: Sequence[int], named: Callable[[int], str]
     ) -> None:
-        """Gives a wait up in which nothing has come for too long.
+        """Raises TimeoutError if no completion or grade of any group has come for `deadline_s` seconds.
 
         Args:
             begun: when the wait began (`time.monotonic`).
-            deadline_s: seconds without a completion or a grade of any group of this stream.
             missing: numbers of the groups that are waited for.
-            named: what the message calls such a group.
-
-        Raises:
-            TimeoutError: the wait is given up.
+            named: what the message calls a group.
         """
-        # Before the wait began, an evaluation may have had the engine, so the silence counts from the later of the two.
+        # An evaluation may have used the engine before the wait, so the silence does not begin before the wait does.
         silent = time.monotonic() - max(self.last_sign, begun)
         if silent <= deadline_s:
             return
@@ -290,7 +284,7 @@ class GroupStream:
         )
 
     def close(self) -> None:
-        """Ends everything that is under way."""
+        """Ends all groups and the thread."""
         for number in list(self._groups):
             self.cancel(number)
         self._events.put(None)
@@ -299,7 +293,7 @@ class GroupStream:
             log.warning("the thread that hands texts to the graders did not end within %g s", CLOSE_S)
 
     def _watcher_of(self, group: Unfinished) -> Watcher | None:
-        """Returns the watcher of this group now, if any. It may be taken away at any moment."""
+        # The main thread may take the watcher away at any moment, so it is read once.
         watched = self._watched
         return watched[0] if watched is not None and group.number < watched[1] else None
 
@@ -312,7 +306,7 @@ class GroupStream:
             try:
                 self._take(*event)
             except Exception as error:
-                # `next` raises it in the thread that waits for the groups.
+                # `next` raises it in the caller's thread.
                 self._finished.put(error)
                 continue
             if group.drawn and not group.ungraded:
@@ -328,27 +322,29 @@ class GroupStream:
         priority: Priority,
         first: int = 0,
     ) -> None:
-        """Lets the engine draw completions of a group: all first ones, or the next turn of one conversation.
+        """Lets the engine sample the first completions of a group, or the next turn of one conversation.
 
         Args:
-            number: of the group for `Engine.submit`, which makes the seeds of it.
-            first: place in the group of the first of these completions.
+            number: the number for `Engine.submit`, from which the seeds follow.
+            first: the place in the group of the first of these completions.
         """
 
         def arrived(index: int, completion: Completion) -> None:
             self._events.put((group, first + index, completion))
 
         group.drawing += 1
-        # Turns of a conversation go to the engine that has the earlier ones in its prefix cache.
+        # The turns of a conversation go to the engine that has its earlier ones in the prefix cache.
         home = group if group.episodes else None
         drawing = self._engine.submit(prompt, samples, sampling, arrived, number, priority, home)
         group.futures.append(drawing)
-        if group.cancelled:  # meanwhile, by another thread, which may not have seen the future
+        # Another thread may have canceled the group before the future was in its list.
+        if group.cancelled:
             drawing.cancel()
         drawing.add_done_callback(lambda future: self._events.put((group, None, future)))
 
     def _take(self, group: Unfinished, place: int | None, what: Completion | Future) -> None:
-        """Takes a completion or turn, or what a future holds: the end of a draw, outcomes, a seat's process, an answer."""
+        # A completion is a whole sample or a turn. A future without a place is the end of a draw. One with a place
+        # holds outcomes, or in a conversation the process of a seat or an environment's answer.
         if isinstance(what, Completion):
             if group.episodes:
                 self._take_turn(group, place, what)
@@ -358,11 +354,13 @@ class GroupStream:
         if place is None:
             try:
                 what.result()
-            except CancelledError:  # another thread closed the engine
+            except CancelledError:
+                # Another thread closed the engine.
                 raise EngineFailed("the engine was closed") from None
             group.drawing -= 1
+            # None wakes `next`, which now may wait only for grades.
             if group.ungraded:
-                self._finished.put(None)  # `next` looks again whether only grades lack now
+                self._finished.put(None)
         elif group.episodes:
             self._take_answer(group, place, what.result())
         else:
@@ -371,7 +369,6 @@ class GroupStream:
                 self._watch_reward(group, outcome)
 
     def _take_completion(self, group: Unfinished, place: int, completion: Completion) -> None:
-        """Hands a completion to the grader."""
         text = group.add(place, completion)
         if (watcher := self._watcher_of(group)) is not None:
             watcher.add(1, len(completion.tokens))
@@ -379,31 +376,32 @@ class GroupStream:
         if not self._grader.compares:
             self._when_done(group, place, self._grader.submit(group.problem, text))
         elif whole:
-            # A grader that compares needs all texts of a group at once.
+            # A grader that compares samples needs all texts of a group at once.
             self._when_done(group, 0, self._grader.submit(group.problem, *(each.text for each in group.samples)))
 
     def _take_turn(self, group: Unfinished, place: int, completion: Completion) -> None:
-        """Hands a turn of a conversation to its environment, or waits for a process that has one."""
         episode = group.episodes[place]
         episode.sampled(completion, self._tokenizer.decode(completion.tokens.tolist()))
         if (watcher := self._watcher_of(group)) is not None:
             watcher.add(0, len(completion.tokens))
         if completion.finish_reason != "stop":
-            # The environment would answer half a turn.
+            # The engine cut the turn, and the environment would answer half of it.
             self._end_episode(group, place, episode.over(completion.finish_reason))
         elif episode.seat is None:
+            # A conversation takes a process only when it has a turn to be answered.
             episode.seat = self._grader.seat()
             self._when_done(group, place, episode.seat.process)
-            if group.cancelled:  # meanwhile, by another thread, which may not have seen the seat
+            # Another thread may have canceled the group before the episode had its seat.
+            if group.cancelled:
                 group.leave(place)
         else:
             self._when_done(group, place, self._grader.step(episode.seat, episode.message))
 
     def _take_answer(self, group: Unfinished, place: int, answer: int | Turn | Outcome) -> None:
-        """Goes on with a conversation once it has a process, or its environment has answered."""
+        """Continues a conversation that has got a process (its number), an answer, or the outcome of a failure."""
         episode = group.episodes[place]
         if isinstance(answer, int):
-            # The seed is that of the group, not of the sample: only what the policy does should differ inside a group.
+            # All samples of a group get the same seed, so that they differ only by what the policy does.
             begin = group.problem, mixed_seed(group.sampling.seed or 0, group.place)
             self._when_done(group, place, self._grader.step(episode.seat, episode.message, begin))
             return
@@ -418,23 +416,24 @@ class GroupStream:
         try:
             prompt = self._next_context(group.problem, episode, answer)
         except Mistake as error:
-            # Only this answer may be one that the template has no form for.
+            # The template cannot render this answer, but may render those of other conversations.
             failure = Outcome("infra_failed", None, f"its answer cannot be read: {error}")
             self._end_episode(group, place, episode.over("environment_failed", failure))
             return
-        # A row holds as much as an engine's context at least, so what fits there can be trained, branches too.
+        # A row holds at least as much as the engine's context. What fits there with all its branches can be trained.
         if episode.places(prompt) + group.sampling.max_tokens > self._engine.config.max_model_len:
             self._end_episode(group, place, episode.over("context_overflow"))
             return
         episode.go_on(prompt, self._tokenizer.opened_thought(prompt))
         seed = group.sampling.seed
-        # The seeds of later turns follow from the sample and the number of the turn, whichever conversation is faster.
+        # The seed of a later turn follows from its sample and its number, so it does not depend on which conversation
+        # is faster.
         own = replace(group.sampling, seed=None if seed is None else mixed_seed(seed, group.place, place))
-        # A later turn goes before new groups: most of it still lies in the prefix cache.
+        # A later turn goes before new groups, while its context is still in the prefix cache.
         self._draw(group, prompt, 1, own, episode.turns, min(group.priority, Priority.TURN), place)
 
     def _next_context(self, problem: Problem, episode: Episode, answer: Turn) -> list[int]:
-        """Returns the ids behind which the next turn is sampled. Raises Mistake: the template has no form for the answer."""
+        """Returns the prompt ids of the next turn. Raises Mistake: the template cannot render the answer."""
         tokenizer, path = self._tokenizer, episode.path
         if tokenizer.history == "sampled":
             return [*path, *tokenizer.between_turns_ids(answer.messages, path[-1], problem.tools)]
@@ -448,7 +447,7 @@ class GroupStream:
         return context
 
     def _end_episode(self, group: Unfinished, place: int, sample: Sample) -> None:
-        # The process is free for another conversation before the rest of this group is over.
+        # Another conversation can have the process before the rest of this group is over.
         group.leave(place)
         group.samples[place] = sample
         if (watcher := self._watcher_of(group)) is not None:
@@ -477,15 +476,14 @@ def sample_groups(
     kind: str = "evaluation",
     deadline_s: float = DEADLINE_S,
 ) -> Iterator[tuple[int, Group]]:
-    """Samples `samples_per_prompt` completions of every problem and grades them (`GroupStream`).
+    """Samples and grades `samples_per_prompt` completions of every problem (`GroupStream`).
 
     Yields:
-        (index of the problem, its group without advantages) as soon as the last sample of the group is graded. An iterator
-        that is closed early ends what is still sampled and graded.
+        (index of the problem, its group without advantages) as groups finish. Closing the iterator ends the rest.
 
     Raises:
         What `GroupStream.submit` raises, before the first group, and what `GroupStream.next` raises.
-        TimeoutError: no completion and no grade came for `deadline_s` seconds. The message names problems that are missing.
+        TimeoutError: no completion and no grade came for `deadline_s` seconds. The message names missing problems.
     """
     stream, outcomes = GroupStream(engine, tokenizer, grader, watcher), []
     try:
@@ -500,7 +498,7 @@ def sample_groups(
             missing.remove(p)
             outcomes += [sample.outcome for sample in group.samples]
             yield p, group
-            # The caller may have taken its time with the group, which is no silence of the engine.
+            # The time that the caller took with the group is no silence of the engine.
             begun = time.monotonic()
     finally:
         stream.close()
@@ -508,7 +506,7 @@ def sample_groups(
 
 
 def tell(watcher: Watcher, samples: Iterable[Sample]) -> None:
-    """Tells a watcher what has come of a group already: completions, and their scores."""
+    """Shows a watcher samples that have come already."""
     for sample in samples:
         watcher.add(1, len(sample.completion.sampled))
         if sample.score is not None:
@@ -527,19 +525,15 @@ def sample_held_out(
     deadline_s: float = DEADLINE_S,
     greedy: bool = True,
 ) -> list[list[Group]]:
-    """Samples and grades every held-out problem `samples_per_problem` times and once greedily, before what else is queued.
+    """Samples and grades every held-out problem `samples_per_problem` times and, if `greedy`, once greedily.
+
+    These requests go before all others. The arguments and errors are those of `sample_groups`.
 
     Args:
         bars: makes a watcher from its number of samples and a title.
-        watch: as in `GroupStream.next`.
-        deadline_s: as in `sample_groups`.
-        greedy: whether to sample greedily, too.
 
     Returns:
         The sampled groups, and the greedy ones, each in the order of the problems.
-
-    Raises:
-        What `sample_groups` raises.
     """
     batches = []
     for title, kind, n, how in (
@@ -555,5 +549,5 @@ def sample_held_out(
 
 
 def in_order(stream: Iterable[tuple[int, Group]]) -> list[Group]:
-    """The batch: all groups of a stream, in the order of their problems."""
+    """Returns all groups of a stream in the order of their problems."""
     return [group for _, group in sorted(stream, key=itemgetter(0))]

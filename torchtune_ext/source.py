@@ -1,8 +1,7 @@
-"""Keeps groups on their way to the trainer, as far ahead of it as the ledger allows.
+"""Samples groups for the trainer, as far ahead of it as the ledger allows.
 
-`GroupSource.open` follows every publication and submits the groups of later steps; `take` waits for those of the next step.
-With staleness 0 nothing is submitted before `take`, and the groups of a step are those of a run that samples and trains in
-turns.
+After every publication `GroupSource.open` submits groups of later steps, and `take` waits for those of the next step.
+With staleness 0 nothing is submitted before `take`: sampling and training take turns.
 """
 
 import json
@@ -27,7 +26,7 @@ from torchtune_ext.tasks.task import Problem
 
 log = logging.getLogger(__name__)
 
-REPLAYED = "replayed"  # in the state of a run that samples nothing but replays another one: whose id
+REPLAYED = "replayed"  # a key in the state of a run that replays another one instead of sampling: the id of that one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,11 @@ class RolloutConfig:
 
 
 def prompt_fault(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: int) -> Fault:
-    """Returns a function that says why the engine cannot sample for a problem, or "" where it can.
+    """Returns a function that says why the engine cannot sample for a problem, or "" if it can.
 
     Args:
-        max_model_len: tokens of a prompt and a completion together (`engine.max_model_len`).
-        max_tokens: tokens of a completion (`sampling.max_tokens`).
+        max_model_len: the most tokens of a prompt with a completion (`engine.max_model_len`).
+        max_tokens: the most tokens of a completion (`sampling.max_tokens`).
     """
 
     def fault(problem: Problem) -> str:
@@ -68,21 +67,21 @@ def prompt_fault(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: int) 
 
 
 def step_seed(seed: int, step: int, refill: int = 0) -> int:
-    """Returns the seed of sampling of a step of the run, counted from 1, or of one of its refills."""
+    """Returns the sampling seed of a step, counted from 1, or of one of its refills."""
     return mixed_seed(seed, step, refill)
 
 
 class GroupSource:
-    """Submits problems and hands out finished groups, in the order and at the age that a ledger allows.
+    """Submits problems and returns finished groups, in the order and at the age that a ledger allows.
 
     Args:
-        ledger: what may be submitted, and what is taken. Its `depth` says how many steps ahead.
+        ledger: decides what may be submitted, and which groups `take` returns.
         stream: samples and grades; None on a rank that does not.
-        problems: where the problems come from. A group that is submitted again keeps its problem.
+        problems: the source of the problems.
         samples: completions of each prompt.
-        sampling: how they are drawn; its seed is replaced by that of the group's step.
-        seed: of the run.
-        deadline_s: seconds that `take` waits without any completion or grade before it gives up (`rollouts.deadline_s`).
+        sampling: how they are sampled; the seed of the group's step replaces its seed.
+        seed: the seed of the run.
+        deadline_s: seconds without a completion or a grade after which `take` gives up (`rollouts.deadline_s`).
     """
 
     def __init__(
@@ -98,25 +97,25 @@ class GroupSource:
         self.ledger = ledger
         self._stream, self._problems, self._samples = stream, problems, samples
         self._sampling, self._seed, self._deadline_s = sampling, seed, deadline_s
-        # Number -> where its problem stands in the run, of all groups that are not taken: a group that is submitted again, or
-        # by a resumed run, keeps its problem.
+        # Number -> position of its problem in the run, for all groups that are not taken. With it a group keeps its
+        # problem when it is submitted again, also by a resumed run.
         self._cursors: dict[int, int] = {}
         self.finished: dict[int, Group] = {}
         self._dropped_tokens = 0
-        self._step = 0  # whose groups were taken last, counted from 1
+        self._step = 0  # the step whose groups were taken last, counted from 1
         self._graded = GradingWatch()
-        self._error: Exception | None = None  # of groups of later steps; the next `take` raises it
+        self._error: Exception | None = None  # an error in groups of later steps, which the next `take` raises
 
     def open(self, version: int) -> None:
         """Notes that the engine has the weights of this version, and submits what may be sampled ahead with them.
 
-        A group that has become too old is ended, or forgotten, and submitted again. Without a stream nothing happens.
+        Groups that are too old now are submitted again. Without a stream nothing happens.
         """
         if self._stream is None:
             return
         self._forget_late(version)
         if self.ledger.depth:
-            # An error of later steps' groups waits for `take`, so that the step just trained is still evaluated and saved.
+            # An error in groups of later steps waits for `take`, so that the last step is still evaluated and saved.
             with self._kept():
                 self._submit()
 
@@ -130,20 +129,19 @@ class GroupSource:
         """Waits for groups to train on.
 
         Args:
-            count: how many groups; for a step those of a batch of the ledger.
+            count: how many groups; the ledger's batch for a step.
             watch: as in `GroupStream.next`.
-            watcher: gets every completion and reward of the groups that the step would have without asynchrony, also those
-                that have come before.
-            refill: 0: the groups of the next step. From 1: further ones for the step whose groups were taken last, sampled at
-                once and beside the ledger, for the `refill`-th time.
+            watcher: sees the samples of the groups that the step would have without asynchrony, also earlier ones.
+            refill: 0 takes the groups of the next step. k > 0 samples further ones, beside the ledger, for the step
+                that was taken last, for the k-th time.
 
         Returns:
-            The groups, without advantages, in the order of their problems, and what is to be logged of them.
+            The groups, without advantages, in the order of their problems, and their metrics.
 
         Raises:
-            TimeoutError: nothing came for `deadline_s` seconds. The message names groups that are missing.
-            RuntimeError: the groups of this step may not be submitted yet, since `open` was not called after a publication.
-            GradingFailed: for several steps the grader has failed on every text.
+            TimeoutError: nothing came for `deadline_s` seconds. The message names missing groups.
+            RuntimeError: `open` was not called after a publication, so groups of this step may not be submitted.
+            GradingFailed: the grader has failed on every text of several steps.
             What `GroupStream.submit` and `GroupStream.next` raise.
         """
         if self._error is not None:
@@ -164,28 +162,26 @@ class GroupSource:
             self._stream.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs, in JSON's types: nothing, if there is nothing between submission and training."""
+        """Returns what a resumed run needs, JSON-able; {} if no group is between submission and training."""
         if not self._cursors:
             return {}
-        # What has been graded since the last look need not be sampled again.
+        # A group that was finished since the last look need not be sampled again.
         with self._kept():
             self._collect(within_s=0.0)
         return {
             "ledger": self.ledger.state_dict(),
             "cursors": sorted([number, cursor] for number, cursor in self._cursors.items()),
-            # As text, since making JSON of it twice would hold up the engine's thread.
+            # Groups stay text: as records they would be formatted a second time, which holds up the engine's thread.
             "finished": [[number, group_json(group)] for number, group in sorted(self.finished.items())],
             "drawn": self._drawn(),
             "dropped_tokens": self._dropped_tokens,
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int, version: int) -> None:
-        """Goes on after step `step` of an earlier run, from what `state_dict` returned then, with weights of `version`.
-
-        A finished group is sampled again where the settings of sampling or its problem have changed since.
+        """Resumes after step `step` from what `state_dict` returned then, with weights of `version`.
 
         Raises:
-            ValueError: `prompts_per_step` has changed while groups were on their way, or until then the run was a replay.
+            ValueError: `prompts_per_step` has changed while groups were in progress, or the earlier run was a replay.
         """
         if REPLAYED in state:
             raise Mistake(
@@ -202,11 +198,12 @@ class GroupSource:
         self._cursors = dict(map(tuple, state["cursors"]))
         self._dropped_tokens = state["dropped_tokens"]
         changed = []
+        # A finished group stays as it is, unless the sampling settings or its problem have changed since.
         for number, text in state["finished"]:
             group = group_of(json.loads(text))
             problem = self._problems.again(self._cursors[number], group.problem)
             if state["drawn"] == self._drawn() and problem is not None:
-                # The problem comes from the task, since JSON may have changed its answer.
+                # The task's own problem replaces the stored one, whose answer JSON may have changed.
                 self.finished[number] = replace(group, problem=problem)
             else:
                 self.ledger.lose(number)
@@ -220,13 +217,14 @@ class GroupSource:
         self._forget_late(version)
 
     def _drawn(self) -> dict[str, Any]:
-        """What decides how a group is sampled, in JSON's types."""
+        """Returns the settings that decide how a group is sampled."""
         drawn = {"seed": self._seed, "samples": self._samples, "sampling": asdict(self._sampling)}
+        # These are compared with those of a checkpoint, where JSON has turned tuples into lists.
         return json.loads(json.dumps(drawn))
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Inside, an error is kept, and the next `take` raises it."""
+        """Keeps an error of the block until the next `take` raises it."""
         try:
             yield
         except Exception as error:
@@ -266,8 +264,8 @@ class GroupSource:
         return [groups[place] for place in range(count)]
 
     def _forget_late(self, version: int) -> None:
-        # While the version grows by one with every step, no group is ever too old. A run that goes on with a smaller staleness
-        # may meet some.
+        # While the version grows by one with every step, no group is ever too old. A resumed run with a smaller
+        # staleness may meet some.
         for number in self.ledger.advance(version):
             finished = self.finished.pop(number, None)
             if finished:
@@ -287,12 +285,13 @@ class GroupSource:
             if number not in problems:
                 cursor = self._cursors[number]
                 problem = self._problems.at(cursor)
-                # A task that adapts may ask otherwise by now, and that may be a bad problem: another one takes its place.
+                # An adaptive task may by now ask another problem at this position. If that one is unusable, the group
+                # gets the next problem of the stream.
                 problems[number] = self._problems.draw(1)[0] if problem is None else (cursor, problem)
         self._cursors |= {number: cursor for number, (cursor, _) in problems.items()}
         for number in numbers:
             problem = problems[number][1]
-            # The seed follows from the number, so a group that is submitted again is sampled with the same one.
+            # The seed follows from the number, so a group that is submitted again has the same seed.
             step, place = divmod(number, self.ledger.batch)
             sampling = replace(self._sampling, seed=step_seed(self._seed, step + 1))
             try:
@@ -306,8 +305,8 @@ class GroupSource:
         watch: Callable[[str], AbstractContextManager] = nullcontext,
         missing: Sequence[int] | None = None,
     ) -> None:
-        """Takes what is finished from the stream; waits for the first one for `within_s` seconds."""
-        # All that is there is taken, so that the ledger chooses the oldest.
+        """Takes all finished groups from the stream; waits up to `within_s` seconds for the first one."""
+        # All of them, because the ledger prefers the oldest.
         while pair := self._stream.next(watch, within_s, missing):
             number, group = pair
             self.finished[number] = group

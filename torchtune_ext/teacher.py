@@ -1,9 +1,8 @@
-"""A second model that says how likely it would have been to write what the policy has sampled: on-policy distillation.
+"""On-policy distillation: a second model, the teacher, scores the tokens that the policy has sampled.
 
-The policy samples, the teacher scores the very tokens, and log p_teacher - log p_old is an advantage for every token
-(`PolicyLoss.teacher_coef`): minus the reverse KL, estimated where the policy goes (arXiv 2306.13649, 2306.08543). The teacher
-is in an engine of its own, so the trainer's memory holds nothing of it, and its log-probs go into the rollouts, so that a
-replay needs no teacher.
+log p_teacher - log p_old is an advantage for every token (`PolicyLoss.teacher_coef`), whose mean is minus the reverse
+KL on the policy's own samples (arXiv 2306.13649, 2306.08543). The teacher is in an engine of its own, and takes none of
+the trainer's memory. Its log-probs are stored with the rollouts, so a replay needs no teacher.
 """
 
 from collections.abc import Sequence
@@ -30,10 +29,10 @@ class TeacherConfig:
     engine: dict[str, Any] = field(default_factory=dict)  # what its engine has otherwise than `engine:`, as devices
 
     def engine_config(self, policy: EngineConfig) -> EngineConfig:
-        """Returns the settings of the teacher's engine: those of the policy's that do not say where it is or what is published.
+        """Returns the settings of the teacher's engine: those of the policy's engine, except where it runs.
 
         Raises:
-            ValueError: a key that an engine does not have, a value that it does not take, or too short a context.
+            ValueError: an unknown key, a value that an engine does not take, or too short a context.
         """
         names = [spec.name for spec in fields(EngineConfig)]
         for name in self.engine:
@@ -46,9 +45,10 @@ class TeacherConfig:
             "devices": None,
             "count": None,
             "sleep": False,
-            # An answer as long as the policy's context, and the one token that vLLM wants to sample.
+            # A whole sample of the policy, and the one token that vLLM insists on sampling.
             "max_model_len": policy.max_model_len + 1,
-            # The log-probs of an engine's step are whole rows of the vocabulary, which the size of the KV cache leaves out.
+            # A step of the engine makes log-probs over the whole vocabulary for each of its tokens, and vLLM leaves no
+            # memory for them when it sizes the KV cache.
             "max_num_batched_tokens": policy.max_num_batched_tokens or BATCHED_TOKENS,
         }
         engine = replace(policy, **own | self.engine)
@@ -61,12 +61,12 @@ class TeacherConfig:
 
 
 class Teacher:
-    """Scores sampled groups. It has the settings of a started engine, whose life is its own.
+    """Scores sampled groups with an engine that it owns.
 
     Args:
-        source: its model directory.
-        config: of its engine.
-        run_dir: folder that takes the engine's log.
+        source: the model of the teacher.
+        config: the settings of its engine.
+        run_dir: the folder for the engine's log.
     """
 
     def __init__(self, source: HFModel, config: EngineConfig, run_dir: Path):
@@ -74,21 +74,23 @@ class Teacher:
         self.engine = Engine(str(source.path), config, str(run_dir))
 
     def start(self) -> None:
-        """Begins to bring the engine up, and returns."""
+        """Begins to start the engine, and returns at once."""
         self.engine.start()
 
     def wait_ready(self) -> float:
         """Waits until it can score, and returns the seconds that its start took. Raises EngineFailed."""
         seconds = self.engine.wait_ready()
-        self.engine.require_own_model()  # a server may hold what a run has published there
+        # An engine behind an address may still hold weights that a run has published there.
+        self.engine.require_own_model()
         return seconds
 
     def close(self) -> None:
         self.engine.close()
 
     def scored(self, groups: Sequence[Group]) -> list[Group]:
-        """Returns the groups with the teacher's log-prob of every token of each sample that was graded. Raises EngineFailed."""
-        # Samples without a grade are not trained on, and each one costs a whole prefill: the prefix cache holds no log-probs.
+        """Returns the groups with the teacher's log-probs of each graded sample. Raises EngineFailed."""
+        # Samples without a grade are not trained on, and each one costs a whole prefill, because the prefix cache holds
+        # no log-probs.
         samples = [(group, s) for group in groups for s in group.samples if s.score is not None]
         samples = [(group, s) for group, s in samples if len(s.completion.tokens)]
         paths, texts = [], []
@@ -100,6 +102,7 @@ class Teacher:
                 texts.append(ids[path])
         logprobs = {id(s): np.zeros(len(s.completion.tokens), np.float32) for _, s in samples}
         for (s, path), row in zip(paths, self.engine.score(texts), strict=True):
+            # `row` has no value for the first token of a path, which follows nothing.
             own = path >= 0  # of the completion, not of the prompt
             logprobs[id(s)][path[own]] = row[own[1:]]
 

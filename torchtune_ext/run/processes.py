@@ -75,7 +75,7 @@ class Processes:
         self._grace_s = 0.0  # seconds that processes get to end by themselves
         self._bell, self._listener = socket.socketpair()
         self._listener.setblocking(False)
-        # The kernel kills the processes when the thread that started them ends (`die_with_parent`). So one thread, which
+        # The kernel kills a process when the thread that started it ends (`die_with_parent`). So one thread, which
         # lives as long as this object, starts them all.
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._serve, args=[started], name=name, daemon=True)
