@@ -1,16 +1,14 @@
 """Decides which groups may be sampled ahead of the trainer, and which finished ones it trains on next.
 
-While the trainer works on one step, the engine can sample for later ones. Their groups are then trained by a policy that
-is some versions newer than the one that began to sample them: that is the *age* of a group. `staleness` bounds the age,
-`depth` says how many steps ahead groups are submitted.
+While the trainer works on one step, the engine can sample for later ones. The *age* of a group is the number of
+versions that the policy has gained from its submission to its training. `staleness` bounds the age, and `depth` says
+how many steps ahead groups are submitted.
 
 `Ledger` knows only numbers; its caller holds the groups. Groups are numbered 0, 1, 2, ... in the order of their
-problems. In a run without asynchrony, with `B` groups a step, number `n` would be place `n % B` of step `n // B`. A group
-that is submitted again keeps its number, and so its problem and its seed.
+problems. A group that is submitted again keeps its number, and so its problem and its seed.
 
-Submission follows AReaL (arXiv 2505.24298, Eq. 3). Training follows the windowed FIFO of MiniMax (arXiv 2605.26494, Sec.
-6.2.4): a finished group may pass an unfinished one if it is less than a *window* of numbers younger, and if nothing that is
-passed becomes too old. So in the end every group is trained once, the long samples like the short ones.
+Submission follows AReaL (arXiv 2505.24298, Eq. 3), and training the windowed FIFO of MiniMax (arXiv 2605.26494, Sec.
+6.2.4). In the end every group is trained on once, long samples like short ones.
 """
 
 from collections.abc import Iterable
@@ -19,29 +17,32 @@ from itertools import chain
 
 from torchtune_ext.run.errors import Mistake
 
-WINDOW_TENTHS = 3  # tenths of the most groups between submission and training that the window spans
+# A finished group may pass an unfinished one if its number is less than a window above, and if no group that is passed
+# becomes too old. The window is this many tenths of the most groups that are between submission and training.
+WINDOW_TENTHS = 3
 
 
 class Ledger:
     """Follows groups from submission to training. It has no clock, thread or I/O: the same calls give the same answers.
 
-    A group is either to be submitted, or in `running`, or in `finished`, or it has been taken. What is dropped or lost is to
-    be submitted again under the same number.
+    A group is to be submitted, or in `running`, or in `finished`, or taken.
+
+    Args:
+        prompts_per_step: groups that one step trains on.
+        max_steps: steps of the whole run.
+        staleness: the greatest age of a group, in versions.
+        depth: how many steps ahead groups are submitted, at most `staleness`; None: 1, or 0 if `staleness` is 0.
+
+    Raises:
+        ValueError: a setting is not a whole number, or is too small, or `depth` is above `staleness`.
     """
 
     def __init__(self, prompts_per_step: int, max_steps: int, staleness: int = 0, depth: int | None = None):
-        """Args: prompts_per_step: groups that one step trains; max_steps: of the whole run; staleness: greatest age of a
-        group, in versions; depth: steps ahead of the trainer for which groups are submitted, at most `staleness`. With None
-        it is 1, or 0 where `staleness` is 0.
-
-        Raises:
-            ValueError: a setting is not a whole number, or is too small, or `depth` is above `staleness`.
-        """
         _at_least(1, "prompts_per_step", prompts_per_step)
         _at_least(0, "max_steps", max_steps)
         _at_least(0, "staleness", staleness)
-        # One step ahead is most of the gain, and more makes every group older: AReaL on 8 GPUs reaches 92% of the
-        # throughput of 16 steps with one. tinker-cookbook (PR 822) separates the two settings, too.
+        # One step ahead brings most of the gain, and more steps make every group older: AReaL on 8 GPUs reaches with
+        # one step 92% of the throughput of 16. tinker-cookbook (PR 822) separates the two settings, too.
         if depth is None:
             depth = min(1, staleness)
         _at_least(0, "depth", depth)
@@ -57,9 +58,9 @@ class Ledger:
         self.version = 0  # how many times the policy has been published
         self.step = 0  # how many steps had been trained then
         self.next = 0  # the lowest number that was never submitted
-        self.again: set[int] = set()  # lower ones that have to be submitted again
+        self.again: set[int] = set()  # lower numbers that have to be submitted again
         self.running: dict[int, int] = {}  # number -> version at which it was submitted
-        self.finished: dict[int, int] = {}  # the same of those that are not trained on yet
+        self.finished: dict[int, int] = {}  # the same for finished groups that are not taken yet
         self.dropped = 0  # groups that became too old, in the whole run
 
     @property
@@ -68,7 +69,7 @@ class Ledger:
         return self.next - len(self.again) - len(self.running) - len(self.finished)
 
     def start_at(self, step: int) -> None:
-        """Begins after step `step`, with nothing on its way."""
+        """Begins after step `step`, with no group in progress."""
         self.version = self.step = step
         self.next = step * self.batch
 
@@ -76,8 +77,8 @@ class Ledger:
         """Notes that the policy has been published for the `version`-th time. Call it after `load_state_dict`, too.
 
         Returns:
-            The numbers of the groups that are too old now, lowest first, running or finished. The caller ends or forgets
-            them; they are submitted again. In a run whose version grows by one with every step there are none.
+            The numbers of the groups, running or finished, that are too old now, lowest first. The caller ends or
+            forgets them, and `submit` returns them again.
 
         Raises:
             ValueError: the version is older than the last one.
@@ -99,11 +100,11 @@ class Ledger:
         return late
 
     def submit(self) -> list[int]:
-        """Returns the numbers of all groups that may be submitted now, lowest first; they count as running from here on."""
+        """Returns the numbers of all groups that may be submitted now, lowest first, and counts them as running."""
         # AReaL's rule with `depth` in place of the staleness: the N-th group may go if floor((N - 1) / B) <= i + depth,
-        # that is, if N <= (i + depth + 1) B. Here i counts the steps that were trained when the policy was last published.
-        # That is the version, unless the caller's versions have jumped; then the version would let in more groups than can
-        # be trained in time.
+        # that is, if N <= (i + depth + 1) B. Here i counts the steps that were trained when the policy was last
+        # published. That is the version, unless the caller's versions have jumped. Then the version would let in more
+        # groups than can be trained in time.
         end = min(self.total, (self.step + self.depth + 1) * self.batch)
         numbers = [*sorted(number for number in self.again if number < end), *range(self.next, end)]
         self.running.update(dict.fromkeys(numbers, self.version))
@@ -116,7 +117,7 @@ class Ledger:
         self.finished[number] = self.running.pop(number)
 
     def lose(self, number: int) -> None:
-        """Notes that a group, running or finished, is not to be had any more: it is submitted again."""
+        """Notes that a running or finished group was lost and has to be submitted again."""
         if self.running.pop(number, None) is None:
             del self.finished[number]
         self.again.add(number)
@@ -125,8 +126,8 @@ class Ledger:
         """Takes the batch of the next step.
 
         Returns:
-            Number -> age of the groups to train on, lowest number first, or None while groups have to be waited for.
-            When those of `waits_for` are finished, there is a batch.
+            Number -> age of the groups to train on, lowest number first, or None while there is no batch. There is one
+            at the latest when the groups of `waits_for` are finished.
         """
         assert self.taken < self.total, f"all {self.total} groups of the run have been taken"
         if len(self.finished) < self.batch:
@@ -135,10 +136,10 @@ class Ledger:
         batch = nsmallest(self.batch, (number for number in self.finished if number < oldest + self.window))
         if len(batch) < self.batch:
             return None
-        # A batch is chosen only when all of it is there. Setting groups aside as they finish would fill no batch earlier, and
-        # choosing late finds more of the old groups finished, so that fewer are passed.
+        # A batch is chosen only when it is complete. Setting groups aside as they finish would fill no batch earlier.
+        # And when the choice is late, more of the old groups are finished, so that fewer are passed.
         #
-        # The oldest groups may always go: whatever is too late behind them is too late behind any others.
+        # The oldest groups may always go: what is too late behind them is too late behind any others.
         if oldest < batch[-1] and not self._in_time(sorted(set(self._outstanding()).difference(batch))):
             return None
         ages = {number: self.version - self.finished.pop(number) for number in batch}
@@ -146,7 +147,7 @@ class Ledger:
         return ages
 
     def waits_for(self) -> list[int]:
-        """Returns the unfinished ones among the oldest groups that would make a batch, lowest number first."""
+        """Returns the unfinished groups among the oldest ones that would make a batch, lowest number first."""
         oldest = nsmallest(self.batch, chain(self._outstanding(), range(self.next, self.total)))
         return [number for number in oldest if number not in self.finished]
 
@@ -154,21 +155,17 @@ class Ledger:
         return chain(self.again, self.running, self.finished)
 
     def _in_time(self, left: list[int]) -> bool:
-        """Tells whether no group is trained too late if these are left for the next steps.
-
-        Args:
-            left: numbers of the groups that are submitted, or to be submitted again, and not in the batch, lowest first.
-        """
+        """Tells whether no group is trained too late if `left`, lowest number first, stay for the next steps."""
         # A group that was submitted at version v is due at step v + staleness, and a step trains B groups. If any order
         # trains all of them in time, the order in which they are due does, too (earliest deadline first). Versions only
         # grow, so that is the order of numbers, in which the group at place k is trained at step version + 1 + k // B.
         # This must not be after v + staleness.
         #
-        # Groups of later submissions change nothing. They stand behind, and one that is submitted at version w has a place
-        # k < (depth + 1) B if step w is still to come, and k < depth B if it has been taken. Either way its step is at most
-        # w + depth, which is not after w + staleness.
+        # Groups of later submissions change nothing. They stand behind, and one that is submitted at version w has a
+        # place k < (depth + 1) B if step w is still to come, and k < depth B if it has been taken. Either way its step
+        # is at most w + depth, which is not after w + staleness.
         #
-        # A group that was submitted again is due later than its number says, so for it the condition is on the safe side.
+        # A group that was submitted again is due later than its number says, so for it the test is on the safe side.
         submitted = self.running | self.finished
         return all(
             self.version + 1 + place // self.batch <= submitted.get(number, self.version) + self.staleness
@@ -176,7 +173,8 @@ class Ledger:
         )
 
     def state_dict(self) -> dict[str, int | list]:
-        """Returns what a resumed run needs, in JSON's types. What is running will be submitted again."""
+        """Returns what a resumed run needs, JSON-able."""
+        # The engine of a resumed run knows nothing of the groups that are running, so they are submitted again.
         return {
             "prompts_per_step": self.batch,
             "version": self.version,
@@ -188,12 +186,13 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, int | list]) -> None:
-        """Goes on from what `state_dict` of an earlier run has returned. The caller still has the groups in `finished`.
-        `staleness`, `depth` and `max_steps` may have changed: `advance` drops what is too old for the new bound.
+        """Resumes from what `state_dict` of an earlier run returned. The caller still has the groups in `finished`.
 
         Raises:
-            ValueError: the earlier run had another number of groups a step, so numbers would mean other problems.
+            ValueError: the earlier run had another number of groups a step.
         """
+        # With another number of groups a step, numbers would mean other steps and seeds. `staleness`, `depth` and
+        # `max_steps` may have changed: `advance` drops what is too old for the new bound.
         if state["prompts_per_step"] != self.batch:
             raise Mistake(
                 f"prompts_per_step={self.batch}, but the checkpoint was written with {state['prompts_per_step']}: set "

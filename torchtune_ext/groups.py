@@ -105,6 +105,7 @@ def _sample_text(sample: Sample) -> str:
         head["kept"] = completion.kept
     if sample.turn_advantages:
         head["turn_advantages"] = sample.turn_advantages
+    # The arrays are formatted in bulk, and put in before the closing brace of what json.dumps wrote.
     arrays = f'"tokens":{_ints(completion.tokens)},"logprobs":{_floats(completion.logprobs)}'
     if sample.teacher_logprobs is not None:
         arrays += f',"teacher_logprobs":{_floats(sample.teacher_logprobs)}'

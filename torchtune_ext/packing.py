@@ -151,6 +151,7 @@ class Layout:
         tokens = max(tokens, 1)
         if self.tile is None:
             return tokens
+        # The lengths between the two powers of two around `tokens` are equally far apart.
         unit = max(2 ** (tokens - 1).bit_length() // (2 * lengths), self.tile)
         return math.ceil(tokens / unit) * unit
 
@@ -521,6 +522,7 @@ def _parts(groups: Sequence[Lengths], row: Sequence[tuple[int, Sequence[int]]]) 
     for index, taken in row:
         group, prompt = groups[index], groups[index].prompt
         lengths = [group.completions[i] for i in taken]
+        # Each of the n places of a completion sees the whole prompt, itself and those before it.
         pairs = [group.pairs[i] for i in taken] if group.pairs else [n * prompt + _triangle(n) for n in lengths]
         parts.append(Part(index, tuple(sorted(taken)), prompt + sum(lengths), _triangle(prompt) + sum(pairs)))
     return tuple(parts)
