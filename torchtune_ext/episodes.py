@@ -133,6 +133,6 @@ class Episode:
 
     @staticmethod
     def _joined(turns: Sequence[np.ndarray], between: Sequence[np.ndarray]) -> np.ndarray:
-        # There may be ids behind the last turn, too, so `between` is as long as `turns` or shorter by one.
+        # `between` is as long as `turns`, if there are ids behind the last one, too, or shorter by one.
         pieces = [turn for i, part in enumerate(turns) for turn in (part, *between[i : i + 1])]
         return np.concatenate(pieces)

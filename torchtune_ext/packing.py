@@ -271,7 +271,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """A completion of S sampled tokens in a row, where it has N places behind the shared prompt."""
+    """A completion of S sampled tokens, which has N places behind the shared prompt."""
 
     tokens_N: np.ndarray  # index of the token in the prompt followed by the completion
     positions_N: np.ndarray  # position of the token in its own path
@@ -280,15 +280,11 @@ class Branches:
 
 
 def _branches(prompt: int, shared: int, completion: Completion) -> Branches:
-    """Walks along the turns of a completion, each of which continues the path before it or branches from it.
-
-    Args:
-        prompt: tokens of the prompt.
-        shared: how many of them come before the first place.
-    """
+    """Lays out a completion behind the first `shared` of the `prompt` tokens of its prompt."""
+    # Each turn continues the path before it or branches from it.
     length = prompt + len(completion.tokens)
-    # A path is a list of places, where those of the shared prompt are below 0. If a completion of the group branches
-    # inside the prompt, each one has its own copy of the rest of the prompt before its first turn.
+    # A path is a list of places, where those of the shared prompt are below 0. If any completion of the group branches
+    # inside the prompt, every completion brings the rest of the prompt as its own.
     path, tokens = np.arange(prompt) - shared, [np.arange(shared, prompt)]
     positions, ends, sources = [np.arange(shared, prompt)], np.full(length, -1), []
     at, begin = prompt - shared, 0

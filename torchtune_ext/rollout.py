@@ -156,7 +156,7 @@ class GroupStream:
 
     @property
     def grader(self) -> Grader:
-        """What grades the texts."""
+        """The grader of the texts."""
         return self._grader
 
     def drawing(self, numbers: Collection[int] | None = None) -> bool:
@@ -322,13 +322,9 @@ class GroupStream:
         priority: Priority,
         first: int = 0,
     ) -> None:
-        """Lets the engine sample the first completions of a group, or the next turn of one conversation.
+        """Lets the engine sample completions of a group, which go to its places from `first` on."""
 
-        Args:
-            number: the number for `Engine.submit`, from which the seeds follow.
-            first: the place in the group of the first of these completions.
-        """
-
+        # These are all first completions, or the next turn of one conversation.
         def arrived(index: int, completion: Completion) -> None:
             self._events.put((group, first + index, completion))
 

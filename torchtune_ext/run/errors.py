@@ -87,13 +87,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that the user most likely meant by `name`, or None. Names may be dotted ("loss.level")."""
     known = list(known)
     # The last parts are compared as well, so that "learning_rate" finds "optimizer.lr". Where two names end alike, the
-    # first one counts: a later item of a dict replaces an earlier one, hence the reversal.
+    # first one counts. The list is reversed for that, because a later item of a dict replaces an earlier one.
     last = name.rpartition(".")[2]
     by_last = {each.rpartition(".")[2]: each for each in reversed(known)}
     thought = THOUGHT.get(last)
     if thought in by_last:
         return by_last[thought]
-    # A name that begins like this one is nearer than any other, unless so few letters were typed that many begin so.
+    # A name of which this one is the beginning is nearer than any other, unless it is so short that many begin with it.
     longer = [each for each in known if len(name) > 3 and each.startswith(name)]
     near = longer or get_close_matches(name, known, n=1, cutoff=0.7) or get_close_matches(last, by_last, n=1)
     return by_last.get(near[0], near[0]) if near else None

@@ -139,7 +139,7 @@ class Processes:
             pass
 
     def _end(self, reason: Exception) -> None:
-        # The first reason is the cause, and later ones follow from it.
+        # Only the first reason counts, because later ones follow from it.
         with self._lock:
             self._ended = self._ended or reason
 
@@ -202,7 +202,7 @@ class Processes:
                     item.future.set_running_or_notify_cancel()
                     continue
                 if not worker.take(item):
-                    # The process died before it had the call, which is not to blame and goes back to the queue.
+                    # The process died before it got the call. So the call is not to blame, and goes back to the queue.
                     with self._lock:
                         self._queue.appendleft(item)
                     self._replace(slot)
@@ -267,13 +267,15 @@ class _Item:
 
 
 class _Worker:
-    """One process, as this one sees it."""
+    """The parent's side of one process."""
 
     def __init__(self, hello: bytes, folder: Path, variables: Mapping[str, str], output: Path | None) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=folder))
         # Code that runs as another user may have a folder in this one. It has to pass through, but need not list it.
         self.folder.chmod(0o711)
         variables = {**environment(), **variables, "TMPDIR": str(self.folder)}
+        # In a session of its own, the process does not get the trainer's Ctrl-C, and `end` can kill it with all that it
+        # started.
         ours, theirs = socket.socketpair()
         with ours, theirs:
             command = [sys.executable, "-P", worker_process.__file__, str(theirs.fileno()), str(os.getpid())]

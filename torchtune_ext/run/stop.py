@@ -205,8 +205,7 @@ class StopSignals:
 
     def _end(self, how: str) -> None:
         """Ends the process from this thread. The kernel and the janitor end its children."""
-        # The disk or a full pipe may be what the main thread is stuck in. The message needs both, so it may get stuck,
-        # too.
+        # The main thread may be stuck in the disk or a full pipe. The message needs both, so it may get stuck, too.
         timer = threading.Timer(2.0, os._exit, [128 + self.signal])
         timer.daemon = True
         timer.start()

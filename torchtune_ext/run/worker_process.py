@@ -35,8 +35,8 @@ def main(fd: int, parent_pid: int) -> None:
         # Otherwise a process that is killed loses what it has printed.
         sys.stdout.reconfigure(line_buffering=True)
     parent = Connection(fd)
-    # Imports have to find what they find in the trainer, both the one below and those of the object. So the object
-    # stays pickled until the path is set.
+    # The import below and those of the object have to find what they find in the trainer. So the object stays pickled
+    # until the path is set.
     sys.path[:], payload = parent.recv()
     from torchtune_ext.run.parent import die_with_parent
 
