@@ -1,17 +1,13 @@
-"""Checks that trainer and sampler agree on the tokens that were sampled, before any clipping or masking.
+"""Checks that trainer and sampler agree on the sampled tokens, before any clipping or masking.
 
-test        asks for                                  sees                                         is blind to
-scale       mean |d| <= twice the rounding + chance   other weights, rope                          what rounding hides
-sharpness   d has no part that goes with log p + H    a temperature, under the rounding, too       other weights, top-p
-identity    mean exp(d) = 1 on many tokens            top-p, top-k, any renormalized distribution  temperature, other weights
-arrival     versions, checksums, the effect of an     a lost publication, an old tensor or         what goes wrong behind them
-            update on tokens (`applied_share`)        adapter                                      and hides in the noise
+test        asks for                                  sees                                   is blind to
+scale       mean |d| <= twice the rounding + chance   other weights, rope                    what rounding hides
+sharpness   d has no part that goes with log p + H    a temperature, under the rounding too  other weights, top-p
+identity    mean exp(d) = 1 on many tokens            top-p, top-k, any renormalization      temperature, weights
+arrival     versions, checksums, the effect of an     a lost publication, an old tensor or   what happens behind them
+            update on tokens (`applied_share`)        adapter                                and hides in the noise
 
-d is the trainer's log-prob minus the sampler's. What rounding does to d is no fault, so it is measured: a model in bfloat16
-may be 0.04 nats from itself in float32, and two right implementations are sqrt(2) times as far from each other. The
-identity holds for any rounding: tokens are drawn from what the sampler reports, and sum_y q(y) p(y) / q(y) = 1, unless q is 0
-where p is not. A sampler whose logits are (1 + s) times the trainer's, as at the temperature T / (1 + s), has log-probs that
-are larger by s (log p + H), H being the entropy: likely tokens gain and unlikely ones lose, which rounding does not do.
+d is the trainer's log-prob minus the sampler's, in nats; H is the entropy.
 """
 
 import logging
@@ -41,7 +37,7 @@ TRUNCATED = (
     f"part of the vocabulary. {SAMPLER_ADVICE}"
 )
 
-# In a replay nothing is sampled, so no setting of an engine can be the cause.
+# The cause in a replay: nothing is sampled there, so no setting of an engine can be at fault.
 MOVED = (
     "the policy of this replay has moved away from the one that sampled, as under other settings it may (the first lines "
     "name them), or it computes in another precision. If that is meant, set max_mismatch above the figure"
@@ -49,9 +45,10 @@ MOVED = (
 
 # Fewest tokens of the present version that are judged. Of fewer, a single one may decide the mean.
 TOO_FEW = 32
-# The latest of them that are judged together, over several steps: a small step by itself leaves much to chance.
+# The latest tokens that are judged together, over several steps: a small step by itself leaves much to chance.
 RECENT = 1 << 15
-# Of mean |d|, in nats: float32 on both sides differs by 1e-7 to 1e-5, and the smallest fault by far more.
+# Lowest automatic limit of mean |d|, in nats. Float32 on both sides differs by 1e-7 to 1e-5, and the smallest fault by
+# far more.
 LEAST_LIMIT = 0.001
 # Under other settings a replay moves away from what was sampled, and nothing is wrong.
 REPLAY_LIMIT = 0.05
@@ -59,11 +56,16 @@ MEASURED_ROWS = 4  # rows of a rank on which the rounding is measured
 # Standard errors that a mean may be off. They are many, since every step of a long run is tested.
 ERRORS = 5.0
 FLOOR = 0.005  # distance from 1 that the mean of exp(d) may have besides
-SHARPEST = 0.02  # the sharpness that nobody is told of: a temperature of 0.98 or 1.02
-UNEXPLAINED = 0.25  # largest share of the squares of d that another temperature may leave, as the cause of a mismatch
-LEAST_KEPT = 0.1  # of the probability: a sampler that draws from less is not truncated, it is another model
-RESOLVED = 0.25  # limit of (noise of a token) / (effect of a change on it); above it nothing is concluded
-CARRIERS = 16  # fewest tokens that must carry the effect; a single one would fit the slope exactly and show no noise
+# Largest sharpness that is tolerated: a temperature of 0.98 or 1.02.
+SHARPEST = 0.02
+# Another temperature is named as the cause only where it leaves at most this share of the squares of d.
+UNEXPLAINED = 0.25
+# A sampler that draws from less than this share of the probability is not truncated: it is another model.
+LEAST_KEPT = 0.1
+# Limit of (noise of a token) / (effect of a change on it). Above it nothing is concluded.
+RESOLVED = 0.25
+# Fewest tokens that must carry the effect. A single one would fit the slope exactly and show no noise.
+CARRIERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Mismatch:
     error: float  # standard error of the mean |d|, as of independent tokens
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Returns the measures by their names in the log, which begin with `prefix`."""
+        """The measures by their names in the log, which begin with `prefix`."""
         values = {"k1": -self.mean} | {
             name: getattr(self, name) for name in ("mean_abs", "p99_abs", "max_abs", "k3", "ess")
         }
@@ -98,14 +100,15 @@ def _differences(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compares the tokens of all ranks. A collective.
 
-    Returns: d; (log p + H, cluster) of each token [2, tokens]; its buckets [2, tokens] of place and age. A cluster is a place
-    of a group, whose samples are rounded alike there, as long as they are the same.
+    Returns: d; (log p + H, cluster) of each token [2, tokens]; its buckets [2, tokens] of place and age.
     """
+    # All travels as one tensor, so that the ranks gather once.
     here = torch.empty(5, 0, dtype=torch.float64)
     if rows:
         ours, theirs = (torch.cat([each.logprobs_L for each in many]).cpu().double() for many in (logprobs, rows))
         entropy = torch.cat([each.entropy_L for each in logprobs]).cpu().double()
-        # With the mean of both sides, the rounding of either is in d and in log p with opposite signs.
+        # With the mean of both sides as log p, the rounding of the trainer moves d and log p alike, and that of the
+        # sampler moves them apart. Where both round equally, the two cancel in their product.
         here = torch.stack([ours - theirs, (ours + theirs) / 2 + entropy, _clusters(rows) + rank() * 2.0**32])
         here = torch.cat([here, torch.cat([buckets(row, version) for row in rows], dim=1).double()])
     everywhere = torch.cat(gathered(here), dim=1)
@@ -113,10 +116,12 @@ def _differences(
 
 
 def _clusters(rows: Sequence[Row]) -> Tensor:
-    """Returns a number of the place of the group that each label of the rows is sampled behind."""
+    """A number per label for the place in its group that it is sampled behind."""
+    # Samples of a group that are the same until there have the same hidden state, so they are rounded alike.
     places, groups = [], 0
     for row in rows:
-        group_T = groups + (row.positions_T == 0).cumsum(0)  # each begins at position 0
+        # Each group begins at position 0.
+        group_T = groups + (row.positions_T == 0).cumsum(0)
         places.append((group_T << 32 | row.positions_T)[row.sources_L])
         groups = int(group_T[-1])
     return torch.cat(places).unique(return_inverse=True)[1]
@@ -153,22 +158,19 @@ class Applied:
 
     @property
     def resolved(self) -> bool:
-        """Tells whether the slope is reliable: its error is then at most about RESOLVED / sqrt(CARRIERS) = 0.06."""
+        """Whether the slope is reliable."""
+        # Its standard error is then at most about RESOLVED / sqrt(CARRIERS) = 0.06, far below the 1/2 of `missing`.
         return self.carriers >= CARRIERS and self.noise <= RESOLVED
 
     @property
     def missing(self) -> bool:
-        """Tells whether the slope is reliable and shows that the sampler does not have the change."""
+        """Whether the slope is reliable and shows that the sampler lacks the change."""
         return self.resolved and self.slope < 0.5
 
 
 def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tensor], otherwise: str) -> Applied:
     """Measures how much of a change of the weights the sampler has taken over, by its log-probs. A collective.
 
-    The result is the least-squares slope of (sampler - off) on (on - off), which does not depend on the size of the
-    effect of the change. Both differences contain the noise of `off`. If the trainer's noise is the same in `on` and
-    `off`, a sampler with the change has a slope of at least 1/2 on average, and one without it at most 1/2, for any
-    size of the effect. The larger the effect is compared with the noise, the more the two differ.
 
     Args:
         rows: packed rows of this rank; they hold the sampler's log-probs.
@@ -182,6 +184,10 @@ def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tenso
     ]
     changes = torch.cat(gathered(torch.cat(parts, dim=1)), dim=1)
     effect, response = changes[:, ~changes.isnan().any(dim=0)]
+    # The slope of (sampler - off) on (on - off), by least squares, does not depend on the size of the effect. Both
+    # differences contain the noise of `off`. If the trainer's noise is the same in `on` and `off`, a sampler with the
+    # change has a slope of at least 1/2 on average, and one without it at most 1/2. The larger the effect is compared
+    # with the noise, the more the two differ.
     size = effect.square().mean().item() if len(effect) else 0.0
     if size == 0.0:
         return Applied(0.0, float("inf"), len(effect), 0.0, otherwise)
@@ -195,15 +201,13 @@ class Agreement:
     """Stops the run when trainer and sampler disagree.
 
     Args:
-        limit: largest allowed mean |d|, in nats (`max_mismatch`), or "auto": twice what `rounding` returns, at least 0.001, and
-            what chance may add on few tokens.
-        rounding: a function rows -> mean |d| between the coarser precision and float32, a collective.
+        limit: largest allowed mean |d|, in nats (`max_mismatch`), or "auto": twice what `rounding` returns, at least
+            0.001, and what chance may add on few tokens.
+        rounding: a collective: rows -> mean |d| between the coarser precision and float32.
         precision: in words, for messages.
-        replay: nothing is sampled, so no canary follows a publication, and "auto" allows REPLAY_LIMIT without a look at the
-            rounding.
-        identity: whether `require` asks that the mean of exp(d) is 1 and the sharpness 0, as they are where both hold the same
-            weights. Where they do not, as in mixed precision, d goes with the reward, by which groups are chosen, and neither
-            says anything.
+        replay: nothing is sampled, and "auto" is REPLAY_LIMIT.
+        identity: whether `require` asks that the mean of exp(d) is 1 and the sharpness 0. Pass False where trainer and
+            sampler hold different weights, as in mixed precision.
         temperature: of sampling, for messages.
     """
 
@@ -217,19 +221,22 @@ class Agreement:
         temperature: float = 1.0,
     ):
         self._temperature, self._rounding, self._precision = temperature, rounding, precision
+        # A model in bfloat16 may be 0.04 nats from itself in float32, and two right implementations are sqrt(2) times
+        # as far from each other. That is no fault, so "auto" measures it.
         self._auto, self._replay = limit == "auto", replay
         self._least = REPLAY_LIMIT if replay else LEAST_LIMIT  # of "auto"
         self._limit = limit if not self._auto else REPLAY_LIMIT if replay else 0.0
         self._measured: list[float] = []  # results of `rounding`
         # What `_differences` returns of the latest tokens of the present version of each step.
         self._recent = torch.empty(5, 0, dtype=torch.float64)
+        # With different weights d goes with the reward, by which groups are chosen, and the identity says nothing.
         self._identity = identity
-        self._warned = replay  # whether the user knows that no token was of the present version; a replay has none
+        # Whether the user knows that no token was of the present version. A replay never has one.
+        self._warned = replay
 
     @property
     def limit(self) -> float:
-        """Twice the mean rounding until now, or the number that was set, in nats; 0: it was not measured yet. Chance may add
-        twice as much."""
+        """The present limit of mean |d| in nats; 0 where "auto" has not been measured yet."""
         return self._limit
 
     def require(
@@ -240,26 +247,24 @@ class Agreement:
         version: int | None = None,
         applied: Sequence[Applied] = (),
     ) -> Mismatch:
-        """Measures the mismatch. Raises if one of the four tests fails, or the mismatch is NaN. A collective.
-
-        If an earlier version sampled a token, its log-prob differs because the policy has moved since. That is no
-        fault. So if `version` is given, the limit holds only for the tokens of this version. Where there are none, which
-        is usual for an engine that samples ahead, the first such call says so in a warning, if there is a canary.
+        """Measures the mismatch and applies the four tests. A collective.
 
         Args:
             rows: packed rows of this rank; they hold the sampler's log-probs.
             logprobs: the trainer's log-probs of the labels of each row.
             when: the beginning of the message: "before the first update", "after publishing version 7".
-            version: version of the policy that trainer and engine both have now. None: these are the tokens of a canary, the
-                same ones each time, so they say nothing more about the identity.
+            version: of the policy that trainer and engine both have now; only its tokens are judged. None: the tokens
+                are those of a canary.
             applied: what was measured of changes that the sampler must have.
 
         Returns:
             The mismatch of all tokens, of any age.
 
         Raises:
-            Disagreement: trainer and sampler disagree. The message gives the figures and the likely cause.
+            Disagreement: a test fails, or the mismatch is NaN. The message gives the figures and the likely cause.
         """
+        # The log-prob of a token that an earlier version sampled differs because the policy has moved since, which is
+        # no fault. An engine that samples ahead often returns no other tokens.
         d, scores, where = _differences(rows, logprobs, version)
         everything = _measured(d, where)
         present = where[1] == AGE_0
@@ -269,7 +274,8 @@ class Agreement:
         judged = [current] if current.tokens >= least or math.isnan(current.mean_abs) else []
         latest = torch.cat([d[None], scores, where.double()])[:, present]
         if version is not None and current.tokens:
-            self._recent[2] -= latest[2].max() + 1  # the clusters of another step are others
+            # Each step counts its clusters from 0. The shift keeps those of earlier steps apart.
+            self._recent[2] -= latest[2].max() + 1
             self._recent = torch.cat([self._recent, latest], dim=1)[:, -max(RECENT, current.tokens) :]
             if self._auto and self._recent.shape[1] > max(current.tokens, TOO_FEW):
                 judged.append(_measured(self._recent[0], self._recent[3:].long()))
@@ -290,7 +296,7 @@ class Agreement:
             worst = wrong[0] if wrong else current
             d, score = (latest if worst is current else self._recent)[:2]
             sharpness, rest = _sharpness(d, score)
-            # Further away it is no first derivative, and what is nonsense may go with anything.
+            # The formula of the sharpness holds near 0 only, and the d of a broken model may go with anything.
             explained = abs(sharpness) < 1 and rest.square().sum() < UNEXPLAINED * d.square().sum()
             cause = diagnose(worst, applied, self._other_temperature(sharpness) if explained else "")
             cause = MOVED if self._replay else cause
@@ -301,7 +307,7 @@ class Agreement:
                 f"max {worst.max_abs:.4g}, signed mean {worst.mean:+.4g}. Likely cause: {cause}"
             )
         if self._identity:
-            # A canary has the same tokens each time, which say nothing about the mean over all that might have been drawn.
+            # A canary samples the same tokens each time, which say nothing about the mean over all possible draws.
             for tokens in [latest] if version is None else [latest, self._recent]:
                 if tokens.shape[1] >= TOO_FEW:
                     if version is not None:
@@ -310,25 +316,29 @@ class Agreement:
         return everything
 
     def require_sharpness(self, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], when: str) -> None:
-        """Asks only for the sharpness, where the log-probs are those of the weights as they were sent. A collective. Raises
-        Disagreement."""
+        """Tests only the sharpness, for log-probs of the weights as they were sent. A collective.
+
+        Raises:
+            Disagreement: the sampler has another temperature, or samples from the likeliest tokens only.
+        """
         d, scores, _ = _differences(rows, logprobs, None)
         if len(d) >= TOO_FEW:
             self._require_sharpness(d, *scores, when)
 
     def _beyond(self, judged: Sequence[Mismatch], limit: float) -> list[Mismatch]:
-        """Those above the limit by more than chance may add. That is never more than twice the limit: a few tokens that are far
-        off make a large error, too. (146 tokens of a healthy step of SmolLM2 were twice the limit away in bfloat16.)"""
+        """Those above the limit by more than chance may add."""
+        # A few tokens that are far off make a large standard error, too, so chance may add twice the limit at most.
+        # (146 tokens of a healthy step of SmolLM2 were twice the limit away in bfloat16.) `not <=` also catches NaN.
         room = ERRORS if self._auto else 0.0
         return [each for each in judged if not each.mean_abs <= limit + min(room * each.error, 2 * limit)]
 
     def _measure(self, rows: Sequence[Row]) -> float:
-        """Measures the rounding of these rows, the first ones or some that are beyond the limit, and returns their own limit,
-        where it is above that of all rows. Few tokens may be rounded far more than others, so the latter follows the mean. A
-        collective."""
+        """Measures the rounding of these rows and returns their limit. A collective."""
         # The gradients of a step may take memory by now, so a few rows stand for all.
         noise = self._rounding(rows[:MEASURED_ROWS])
         self._measured.append(noise)
+        # A few tokens may be rounded far more than others. The limit of later steps follows the mean, and only these
+        # rows get a higher one.
         self._limit = max(self._least, 2 * sum(self._measured) / len(self._measured))
         own = max(self._limit, 2 * noise)
         if rank() == 0:
@@ -338,20 +348,23 @@ class Agreement:
         return own
 
     def _require_sharpness(self, d: Tensor, score: Tensor, cluster: Tensor, when: str) -> None:
-        """Asks that d does not go with `score`, log p + H, as it does where the sampler has another temperature."""
+        """Tests that d has no part that goes with `score`, log p + H."""
+        # A sampler whose logits are (1 + s) times the trainer's, as at the temperature T / (1 + s), has log-probs
+        # larger by s (log p + H): likely tokens gain and unlikely ones lose, which rounding does not do.
         size = score.square().sum().item()
         sharpness, rest = _sharpness(d, score)
-        # What is left of d is the same for tokens behind the same ones, so their sums are compared with each other.
+        # Tokens of one cluster are not independent: what is left of d is nearly the same for them. So the standard
+        # error is that of the sums over clusters.
         _, cluster = cluster.unique(return_inverse=True)
         sums = torch.zeros(2, len(d), dtype=d.dtype).index_add_(1, cluster, torch.stack([score.square(), score * rest]))
         if not size or size**2 / sums[0].square().sum().item() < CARRIERS:
             return
         error = sums[1].norm().item() / size
-        # Rounding is in both factors: it adds half the difference of the two sides' squares to their product, and makes the
-        # side that has more of it sharper by half its square. The square of d has both.
+        # Rounding is in both factors. It adds half the difference of the two sides' squares to their product, and makes
+        # the side that has more of it sharper by half its square. The square of d covers both.
         bias = d.square().sum().item() / size
         if abs(sharpness) > SHARPEST + bias + ERRORS * error:
-            # Where it draws from the likeliest tokens only, each of them has gained.
+            # If the sampler draws from the likeliest tokens only, each of them gains, so most of d is negative.
             cut = d.mean() < -d.abs().mean() / 2
             raise Disagreement(
                 f"{when}: on {len(d)} sampled tokens the sampler's log-probs are the trainer's and {sharpness:+.3f} +- "
@@ -367,6 +380,8 @@ class Agreement:
         )
 
     def _require_identity(self, d: Tensor, when: str) -> None:
+        # With p the trainer's and q the sampler's probability, the mean of exp(d) is sum_y q(y) p(y) / q(y) = 1,
+        # whatever the rounding, unless q is 0 where p is not. `not <=` also catches NaN.
         excess = d.expm1()
         mean, error = excess.mean().item(), (excess.var(correction=0).item() / len(d)) ** 0.5
         if not abs(mean) <= FLOOR + ERRORS * error:
@@ -378,25 +393,27 @@ class Agreement:
 
 
 def _sharpness(d: Tensor, score: Tensor) -> tuple[float, Tensor]:
-    """Returns by how much sharper the sampler is, and what that leaves of d. Args: score: log p + H of each token."""
+    """By how much sharper the sampler is (a least-squares fit), and what that leaves of d. `score` is log p + H."""
     sharpness = -((d * score).sum() / score.square().sum().clamp_min(1e-30)).item()
     return sharpness, d + sharpness * score
 
 
 def diagnose(current: Mismatch, applied: Sequence[Applied], other_temperature: str) -> str:
-    """Returns the likely cause of a mismatch.
+    """The likely cause of a mismatch.
 
     Args:
         applied: what was measured of changes that the sampler must have.
         other_temperature: the cause where another temperature explains most of the mismatch, else "".
     """
     for change in applied:
-        # Versions and checksums are right by now, and the effect is that of the values that were sent, as they were rounded.
+        # Versions and checksums were right, and the effect is that of the rounded values that were sent. So the engine
+        # has the weights and does not use them.
         if change.missing:
             return (
                 f"weights: {change.otherwise}; of the effect of the change on the log-probs of {change.tokens} sampled tokens "
                 f"the engine shows {change.slope:.2f}"
             )
+    # A sampler that renormalizes over a share c of the probability shifts every d by log c.
     if math.log(LEAST_KEPT) < current.mean < -0.9 * current.mean_abs:
         return TRUNCATED
     if other_temperature:

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints: a model directory of Hugging Face's format, and what the recipe needs to go on.
+"""Writes and reads checkpoints: a model directory in Hugging Face's format, and what the recipe needs to go on.
 
 checkpoints/step_000040/
     config.json  model-00001-of-00001.safetensors  tokenizer files    a model directory that any tool can read
@@ -7,9 +7,8 @@ checkpoints/step_000040/
     state/                                                            float32 weights, optimizer (if saved), RNG: by DCP
     manifest.json                                                     what it belongs to; size and SHA-256 of every file
 
-A checkpoint is whole or absent. DCP (torch.distributed.checkpoint) can load `state/` on another number of ranks. Other
-folders beside the checkpoints: `.partial_*` is being written, `.pruned_*` is being deleted, and `.replaced_*` is what a new
-folder has taken the place of.
+A checkpoint is whole or absent. DCP (torch.distributed.checkpoint) can load `state/` on another number of ranks. Beside
+the checkpoints, `.partial_*` is being written, `.pruned_*` is being deleted, and `.replaced_*` was replaced.
 """
 
 import json
@@ -53,7 +52,7 @@ from torchtune_ext.training.manifest import DamagedCheckpoint, Identity, Manifes
 
 # Frozen weights are not saved, because they can be read from model_dir.
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
-# Settings of a resumed run that say where it is and that it goes on. They are no news.
+# A resumed run always has other values of these settings, so they are not listed as changes.
 NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run")
 
 
@@ -82,17 +81,16 @@ class CheckpointConfig:
 class Checkpoints:
     """The checkpoints of one run.
 
-    `choose`, `save` and `load` are collectives: all ranks call them together, and a failure on one rank raises on all
-    ranks. The other methods only read names and manifests, and any rank may call them by itself.
+    `choose`, `save` and `load` are collectives: a failure on one rank raises on all. Any rank may call the other
+    methods by itself.
     """
 
     def __init__(self, folder: str | Path, identity: Identity | None, config: CheckpointConfig | None = None):
-        """Looks after the checkpoints in a folder, which need not exist yet.
-
+        """
         Args:
-            folder: the folder of all checkpoints of the run.
+            folder: of all checkpoints of the run; it need not exist yet.
             identity: what the checkpoints belong to. Only rank 0 writes and checks it; it may be None on the others.
-            config: the settings; None for the defaults.
+            config: None for the defaults.
         """
         self.folder, self._identity, self._config = Path(folder), identity, config or CheckpointConfig()
         self._main = rank() == 0
@@ -100,26 +98,25 @@ class Checkpoints:
         assert identity is not None or not self._main, "rank 0 has to know what the checkpoints belong to"
 
     def all(self) -> list[Path]:
-        """Returns every checkpoint, whole or damaged, the oldest first."""
+        """Every checkpoint, whole or damaged, the oldest first."""
         return checkpoint_folders(self.folder)
 
     def latest(self) -> Path | None:
-        """Returns the newest checkpoint that looks whole by the names and sizes of its files, or None."""
+        """The newest checkpoint that looks whole by the names and sizes of its files, or None."""
         return next((path for path in reversed(self.all()) if _glance(path) is not None), None)
 
     def best(self) -> tuple[Path, float] | None:
-        """Returns the checkpoint with the highest accuracy on held-out problems, and that accuracy, or None."""
+        """The checkpoint with the highest accuracy on held-out problems, and that accuracy, or None."""
         return _best((path, manifest) for path in self.all() if (manifest := _glance(path)) is not None)
 
     def choose(self) -> Path | None:
-        """Returns the checkpoint to go on from, or None where there is no checkpoint at all. A collective.
-
-        Every file of the returned checkpoint has been verified.
+        """Returns the newest checkpoint, verified, or None where there is none. A collective.
 
         Raises:
             DamagedCheckpoint: the newest checkpoint is damaged.
             ValueError: the newest checkpoint belongs to another run, model or base.
         """
+        # An older checkpoint never silently takes the place of a damaged one: the user may have a copy of the bad file.
         newest = from_main(lambda: next(reversed(self.all()), None))
         if newest is not None:
             try:
@@ -132,7 +129,7 @@ class Checkpoints:
         return newest
 
     def advice(self, step: int) -> str:
-        """Returns a text that says what to do after a step whose update cannot be made."""
+        """What the user can do after a step whose update cannot be made."""
         newest = self.latest()
         how = (
             f"go on from {newest} with resume_from_checkpoint=True"
@@ -157,20 +154,17 @@ class Checkpoints:
 
         Args:
             step: the step that has ended.
-            model: the model, which may be sharded.
-            optimizer: its optimizer.
-            export: writes what other tools read (`export_model`, `export_adapter`). It is called with a folder on rank
-                0, and with None on the other ranks, where it only takes part in gathering the weights. It must finish
-                gathering on every rank also when it fails.
+            model: may be sharded.
+            export: writes what other tools read (`export_model`, `export_adapter`) into a folder on rank 0. Other ranks
+                pass None and only take part in gathering. Even when it fails it must finish gathering on every rank.
             recipe: JSON-able state of the recipe.
-            accuracy: accuracy of these weights on held-out problems. The checkpoint with the highest accuracy is kept.
+            accuracy: of these weights on held-out problems. The checkpoint with the highest one is kept.
 
         Returns:
-            Seconds that the checksums of the files took, and the disk meanwhile, on the slowest rank.
+            Seconds that checksums and the flush to disk took on the slowest rank.
 
         Raises:
-            OSError: nothing was saved, because of a full disk for example. This is raised on all ranks, and earlier
-                checkpoints are untouched.
+            OSError: nothing was saved, for example because the disk is full. Earlier checkpoints are untouched.
         """
         final = self.folder / f"step_{step:06d}"
         partial = partial_of(final)
@@ -181,14 +175,18 @@ class Checkpoints:
             (partial / "recipe.json").write_text(content)
 
         if self._main:
-            self._prune()  # a lower `keep_last` makes room on a disk that was full
+            # If the disk was full and the user lowered `keep_last`, this makes the room.
+            self._prune()
         advice = "Free space there, then resume with resume_from_checkpoint=True; the last whole checkpoint: {}"
         with written_aside(final, lambda: advice.format(self.latest())):
+            # Each part ends on all ranks before the next begins, so that no rank waits in a collective for one that
+            # has failed.
             from_main(begin)
             together(lambda: export(partial if self._main else None))
             state = together(lambda: _state(model, optimizer, self._config.save_optimizer))
             together(lambda: _save_state(partial / "state", state))
             began = time.perf_counter()
+            # Each rank reads only the files that it wrote: a network file system may show those of others late.
             mine = together(lambda: entries_of(partial, rank()))
             seconds = max(gathered(time.perf_counter() - began))
             files = {name: entry for entries in gathered(mine) for name, entry in entries.items()}
@@ -200,21 +198,22 @@ class Checkpoints:
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Restores weights, optimizer and random states in place, and returns the state of the recipe. A collective.
 
-        The optimizer keeps the settings (learning rate, betas, ...) that it was built with. If the checkpoint has no state of
-        it (`checkpoints.save_optimizer=false`), it begins anew, and a line says so. If there are more ranks than before, or
-        another kind of device, random states that were not saved stay as they are.
+        The optimizer keeps the settings (learning rate, betas, ...) that it was built with. Without a saved state
+        (`checkpoints.save_optimizer=false`) it begins anew. Random states that were not saved stay as they are.
 
         Raises:
-            DamagedCheckpoint: `path` does not come from `choose`, and is damaged.
-            ValueError: `path` does not come from `choose`, and belongs to another run, model or base.
+            DamagedCheckpoint: `path` is damaged.
+            ValueError: `path` belongs to another run, model or base.
             OSError: it cannot be loaded, for example because it was saved with another kind of optimizer.
         """
+        # `choose` has already read every byte of what it returned, which takes long.
         if path != self._verified:
             self._verify(path)
         try:
             recipe, has_optimizer = together(lambda: _load(path, model, optimizer))
         except FAILURES as error:
             cause = true_cause(error)
+            # KeyboardInterrupt and the like are no fault of the files.
             if not isinstance(cause, Exception):
                 raise cause from None
             raise FileMistake(
@@ -229,12 +228,7 @@ class Checkpoints:
         return recipe
 
     def _verify(self, path: Path) -> None:
-        """Verifies every file of a checkpoint. Each rank reads a share of the files. A collective.
-
-        Raises:
-            DamagedCheckpoint: the checkpoint is damaged.
-            ValueError: the checkpoint belongs to another run, model or base.
-        """
+        """Reads every file of a checkpoint, each rank a share of them. A collective; raises as `choose`."""
         manifest = from_main(lambda: self._inspect(path))
         shares = len(gathered(None))
         wrong = [text for text in gathered(manifest.wrong_with_bytes(path, rank(), shares)) if text is not None]
@@ -243,7 +237,7 @@ class Checkpoints:
         self._verified = path
 
     def _inspect(self, path: Path) -> Manifest:
-        """Checks everything that can be checked without reading tensors, and returns the manifest."""
+        """Checks on rank 0 what can be checked without reading tensors, and returns the manifest."""
         manifest = Manifest.read(path)
         if (refusal := self._identity.refusal(manifest.identity)) is not None:
             raise Mistake(f"{path} cannot be resumed: {refusal}")
@@ -254,16 +248,17 @@ class Checkpoints:
         return manifest
 
     def _complete(self, final: Path, manifest: Manifest) -> None:
-        """Writes the manifest on rank 0, when all other files are written, and renames the checkpoint to its place."""
         if (wrong := manifest.wrong_with_files(partial_of(final))) is not None:
             raise FileMistake(
                 f"{wrong}, as rank 0 sees what another rank has written: all ranks need one shared output_dir"
             )
+        # The manifest comes last: it vouches for every other file.
         manifest.write(partial_of(final))
         put_in_place(final)
 
     def _prune(self) -> None:
-        """Deletes old checkpoints of this run. Damaged ones and those of other runs are neither counted nor touched."""
+        """Deletes old checkpoints of this run."""
+        # Damaged ones do not count: if they did, one of them could be kept in the place of a whole one.
         mine = [(path, manifest) for path in self.all() if self._is_mine(manifest := _glance(path))]
         keep = {path for path, _ in mine[-self._config.keep_last :]}
         if (best := _best(mine)) is not None:
@@ -282,7 +277,7 @@ def _best(checkpoints: Iterable[tuple[Path, Manifest]]) -> tuple[Path, float] | 
 
 
 def _glance(path: Path) -> Manifest | None:
-    """Returns the manifest of a checkpoint that looks whole, or None."""
+    """The manifest of a checkpoint that looks whole, or None."""
     try:
         manifest = Manifest.read(path)
         return manifest if manifest.wrong_with_files(path) is None else None
@@ -299,8 +294,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, with_optimizer: b
 
 
 class _Files(FileSystem):
-    """Raises the error of the disk itself: DCP sends errors to the other ranks, and what stands behind them is lost."""
-
+    # DCP pickles an error to send it to the other ranks, which loses its cause. So the disk's own error is raised here.
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
@@ -311,7 +305,8 @@ class _Files(FileSystem):
 
 
 def _save_state(folder: Path, state: dict[str, Any]) -> None:
-    # In one thread: an error of a further one would be lost (torch 2.13). `entries_of` sees to it that the disk has them.
+    # The default of one thread stays, since an error in a second one would be lost (torch 2.13). DCP need not sync the
+    # files, because `entries_of` does.
     writer = FileSystemWriter(folder, sync_files=False)
     writer.fs = _Files()
     with _one_process_is_fine():
@@ -320,9 +315,11 @@ def _save_state(folder: Path, state: dict[str, Any]) -> None:
 
 def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], bool]:
     """Returns the state of the recipe, and whether there was one of the optimizer."""
+    # The saved state of the optimizer holds its settings, too. Those of this run are put back below.
     settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
     saved = dcp.FileSystemReader(path / "state").read_metadata().state_dict_metadata
     mine = f"rng_{rank()}"
+    # DCP fails on a key that was not saved, such as the random state of a rank or a GPU that the earlier run lacked.
     rng = {name: value for name, value in _rng()[mine].items() if f"{mine}.{name}" in saved}
     has_optimizer = any(name.startswith("optimizer.") for name in saved)
     state = _state(model, optimizer, has_optimizer) | ({mine: rng} if rng else {})
@@ -351,7 +348,7 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
 
 @contextmanager
 def _one_process_is_fine() -> Iterator[None]:
-    """Hides the warning of DCP that no other process takes part, because a run of one process intends that."""
+    # DCP warns where no other process takes part, but a run of one process intends that.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         yield
@@ -383,23 +380,22 @@ class RunState:
 
     @classmethod
     def of(cls, recipe: Mapping[str, Any]) -> Self:
-        """Returns the state that is in the recipe.json of a checkpoint, beside what others have put there."""
+        """The state in a checkpoint's recipe.json. Other keys there are ignored."""
         return cls(**{each.name: recipe[each.name] for each in fields(cls)})
 
 
 def checkpoint_to_go_on_from(
     checkpoints: Checkpoints, folder: RunFolder | None, resumes: bool, total: int
 ) -> Path | None:
-    """Chooses the checkpoint from which a run goes on, and says on rank 0 which one that is. A collective.
+    """Chooses the checkpoint from which a run goes on, and prints it on rank 0. A collective.
 
     Args:
-        checkpoints: those of the run.
         folder: of the run, on rank 0.
         resumes: whether the run shall go on (`resume_from_checkpoint`).
         total: the steps that the run shall have.
 
     Returns:
-        The checkpoint, or None: the run begins at its first step. Where it was to go on, `RunFolder.resumes` has said so.
+        The checkpoint, or None: the run begins at its first step.
 
     Raises:
         NothingToDo: the run has all its steps.
@@ -417,16 +413,17 @@ def checkpoint_to_go_on_from(
 
 
 def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any]) -> str:
-    """Returns what a run says when it goes on: from where, and which of its settings were others until then.
+    """What a run prints when it goes on: from where, and which settings changed.
 
     Args:
         path, step: of the checkpoint.
-        run: with the settings of now.
-        earlier: its settings until now; empty where they are not known.
+        run: with the present settings.
+        earlier: the settings until now; empty where they are not known.
     """
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     lines = [("resume", f"from step {step} of run {run.id}, begun {begun}: {path}")]
-    # As run.json would hold the settings of now.
+    # The earlier settings come from run.json. The present ones take the same way through JSON, so that a tuple and a
+    # list do not count as a change.
     now = json.loads(json.dumps(run.config, default=str))
     changed = [change for change in changes(earlier, now) if change.key not in NO_NEWS]
     if not earlier:
@@ -442,12 +439,11 @@ def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any]) -> 
 
 
 def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
-    """Returns a text that says where a run is, which model it has, and how to go on with it.
+    """Where a run is, which model it has, and how to go on with it, as a text.
 
     Args:
-        step: the step that it is in, or that it has ended with.
-        total: of the steps.
-        checkpoints: None: the run has none yet.
+        step: the step that it is in or ended with, of `total`.
+        checkpoints: None where the run has none yet.
     """
     newest = checkpoints.latest() if checkpoints is not None else None
     where = f"It was at step {step} of {total}" if step else "It had not begun its first step"
