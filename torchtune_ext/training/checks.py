@@ -1,7 +1,6 @@
 """Tries the parts of a run on something small, before its folder is touched and before the engine starts.
 
-What fails at the first step of a run on eight GPUs fails here after a second. An error that the user's own class raises is a
-mistake with the line of the file (`run.errors.blame`).
+What would fail at the first step of a run on eight GPUs fails here after a second.
 """
 
 import math
@@ -24,13 +23,14 @@ from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import ConversationTask, GradesItself, Problem, Task
 
-LOOKED_AT, LOOK_S = 64, 1.0  # prompts that are measured at most, and seconds that this takes at most
+# The most prompts that are measured, and the most seconds that this takes.
+LOOKED_AT, LOOK_S = 64, 1.0
 # Two tokenizers that give this the same ids are taken to be the same.
 PROBE = "The 7 quick foxes: 12+34=46, isn't it?\n"
 
 
 def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> None:
-    """Builds the optimizer on small parameters, on the CPU: a GPU that the engine shares stays free until it has measured it.
+    """Builds the optimizer on small parameters.
 
     Args:
         make: takes the parameters as `params`.
@@ -39,6 +39,7 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> N
     Raises:
         ValueError: a setting has a wrong type or value, or what is built is no optimizer.
     """
+    # On the CPU, because an engine that shares the GPU has yet to measure how much of it is free.
     optimizer = make(params=[nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)])
     if not hasattr(optimizer, "param_groups"):
         raise Mistake(
@@ -50,17 +51,17 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> N
 
 
 def check_loss(loss: Any) -> None:
-    """Computes the loss of three labels of two completions, and that of no label, which a rank has whose row is empty.
+    """Computes the loss of three labels of two completions, and that of no label.
 
     Raises:
-        ValueError: the loss cannot be called, raises an error, returns something else than one value per label, or has no
-            gradient.
+        ValueError: the loss cannot be called, raises an error, does not return one value per label, or has no gradient.
     """
     name, needs = _name(loss), needs_of(loss)
     if not callable(loss):
         raise Mistake(f"loss: {name} cannot be called; give it `def __call__(self, t)` (docs/objectives.md)")
     # The first update of a step has no other policy to compare the highest log-probs with.
     tops = [needs.top_k, 0] if needs.top_k else [0]
+    # A rank with an empty row calls the loss with no label.
     for labels, top_k in [(3, top_k) for top_k in tops] + [(0, top_k) for top_k in tops]:
         count = "three labels" if labels else "no label, as of an empty row"
         with blame(f"loss: {name}, called with {count},"), torch.enable_grad():
@@ -81,8 +82,9 @@ def check_loss(loss: Any) -> None:
 
 
 def _example(needs: Needs, labels: int, top_k: int) -> Tokens:
-    """Returns what a loss sees of a row. Args: labels: how many it has, three at most."""
+    """What a loss sees of a row with up to three labels."""
     logprobs_L = torch.tensor([-1.0, -0.5, -2.0])[:labels]
+    # The K tokens share half of the probability, so the rest keeps a finite logarithm.
     top_LK = torch.full((labels, top_k), -math.log(2 * top_k)) if top_k else None
     return Tokens(
         logprobs_L=logprobs_L.clone().requires_grad_(),
@@ -110,7 +112,7 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
         grades: it must have a grader.
 
     Raises:
-        ValueError: the task has no length, no grader, or no problem among the first `LOOKED_AT`; this is the first one's error.
+        ValueError: a method is missing, the length does not fit, or none of the first `LOOKED_AT` problems is fine.
     """
     name = _name(task)
     for method, what, needed in (
@@ -151,7 +153,7 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
             _require_problem(problem, f"{key}: {name}(...)[{index}]")
             return
         except ValueError as error:
-            # A broken row is passed over while the run goes on; here one has to be a problem.
+            # A run passes over a broken row, but at least one has to be a problem.
             first = first or error
     raise first
 
@@ -170,14 +172,14 @@ def _require_problem(problem: Any, what: str) -> None:
 
 
 def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
-    """Returns the lengths in tokens of prompts from all over a task, `LOOKED_AT` or as many as `LOOK_S` seconds allow.
-
-    Those that cannot be made or encoded are left out.
+    """Measures prompts from all over a task, in tokens. Those that cannot be made or encoded are left out.
 
     Raises:
-        ValueError: none can; this is the first one's error. Or the template does not show the tools of one.
+        ValueError: none can be, or the chat template does not show the tools of one.
     """
     lengths, began, first = [], time.monotonic(), None
+    # Evenly spaced indices, because a sorted task would show only short prompts at its start. An endless task has no
+    # end to space them over.
     looked_at, whole = min(len(task), LOOKED_AT), len(task) if len(task) <= SHUFFLE_LIMIT else LOOKED_AT
     for index in (i * whole // looked_at for i in range(looked_at)):
         if lengths and time.monotonic() - began > LOOK_S:
@@ -190,6 +192,7 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
             first = first or error
         else:
             lengths.append(len(ids))
+            # Most templates ignore tools that they do not know, so the policy would never see them.
             if problem.tools and ids == tokenizer.prompt_ids(problem.messages):
                 raise Mistake(
                     f"{key}: {_name(task)}(...)[{index}] has tools, which the chat template {tokenizer.template.name!r} does "
@@ -203,11 +206,7 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
 def check_prompts(
     tasks: Mapping[str, Task | None], tokenizer: ChatTokenizer, sampling: SamplingConfig, engine: EngineConfig
 ) -> None:
-    """Compares some prompts with the room that the engine has for them. Single ones that are longer are left out while the run
-    goes on.
-
-    Args:
-        tasks: by the keys of their nodes.
+    """Compares some prompts of each task (by the key of its node) with the room that the engine has for them.
 
     Raises:
         ValueError: there is no room for a prompt, or all of them are longer.
@@ -222,6 +221,7 @@ def check_prompts(
         if task is None:
             continue
         if isinstance(task, ConversationTask):
+            # Some chat templates cannot be continued after an answer, which would show only in the second turn.
             with blame(f"{key}: {_name(task)} leads conversations:"):
                 turn, answer = {"role": "assistant", "content": "x"}, {"role": "user", "content": "x"}
                 if tokenizer.history == "template":
@@ -230,6 +230,7 @@ def check_prompts(
                     tokenizer.between_turns_ids([answer], tokenizer.eos_id)
         lengths = prompt_lengths(task, tokenizer, key)
         shortest, longest = min(lengths), max(lengths)
+        # A run leaves out single prompts that are too long, but if all are, it has nothing to train on.
         if shortest > room:
             span = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
             raise Mistake(
@@ -240,16 +241,14 @@ def check_prompts(
 
 
 def trained_too(task: Task, held_out: Task | None) -> list[str]:
-    """Returns the ids of the held-out problems whose messages are also those of a problem that is trained on; of
-    conversations, the hidden answers, too.
-
-    Tasks without end are not compared, and of others what `LOOK_S` seconds allow to make.
+    """The ids of the held-out problems that are trained on, too, as far as `LOOK_S` seconds show.
 
     Raises:
         ValueError: the two are the same problems.
     """
     if held_out is None or max(len(task), len(held_out)) > SHUFFLE_LIMIT:
         return []
+    # Endless tasks, which are left out above, generate their problems: a listing would have no end.
     trained, others = _ids(task), _ids(held_out)
     both = [name for messages, name in others.items() if messages in trained]
     if len(both) == len(task) == len(held_out):
@@ -261,18 +260,19 @@ def trained_too(task: Task, held_out: Task | None) -> list[str]:
 
 
 def _ids(task: Task) -> dict[str, str]:
-    """Messages, and of conversations the hidden answer, -> id of the problems of a task."""
+    """What makes a problem the same -> its id."""
     ids, began = {}, time.monotonic()
     for index in range(len(task)):
         if time.monotonic() - began > LOOK_S:
             break
         try:
             problem = task[index]
-            # Many games begin with the same words.
+            # Many conversations begin with the same words, so the hidden answer counts, too.
             hidden = problem.answer if isinstance(task, ConversationTask) else None
             ids[str((list(problem.messages), hidden))] = problem.id
         except Exception:
-            continue  # a broken row is named when its turn comes
+            # The run reports a broken row when its turn comes.
+            continue
     return ids
 
 
@@ -286,8 +286,8 @@ def check_tokenizer(
         stops: ids with which a completion ends (`sampling.stop_token_ids`).
 
     Raises:
-        ValueError: it has ids that the model lacks, or encodes text otherwise than the tokenizer beside the weights, or the
-            model lacks a stop.
+        ValueError: the model lacks an id of the tokenizer or a stop, or the tokenizer beside the weights encodes text
+            in another way.
     """
     width = int(source.config["vocab_size"]) if width is None else width
     fix = f"they do not belong together: set tokenizer.path={source.path}"
@@ -317,7 +317,7 @@ def _encoded(file: Path) -> list[int]:
 
 
 def require_rows(row_tokens: int, engine: EngineConfig) -> None:
-    """Raises ValueError if a row is too short for the longest sequence that the engine may return."""
+    """Raises ValueError if a row is too short for the engine's longest sequence."""
     if row_tokens < engine.max_model_len:
         raise Mistake(
             f"row_tokens={row_tokens} must be at least {engine.max_model_len}: a prompt with a completion, which may have "
@@ -345,9 +345,10 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
             f"engine.tensor_parallel_size={size} with olmo2, of which vLLM has no model of its own that norms queries and keys "
             "over all heads when they are cut: set it to 1, and engine.count for more GPUs"
         )
+    # This raises for settings that do not go together.
     engine_configs(engine)
     longest, config = source.config.get("max_position_embeddings"), source.config
-    # Where RoPE is scaled, the engine knows better how far.
+    # Scaled RoPE reaches beyond max_position_embeddings, and only the engine knows how far.
     scaled = (
         config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("rope_type", "default") != "default"
     )
@@ -364,6 +365,8 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
     own = model is not None and engine.address is None and "kv_cache_dtype" not in engine.extra_args
     if own and engine.kv_cache_bytes is not None:
         attn, numbers = model.layers[0].attn, 4 if engine.dtype == "float32" else 2
+        # Keys and values of one token. Heads that do not suffice for all GPUs are held twice, so the quotient rounds
+        # up.
         token = 2 * len(model.layers) * -(-attn.num_kv_heads // size) * attn.head_dim * numbers
         block = engine.block_size or CPU_BLOCK
         needed = token * block * (-(-engine.max_model_len // block) + 1)

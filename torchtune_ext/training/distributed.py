@@ -1,4 +1,4 @@
-"""Handles the ranks of a run. A process without torchrun is rank 0 of 1, and every function here works there, too."""
+"""The ranks of a run. A process without torchrun is rank 0 of 1, and every function here works there, too."""
 
 import ctypes
 import gc
@@ -40,7 +40,7 @@ class RanksConfig:
             )
 
     def require_divides(self, world_size: int) -> None:
-        """Raises ValueError if `world_size` ranks cannot be put into groups of `shard_within`."""
+        """Raises ValueError if `world_size` ranks do not divide into groups of `shard_within`."""
         if self.shard_within is not None and world_size % self.shard_within:
             fitting = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
             use = f"set it to {' or '.join(fitting)}" if fitting else "leave it out"
@@ -53,11 +53,7 @@ class RanksConfig:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The rank of this process among those that train.
-
-    What rank 0 tells the others travels over gloo, on GPUs, too: a rank that waits in NCCL keeps its GPU and a core busy, and
-    rank 0 may let the others wait for hours. NCCL carries what the model itself needs.
-    """
+    """The rank of this process among those that train."""
 
     rank: int
     world_size: int  # number of ranks
@@ -71,23 +67,23 @@ class Ranks:
 
     @property
     def shards(self) -> int:
-        """Returns into how many parts each copy of the weights is cut."""
+        """The number of parts of each copy of the weights."""
         return self.shard_within or self.world_size
 
     def broadcast(self, value: Any) -> Any:
-        """Returns the value of rank 0 on every rank. It is pickled. A collective."""
+        """The value of rank 0 on every rank, pickled. A collective."""
         return from_main(lambda: value)
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """Returns what `make` returns on rank 0, on every rank (`collectives.from_main`). A collective."""
+        """What `make` returns on rank 0, on every rank (`collectives.from_main`). A collective."""
         return from_main(make)
 
     def any(self, flag: bool) -> bool:
-        """Tells whether the flag is true on any rank. A collective."""
+        """Whether the flag is true on any rank. A collective."""
         return on_any(flag)
 
     def share(self, items: list) -> list:
-        """Returns this rank's share of a list. The length of the list must be a multiple of the number of ranks."""
+        """This rank's share of a list, whose length must be a multiple of the number of ranks."""
         return items[self.rank :: self.world_size]
 
 
@@ -99,22 +95,21 @@ def init_ranks(
 ) -> Ranks:
     """Joins the process group that torchrun set up, if there is one.
 
-    A rank that torchrun started is killed when torchrun ends, also when torchrun gets SIGKILL.
-
     Args:
         device: "cpu", "cuda" or "auto" (cuda where there is one).
         config: the node `ranks:`; None for the defaults.
         engine_beside: an engine samples while this process trains; on a CPU a core is left to it.
-        output_dir: the folder that the run writes, which ranks on several machines must see. None: it is not looked at.
+        output_dir: the folder that the run writes, which all machines must see; None: it is not checked.
 
     Raises:
-        ValueError: the device is unknown or missing, `shard_within` does not divide the ranks, a variable of torchrun is not
-            set, or a machine does not see the folder.
+        ValueError: the device is unknown or missing, `shard_within` does not divide the ranks, a variable of torchrun
+            is not set, or a machine does not see the folder.
     """
     config = config or RanksConfig()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     config.require_divides(world_size)
-    # torchrun starts the ranks from its main thread, which lives as long as torchrun. `die_with_parent` needs that.
+    # A torchrun that gets SIGKILL cannot stop its ranks, so they ask the kernel to be killed with it. That works
+    # because torchrun starts them from its main thread: the kernel watches the thread, not the process.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
     here = local_device(device)
@@ -127,11 +122,12 @@ def init_ranks(
         )
     if world_size == 1 or dist.is_initialized():
         return Ranks(rank, world_size, here, shard_within=config.shard_within)
-    # Only a run of several ranks needs these.
+    # Only a run of several ranks needs these imports.
     from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, require_shared
 
     choose_interface()
-    # gloo moves tensors on the CPU, NCCL those on GPUs.
+    # NCCL carries what the model needs on GPUs. What rank 0 tells the others travels over gloo: a rank that waits in
+    # NCCL keeps its GPU and a core busy, and rank 0 may let the others wait for hours.
     backend = training.get_distributed_backend(here.type, offload_ops_to_cpu=here.type != "cpu")
     try:
         join(backend, config.deadline_s)
@@ -149,7 +145,7 @@ def init_ranks(
 
 
 def local_device(device: str) -> torch.device:
-    """Returns the device of this rank: the GPU whose number among those that it sees is its number on its machine, or the CPU.
+    """The device of this rank: the GPU with its LOCAL_RANK, or the CPU.
 
     Raises:
         ValueError: the device is unknown or missing.
@@ -173,21 +169,22 @@ def local_device(device: str) -> torch.device:
 
 
 def keep_memory() -> None:
-    """Keeps freed memory in this process. The C library would give large tensors back to the system, which has to clear their
-    pages when they are made again: a third of the time of forward and backward (benchmarks/results/whole_step.md)."""
+    """Keeps freed memory in this process."""
+    # By default the C library gives large tensors back to the system, which clears their pages when they are made
+    # again: a third of the time of forward and backward (benchmarks/results/whole_step.md).
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def leave_a_core() -> int | None:
-    """Lets PyTorch compute on all cores but one, unless OMP_NUM_THREADS says on how many.
+    """Lets PyTorch compute on all cores but one, unless OMP_NUM_THREADS is set.
 
-    Returns the number of cores, or None where nothing was changed.
-
-    An engine on a CPU computes in one thread. Where it takes a core from one of the trainer's threads, all others wait for
-    that thread at the end of every operation.
+    Returns:
+        The number of cores, or None where nothing changed.
     """
+    # An engine on a CPU computes in one thread. If it takes a core from one of the trainer's threads, all others wait
+    # for that thread at the end of every operation.
     cores = len(os.sched_getaffinity(0))
     if "OMP_NUM_THREADS" not in os.environ and 1 < cores <= torch.get_num_threads():
         torch.set_num_threads(cores - 1)
@@ -196,7 +193,7 @@ def leave_a_core() -> int | None:
 
 
 def reduce(values: dict[str, float]) -> dict[str, float]:
-    """Returns the sum of each value over the ranks that have it, and of `*_max` the maximum. A collective."""
+    """The sum of each value over the ranks that have it, and the maximum for `*_max`. A collective."""
     whole: dict[str, float] = {}
     for each in gathered(values):
         for name, value in each.items():
@@ -206,14 +203,12 @@ def reduce(values: dict[str, float]) -> dict[str, float]:
 
 
 def close_ranks() -> None:
-    """Ends the process group after a run that went well. A collective.
-
-    It waits for every rank first, so that no rank leaves while another one is still in a collective. It must be called
-    when nothing holds the model any more, because sharded weights keep the group alive. A gloo thread that is still
-    alive when the interpreter ends sometimes aborts the process ("terminate called without an active exception").
-    """
+    """Ends the process group after a run that went well, when nothing holds the model any more. A collective."""
     if dist.is_initialized():
+        # No rank leaves while another one is still in a collective.
         dist.barrier()
+        # Sharded weights keep the group alive, and so a gloo thread. One that is alive when the interpreter ends
+        # sometimes aborts the process ("terminate called without an active exception").
         gc.collect()
         dist.destroy_process_group()
         gc.collect()

@@ -1,4 +1,4 @@
-"""Rows -> gradient -> updated weights. Blind to the algorithm: the objective and the labels' weights arrive from outside."""
+"""Rows -> gradient -> updated weights, for any algorithm: objective and weights of labels come from outside."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,29 +26,27 @@ DECAYS = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What one pass over the rows of all ranks has added to the gradients of the parameters, and what it computed meanwhile."""
+    """What one pass over the rows of all ranks computed beside the gradients of the parameters."""
 
     loss: float  # sum(weight * loss) over the labels of all ranks
     metrics: dict[str, float]  # "loss/...", over all ranks: means over labels, or the maximum for names in `_max`
-    # Per row of this rank, without gradient: under the proximal policy, given to the pass or, in a first update, its own.
+    # Per row of this rank, without gradient, under the proximal policy. In a first update that is the policy itself.
     logprobs: list[LabelLogprobs]
 
 
 class Learner:
     """A policy that learns: it says how likely tokens are, takes gradients of a loss, and makes updates.
 
-    Every method is a collective: all ranks call it together, each with its own share of the rows, and with as many rows as the
-    others.
+    Every method is a collective: each rank gives its own share of the rows, and as many rows as the others.
 
     Args:
-        loss: objective per label. `needs_of` says what it needs beside the log-probs of the policy; where it needs a reference,
-            that is the policy as it is now: a copy of its weights, or the model with its adapters switched off.
+        loss: objective per label. If it needs a reference (`needs_of`), that is the policy as it is now.
         temperature: of sampling. The distribution that was sampled from is the one that is trained.
         optimizer: over `policy.trainable()`; None if `step` is never called.
         schedule: of its learning rate.
         max_grad_norm: longer gradients are shortened to it; None: they are not.
-        watch: gives a context for each part of the work: "logprobs" (of the proximal policy and of the reference), "backward"
-            (forward and backward), "wait" (for the other ranks at the end of the rows) and "optimizer".
+        watch: gives a context for each part of the work: "logprobs" (of the proximal policy and of the reference),
+            "backward" (forward and backward), "wait" (for the other ranks at the end of the rows) and "optimizer".
     """
 
     def __init__(
@@ -69,16 +67,17 @@ class Learner:
 
     @property
     def layout(self) -> Layout:
-        """How rows are packed for these ranks. Compiled kernels, on CUDA, need rows of few different lengths."""
+        """How rows are packed for these ranks."""
+        # Compiled kernels, on CUDA, need rows of few different lengths: multiples of a tile.
         tile = TILE if self.ranks.device.type == "cuda" else None
         return Layout(self.ranks.world_size, tile, self.policy.pair_cost)
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None, top_k: int = 0) -> list[LabelLogprobs]:
-        """Returns the log-probs of the labels of each row under the present policy, without gradient and without dropout.
+        """The log-probs of the labels of each row under the present policy, without gradient and without dropout.
 
         Args:
-            temperature: another one than that of sampling.
+            temperature: None: that of sampling.
             top_k: number of likeliest tokens whose log-probs are returned, too.
         """
         temperature = self.temperature if temperature is None else temperature
@@ -89,19 +88,16 @@ class Learner:
         return logprobs
 
     def proximal(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
-        """Returns the log-probs of the rows of each update of a step under the policy before the first of them.
-
-        They are None for the first update, since its forward pass computes them: its policy is still the proximal one, unless
-        dropout makes every forward pass another policy. They are also None for the others where the loss does not need the
-        proximal policy.
-        """
+        """The log-probs of the rows of each update under the policy before the first one; None where not needed."""
+        # In the first update the policy is still the proximal one, so its own forward pass computes them. With dropout
+        # every forward pass is another policy, and even the first update needs this one.
         needs = [self.needs.proximal if i else self.policy.noisy for i in range(len(updates))]
         pairs = zip(updates, needs, strict=True)
         with self._watch("logprobs"):
             return [self.logprobs(rows, top_k=self.needs.top_k) if need else None for rows, need in pairs]
 
     def reference(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
-        """Returns the log-probs of the rows of each update under the reference; None for a loss that needs no reference."""
+        """The log-probs of the rows of each update under the reference; None for a loss that needs no reference."""
         if self._reference is None:
             return [None] * len(updates)
         with self._watch("logprobs"), self._reference.swapped_in():
@@ -118,14 +114,14 @@ class Learner:
         """Adds the gradient of sum(weight * loss) over the rows of all ranks to that of the parameters.
 
         Args:
-            proximal: log-probs of each row under the proximal policy; None: it is the policy as it is now (ratio 1, gradient
+            proximal: log-probs of each row under the proximal policy; None: it is the present policy (ratio 1, gradient
                 kept), or the loss does not need it.
             reference: the same of the reference, if the loss needs one.
-            version: of the proximal policy, for the age of its samples in the metrics and in an interpolating loss.
+            version: of the proximal policy, from which the age of samples is counted.
             on_row: called after each row, for progress.
 
         Raises:
-            ValueError: the loss returned something else than one value for each label.
+            ValueError: the loss did not return one value for each label.
         """
         device, logprobs = self.ranks.device, []
         values = {"total": torch.zeros((), dtype=torch.float64, device=device)}
@@ -133,6 +129,7 @@ class Learner:
         with self._watch("backward"):
             for i, cpu_row in enumerate(rows):
                 row = cpu_row.to(device)
+                # The log-probs of the same top-k tokens are compared, those that were likeliest under the old policy.
                 stored_ids = None if proximal is None else proximal[i].top_ids_LK
                 now = self.policy(row, self.temperature, 0 if stored_ids is None else stored_ids)
                 before = now.detached() if proximal is None else proximal[i]
@@ -154,11 +151,11 @@ class Learner:
                 self._require_labels(row, token_loss_L, metrics)
                 row_loss = (row.weights_L * token_loss_L).sum()
                 if self.ranks.shards < self.ranks.world_size:
-                    # Copies of the weights, on other machines often, sum their gradients once, with the last row.
+                    # Copies of the weights, often on other machines, sum their gradients only once, with the last row.
                     self.policy.model.set_requires_all_reduce(i == len(rows) - 1)
                 # FSDP averages gradients over ranks, but the weights of labels sum to one over all of them.
                 (row_loss * self.ranks.world_size).backward()
-                # All numbers stay on the device until the last row is on its way: a GPU is waited for once.
+                # All numbers stay on the device until the last row is on its way, so the CPU waits for the GPU once.
                 metrics = {name: values_L.detach() for name, values_L in metrics.items()}
                 sums = {f"loss/{name}": v.sum() for name, v in metrics.items() if not name.endswith("_max")}
                 for name, value in (sums | {"total": row_loss.detach()}).items():
@@ -173,6 +170,7 @@ class Learner:
                     on_row(cpu_row)
         with self._watch("wait"):
             values |= breakdown.sums()
+            # One transfer brings all numbers from the device, and one reduction brings them over the ranks.
             numbers = dict(zip(values, torch.stack([*values.values()]).tolist(), strict=True))
             whole = reduce(numbers | {"labels": sum(row.num_labels for row in rows)})
             labels = whole["labels"] or 1.0
@@ -184,7 +182,7 @@ class Learner:
         return Gradient(whole["total"], metrics | breakdown.means(whole), logprobs)
 
     def step(self, gradient: Gradient, advice: Callable[[], str]) -> dict[str, float]:
-        """One update of the weights along the gradient, which is cleared. Returns the metrics of the update.
+        """Makes one update of the weights, clears the gradient, and returns the metrics.
 
         Args:
             advice: says what the user can do when loss or gradient is not finite.
@@ -193,6 +191,7 @@ class Learner:
             Failure: loss or gradient is not finite; weights and optimizer state are as before.
         """
         with self._watch("optimizer"):
+            # Without a limit the norm is still wanted, as a metric and for the check below.
             norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self._max_grad_norm or torch.inf)
             norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
             if not (math.isfinite(norm) and math.isfinite(gradient.loss)):
@@ -206,8 +205,7 @@ class Learner:
 
     @property
     def updates(self) -> int:
-        """Updates that the schedule of the learning rate has counted. Set it where a run goes on from a checkpoint, and after a
-        step that left some updates out because no group had a signal: the learning rate then still ends where it should."""
+        """Updates that the schedule has counted. Setting it moves the schedule (`move_schedule`)."""
         return self.schedule.last_epoch
 
     @updates.setter
@@ -215,7 +213,7 @@ class Learner:
         move_schedule(self.schedule, updates)
 
     def _require_labels(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:
-        """A loss of the user's own may return what cannot be summed over labels."""
+        # A loss that the user wrote may return what cannot be summed over labels.
         name, labels = type(self.loss).__name__, tuple(row.labels_L.shape)
         if token_loss_L.shape != labels:
             raise Mistake(
@@ -234,13 +232,15 @@ def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """Metrics of the updates of one step as one: the mean, and for `*_max` the maximum."""
     values: dict[str, list[float]] = {}
     for update in metrics:
-        for name, value in update.items():  # an update may lack a bucket of the breakdown
+        # An update may lack a bucket of the breakdown, so each name has its own count.
+        for name, value in update.items():
             values.setdefault(name, []).append(value)
     return {name: max(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}
 
 
 def reference_of(model: nn.Module) -> "WeightCopy | AdapterOff":
     """The frozen reference policy: what the model is now."""
+    # With the adapters switched off a model is what it was before training, which costs no memory.
     return AdapterOff(model) if adapter_names(model) else WeightCopy(model)
 
 
@@ -255,6 +255,7 @@ class WeightCopy:
     def swapped_in(self) -> Iterator[None]:
         """Inside, the model has the weights of the copy; afterwards its own, bit for bit."""
         _reshard(self._model)
+        # The values change in place, because FSDP gathers from these very tensors.
         params = [_local(p).detach() for p in self._model.parameters()]
         own = [p.to("cpu", copy=True) for p in params]
         self._copy(params, self._weights)
@@ -272,7 +273,8 @@ class WeightCopy:
 
 
 def _reshard(model: nn.Module) -> None:
-    """FSDP2 leaves the root's weights gathered after a forward; without a backward, changes of the shards would not show."""
+    # After a forward FSDP2 leaves the root's weights gathered until the backward. Where none follows, the next forward
+    # would not see a change of the shards.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -305,10 +307,11 @@ class ScheduleConfig:
 
 
 def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total: int) -> LambdaLR:
-    """Makes a schedule over `total` updates: a linear warm-up, then the decay of `config`, which fits (`require_fits`)."""
+    """Makes a schedule over `total` updates: a linear warm-up, then the decay. `config` has passed `require_fits`."""
     warmup = config.warmup
 
     def factor(update: int) -> float:
+        # Update 0 already has a rate above 0; otherwise it would change no weight.
         if update < warmup:
             return (update + 1) / warmup
         progress = (update - warmup) / max(1, total - warmup)
@@ -319,13 +322,12 @@ def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total: int) -> L
 
 
 def move_schedule(schedule: LambdaLR, updates: int) -> None:
-    """Sets a schedule, and the learning rates of its optimizer, to their values after `updates` updates.
-
-    A resumed run needs this to go on from its checkpoint. A step also needs it if some of its planned updates were left
-    out because no group had a signal: all planned updates count, so that "linear" still ends at zero.
-    """
+    """Sets a schedule, and the learning rates of its optimizer, to their values after `updates` updates."""
+    # A resumed run needs this to go on from its checkpoint. So does a step that left out planned updates because no
+    # group had a signal: they count all the same, so that "linear" still ends at zero.
     schedule.last_epoch = updates
     rates = [base * factor(updates) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    # `get_last_lr` reads this, and the metrics of an update use it.
     schedule._last_lr = rates

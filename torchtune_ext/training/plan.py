@@ -1,7 +1,6 @@
-"""The plan of a run: what it takes of a machine's GPUs, main memory and disk, whether that is there, and what to change if not.
+"""The plan of a run, which `dry_run=True` prints: what it takes of a machine, whether it fits, and what helps if not.
 
-`dry_run=True` of a recipe prints it. What is taken comes from shapes and settings. Where no shape says it (a CUDA context, what
-NCCL and the allocator keep), an allowance stands, and the table calls it so.
+The figures follow from shapes and settings. What no shape says (a CUDA context, NCCL) is called an allowance.
 """
 
 from collections.abc import Mapping
@@ -19,13 +18,16 @@ from torchtune_ext.training.start import disk_need, size_of
 FRAGMENTATION = 0.05
 # Allowance for a rank, a process of the engine, and its client: Python, PyTorch, libraries. CUDA maps as much again.
 PROCESS = GIB
-CONTEXT = GIB // 2  # allowance for a CUDA context with its kernels: it is not in any tensor
-NCCL = GIB // 2  # allowance for the buffers of NCCL's channels, where several GPUs talk
-GRAPHS = GIB  # allowance for captured CUDA graphs; vLLM measures them at its start and takes them out of the KV cache
+# Allowance for a CUDA context with its kernels, which is in no tensor.
+CONTEXT = GIB // 2
+# Allowance for the buffers of NCCL's channels, where several GPUs talk.
+NCCL = GIB // 2
+# Allowance for captured CUDA graphs. vLLM measures them at its start and takes them out of the KV cache.
+GRAPHS = GIB
 STEP_TOKENS = 2048  # tokens of a vLLM step where `engine.max_num_batched_tokens` is null
 REQUESTS = 1024  # requests in a step where `engine.max_num_seqs` is null
-# vLLM tries the sampler with all its options before it sizes the KV cache: logits in float32 (4 bytes), sorted (4) with their
-# places as int64 (8), and probabilities (4).
+# vLLM tries the sampler with all its options before it sizes the KV cache: logits in float32 (4 bytes), sorted (4) with
+# their places as int64 (8), and probabilities (4).
 SAMPLER_BYTES = 20
 PACKED = GIB  # vLLM's DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
@@ -85,7 +87,7 @@ class Plan:
         self.engine = None if self.cfg.replay else self.cfg.engine  # None: the run has no engine
         self._lay_out()
         self.published_bytes = sizes.engine_bytes if self.publishes_all else itemsize * sizes.trained
-        # Bytes by name, of each device that samples; none for a server whose GPUs are not known.
+        # Bytes by name of each device that samples. They stay empty for a server whose GPUs are not known.
         self.engine_rows: dict[str, int] = {}
         if self.place != "none" and (self.place != "server" or (machine.gpus and not machine.here)):
             adapter_bytes = 0 if self.publishes_all else self.published_bytes
@@ -95,6 +97,7 @@ class Plan:
         self.host_rows = self._host_rows()
         self.device_bytes, self.engine_bytes = sum(self.device_rows.values()), sum(self.engine_rows.values())
         self.host_bytes = sum(self.host_rows.values())
+        # On a CPU, trainer and engines take main memory.
         if not machine.gpus:
             self.host_bytes += self.device_bytes + self.engines * self.engine_bytes
         self.disk = disk_need(self.cfg, sizes.total, sizes.trained, sizes.dtype)
@@ -102,9 +105,9 @@ class Plan:
         self.fits = not self.shortages
 
     def _lay_out(self) -> None:
-        """Says who computes where."""
         machine, engine = self.machine, self.engine
-        # Where the engine is: on GPUs of its "own", "shared" with the trainer, there and "sleeps" while it trains, a "server".
+        # `place`: the engine has GPUs of its "own"; they are "shared" with the trainer; they are shared, and the engine
+        # "sleeps" while the trainer computes; or it is a "server".
         self.place, self.engines, gpus = "none", 0, 0
         if engine is not None:
             own = "shared" if engine.devices is None else "own"
@@ -112,7 +115,7 @@ class Plan:
             # One for each address, or each share of `engine.devices`, or as counted.
             self.engines = len(engine.addresses or device_shares(engine)) or engine.count or 1
             gpus = engine.tensor_parallel_size
-        # GPUs that only sample, and those that an engine shares with the trainer.
+        # The GPUs that only sample, and those that an engine shares with the trainer.
         self.sampling_gpus = self.engines * gpus if self.place in ("own", "server") else 0
         self.shared_gpus = gpus if self.place in ("shared", "sleeps") else 0
         # Servers of a run on this machine sample on GPUs that `machine.gpus` does not count.
@@ -121,21 +124,21 @@ class Plan:
         self.gpus = max(self.trainers + (0 if self.elsewhere else self.sampling_gpus), self.shared_gpus)
 
     def with_trainers(self, ranks: int | None = None, visible: str | None = None) -> "Plan":
-        """Returns the plan with as many devices that train as there are.
+        """The plan with as many training devices as there are.
 
         Args:
-            ranks: those that torchrun has started; None: it has not.
+            ranks: number that torchrun has started; None: it has not.
             visible: CUDA_VISIBLE_DEVICES of this process.
 
         Raises:
-            ValueError: what samples leaves no GPU to train.
+            ValueError: sampling leaves no GPU to train.
         """
         machine, engine = self.machine, self.engine
         sampling = 0 if self.elsewhere else self.sampling_gpus
         if ranks or not machine.gpus:
             return replace(self, trainers=ranks or 1)
         if machine.here and sampling:
-            # The trainer may see only its own GPUs, and the engine others.
+            # The trainer may see other GPUs than the engine. Only those that both see are lost to training.
             mine = visible.split(",") if visible else [str(i) for i in range(machine.gpus)]
             sampling = len(set(engine.device_names) & {name.strip() for name in mine})
         if sampling < machine.gpus:
@@ -146,7 +149,7 @@ class Plan:
         )
 
     def _device_rows(self) -> dict[str, int]:
-        """Returns bytes by name of each training GPU, or of all ranks on a CPU together."""
+        """Bytes by name of each training GPU, or of all ranks on a CPU together."""
         cfg, ranks = self.cfg, self.trainers
         rows = trainer_rows(
             self.sizes, cfg.row_tokens, ranks, cfg.activation_checkpointing, shard_within=cfg.ranks.shard_within
@@ -155,17 +158,18 @@ class Plan:
             return {name: bytes_ * self.trainers for name, bytes_ in rows.items()}
         fragments = int(FRAGMENTATION * sum(rows.values()))
         rows["CUDA context, NCCL, fragmentation (allowance)"] = CONTEXT + (NCCL if ranks > 1 else 0) + fragments
-        # "auto" is gloo where no GPU is, as here perhaps, but not on the machine of the plan.
+        # `transfer_of` resolves "auto" for this machine, which may have no GPU where the machine of the plan has some.
+        # There "auto" is NCCL, unless it is shared memory.
         if self.place == "server" and self.engine.transfer in ("nccl", "auto") and transfer_of(self.engine) != "shm":
-            # vLLM packs tensors until they have more than PACKED bytes. While one pack is on its way, the tensors of the next
-            # are put together into a copy: three packs at most.
+            # vLLM packs tensors until they have more than PACKED bytes. While one pack is on its way, the tensors of
+            # the next are put together into a copy, which makes three packs at most.
             pack = min(self.published_bytes, PACKED + self.sizes.dtype.itemsize * self.sizes.largest)
             rows["sender of weights, only on rank 0's GPU (allowance)"] = CONTEXT + NCCL + 3 * pack
         if self.place == "shared":
             rows["engine on the same GPU"] = sum(self.engine_rows.values())
         elif self.place == "sleeps":
-            # The two peaks are not at the same time. While the engine is awake, the trainer holds only its weights and moments;
-            # an engine that sleeps keeps its context and its graphs.
+            # The two peaks are not at the same time. While the engine is awake, the trainer holds only its weights and
+            # moments. An engine that sleeps keeps its context and its graphs.
             kept = ("frozen weights, as they are held", "weights, float32 master", "state of the optimizer")
             free = sum(rows.values()) - int((1 + FRAGMENTATION) * sum(rows[name] for name in kept)) - CONTEXT
             beyond = max(sum(self.engine_rows.values()) - free, CONTEXT + GRAPHS)
@@ -173,17 +177,19 @@ class Plan:
         return rows
 
     def _host_rows(self) -> dict[str, int]:
-        """Returns bytes of main memory by name, of all processes."""
+        """Bytes of main memory by name, of all processes."""
         sizes, ranks, on_gpus = self.sizes, self.trainers, self.machine.gpus > 0
+        # A process on a GPU counts twice, since CUDA maps as much again as Python and PyTorch take.
         processes = ranks * (1 + on_gpus)
         if self.engine_rows:
             processes += self.engines * (1 + self.engine.tensor_parallel_size * (1 + on_gpus))
-        # Each rank swaps its part of its copy of the weights.
+        # Each rank keeps its shard of the reference, and of its own weights while they are swapped out, both in
+        # float32: 8 bytes for a weight.
         shards = min(self.cfg.ranks.shard_within or self.trainers, self.trainers)
         swapped = 8 * sizes.total * ranks // shards if self.reference and not sizes.frozen else 0
-        # A file of a checkpoint is its tensors, and safetensors' copy of them.
+        # While a file of a checkpoint is written, its tensors and safetensors' copy of them are in memory.
         file = min(SHARD_BYTES, sizes.trained * 4 if sizes.frozen else sizes.total * sizes.dtype.itemsize)
-        # Files of weights are mapped, not read as a whole: what Linux keeps of them it gives back when memory is short.
+        # Files of weights do not count: they are mapped, and Linux drops their pages when memory is short.
         return {
             "processes of ranks and engine (allowance)": processes * PROCESS,
             "published weights in shared memory": self.published_bytes if self.engine else 0,
@@ -194,8 +200,7 @@ class Plan:
         }
 
     def takes(self) -> dict[str, tuple[str, str, int, int | None]]:
-        """Returns by kind what the run takes: who, of what, how many bytes, and of how many. The disk and the main memory of
-        another machine are not known."""
+        """What the run takes, by kind: who, of what, how many bytes, and of how many (None: not known)."""
         machine, gpu, takes = self.machine, "of each GPU", {}
         if machine.gpus:
             takes["training"] = ("training takes", gpu, self.device_bytes, machine.gpu_bytes)
@@ -207,9 +212,9 @@ class Plan:
         return takes
 
     def _shortages(self) -> dict[str, str]:
-        """Returns what is missing, a phrase for each kind of it."""
+        """What is missing, by kind, in words."""
         machine, engine, short = self.machine, self.engine, {}
-        # Of the GPUs here, an engine on GPUs of its own may see others than the trainer.
+        # On this machine an engine may see other GPUs than the trainer, so its own do not count against these.
         needed = max(self.trainers + (0 if machine.here else self.sampling_gpus), self.shared_gpus)
         if 0 < machine.gpus < needed:
             short["gpus"] = f"it needs {self.gpus} GPUs: {self.roles()}"
@@ -217,7 +222,7 @@ class Plan:
             if most is not None and bytes_ > most:
                 short[kind] = f"{who} {size_of(bytes_)} {what}, where {size_of(most)} are free"
         if self.engine_rows and self.cached_tokens < engine.max_model_len:
-            # vLLM does not start without room for one request of the greatest length.
+            # vLLM refuses to start without room for one request of the greatest length.
             short["engine"] = (
                 f"each engine's KV cache would hold {self.cached_tokens:,} tokens, fewer than "
                 f"engine.max_model_len={engine.max_model_len}"
@@ -225,12 +230,12 @@ class Plan:
         return short
 
     def servers(self) -> str:
-        """Returns which engines sample: "2 servers of 2"."""
+        """Which engines sample: "2 servers of 2"."""
         kind = "server" if self.place == "server" else "engine"
         return f"{self.engines} {kind}{'s' if self.engines > 1 else ''} of {self.engine.tensor_parallel_size}"
 
     def roles(self) -> str:
-        """Returns which GPUs do what: "4 train, 4 sample (4 engines of 1)"."""
+        """Which GPUs do what: "4 train, 4 sample (4 engines of 1)"."""
         trains = f"{self.trainers} train{'s' if self.trainers == 1 else ''}"
         if self.shared_gpus:
             return f"{trains} and sample{'s' if self.trainers == 1 else ''}"
@@ -245,8 +250,7 @@ class Plan:
 
 
 def engine_rows(sizes: Sizes, config: EngineConfig, gpu_bytes: int, adapter_bytes: int = 0) -> dict[str, int]:
-    """Estimates what one engine takes of each of its devices, in bytes by name: one of our own, or a server that `torchtune-ext
-    serve` starts with the same settings.
+    """Estimates what one engine, or a server with the same settings, takes of each of its devices, in bytes by name.
 
     Args:
         gpu_bytes: memory of each GPU; 0: the engine computes on the CPU.
@@ -257,36 +261,30 @@ def engine_rows(sizes: Sizes, config: EngineConfig, gpu_bytes: int, adapter_byte
     if not gpu_bytes:
         return rows | {"KV cache": config.kv_cache_bytes or CPU_KV_CACHE}
     tokens = config.max_num_batched_tokens or STEP_TOKENS
+    # Each request samples one token of a step, so there are no more of them than tokens.
     sampled = min((config.max_num_seqs or REQUESTS) + CANARY_REQUESTS, tokens)
-    # The widest moment of a layer holds gate, up and their product, and two residuals.
+    # A layer takes most while it holds gate, up and their product, and two residuals.
     activations = tokens * size * (3 * sizes.mlp // gpus + 2 * sizes.width)
     rows["activations of a step and its sampler"] = SAMPLER_BYTES * sampled * sizes.vocab + activations
     graphs = 0 if config.extra_args.get("enforce_eager") else GRAPHS
     rows["CUDA context, NCCL, graphs (allowance)"] = CONTEXT + (NCCL if gpus > 1 else 0) + graphs
+    # vLLM gives what its share of the GPU leaves over to the KV cache.
     left = int(config.gpu_memory_utilization * gpu_bytes) - sum(rows.values())
     return rows | {"KV cache": config.kv_cache_bytes or max(0, left)}
 
 
 def cached_tokens(sizes: Sizes, config: EngineConfig, kv_bytes: int) -> int:
-    """Returns how many tokens the KV cache of one engine holds, on all its devices together.
-
-    Args:
-        kv_bytes: of the cache on each device.
-    """
+    """How many tokens the KV cache of one engine holds, with `kv_bytes` on each of its devices."""
     size = 4 if config.dtype == "float32" else 2
     if str(config.extra_args.get("kv_cache_dtype", "")).startswith("fp8"):
         size = 1
-    # Heads of keys and values that do not suffice for all GPUs are held twice.
+    # Where there are fewer heads of keys and values than GPUs, several GPUs hold the same head.
     share = -(-sizes.kv_heads // config.tensor_parallel_size) / sizes.kv_heads
     return int(kv_bytes / (sizes.keys * share * size))
 
 
 def plan_table(plan: Plan, name: str) -> str:
-    """Returns the table without the verdict, at most 120 characters wide.
-
-    Args:
-        name: of the model.
-    """
+    """The table without the verdict, at most 120 characters wide. `name` is the model's."""
     sizes, machine, disk, engine = plan.sizes, plan.machine, plan.disk, plan.engine
     count = f"{sizes.total / 1e9:.3f} B" if sizes.total >= 1e8 else f"{sizes.total / 1e6:.3f} M"
     trained = f"{sizes.trained / sizes.total:.2%} of them trained" if sizes.frozen else "all trained"
@@ -295,7 +293,7 @@ def plan_table(plan: Plan, name: str) -> str:
         lines.append(f"GPUs: {plan.roles()}")
 
     def add(title: str, rows: Mapping[str, int]) -> None:
-        """Adds a title with the sum, and a line for each name whose figure is not zero."""
+        # A row of zero bytes would only make the table longer.
         figures = {title: sum(rows.values())} | {f"  {name}": bytes_ for name, bytes_ in rows.items() if bytes_}
         lines.extend(f"{name:<{NAMES}}{size_of(bytes_):>{FIGURE}}" for name, bytes_ in figures.items())
 
@@ -319,7 +317,7 @@ def plan_table(plan: Plan, name: str) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Returns whether the plan fits, in one line, and below it what it takes, or what is missing and what helps."""
+    """Whether the plan fits, in one line, and below it what it takes, or what is missing and what helps."""
     where = f"{'on' if plan.machine.gpus or not plan.machine.here else 'into'} {plan.machine}"
     if plan.fits:
         takes = [f"  {who} {size_of(bytes_)} {what}" for who, what, bytes_, _ in plan.takes().values()]

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from torchtune_ext.policy.fp8.plan import Fp8Receipt
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-SLOW_STEP_S = 900.0  # of an engine in a dtype in which the processor does not compute
+# Deadline for a step of an engine in a dtype in which the processor does not compute.
+SLOW_STEP_S = 900.0
 FLOWS = ("bf16", "fp8_rollout", "fp8_unified")
 
 
@@ -67,12 +68,12 @@ class PrecisionConfig(Fp8Config):
 
     @property
     def sides(self) -> tuple[Fp8Config | None, Fp8Config | None]:
-        """FP8 of the trainer's layers and of the engine's; None: the side has none, only its dtype."""
+        """FP8 of the trainer's layers and of the engine's; None: the side has no FP8."""
         return self if self.flow == "fp8_unified" else None, None if self.flow == "bf16" else self
 
 
 class Precision:
-    """What a run makes of its setting, layer by layer; decided before the engine starts and before weights exist.
+    """What the flow means for each layer of a model. It is decided before the engine starts and before weights exist.
 
     Args:
         model: of the policy; it may lie on the meta device.
@@ -82,8 +83,8 @@ class Precision:
         adapter: of a model that has one, with the `way` in which it is published.
 
     Raises:
-        ValueError: another dtype; FP8 beside a trainer or an engine that is not in bfloat16, or on a GPU that is no Hopper;
-            adapters merged into weights that the trainer keeps apart; a model without a layer that fits; no backend.
+        ValueError: FP8 with another dtype than bfloat16, on a GPU other than a Hopper, with merged adapters in the flow
+            "fp8_unified", for a model without a layer that fits, or without a backend.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Precision:
         )
         self._file: Path | None = None
         source.require_unquantized()
+        # The rest concerns FP8 only.
         if sampler is None:
             return
         for key, value in (("dtype", self.dtype), ("engine.dtype", self.engine_dtype)):
@@ -132,6 +134,7 @@ class Precision:
                 "engine would round their sum; set adapters.publish=adapter"
                 f"{' and model.use_dora=False' * adapter.dora}, or precision=bf16 or fp8_rollout"
             )
+        # Only runs in FP8 need this import.
         from torchtune_ext.policy.fp8.plan import plan
 
         self.sampler = plan(model, source, config, self.dtype, device if self.trainer else None)
@@ -154,7 +157,7 @@ class Precision:
 
     @property
     def coarsest(self) -> torch.dtype:
-        """Dtype of the side that rounds more; some layers may be in FP8 besides."""
+        """Dtype of the side that rounds more. Some layers may be in FP8, too."""
         return torch.float32 if self.dtype == self.engine_dtype == torch.float32 else torch.bfloat16
 
     @property
@@ -167,7 +170,7 @@ class Precision:
         return self.dtype != self.engine_dtype or (self.sampler is not None and self.trainer is None)
 
     def as_sent(self, name: str, weight: Tensor) -> Tensor:
-        """The values that the engine has of a weight, in float32. `name` is torchtune's."""
+        """A weight as the engine holds it, but in float32. `name` is torchtune's."""
         if self.sampler and hf_name(name).removesuffix(".weight") in self.sampler.converted:
             return self.sampler.rounded(weight)
         return weight.to(self.engine_dtype).float()
@@ -178,18 +181,17 @@ class Precision:
         """Whole weights as the engine holds them.
 
         Args:
-            gathered: dtype -> (Hugging Face name, whole tensor). What will be FP8 is gathered in the trainer's dtype, since
-                that is what its forward rounds.
+            gathered: dtype -> (Hugging Face name, whole tensor).
         """
         if self.sampler is None:
             return gathered(self.engine_dtype)
         from torchtune_ext.policy.fp8.plan import fp8_hf_tensors
 
+        # FP8 is made of the trainer's dtype, because that is what the trainer's forward rounds.
         return fp8_hf_tensors(gathered(self.dtype), self.sampler, self.engine_dtype)
 
     def write_receipt(self, folder: str, policy: PackedPolicy) -> None:
-        """Prints which layers are in FP8 and why the others are not, and by what they are computed; keeps it in
-        `folder`/fp8.txt. Does nothing without FP8."""
+        """Prints which layers are in FP8, and why others are not, and keeps that in `folder`/fp8.txt. Without FP8: nothing."""
         if self.sampler is None:
             return
         lines = [
@@ -204,7 +206,7 @@ class Precision:
         self._note("\n".join(lines))
 
     def write_mismatch(self, mean_abs: float, tokens: int, when: str) -> None:
-        """Adds the first agreement of trainer and engine to the receipt; those of later steps are metrics."""
+        """Adds the first mismatch of trainer and engine to the receipt. Those of later steps are metrics."""
         if self._file is not None:
             self._note(
                 f"  mismatch {when}: mean |trainer - sampler log-prob| {mean_abs:.3g} on {tokens} tokens; of every step: "

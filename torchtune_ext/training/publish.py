@@ -30,27 +30,23 @@ log = logging.getLogger(__name__)
 
 CANARY_SAMPLES, CANARY_TOKENS = 8, 16
 CANARY_PROMPTS = CANARY_REQUESTS // CANARY_SAMPLES
-LOOKED_AT = 4096  # values of a tensor, evenly spaced
+# Values of a tensor, evenly spaced, that are compared with those of the publication before.
+LOOKED_AT = 4096
+# The share of changed values below which a user in mixed precision is warned.
 FEW_CHANGED = 0.2
-CANARY_SEED = 0  # the same every time, so that most tokens come again and two policies can be compared on them
+# With the same seed every time most tokens come again, and two policies can be compared on them.
+CANARY_SEED = 0
 
 
 class Publisher:
     """Sends the policy's weights to the engine and lets a canary prove that they arrived.
 
-    The canary samples a few tokens from fixed prompts with fixed seeds (so a prefix cache that was not reset would show).
-    Weights that did not arrive hide below the gate's limit: an update of a small learning rate moves log-probs by less than
-    rounding does. So three things are required besides the engine's log-probs being the trainer's:
+    The canary samples a few tokens from fixed prompts with fixed seeds. Besides log-probs like the trainer's it asks:
 
     1. every token is labelled with the version that was just published;
-    2. every tensor that the engine has taken has the checksum of the one that was sent, on each of its workers;
-    3. where a change (the update, an adapter) moves log-probs by more than the noise, as it was sent, the engine's moved with
-       it (`applied_share`).
-
-    In a coarser dtype than the trainer's the engine cannot hold the smaller part of an update: `publish/changed_share` says how
-    many of the values that were sent differ from those before.
-
-    Each of several engines is asked, and judged by itself: a mean over all would hide one that was forgotten.
+    2. every tensor that the engine took has the checksum of the one that was sent, on each of its workers;
+    3. where a change (the update, an adapter) as it was sent moves log-probs by more than the noise, the engine's moved
+       with it (`applied_share`).
 
     Args:
         engine: on rank 0; None on the others, which take part in the gathers and in the canary.
@@ -94,7 +90,7 @@ class Publisher:
         Raises:
             Disagreement: the engine does not run these weights; says the likely cause.
         """
-        # On a GPU that it shares with the trainer the engine wakes up now, and needs the memory.
+        # An engine that shares the trainer's GPU wakes up now and needs the memory.
         release_memory()
         publication, began = self._send(version), perf_counter()
         canary = self._prove(version)
@@ -102,8 +98,7 @@ class Publisher:
         return publication | seconds | canary if self._engine is not None else {}
 
     def _send(self, version: int) -> dict[str, float]:
-        """Gathers the weights and gives them to the engine. On rank 0: their bytes, and the seconds of gathering them (over
-        ranks, in the names and the precision of the engine), of copying them and of the engine's pause."""
+        """Gathers the weights and gives them to the engine. Returns sizes and seconds, on rank 0."""
         size = gather_s = copy_s = pause_s = 0.0
         values: dict[str, Tensor] = {}
 
@@ -112,9 +107,10 @@ class Publisher:
             began = perf_counter()
             for name, tensor in tensors:
                 flat = tensor.detach().reshape(-1)
-                # Numbers of FP8 cannot be compared on a CPU, their bytes can.
+                # A CPU cannot compare numbers in FP8, but it can compare their bytes.
                 some = flat[:: max(1, len(flat) // LOOKED_AT)].clone()
                 values[name] = (some.view(torch.uint8) if some.element_size() == 1 else some).cpu()
+                # The clock stands still while the engine has the tensor: that is the time of copying.
                 gather_s += perf_counter() - began
                 yield name, tensor
                 began = perf_counter()
@@ -122,29 +118,32 @@ class Publisher:
 
         for tensors, adapter in self._trained.sent(self._learner.policy.model, self._source, self._precision):
             if self._engine is None:
-                for _ in tensors:  # rank 0 gathers each weight: take part
+                # Rank 0 gathers each weight, and the others have to take part.
+                for _ in tensors:
                     pass
                 continue
             report = self._engine.publish(gathered_in_time(tensors), version, adapter)
             self._sent["model" if adapter is None else "adapter"] = report.sums
             size, copy_s, pause_s = size + report.bytes, copy_s + report.copy_s, pause_s + report.pause_s
+        # The engine pulls the tensors while it copies, so its seconds contain those of gathering.
         seconds = {"gather": gather_s, "copy": copy_s - gather_s, "pause": pause_s}
         changed, self._values = self._changed_share(self._values, values), values
         return {"publish/bytes": size} | changed | {f"time/publish/{part}": value for part, value in seconds.items()}
 
     def _prove(self, version: int) -> dict[str, float]:
-        """Samples the canary of every engine and compares the log-probs that each reports with the trainer's.
-
-        Returns the worst of their metrics. Raises Disagreement.
-        """
+        """Judges the canary of every engine, and returns the worst metrics. Raises Disagreement."""
+        # Weights that did not arrive can hide below the limit of the gate: with a small learning rate an update moves
+        # log-probs by less than rounding does. Versions and checksums show them all the same.
         when = f"after publishing version {version}"
         answers, wrong = self._canary(version)
         if wrong:
             raise Disagreement(f"{when}: weights: {wrong}")
+        # Each engine is judged by itself, because a mean over all would hide one that was forgotten.
         worst, shares, pairs = None, {}, []
         for name, rows in answers:
             whose = when if len(answers) == 1 else f"{when}, {name}"
             logprobs = self._learner.logprobs(rows)
+            # The effect of a change is that of the values which the engine holds, which may be coarser than ours.
             if self._rounded:
                 scored = partial(self._scored, dtype=torch.float32)
                 now = scored(rows, self._trained.as_sent(self._learner.policy.model, self._precision))
@@ -168,8 +167,7 @@ class Publisher:
         return {"canary/mean_abs": worst.mean_abs, "canary/limit": self._agreement.limit} | shares
 
     def _canary(self, version: int) -> tuple[list[tuple[str, list[Row]]], str | None]:
-        """This rank's share of the rows that each engine has just sampled, and a message where versions or checksums show that
-        one has other weights."""
+        """This rank's share of the rows that each engine sampled, and a message if one has other weights."""
         engines, wrong = [], None
         if self._engine is not None:
             for answer in self._engine.canary(self._prompts, CANARY_SAMPLES, self._sampling):
@@ -193,20 +191,22 @@ class Publisher:
         return next(filter(None, messages), None)
 
     def _update_applied(self, rows: list[Row], now: list[Tensor]) -> Applied:
-        """Whether the engine shows the newest update on the tokens that were sampled before it, too."""
+        """Whether the engine shows the newest update, on tokens that the canary before it sampled, too."""
         before = [torch.tensor([self._before.get(c, torch.nan) for c in contexts(row)]) for row in rows]
         return applied_share(rows, now, before, "the engine has the weights that were sent and samples as before them")
 
     def _remember(self, pairs: Iterable[tuple[Row, Tensor]]) -> None:
-        """Keeps the log-probs of the present policy, which at the next publication are those of the policy before."""
+        """Keeps the log-probs of the present policy for the next publication."""
+        # All ranks keep all of them, since a context may go to another rank next time.
         here = {c: p for row, ours in pairs for c, p in zip(contexts(row), ours.tolist(), strict=True)}
         self._before = {c: p for part in gathered(here) for c, p in part.items()}
 
     def _changed_share(self, before: dict[str, Tensor], now: dict[str, Tensor]) -> dict[str, float]:
-        """Which share of the values that are looked at differs from the publication before. Tensors without any such value are
-        frozen, or as good as that, and left out."""
+        """Which share of the values differs from the publication before; empty at the first one."""
         if not before:
             return {}
+        # In a dtype coarser than the trainer's the engine cannot hold the smaller part of an update. Tensors in which
+        # nothing changed are frozen, or as good as frozen, and do not count.
         shares = [(before[name] != values).float().mean().item() for name, values in now.items() if name in before]
         sizes = [len(values) for name, values in now.items() if name in before]
         moved = sum(size for size, share in zip(sizes, shares, strict=True) if share)

@@ -1,5 +1,5 @@
-"""What of a model is trained: all its weights, or adapters over frozen ones. Each is a part with two sides, as precision is:
-what the trainer keeps and saves, and what the engine is started with and sent.
+"""What of a model is trained: all its weights, or adapters over frozen ones. Each class knows both sides: what the
+trainer keeps and saves, and what the engine is started with and sent.
 
 part         reference                 sent to the engine                              checkpoint
 AllWeights   a copy of the weights     all weights                                     a model
@@ -46,8 +46,10 @@ ADVICE = {
     "merged": "look for keys and values of an earlier publication",
 }
 
-Scored = Callable[..., list[Tensor]]  # rows, weights -> log-probs of each row (`streamed_logprobs`)
-Sent = tuple[Iterable[tuple[str, Tensor]], dict[str, Any] | None]  # (name, whole tensor)s; PEFT's config, of adapters
+# Rows, weights -> log-probs of each row (`streamed_logprobs`).
+Scored = Callable[..., list[Tensor]]
+# (name, whole tensor)s, and PEFT's config where they are an adapter.
+Sent = tuple[Iterable[tuple[str, Tensor]], dict[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,16 @@ class AdapterConfig:
             raise Mistake(f"adapters.publish={self.publish!r} is unknown; use 'auto', 'adapter' or 'merged'")
 
     def way(self, dora: bool, dtype: str) -> str:
-        """Returns what goes to the engine. Args: dora: whether the adapters are DoRA's; dtype: of the engine."""
+        """What goes to an engine in `dtype`: "adapter" or "merged"."""
+        # vLLM applies no DoRA, and on a GPU no adapter in float32.
         if self.publish == "auto":
             return "merged" if dora or (dtype == "float32" and _in_halves()) else "adapter"
         return self.publish
 
 
 def _in_halves() -> bool:
-    """Whether vLLM applies adapters in half precision only: on a GPU. A CUDA build finds none where the run has only a CPU."""
+    """Whether vLLM applies adapters in half precision only, as it does on a GPU."""
+    # A CUDA build of vLLM may run on a machine without a GPU.
     return not on_cpu() and torch.cuda.is_available()
 
 
@@ -84,7 +88,7 @@ def trained_part(
 
     Args:
         model: may lie on the meta device.
-        node: `model:` of the YAML, for the names that its builder might have passed over.
+        node: `model:` of the YAML, for names that its builder may have ignored.
 
     Raises:
         ValueError: adapters that cannot be, or settings of adapters for a model that has none.
@@ -103,23 +107,25 @@ def trained_part(
 def rounding(
     trained: "AllWeights | Adapters", precision: Precision, model: nn.Module, scored: Scored, rows: Sequence[Row]
 ) -> float:
-    """How far a right engine may be from a right trainer on these rows: mean |difference| of log-probs over the labels of all
-    ranks, in nats. A collective.
+    """How far a right engine may be from a right trainer: mean |difference| of log-probs in nats. A collective.
 
-    Args: scored: `streamed_logprobs` with the model's builder, device and temperature.
+    Args:
+        scored: `streamed_logprobs` with the model's builder, device and temperature.
+        rows: of this rank; the mean is that of all ranks.
     """
     coarse = precision.coarsest
     if coarse == torch.float32:
         return 0.0
 
     def on_grid() -> Iterator[tuple[str, Tensor]]:
-        # What the coarser precision hides of the updates so far is no rounding of the arithmetic. Where both sides lack
-        # it, it does not set them apart, however much it would change the policy.
+        # Both computations get the weights that the coarser dtype can hold. What it hides of the updates is no rounding
+        # of the arithmetic: where both sides lack it, it does not set them apart.
         return ((name, weight.to(coarse)) for name, weight in merged_tensors(model))
 
     exact = scored(rows, on_grid(), dtype=torch.float32)
     arithmetic = _apart(exact, scored(rows, on_grid(), dtype=coarse, fp8=precision.sampler))
-    without_fp8 = copy(precision)  # it is in the arithmetic already, with all that it rounds
+    # The arithmetic above already contains all that FP8 rounds.
+    without_fp8 = copy(precision)
     without_fp8.sampler = None
     if not trained.rounded(without_fp8):
         return arithmetic
@@ -127,7 +133,8 @@ def rounding(
     def computed(weight: Tensor) -> Tensor:
         return weight.to(precision.dtype).float()
 
-    # The one side holds other values than the other computes with. The two errors have nothing to do with each other.
+    # The engine holds other values than the trainer computes with. This error is independent of that of the arithmetic,
+    # so the two add up as the sides of a right angle.
     ours = scored(rows, merged_tensors(model, lambda name, weight: computed(weight), computed), dtype=torch.float32)
     theirs = scored(rows, trained.as_sent(model, without_fp8), dtype=torch.float32)
     return math.hypot(arithmetic, _apart(ours, theirs))
@@ -144,17 +151,18 @@ class AllWeights:
     """Every weight is trained."""
 
     spec: AdapterSpec | None = None
-    way = "merged"  # how `Adapters` send a whole model, too
+    # As `Adapters` send a whole model, too.
+    way = "merged"
 
     def __str__(self) -> str:
         return "all weights"
 
     def engine(self, config: EngineConfig) -> EngineConfig:
-        """The engine's settings, with what it has to know of the adapters."""
+        """The engine's settings, with what it must know of the adapters."""
         return config
 
     def sent(self, model: nn.Module, names: HFModel, precision: Precision) -> Iterator[Sent]:
-        """What one publication sends, part by part; tensors are gathered as they are taken: a collective."""
+        """What one publication sends, part by part. Tensors are gathered as they are taken: a collective."""
         yield precision.published(partial(named_hf_tensors, model, names)), None
 
     def rounded(self, precision: Precision) -> bool:
@@ -168,9 +176,11 @@ class AllWeights:
     def applied(
         self, learner: Learner, rows: Sequence[Row], on: Sequence[Tensor], scored: Scored | None, precision: Precision
     ) -> dict[str, Applied]:
-        """What sampled tokens say of changes that the engine has to show beside the newest update, by name: a collective.
+        """What sampled tokens say of changes that the engine must show beside the newest update, by name. A collective.
 
-        Args: on: log-probs of each row as the weights were sent; scored: by which they were computed, None: by the policy.
+        Args:
+            on: log-probs of each row with the weights as they were sent.
+            scored: what computed them; None: the policy.
         """
         return {}
 
@@ -193,7 +203,8 @@ class Adapters:
                 "adapters.publish='adapter' with use_dora: vLLM applies no DoRA adapters; use adapters.publish=merged"
             )
         self.spec, self._config = spec, config
-        self.way = config.way(spec.dora, EngineConfig().dtype)  # until `engine` has said which dtype it is
+        # The default dtype stands in until `engine` gets the settings.
+        self.way = config.way(spec.dora, EngineConfig().dtype)
         self._base_sent = False
 
     def __str__(self) -> str:
@@ -219,7 +230,8 @@ class Adapters:
             yield precision.published(partial(merged_hf_tensors, model, names)), None
             return
         if (self.spec.quantized or precision.sampler) and not self._base_sent:
-            # The engine has to sample with the very values that NF4 or FP8 have left of the frozen weights.
+            # The engine read the base from model_dir. It must sample with what NF4 or FP8 left of these weights, which
+            # are frozen, so they are sent only once.
             yield precision.published(partial(base_hf_tensors, model, names)), None
             self._base_sent = True
         yield adapter_hf_tensors(model, names, precision.engine_dtype), self.spec.peft_config(str(names.path))
@@ -235,8 +247,8 @@ class Adapters:
     def applied(
         self, learner: Learner, rows: Sequence[Row], on: Sequence[Tensor], scored: Scored | None, precision: Precision
     ) -> dict[str, Applied]:
-        """Whether the engine applies the adapter: to sample from the base model instead would pass for a small mismatch while
-        the adapter is young."""
+        # An engine that samples from the base model would pass for a small mismatch while the adapter is young. So the
+        # log-probs without the adapter are compared, too.
         model = learner.policy.model
         if scored is not None:
             off = scored(rows, ((name, precision.as_sent(name, weight)) for name, weight in base_tensors(model)))
