@@ -12,7 +12,7 @@ AGES = (0, 1, 2, 4, 8)  # first age of each bucket, in versions
 
 
 def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
-    """Returns the names of buckets from their first values: "at_0", "at_1_15", ..., "at_4096_up"."""
+    """The names of buckets from their first values: "at_0", "at_1_15", ..., "at_4096_up"."""
     last = [f"_{stop - 1}" if stop - start > 1 else "" for start, stop in zip(edges, edges[1:], strict=False)]
     return [f"{word}_{start}{end}" for start, end in zip(edges, [*last, "_up"], strict=True)]
 
@@ -22,15 +22,16 @@ AGE_0 = len(POSITIONS)  # index into NAMES of the tokens that the present versio
 
 
 def places(samples_L: Tensor) -> Tensor:
-    """Returns the place of every label in its completion, from 0. The labels of a completion must follow each other."""
+    """The place of every label in its completion, from 0. The labels of a completion must follow each other."""
     index_L = torch.arange(samples_L.numel(), device=samples_L.device)
     first_L = torch.ones_like(samples_L, dtype=torch.bool)
     first_L[1:] = samples_L[1:] != samples_L[:-1]
+    # The running maximum of the first labels' indices is the index where the present completion begins.
     return index_L - torch.where(first_L, index_L, 0).cummax(0).values if samples_L.numel() else index_L
 
 
 def buckets(row: Row, version: int | None) -> Tensor:
-    """Returns the buckets of every label, as indices into NAMES, int64 [2, L]: by place and by age.
+    """The buckets of every label, as indices into NAMES, int64 [2, L]: by place and by age.
 
     The age is `version` minus the version that sampled the label. Without a `version` every age is 0.
     """
@@ -41,17 +42,19 @@ def buckets(row: Row, version: int | None) -> Tensor:
 
 
 def bucket_means(values_L: Tensor, buckets_2L: Tensor) -> dict[str, float]:
-    """Returns the mean of each bucket that has a label. Ages are left out if all labels are in one bucket of age."""
+    """The mean of each bucket that has a label. Ages are left out if all labels are in one bucket of age."""
     sums, counts = _sums(values_L, buckets_2L), _sums(torch.ones_like(values_L), buckets_2L)
     return _means("", sums.tolist(), counts.tolist())
 
 
 def _sums(values_L: Tensor, buckets_2L: Tensor) -> Tensor:
+    # Each label counts in two buckets: that of its place and that of its age.
     size = torch.zeros(len(NAMES), dtype=torch.float64, device=values_L.device)
     return size.index_add(0, buckets_2L.flatten(), values_L.double().repeat(2))
 
 
 def _means(prefix: str, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+    # If all labels are of one age, its bucket would only repeat the mean of all.
     several_ages = sum(count > 0 for count in counts[len(POSITIONS) :]) > 1
     return {
         f"{prefix}{name}": sums[i] / counts[i]
@@ -75,11 +78,11 @@ class Breakdown:
             self._sums[name] = self._sums.get(name, 0.0) + _sums(values_L, where)
 
     def sums(self) -> dict[str, Tensor]:
-        """Returns the sums and counts of this rank as scalars on the device of the rows, to be summed over all ranks."""
+        """The sums and counts of this rank, to be summed over all ranks, as scalars on the device of the rows."""
         return {f"{name}/{i}": value for name, column in self._sums.items() for i, value in enumerate(column)}
 
     def means(self, whole: Mapping[str, float]) -> dict[str, float]:
-        """Returns the means, such as "loss/clip_fraction_at_0", of sums over all ranks."""
+        """The means, such as "loss/clip_fraction_at_0", from sums over all ranks."""
 
         def column(name: str) -> list[float]:
             return [whole[f"{name}/{i}"] for i in range(len(NAMES))]

@@ -1,5 +1,4 @@
-"""Joins the ranks, and runs an action on every rank. A failure on one is a failure on all, so that no rank waits for one that
-gave up."""
+"""Joins the ranks, and runs actions on all of them. A failure on one rank is one on all, so that none waits in vain."""
 
 import time
 from collections.abc import Callable
@@ -14,18 +13,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtune_ext.run.errors import Failure, FileMistake
 
 T = TypeVar("T")
-FAILURES = (Exception, CheckpointException)  # the exception of DCP derives from BaseException, so it is named here
+# DCP's exception derives from BaseException, so `except Exception` would miss it.
+FAILURES = (Exception, CheckpointException)
 FAILED = "failed"  # key of the store
-POLL_S = 0.05  # seconds between two looks of a rank that waits for rank 0, at most
-_store: dist.Store | None = None  # of the rendezvous; it is global, as the process group is
-_meetings = 0  # how often rank 0 was waited for
+POLL_S = 0.05  # most seconds between two looks of a rank that waits for rank 0
+# The store of the rendezvous is global, as the process group is.
+_store: dist.Store | None = None
+# All ranks count how often they waited for rank 0, so each wait has a key of its own in the store.
+_meetings = 0
 
 
 def join(backend: str, deadline_s: float) -> None:
-    """Joins the process group that torchrun set up.
-
-    In a collective the ranks wait `deadline_s` seconds at most for one that does not come. Rank 0, which samples and evaluates
-    meanwhile, is waited for before the collective, and without a limit (`wait_for_main`).
+    """Joins the process group that torchrun set up, whose collectives wait `deadline_s` seconds at most.
 
     Raises:
         ValueError (of torch): a variable that torchrun sets is missing.
@@ -39,12 +38,12 @@ def join(backend: str, deadline_s: float) -> None:
 
 
 def rank() -> int:
-    """Returns the number of this rank, which is 0 in a run of one process."""
+    """The number of this rank, which is 0 in a run of one process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def distributed() -> bool:
-    """Tells whether the run has more than one rank."""
+    """Whether the run has more than one rank."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -54,12 +53,13 @@ def wait_for_main() -> None:
     Raises:
         RuntimeError: rank 0 fails meanwhile (`main_failed`).
     """
+    # Rank 0 samples and evaluates for longer than the deadline of a collective, so it is waited for without a limit.
     global _meetings
     _meetings += 1
     if rank() == 0:
         _store.set(str(_meetings), "")
         return
-    # A blocking wait of the store would leave signals to the end of it.
+    # A blocking wait of the store would hold back signals until its end.
     pause_s = 0.001
     while not _store.check([str(_meetings)]):
         if _store.check([FAILED]):
@@ -69,15 +69,17 @@ def wait_for_main() -> None:
 
 
 def main_failed() -> None:
-    """Rank 0: ends the waiting of the others. Under torchrun the store outlives it, and SIGTERM waits for the end of a step."""
+    """Ends the waiting of the other ranks, where rank 0 calls it."""
+    # The others would not notice that rank 0 is gone: torchrun's store outlives it, and torchrun's SIGTERM takes effect
+    # only at the end of a step.
     if _store is not None and rank() == 0:
-        # Where torchrun is gone, too, they see that by themselves, and the run's own error is what counts.
+        # If torchrun is gone, too, the others see that by themselves, and the run's own error is what counts.
         with suppress(RuntimeError):
             _store.set(FAILED, "")
 
 
 def gathered(value: T) -> list[T]:
-    """Returns the values of all ranks, in their order. They are pickled and should be small. A collective."""
+    """The values of all ranks, in their order. They are pickled and should be small. A collective."""
     if not distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -97,6 +99,7 @@ def together(action: Callable[[], T]) -> T:
         result = action()
     except FAILURES as raised:
         error = raised
+    # The text travels, and not the error: an error of a library may not survive pickling.
     texts = gathered(None if error is None else describe(true_cause(error)))
     if error is not None:
         raise error
@@ -107,7 +110,7 @@ def together(action: Callable[[], T]) -> T:
 
 
 def from_main(make: Callable[[], T]) -> T:
-    """Runs `make` on rank 0 only, and returns its result on every rank, pickled. The others sleep meanwhile. A collective.
+    """Runs `make` on rank 0 only, and returns its result on every rank, pickled. A collective.
 
     Raises:
         OSError or ValueError: `make` raised it on rank 0.
@@ -119,6 +122,7 @@ def from_main(make: Callable[[], T]) -> T:
         except (OSError, ValueError) as error:
             box[1] = error
     if distributed():
+        # The others sleep until rank 0 is done, which may take longer than a collective waits.
         wait_for_main()
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     value, error = box
@@ -128,7 +132,7 @@ def from_main(make: Callable[[], T]) -> T:
 
 
 def on_any(flag: bool) -> bool:
-    """Tells whether the flag is true on any rank. The others sleep until rank 0 is here, too. A collective."""
+    """Whether the flag is true on any rank. The others sleep until rank 0 is here, too. A collective."""
     if not distributed():
         return bool(flag)
     wait_for_main()
@@ -138,20 +142,16 @@ def on_any(flag: bool) -> bool:
 
 
 def true_cause(error: BaseException) -> BaseException:
-    """Returns the error that began a chain of errors.
-
-    It looks behind `raise ... from`, behind the exception of DCP that collects the errors of the ranks, and behind
-    errors of torch's zip writer.
-    """
+    """The error that began a chain of errors."""
     while True:
+        # DCP collects the errors of all ranks in one of its own.
         if isinstance(error, CheckpointException) and error.failures:
             failures = [failure for failure, _ in error.failures.values()]
             # A Ctrl-C counts more than any other error.
             error = next((e for e in failures if not isinstance(e, Exception)), failures[0])
         elif error.__cause__ is not None:
             error = error.__cause__
-        # When a write fails, the zip writer raises a RuntimeError about its position, which hides the error of the
-        # write.
+        # When a write fails, torch's zip writer raises a RuntimeError about its position, which hides the first error.
         elif type(error) is RuntimeError and error.__context__ is not None and "unexpected pos" in str(error):
             error = error.__context__
         else:
@@ -159,5 +159,5 @@ def true_cause(error: BaseException) -> BaseException:
 
 
 def describe(cause: BaseException) -> str:
-    """Returns the text of an error. The type is left out where the text is clear without it."""
+    """The text of an error, with its type where the text may not be clear without it."""
     return str(cause) if isinstance(cause, (OSError, ValueError)) else f"{type(cause).__name__}: {cause}"

@@ -20,9 +20,9 @@ from torchtune_ext.training.collectives import FAILURES, describe, from_main, ra
 from torchtune_ext.training.manifest import NAME as MANIFEST
 
 SHARD_BYTES = 4 << 30  # largest size of one safetensors file
-# Files of the source with these endings are its weights. They are not copied. The second line names files that are not
-# copied if the source is a checkpoint.
+# Files of the source with these endings are its weights, which are not copied.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+# If the source is a checkpoint, these files of it belong to another run.
 _OF_CHECKPOINTS = ("recipe.json", MANIFEST)
 
 
@@ -32,11 +32,11 @@ def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
 
     Args:
         folder: the final place of the folder.
-        advice: returns the end of the message about a disk, which says what the user can do.
+        advice: returns what the user can do about a disk, the end of the message.
 
     Raises:
-        OSError: the disk failed, RuntimeError: something else did, a rank that is lost for instance. The message has the true
-            cause. KeyboardInterrupt and SystemExit are raised unchanged.
+        OSError: the disk failed.
+        RuntimeError: something else failed, such as another rank.
     """
     try:
         yield
@@ -58,10 +58,8 @@ def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
 def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Path:
     """Writes a model directory and returns its path. A collective.
 
-    An earlier directory is replaced only when the new one is complete.
-
     Raises:
-        OSError: it could not be saved. This is raised on all ranks, and an earlier directory is untouched.
+        OSError: it could not be saved, and an earlier directory is untouched.
     """
     with written_aside(folder, lambda: "Free space there, or choose another output_dir"):
         partial = partial_of(folder)
@@ -76,9 +74,9 @@ def export_model(folder: Path | None, model: nn.Module, source: HFModel, dtype: 
 
     Args:
         folder: an existing folder on rank 0, None on the other ranks.
-        model: the model, which may be sharded.
+        model: may be sharded.
         source: the model directory whose config and tokenizer files are copied.
-        dtype: the dtype of the written weights.
+        dtype: of the written weights.
     """
     tensors = merged_hf_tensors(model, source, dtype)
     with _drained(tensors):
@@ -96,10 +94,10 @@ def export_adapter(
 
     Args:
         folder: an existing folder on rank 0, None on the other ranks.
-        model: the model, which may be sharded.
+        model: may be sharded.
         source: the model directory that the adapter belongs to.
         adapter: the kind and size of the adapter.
-        merged: if given, the merged model is also written, in this dtype, into the subfolder `merged`.
+        merged: dtype of the merged model, which is then also written, into the subfolder `merged`; None: it is not.
     """
     small = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, source, torch.float32)}
     large = merged_hf_tensors(model, source, merged) if merged is not None else iter(())
@@ -116,13 +114,11 @@ def export_adapter(
 
 @contextmanager
 def _drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """Takes part in the remaining gathers if the block raises, on a full disk for example.
-
-    Otherwise the other ranks would wait there for this one.
-    """
+    """Takes part in the remaining gathers if the block raises."""
     try:
         yield
     except Exception:
+        # If this rank stopped gathering, because its disk is full for example, the others would wait for it.
         for _ in tensors:
             pass
         raise
@@ -142,6 +138,7 @@ def _write_model(folder: Path | None, tensors: Iterator[tuple[str, Tensor]], sou
     def flush() -> None:
         nonlocal size
         if pending:
+            # The final name contains the number of files, which is known only after the last one.
             path = folder / f"shard-{len(shards)}"
             save_file(pending, path)
             shards.append((path, list(pending)))
@@ -165,14 +162,15 @@ def _write_model(folder: Path | None, tensors: Iterator[tuple[str, Tensor]], sou
 
 
 def _copy_files(source: Path, folder: Path) -> None:
-    """Copies the config, tokenizer and template files of a model directory."""
+    # What is copied are the config, the tokenizer and the chat template, whatever their names are.
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OF_CHECKPOINTS:
             shutil.copyfile(file, folder / file.name)
 
 
 def save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file with the mode that the umask gives. Without that, only the user could read the file."""
+    """Writes a safetensors file with the mode that the umask gives."""
+    # safetensors writes files that only the user can read. An empty file shows the mode of the umask.
     path.touch()
     mode = path.stat().st_mode & 0o7777
     safetensors_torch.save_file(tensors, path, metadata={"format": "pt"})

@@ -17,7 +17,8 @@ from torchtune_ext.training.collectives import main_failed
 from torchtune_ext.training.distributed import close_ranks
 
 log = logging.getLogger(__name__)
-EXIT_S = 5.0  # seconds that the interpreter has to end after all parts are closed
+# Seconds that the interpreter has to end after all parts are closed.
+EXIT_S = 5.0
 
 
 class Recipe(Protocol):
@@ -35,13 +36,12 @@ class Recipe(Protocol):
 def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], None] | None = None) -> None:
     """Makes a recipe from `cfg`, sets it up, does its work and cleans up.
 
+    However the run ends, its last words are those of `recipe.stop.standing`: where it stands, and how to go on.
+
     Args:
         make: the class of the recipe.
         cfg: its settings.
         work: what to do with the recipe after the set-up; None: its `train`.
-
-    However the run ends, its last words are what `recipe.stop.standing` says: where the run stands, what there is now, how
-    to go on. They stand below an error that comes while it works.
 
     Raises:
         SystemExit: a signal stopped the run (status 130, 143 or 129, see `run/stop.py`).
@@ -50,7 +50,7 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
     recipe, stopped_by, orderly, works, nothing = make(cfg), None, True, False, ""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     with recipe.stop as stop:
-        # What nobody foresees is a failure. The cleanup tells the sinks of the metrics.
+        # Until something else is known, the run has failed. The cleanup reports the status to the sinks of the metrics.
         stop.status = FAILED
         try:
             recipe.setup()
@@ -63,13 +63,14 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             stopped_by, orderly = stopped.signal, stopped.orderly
             stop.status = 128 + stopped_by
         except Exception as error:
+            # The other ranks may wait for rank 0 without a deadline, so they hear of its failure first.
             main_failed()
             # Some libraries turn an interruption into an error of their own. And if another rank was stopped a moment
             # earlier, this rank sees a broken connection. Any other error has nothing to do with the signal.
             neighbor = stop.requested and several and isinstance(error, RuntimeError | ConnectionError)
             if not (stop.raised or neighbor):
                 stop.status = status_of(error) or FAILED
-                # So says gloo. On GPUs NCCL's watchdog ends the process, and says which collective it was.
+                # These are gloo's words. On GPUs NCCL's watchdog ends the process and names the collective.
                 if several and "Timed out waiting" in str(error):
                     error.add_note(
                         "Another rank did not come here within ranks.deadline_s: it was stopped or swapped out, it hangs, or "
@@ -98,23 +99,21 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
         if stop.speaks:
             saves = ". `kill` in place of Ctrl-C ends a run with its step, and saves it" * (stopped_by == signal.SIGINT)
             say(f"Stopped by {NAMES[stopped_by]}. {message}{saves}", sys.stderr)
+        # The interpreter waits for all threads at its end. If the signal interrupted the start of a thread, no part
+        # knows that thread and can end it.
         threading.Thread(target=_end_after_main, args=[128 + stopped_by], daemon=True).start()
         sys.exit(128 + stopped_by)
 
 
 def _end_after_main(status: int) -> None:
-    """Ends the process if it is still alive `EXIT_S` seconds after the main thread has ended.
-
-    At its end the interpreter waits for every thread. If the signal interrupted the start of a thread, no part knows
-    that thread and can end it.
-    """
+    """Ends the process if it is still alive `EXIT_S` seconds after the main thread has ended."""
     threading.main_thread().join()
     time.sleep(EXIT_S)
     os._exit(status)
 
 
 def close_all(*parts: Any) -> None:
-    """Closes every part that is not None, also if another one fails. A failure is logged."""
+    """Closes every part that is not None, even if another one fails. A failure is logged."""
     for part in parts:
         if part is not None:
             try:

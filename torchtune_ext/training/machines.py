@@ -10,17 +10,14 @@ from pathlib import Path
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.training.collectives import from_main, gathered, rank
 
-# A network file system may show a new file on other machines after a while. NFS keeps what it knows of a folder for 30 s and
-# more (acdirmin), but asks anew when the folder is opened, as it is here.
+# Seconds within which a network file system must show a new file on other machines. NFS keeps what it knows of a folder
+# for 30 s and more (acdirmin), but asks anew when the folder is opened, as it is here.
 SEEN_S = 10.0
 
 
 def choose_interface() -> None:
-    """Chooses the network interface on which gloo listens, unless the user did so (`GLOO_SOCKET_IFNAME`).
-
-    By itself, gloo listens on the address that the name of the host stands for. If all ranks are on one machine, other
-    machines may reach that address; so then it is the loopback interface.
-    """
+    """Makes gloo listen on the loopback interface if all ranks are on one machine, unless GLOO_SOCKET_IFNAME is set."""
+    # By default gloo listens on the address of the host's name, which other machines may reach.
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     first = os.environ.get("MASTER_ADDR", "localhost")
@@ -30,8 +27,8 @@ def choose_interface() -> None:
 
 
 def hosts_of_ranks() -> tuple[str, ...]:
-    """Returns the machine of every rank: the name of its host, with the number of its torchrun where hosts share a name. A
-    collective."""
+    """The host of every rank, with the number of its torchrun where hosts share a name. A collective."""
+    # Containers on several machines may all have the same name.
     pairs = gathered((socket.gethostname(), os.environ.get("GROUP_RANK", "")))
     names = {host for host, _ in pairs}
     shared = len(set(pairs)) > len(names)
@@ -39,7 +36,7 @@ def hosts_of_ranks() -> tuple[str, ...]:
 
 
 def whose(hosts: Sequence[str], ranks: Sequence[int]) -> str:
-    """Returns ranks with their machines, for messages: "ranks 8 to 15 on b; rank 16 on c"."""
+    """Ranks with their machines, for messages: "ranks 8 to 15 on b; rank 16 on c"."""
     texts = []
     for host in dict.fromkeys(hosts[each] for each in ranks):
         mine = [each for each in ranks if hosts[each] == host]
@@ -50,13 +47,12 @@ def whose(hosts: Sequence[str], ranks: Sequence[int]) -> str:
 
 
 def require_shared(hosts: Sequence[str], output_dir: str | Path) -> None:
-    """Looks whether all ranks see the folder that rank 0 will write. A collective.
-
-    Nothing is left behind, also no new folder. Ranks of one machine see the same, and nothing is looked at.
+    """Checks that all ranks see the folder that rank 0 will write, and leaves nothing behind. A collective.
 
     Raises:
-        ValueError: on all ranks, with those that do not.
+        ValueError: on all ranks, with those that do not see it.
     """
+    # Ranks of one machine see the same.
     if len(set(hosts)) == 1:
         return
     place, resolved = from_main(lambda: _marked(Path(output_dir)))
@@ -76,7 +72,7 @@ def _marked(output_dir: Path) -> tuple[str, str]:
     place = output_dir
     while not place.exists() and place != place.parent:
         place = place.parent
-    # A start that goes on in the folder sweeps such a name away, should this process be killed here.
+    # If this process is killed here, the next start in the folder deletes files with such names.
     mark = place / f".ranks_{secrets.token_hex(4)}.0.tmp"
     try:
         mark.touch()
@@ -89,8 +85,9 @@ def _marked(output_dir: Path) -> tuple[str, str]:
 
 
 def _sees(mark: Path) -> bool:
-    """Tells whether this rank sees a file of rank 0, sooner or later."""
+    """Whether this rank sees a file of rank 0 within `SEEN_S` seconds."""
     until = time.monotonic() + SEEN_S
+    # To list the folder is to open it, which makes NFS ask anew. To ask for the file may give an old answer.
     while not (mark.parent.is_dir() and mark.name in os.listdir(mark.parent)):
         if time.monotonic() > until:
             return False

@@ -1,7 +1,7 @@
 """Writes and reads manifest.json, which says what a checkpoint belongs to, and the size and SHA-256 of every file.
 
-The manifest is written last and read first, so that damage is found before anything is loaded or unpickled. It does not
-protect against an attacker: anyone who can write into the folder can also write a manifest that fits.
+The manifest is written last and read first, so damage is found before anything is loaded or unpickled. It does not
+protect against an attacker, who can write a manifest that fits.
 """
 
 import hashlib
@@ -24,8 +24,9 @@ from torchtune_ext.run.files import sync, write_atomic
 NAME = "manifest.json"
 FORMAT = 2
 Entry = tuple[int, str]  # size in bytes, SHA-256 in hex
-_PART = re.compile(r"state/__(\d+)_\d+\.distcp")  # what DCP calls the file of a rank
-# These keys of config.json say who wrote the file and how, and not what the model is.
+# DCP names the file of a rank so.
+_PART = re.compile(r"state/__(\d+)_\d+\.distcp")
+# These keys of config.json say who wrote the file and how, not what the model is.
 _WRITERS_NOTES = ("transformers_version", "torch_dtype", "dtype")
 _FIX = {
     "run": "move it away, or give this run an output_dir of its own",
@@ -40,14 +41,14 @@ class DamagedCheckpoint(Mistake):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Says what a checkpoint belongs to, in three short texts that a person can read. They are compared for equality."""
+    """What a checkpoint belongs to, in three short texts that a person can read. They are compared for equality."""
 
     run: str  # id of the run
     model: str  # architecture, and names and shapes of what is saved
     base: str  # fingerprint of the weights in model_dir, on which adapters and the reference of a KL term depend
 
     def refusal(self, saved: "Identity") -> str | None:
-        """Returns why a checkpoint with the identity `saved` does not belong to this run, with the fix, or None."""
+        """Why a checkpoint with the identity `saved` does not belong to this run, with the fix, or None."""
         parts = [
             f"it belongs to another {name} ({theirs}; this run has {ours}): {_FIX[name]}"
             for name, ours in asdict(self).items()
@@ -66,7 +67,8 @@ class Manifest:
     files: dict[str, Entry]  # every file but the manifest itself, by its path below the checkpoint
 
     def write(self, folder: Path) -> None:
-        """Writes the manifest into a folder, with a checksum of its own."""
+        """Writes the manifest into a folder."""
+        # It vouches for every other file and has nothing but its own checksum to vouch for it.
         content = {"format": FORMAT, **asdict(self)}
         whole = {"content": content, "sha256": _digest_of(content)}
         write_atomic(folder / NAME, json.dumps(whole, indent=1).encode())
@@ -84,6 +86,7 @@ class Manifest:
             content, digest = whole["content"], whole["sha256"]
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{folder} is damaged: {NAME} is missing") from None
+        # Damaged JSON may have any shape: a list in place of a dict, or a nesting too deep to parse.
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{folder} is damaged: {NAME} cannot be read ({error})") from None
         if _digest_of(content) != digest:
@@ -98,10 +101,8 @@ class Manifest:
         return cls(content["step"], content["accuracy"], Identity(**content["identity"]), files)
 
     def wrong_with_files(self, folder: Path) -> str | None:
-        """Compares names and sizes only. Returns what is wrong with the first file that differs, or None.
-
-        Files that others have put into the folder (a file manager's `.DS_Store`, notes) are not looked at: nothing reads them.
-        """
+        """Compares names and sizes only. Returns what is wrong with the first file that differs, or None."""
+        # Nothing reads other files that are in the folder (a file manager's `.DS_Store`, notes), so they do no harm.
         for name in sorted(self.files):
             path, size = folder / name, self.files[name][0]
             if not path.is_file():
@@ -111,13 +112,8 @@ class Manifest:
         return None
 
     def wrong_with_bytes(self, folder: Path, share: int = 0, shares: int = 1) -> str | None:
-        """Reads a share of the files completely. Returns what is wrong with the first bad file, or None.
-
-        Args:
-            folder: the checkpoint.
-            share: the number of the share, from 0.
-            shares: how many shares there are.
-        """
+        """Reads share number `share` of `shares` of the files, and returns what is wrong with the first bad one."""
+        # Dealt out by size, the shares are about equally large.
         by_size = sorted(self.files, key=lambda name: (-self.files[name][0], name))
         for name in sorted(by_size[share::shares]):
             try:
@@ -130,18 +126,16 @@ class Manifest:
 
 
 def entries_of(folder: Path, rank: int) -> dict[str, Entry]:
-    """Returns size and checksum of the files of a checkpoint that a rank has written: its part of `state/`, on rank 0 all else.
-    They are on the disk then.
-
-    Another rank's files are left out, because a network file system may show them late.
-    """
+    """Flushes the files that a rank wrote (its part of `state/`, on rank 0 all else), and returns their entries."""
+    # Another rank's files are left out, because a network file system may show them late.
     paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     mine = [name for name in paths if int(part[1] if (part := _PART.fullmatch(name)) else 0) == rank]
-    # Both read the same pages, so the checksum is made while the disk writes.
+    # Checksums need the processor and pages in memory, so they are made while the disk writes.
     with ThreadPoolExecutor() as threads:
         written = threads.map(sync, [paths[name] for name in mine])
         entries = dict(zip(mine, threads.map(lambda name: _entry(paths[name]), mine), strict=True))
-        list(written)  # raises what the disk refuses
+        # Errors of the disk come out only here.
+        list(written)
     return entries
 
 
@@ -155,16 +149,12 @@ def _digest_of(content: Any) -> str:
 
 
 def identify(run: str, source: HFModel, model: nn.Module, adapter: AdapterSpec | None = None) -> Identity:
-    """Makes the identity of a run from the headers and a sample of the weights in model_dir, and from the names and shapes of
-    `model`, which may lie on the meta device."""
+    """Makes the identity of a run from the weights in model_dir and from `model`, which may lie on the meta device."""
     return Identity(run, model_text(source, model, adapter), source.fingerprint())
 
 
 def model_text(source: HFModel, model: nn.Module, adapter: AdapterSpec | None = None) -> str:
-    """Returns a text with the size, the adapter and a digest of a model.
-
-    The digest covers config.json, without `_WRITERS_NOTES`, and every name and shape that is saved.
-    """
+    """A text with the size, the adapter, and a digest of config.json and of every name and shape that is saved."""
     adapters = adapter_names(model)
     # The saved weights are float32, whatever the precision of the forward pass is.
     saved = {

@@ -191,7 +191,7 @@ class Precision:
         return fp8_hf_tensors(gathered(self.dtype), self.sampler, self.engine_dtype)
 
     def write_receipt(self, folder: str, policy: PackedPolicy) -> None:
-        """Prints which layers are in FP8, and why others are not, and keeps that in `folder`/fp8.txt. Without FP8: nothing."""
+        """Prints which layers are in FP8 and why others are not, and keeps that in `folder`/fp8.txt."""
         if self.sampler is None:
             return
         lines = [

@@ -25,22 +25,23 @@ def at_least(cfg: Any, **least: int) -> None:
 
 
 def chosen_dtype(dtype: str, device: str, fp8: bool = False) -> str:
-    """Returns the dtype of a run, "bfloat16" or "float32". With "auto" it is bfloat16 where the device computes in it.
+    """The dtype of a run, "bfloat16" or "float32". With "auto" it is bfloat16 where the device computes in it.
 
     Args:
         device: "cpu" or "cuda".
-        fp8: some layers are in FP8, which stands beside bfloat16.
+        fp8: some layers are in FP8.
 
     Raises:
         ValueError: another dtype.
     """
     if dtype not in ("auto", "bfloat16", "float32"):
         raise Mistake(f"dtype={dtype!r}: use 'auto', 'bfloat16' or 'float32' (float16 would need a loss scale)")
+    # Layers in FP8 work only beside bfloat16.
     return ("bfloat16" if fp8 or computes_in_bfloat16(device) else "float32") if dtype == "auto" else dtype
 
 
 def dtype_note(dtype: str, device: str) -> str:
-    """Returns why a dtype was chosen, or that it is a slow one; "" where there is nothing to say."""
+    """Why a dtype was chosen, or that it is a slow one; "" where there is nothing to say."""
     able = computes_in_bfloat16(device)
     if dtype == "auto":
         what = "processor" if device == "cpu" else "GPU"
@@ -52,16 +53,17 @@ def dtype_note(dtype: str, device: str) -> str:
 
 @cache
 def computes_in_bfloat16(device: str) -> bool:
-    """Whether a device multiplies matrices in bfloat16, and not only holds numbers of it. On a processor without it a plain
-    loop stands in for oneDNN and takes eight times as long as float32."""
+    """Whether a device multiplies matrices in bfloat16, and not only stores them."""
+    # Every GPU that vLLM 0.32 runs on does, from compute capability 8.0.
     if device == "cuda":
-        return True  # every GPU that vLLM 0.32 runs on, from compute capability 8.0
+        return True
+    # On a processor without these a plain loop stands in for oneDNN and takes eight times as long as float32.
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def check_settings(cfg: Any, loss: Any) -> None:
-    """Raises ValueError for settings of a GRPO recipe that do not go together. Args: loss: what was built from `cfg.loss`."""
+    """Raises ValueError for settings of a GRPO recipe that do not go together. `loss` was built from `cfg.loss`."""
     at_least(cfg, max_steps=1, prompts_per_step=1, samples_per_prompt=2, updates_per_step=1, refill_rounds=0)
     if cfg.updates_per_step > cfg.prompts_per_step:
         raise Mistake(
@@ -86,10 +88,8 @@ def check_settings(cfg: Any, loss: Any) -> None:
 
 
 def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage: AdvantageConfig) -> None:
-    """Raises ValueError for settings of sampling that do not fit training.
-
-    Training needs samples of the policy itself, not of a part of its distribution, and enough of them to compare.
-    """
+    """Raises ValueError for settings of sampling that do not fit training."""
+    # Training needs samples of the policy itself, not of a part of its distribution, and enough of them to compare.
     if 1 < advantage.pass_k >= samples_per_prompt:
         raise Mistake(
             f"advantage.pass_k={advantage.pass_k} compares the best of so many samples with others: samples_per_prompt="
@@ -108,6 +108,7 @@ def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage:
 
 def check_staleness(cfg: Any, loss: Any) -> None:
     """Raises ValueError for settings that do not go together with samples of an older policy."""
+    # The ledger itself refuses a staleness and a depth that do not fit.
     Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
     if not cfg.staleness:
         return
@@ -131,8 +132,7 @@ def check_staleness(cfg: Any, loss: Any) -> None:
 
 
 def check_teacher(cfg: Any, needs: Needs) -> None:
-    """Raises ValueError for a teacher that the loss does not ask, a loss that asks one that is not there, and samples that are
-    drawn otherwise than the teacher's log-probs are computed."""
+    """Raises ValueError if only one of teacher and loss is set for the other, or the temperature does not fit both."""
     if cfg.teacher.model_dir is None and needs.teacher and cfg.replay is None:
         raise Mistake(
             f"the loss {cfg.loss.get('_component_')} asks a teacher, and there is none: set teacher.model_dir to a model, or "
@@ -151,15 +151,9 @@ def check_teacher(cfg: Any, needs: Needs) -> None:
 
 
 def check_needs(settings: Mapping[str, Any], needs: Needs) -> None:
-    """Raises ValueError if a loss has a setting for something that it does not ask for.
-
-    A loss of the user gets the reference or the stored tokens only if its class asks for them. Otherwise the setting
-    would have no effect.
-
-    Args:
-        settings: the node `loss:` of the YAML.
-        needs: what the loss asks for.
-    """
+    """Raises ValueError if `loss:` of the YAML sets something that the loss does not ask for."""
+    # A loss of the user gets the reference or the stored tokens only if its class asks for them. Otherwise the setting
+    # would have no effect.
     for key, need, attribute in (("kl_coef", needs.reference, "needs_reference"), ("top_k", needs.top_k, "top_k")):
         if settings.get(key) and not need:
             raise Mistake(
@@ -169,6 +163,6 @@ def check_needs(settings: Mapping[str, Any], needs: Needs) -> None:
 
 
 def release_memory() -> None:
-    """Gives cached memory of the device back, so that another process on the device can use it."""
+    """Gives cached memory back to the GPU, so that another process there can use it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,5 +1,4 @@
-"""What a start asks of this machine before it touches the folder of its run: GPUs for the engine, which do not train, and room
-for checkpoints."""
+"""Checks of this machine before a run touches its folder: GPUs for the engine, which do not train, and disk space."""
 
 import os
 import shutil
@@ -15,7 +14,8 @@ from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
 
-ADAMW_BYTES = 8  # of two moments in float32, for one trained value; other optimizers keep less or little more
+# AdamW keeps two moments in float32 for each trained value. Other optimizers keep less or little more.
+ADAMW_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class DiskNeed:
 
     Args:
         rows: bytes of one checkpoint, by name.
-        kept: how many there are at once, at most, with the one that is being written.
-        free: bytes for them on the file system of `output_dir`: those that are free, and those of checkpoints that the run has.
+        kept: the most that exist at once, with the one that is being written.
+        free: bytes for them under `output_dir`: free ones, and those of checkpoints that the run already has.
     """
 
     rows: dict[str, int]
@@ -39,16 +39,12 @@ class DiskNeed:
 
     @property
     def total(self) -> int:
-        """Bytes of all that are there at once."""
+        """Bytes of all that exist at once."""
         return self.kept * self.one
 
 
 def require_gpus(engine: EngineConfig) -> None:
-    """Looks for the GPUs of an engine that starts here.
-
-    Raises:
-        ValueError: it asks for GPUs that are not there.
-    """
+    """Raises ValueError if an engine that starts here asks for GPUs that are not there."""
     if engine.address is not None:
         return
     if engine.backend == "vllm" and find_spec("vllm") is None:
@@ -67,14 +63,15 @@ def require_gpus(engine: EngineConfig) -> None:
                     "the CUDA build (docs/first_real_run.md)"
                 )
         return
-    # Physical numbers, which CUDA_VISIBLE_DEVICES of this process does not change.
+    # `engine.devices` counts all GPUs of the machine. CUDA would count only those in this process's
+    # CUDA_VISIBLE_DEVICES.
     count = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if count and (problem := missing_device(engine, count, "this machine")):
         raise Mistake(problem)
 
 
 def missing_device(engine: EngineConfig, count: int, machine: str) -> str | None:
-    """Returns the message for a device of an engine that is not among the GPUs of a machine, or None."""
+    """The message for a device of an engine that is not among the GPUs of a machine, or None."""
     numbers = [int(name) for name in engine.device_names if name.isdigit()]
     if max(numbers, default=0) < count:
         return None
@@ -84,18 +81,17 @@ def missing_device(engine: EngineConfig, count: int, machine: str) -> str | None
 
 
 def training_gpus(ranks: int | None = None) -> list[str]:
-    """Returns the GPUs on which the ranks of this machine train, as CUDA_VISIBLE_DEVICES names them: "0", "GPU-8f6e...".
-
-    A rank takes the GPU with its number among those that it sees. Where the variable is not set, it sees all of the machine, or
-    of its container, by their numbers: the same that an engine sees which it starts.
+    """The GPUs on which the ranks of this machine train, as CUDA_VISIBLE_DEVICES names them: "0", "GPU-8f6e...".
 
     Args:
-        ranks: how many will train here; None: as many as torchrun has started. Where somebody else started them and does not
-            say how many are here, the GPU of this process is the only one that is known.
+        ranks: how many will train here; None: as many as torchrun has started.
     """
+    # A rank takes the GPU with its number among those that it sees. If another launcher started the ranks and does not
+    # say how many are here, only the GPU of this process is known.
     visible, local = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_WORLD_SIZE")
     mine = int(os.environ.get("LOCAL_RANK", 0))
     numbers = range(mine, mine + 1) if ranks is None and local is None else range(ranks or int(local))
+    # Without the variable a rank sees all GPUs of the machine by their numbers, as an engine that it starts does.
     if visible is None:
         return [str(number) for number in numbers]
     names = [name.strip() for name in visible.split(",")]
@@ -105,26 +101,19 @@ def training_gpus(ranks: int | None = None) -> list[str]:
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Says whether two names are surely those of one GPU. A number and a UUID may be, but that cannot be told."""
+    """Whether two names are certainly those of one GPU."""
+    # A number and a UUID may name the same GPU, but nothing here can tell.
     if one.isdigit() and other.isdigit():
         return int(one) == int(other)
-    # A UUID may be cut short, as long as no other GPU begins so.
+    # CUDA takes the beginning of a UUID, too, as long as no other GPU has the same.
     return one == other or (
         min(one, other, key=len).startswith("GPU-") and (one.startswith(other) or other.startswith(one))
     )
 
 
 def require_apart(engine: EngineConfig, training: list[str]) -> None:
-    """Looks whether an engine of our own has the GPUs of `engine.devices` for itself.
-
-    An engine that sleeps while the trainer works may share them.
-
-    Args:
-        training: the GPUs that train, as `training_gpus` returns them.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Raises ValueError if an engine of our own shares GPUs of `engine.devices` with `training` (`training_gpus`)."""
+    # An engine that sleeps while the trainer works may share them.
     if engine.address is not None or engine.devices is None or engine.sleep:
         return
     shared = [name for name in training if any(same_gpu(name, each) for each in engine.device_names)]
@@ -141,12 +130,12 @@ def require_apart(engine: EngineConfig, training: list[str]) -> None:
 
 
 def disk_need(cfg: Any, total: int, trained: int, dtype: torch.dtype) -> DiskNeed:
-    """Counts the bytes of a run's checkpoints. Metrics, rollouts and earlier runs in the folder are not in it.
+    """Counts the bytes of a run's checkpoints, without metrics, rollouts and earlier runs.
 
     Args:
         cfg: settings of a GRPO recipe.
         total: parameters of the model.
-        trained: those that are trained; fewer are adapters.
+        trained: parameters that are trained; if they are fewer, they are adapters.
         dtype: of the model for other tools.
     """
     config, frozen = cfg.checkpoints, trained < total
@@ -157,26 +146,28 @@ def disk_need(cfg: Any, total: int, trained: int, dtype: torch.dtype) -> DiskNee
         "adapters for other tools, float32": 4 * trained if frozen else 0,
         f"model for other tools, {str(dtype)[6:]}": whole if cfg.adapters.save_merged or not frozen else 0,
     }
+    # There is one more after the last step, so the quotient rounds up.
     written = -(-cfg.max_steps // config.every)
     # The checkpoint with the best accuracy is kept besides the newest.
     evaluated = cfg.evaluation.task is not None and not cfg.replay
     free = shutil.disk_usage(existing(cfg.output_dir)).free
     if cfg.resume_from_checkpoint:
-        # Those that are there belong to this run, and are among the kept.
+        # The checkpoints that exist are among those that are kept, so their bytes are not needed again.
         files = Path(cfg.output_dir, "checkpoints").glob("step_*/**/*")
         free += sum(file.stat().st_size for file in files if file.is_file())
     return DiskNeed(rows, min(config.keep_last + evaluated + 1, written), free)
 
 
 def require_disk(need: DiskNeed, output_dir: str) -> None:
-    """Compares the checkpoints of a run with the disk under `output_dir`. Says so if there is no room for all that are kept.
+    """Compares the checkpoints of a run with the disk under `output_dir`, and warns if not all that are kept fit.
 
     Raises:
-        ValueError: there is no room for a single one.
+        ValueError: not even one fits, or the folder cannot be written.
     """
     place = existing(output_dir)
     if not os.access(place, os.W_OK):
         raise Mistake(f"output_dir={output_dir}: {place} cannot be written by this user; choose another output_dir")
+    # A file system without any blocks, such as /proc, holds no files.
     if not shutil.disk_usage(place).total:
         raise Mistake(f"output_dir={output_dir}: {place} is no place for files; choose another output_dir")
     if need.free < need.one:
@@ -192,11 +183,11 @@ def require_disk(need: DiskNeed, output_dir: str) -> None:
 
 
 def size_of(bytes_: int) -> str:
-    """Returns a number of bytes in a unit that leaves some digits before the point: "2.7 MiB"."""
+    """A number of bytes in MiB or GiB: "2.7 MiB"."""
     return f"{bytes_ / 2**30:,.1f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:,.1f} MiB"
 
 
 def existing(folder: str | Path) -> Path:
-    """Returns the folder, or the nearest one above it that exists."""
+    """The folder, or the nearest one above it that exists."""
     path = Path(folder).absolute()
     return next(place for place in (path, *path.parents) if place.exists())
