@@ -174,8 +174,7 @@ def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tenso
 
     Args:
         rows: packed rows of this rank; they hold the sampler's log-probs.
-        on: the trainer's log-probs of each row with the change, [L].
-        off: the trainer's log-probs of each row without the change, [L]. Labels with NaN are left out.
+        on, off: the trainer's log-probs of each row with the change and without, [L]. Labels with NaN are left out.
         otherwise: what a sampler without the change does, for messages.
     """
     parts = [
@@ -269,7 +268,8 @@ class Agreement:
         everything = _measured(d, where)
         present = where[1] == AGE_0
         current = everything if present.all() else _measured(d[present], where[:, present])
-        # One token of a tail may be rounded far. A canary is short by itself, and a number is meant for any tokens.
+        # Where few tokens are of the present version, one of them may be rounded far, so they are not judged. A canary
+        # is short by nature, and a limit that the user set holds for any number of tokens.
         least = 1 if version is None or (present.all() and not self._auto) else TOO_FEW
         judged = [current] if current.tokens >= least or math.isnan(current.mean_abs) else []
         latest = torch.cat([d[None], scores, where.double()])[:, present]
@@ -399,12 +399,7 @@ def _sharpness(d: Tensor, score: Tensor) -> tuple[float, Tensor]:
 
 
 def diagnose(current: Mismatch, applied: Sequence[Applied], other_temperature: str) -> str:
-    """The likely cause of a mismatch.
-
-    Args:
-        applied: what was measured of changes that the sampler must have.
-        other_temperature: the cause where another temperature explains most of the mismatch, else "".
-    """
+    """The likely cause of a mismatch. `other_temperature` is the message where that explains most of it, else ""."""
     for change in applied:
         # Versions and checksums were right, and the effect is that of the rounded values that were sent. So the engine
         # has the weights and does not use them.

@@ -86,12 +86,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, identity: Identity | None, config: CheckpointConfig | None = None):
-        """
-        Args:
-            folder: of all checkpoints of the run; it need not exist yet.
-            identity: what the checkpoints belong to. Only rank 0 writes and checks it; it may be None on the others.
-            config: None for the defaults.
-        """
+        """`folder` need not exist yet. `identity` may be None on other ranks than 0, which writes and checks it."""
         self.folder, self._identity, self._config = Path(folder), identity, config or CheckpointConfig()
         self._main = rank() == 0
         self._verified: Path | None = None
@@ -387,15 +382,12 @@ class RunState:
 def checkpoint_to_go_on_from(
     checkpoints: Checkpoints, folder: RunFolder | None, resumes: bool, total: int
 ) -> Path | None:
-    """Chooses the checkpoint from which a run goes on, and prints it on rank 0. A collective.
+    """Chooses the checkpoint from which a run goes on, or None, and prints it on rank 0. A collective.
 
     Args:
         folder: of the run, on rank 0.
-        resumes: whether the run shall go on (`resume_from_checkpoint`).
+        resumes: `resume_from_checkpoint`.
         total: the steps that the run shall have.
-
-    Returns:
-        The checkpoint, or None: the run begins at its first step.
 
     Raises:
         NothingToDo: the run has all its steps.
@@ -413,12 +405,9 @@ def checkpoint_to_go_on_from(
 
 
 def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any]) -> str:
-    """What a run prints when it goes on: from where, and which settings changed.
+    """What a run prints when it goes on: from which checkpoint, and which settings changed.
 
-    Args:
-        path, step: of the checkpoint.
-        run: with the present settings.
-        earlier: the settings until now; empty where they are not known.
+    `earlier` holds the settings until now; it is empty where they are not known.
     """
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     lines = [("resume", f"from step {step} of run {run.id}, begun {begun}: {path}")]
@@ -439,12 +428,7 @@ def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any]) -> 
 
 
 def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
-    """Where a run is, which model it has, and how to go on with it, as a text.
-
-    Args:
-        step: the step that it is in or ended with, of `total`.
-        checkpoints: None where the run has none yet.
-    """
+    """Where a run is, which model it has, and how to go on with it. `step` is the one that it is in or ended with."""
     newest = checkpoints.latest() if checkpoints is not None else None
     where = f"It was at step {step} of {total}" if step else "It had not begun its first step"
     if newest is None:

@@ -30,16 +30,13 @@ PROBE = "The 7 quick foxes: 12+34=46, isn't it?\n"
 
 
 def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> None:
-    """Builds the optimizer on small parameters.
-
-    Args:
-        make: takes the parameters as `params`.
-        dims: of the parameters that are trained; some optimizers take only matrices.
+    """Builds the optimizer on small parameters, one for each number in `dims`.
 
     Raises:
         ValueError: a setting has a wrong type or value, or what is built is no optimizer.
     """
-    # On the CPU, because an engine that shares the GPU has yet to measure how much of it is free.
+    # Some optimizers take only matrices, so the parameters have the dims of those that are trained. They are on the
+    # CPU, because an engine that shares the GPU has yet to measure how much of it is free.
     optimizer = make(params=[nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)])
     if not hasattr(optimizer, "param_groups"):
         raise Mistake(
@@ -178,7 +175,7 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
         ValueError: none can be, or the chat template does not show the tools of one.
     """
     lengths, began, first = [], time.monotonic(), None
-    # Evenly spaced indices, because a sorted task would show only short prompts at its start. An endless task has no
+    # The indices are evenly spaced, so that a task sorted by length shows its long prompts, too. An endless task has no
     # end to space them over.
     looked_at, whole = min(len(task), LOOKED_AT), len(task) if len(task) <= SHUFFLE_LIMIT else LOOKED_AT
     for index in (i * whole // looked_at for i in range(looked_at)):
@@ -192,7 +189,7 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
             first = first or error
         else:
             lengths.append(len(ids))
-            # Most templates ignore tools that they do not know, so the policy would never see them.
+            # With a template that does not know tools the prompt is the same, and the policy would never see them.
             if problem.tools and ids == tokenizer.prompt_ids(problem.messages):
                 raise Mistake(
                     f"{key}: {_name(task)}(...)[{index}] has tools, which the chat template {tokenizer.template.name!r} does "
@@ -326,10 +323,7 @@ def require_rows(row_tokens: int, engine: EngineConfig) -> None:
 
 
 def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None = None) -> None:
-    """Compares the engine's settings with the sizes of the model.
-
-    Args:
-        model: the one that is trained, if one is.
+    """Compares the engine's settings with the sizes of the model, and of `model` where one is trained.
 
     Raises:
         ValueError: the model cannot be cut for the engine's GPUs, or it or the KV cache is too short for the prompts.

@@ -99,7 +99,7 @@ def together(action: Callable[[], T]) -> T:
         result = action()
     except FAILURES as raised:
         error = raised
-    # The text travels, and not the error: an error of a library may not survive pickling.
+    # The text travels, not the error: pickling would lose the cause behind it.
     texts = gathered(None if error is None else describe(true_cause(error)))
     if error is not None:
         raise error

@@ -180,8 +180,7 @@ def keep_memory() -> None:
 def leave_a_core() -> int | None:
     """Lets PyTorch compute on all cores but one, unless OMP_NUM_THREADS is set.
 
-    Returns:
-        The number of cores, or None where nothing changed.
+    Returns the number of cores, or None if nothing changed.
     """
     # An engine on a CPU computes in one thread. If it takes a core from one of the trainer's threads, all others wait
     # for that thread at the end of every operation.

@@ -74,7 +74,6 @@ def export_model(folder: Path | None, model: nn.Module, source: HFModel, dtype: 
 
     Args:
         folder: an existing folder on rank 0, None on the other ranks.
-        model: may be sharded.
         source: the model directory whose config and tokenizer files are copied.
         dtype: of the written weights.
     """
@@ -94,9 +93,7 @@ def export_adapter(
 
     Args:
         folder: an existing folder on rank 0, None on the other ranks.
-        model: may be sharded.
         source: the model directory that the adapter belongs to.
-        adapter: the kind and size of the adapter.
         merged: dtype of the merged model, which is then also written, into the subfolder `merged`; None: it is not.
     """
     small = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, source, torch.float32)}

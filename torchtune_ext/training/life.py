@@ -40,7 +40,6 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
 
     Args:
         make: the class of the recipe.
-        cfg: its settings.
         work: what to do with the recipe after the set-up; None: its `train`.
 
     Raises:

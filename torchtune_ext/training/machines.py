@@ -28,7 +28,6 @@ def choose_interface() -> None:
 
 def hosts_of_ranks() -> tuple[str, ...]:
     """The host of every rank, with the number of its torchrun where hosts share a name. A collective."""
-    # Containers on several machines may all have the same name.
     pairs = gathered((socket.gethostname(), os.environ.get("GROUP_RANK", "")))
     names = {host for host, _ in pairs}
     shared = len(set(pairs)) > len(names)

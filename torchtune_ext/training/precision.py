@@ -178,11 +178,7 @@ class Precision:
     def published(
         self, gathered: Callable[[torch.dtype], Iterable[tuple[str, Tensor]]]
     ) -> Iterable[tuple[str, Tensor]]:
-        """Whole weights as the engine holds them.
-
-        Args:
-            gathered: dtype -> (Hugging Face name, whole tensor).
-        """
+        """Whole weights as the engine holds them. `gathered` makes (Hugging Face name, whole tensor)s in a dtype."""
         if self.sampler is None:
             return gathered(self.engine_dtype)
         from torchtune_ext.policy.fp8.plan import fp8_hf_tensors

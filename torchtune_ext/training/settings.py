@@ -27,10 +27,6 @@ def at_least(cfg: Any, **least: int) -> None:
 def chosen_dtype(dtype: str, device: str, fp8: bool = False) -> str:
     """The dtype of a run, "bfloat16" or "float32". With "auto" it is bfloat16 where the device computes in it.
 
-    Args:
-        device: "cpu" or "cuda".
-        fp8: some layers are in FP8.
-
     Raises:
         ValueError: another dtype.
     """

@@ -84,15 +84,12 @@ def trained_part(
     adapters: AdapterConfig,
     shards: int = 1,
 ) -> "AllWeights | Adapters":
-    """Looks at the model that the YAML names: where it has adapters, only these are trained.
-
-    Args:
-        model: may lie on the meta device.
-        node: `model:` of the YAML, for names that its builder may have ignored.
+    """Looks at a model, which may lie on the meta device: if it has adapters, only these are trained.
 
     Raises:
         ValueError: adapters that cannot be, or settings of adapters for a model that has none.
     """
+    # `node` is `model:` of the YAML, where a key may stand that the builder of the model has ignored.
     spec = adapter_spec(model, source, node, shards)
     if spec is not None:
         return Adapters(spec, adapters)
@@ -178,9 +175,7 @@ class AllWeights:
     ) -> dict[str, Applied]:
         """What sampled tokens say of changes that the engine must show beside the newest update, by name. A collective.
 
-        Args:
-            on: log-probs of each row with the weights as they were sent.
-            scored: what computed them; None: the policy.
+        `on` are the log-probs with the weights as they were sent, by `scored`, or by the policy where that is None.
         """
         return {}
 
