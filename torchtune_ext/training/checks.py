@@ -257,7 +257,7 @@ def trained_too(task: Task, held_out: Task | None) -> list[str]:
 
 
 def _ids(task: Task) -> dict[str, str]:
-    """What makes a problem the same -> its id."""
+    """The ids of a task's problems by their content, as many as `LOOK_S` seconds allow to make."""
     ids, began = {}, time.monotonic()
     for index in range(len(task)):
         if time.monotonic() - began > LOOK_S:

@@ -131,7 +131,7 @@ def rounding(
         return weight.to(precision.dtype).float()
 
     # The engine holds other values than the trainer computes with. This error is independent of that of the arithmetic,
-    # so the two add up as the sides of a right angle.
+    # so the two add in quadrature.
     ours = scored(rows, merged_tensors(model, lambda name, weight: computed(weight), computed), dtype=torch.float32)
     theirs = scored(rows, trained.as_sent(model, without_fp8), dtype=torch.float32)
     return math.hypot(arithmetic, _apart(ours, theirs))
