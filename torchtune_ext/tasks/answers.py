@@ -1,31 +1,20 @@
 r"""Finds the answer in a text, and compares it with the right one by math-verify.
 
-Rule 1 says what is read. Of the other rules, the first one that finds an answer counts:
+Only the text after the last `</think>` is read. The first of these rules that finds an answer counts:
 
-1. Thinking is set aside: only the text after the last `</think>` is read, and nothing of a thought that never ends.
-2. The last \boxed{...} or \fbox{...} counts, together with the other boxes of its sentence: they are one list. Boxes of
-   earlier sentences do not count, so that a text cannot answer twice. A box that is empty or never closed is no answer,
-   and no other rule is tried then.
-3. With `brackets`, the last [...] counts.
-4. `#### 72` in the last line counts, as GSM8K writes it.
-5. The last "answer is ..." or "Answer: ..." counts.
-6. In the last `TAIL_CHARS` characters, the last joined values count: "2, 3 or 5" is one list.
-7. Otherwise math-verify searches the same characters, and the one expression that it chooses counts. A text that is
-   exactly the right answer is always right.
+1. The last \boxed{...} or \fbox{...}, with the other boxes of its sentence as one list.
+2. With `brackets`, the last [...].
+3. `#### 72` in the last line, as GSM8K writes it.
+4. The last "answer is ..." or "Answer: ...".
+5. In the last `TAIL_CHARS` characters, the last joined values: "2, 3 or 5" is one list.
+6. The one expression that math-verify chooses in the same characters.
 
-Two answers are equal when they are the same text, the same plain number, or the same for math-verify: values (1/2 =
-0.5, to six decimals), sets in any order, tuples, intervals, equations. Units (`values.py`) are left out. `{1, 2, 3}`
-does not equal 3, so naming several candidates gains nothing. If the right answer is a list, the whole list must be
-right.
+Answers are equal when they are the same text, the same plain number, or the same for math-verify: values (1/2 = 0.5, to
+six decimals), sets in any order, tuples, intervals, equations. Units (`values.py`) are left out.
 
-**Time.** The time-outs of math-verify work by signals, which fail in threads, so they are off. Some answers take for
-ever (10^{10^{10}}). Therefore `grade` must run in the processes of `torchtune_ext.grading`, which kill it at its
-deadline. The outcome is then `timed_out` and not a reward of 0, since nobody knows whether the answer was right. Can a
-policy exploit this? A hang is never reinforced: the sample has no advantage and is not trained on. But it is not
-discouraged either, while a wrong answer is, in a group that also has a right one. So what can be rejected without
-computing is rejected at once with reward 0: an answer of more than `MAX_CHARS` characters, digits other than 0-9. The
-rest is counted (metric `groups/infra_failed`; the cause is in the log). A growing count means that the policy has found
-such answers. Then subclass the task and give them a reward yourself.
+Some answers take forever (10^{10^{10}}), so `grade` must run in the processes of `torchtune_ext.grading`, which end it
+at its deadline. Metric `groups/infra_failed` counts such groups. If it grows, the policy has found such answers: then
+subclass the task and give them a reward yourself.
 """
 
 import importlib.util
@@ -70,7 +59,7 @@ _PERCENT = re.compile(rf"(\\(?:{STYLES})\s*\{{\s*)?\b(?:per\s?cent(?:age)?|pct)\
 
 
 def spoken(text: str) -> str:
-    """Returns the text after the thinking, which is empty when a thought begins and never ends."""
+    """Returns the text after the last thought, which is empty if that thought never ends."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
@@ -81,7 +70,8 @@ def last_box(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str] | None:
-    """Returns what the boxes hold in the last sentence with a box, in order, or None in the cases of `last_box`."""
+    """Returns what the boxes of the last sentence with a box hold, in order, or None as `last_box` does."""
+    # Boxes of earlier sentences do not count. Otherwise a text could answer twice.
     boxes, until = [], len(text)
     for box in reversed(list(_BOX.finditer(text))):
         held = _held(text, box, until)
@@ -113,29 +103,27 @@ def _held(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
 
 
 def _parts(between: str) -> bool:
-    """Tells whether a sentence ends between two boxes: with a full stop, or a line with more words than "and", "or"."""
+    """Tells whether a sentence ends between two boxes."""
+    # Boxes of one list may stand on lines of their own with "and" or "or" between them. Other words on a new line begin
+    # a new sentence.
     words = set(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", between))
     return bool(SENTENCE_END.search(between)) or ("\n" in between and not words <= {"and", "or"})
 
 
 def after_hashes(text: str) -> str | None:
-    """Returns what follows `####` in the last line that is not empty, without thousands separators, or None.
-
-    Earlier lines do not count, because `####` may begin a heading there.
-    """
+    """Returns what follows `####` in the last line that is not empty, without thousands separators, or None."""
+    # In earlier lines `####` may begin a heading.
     lines = text.rstrip().rsplit("\n", 1)
     match = _HASHES.match(lines[-1])
     return _GROUPED.sub("", match[1].strip()) if match else None
 
 
 def after_phrase(text: str) -> str | None:
-    """Returns the clause after the last "answer is" or "answer:", or None without one.
-
-    If the last sentence has several of them, the first of these counts.
-    """
+    """Returns the clause after the last "answer is" or "answer:", or None without one."""
     phrases = list(_PHRASE.finditer(text))
     if not phrases:
         return None
+    # Of several phrases in the last sentence, the first counts.
     first = len(phrases) - 1
     while first and not re.search(r"[.!?]\s|\n", text[phrases[first - 1].end() : phrases[first].start()]):
         first -= 1
@@ -145,7 +133,8 @@ def after_phrase(text: str) -> str | None:
 
 
 def extract(text: str, require_box: bool = False, brackets: bool = False) -> str | None:
-    """Returns the answer in a text by rules 2 to 5 of this module, or None if these rules find no answer."""
+    """Returns the answer in a text by rules 1 to 4 of this module, or None if these rules find no answer."""
+    # A box that is empty or never closed is no answer, and no other rule is tried then.
     if require_box or "\\boxed" in text or "\\fbox" in text:
         boxes = last_boxes(text)
         return None if boxes is None else ", ".join(dict.fromkeys(boxes))
@@ -169,13 +158,14 @@ def gold_answer(value: Any) -> str:
     answer = str(value).strip() if final is None else final
     if not tidy(answer):
         raise Mistake(f"is {value!r:.60}, which holds no answer")
+    # `expression` puts answers into a box, which unmatched braces would end too early or never.
     if last_box(f"\\boxed{{{answer}}}") != answer:
         raise Mistake(f"is {value!r:.60}: its braces do not match")
     return answer
 
 
 def thinks(text: str) -> bool:
-    """Tells whether a text begins with a thought that is closed, and has no other one: <think>...</think>..."""
+    """Tells whether a text is <think>...</think>... with no other thought."""
     return text.lstrip().startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
 
 
@@ -203,13 +193,14 @@ def tidy(answer: str) -> str:
 def equal(gold: str, answer: str) -> bool:
     """Tells whether `answer` equals the right answer `gold`.
 
-    This may take for ever or kill the process (see the module), so it must run in a grading process.
+    This may take forever or kill the process, so it must run in a grading process.
     """
     gold, answer = tidy(gold), tidy(answer)
     if not gold or not answer:
         return False
     if _words(gold) == _words(answer):
         return True
+    # math-verify takes 5% for 5 as well as for 0.05, so a percentage is right only where one is asked for.
     if _PERCENT.search(answer) and not _percentage(gold):
         return False
     whole = _STYLE.fullmatch(answer)
@@ -217,42 +208,45 @@ def equal(gold: str, answer: str) -> bool:
     numbers = _plain(gold), _plain(answer)
     if None not in numbers:
         return numbers[0] == numbers[1]
+    # What math-verify may not finish is rejected here, with reward 0. A sample that hangs is not trained on, so a policy
+    # would never unlearn to write such answers, while it unlearns wrong ones.
     if len(answer) > max(MAX_CHARS, 2 * len(gold)) or _foreign_digits(answer):
         return False
     return verified(gold, expression(answer))
 
 
 def all_equal(gold: str, answers: list[str]) -> bool:
-    """Tells whether several answers are right: each of them equals `gold`, or the list of them does and none alone."""
+    """Tells whether several answers are right: each of them equals `gold`, or only the whole list does."""
+    # If some are right and others wrong, the text has only listed candidates.
     verdicts = {equal(gold, answer) for answer in answers}
     values = (without_unit(tidy(answer), variables=False) for answer in answers)
     return verdicts == {True} or (len(answers) > 1 and True not in verdicts and equal(gold, ", ".join(values)))
 
 
 def expression(answer: str) -> list:
-    """Parses an answer as a whole with math-verify; no part of it is searched for an expression ("first_match").
-
-    Returns:
-        A sympy object and the text itself, or only the text when math-verify cannot read it.
-    """
+    """Parses an answer with math-verify: a sympy object and the text itself, or only the text if it cannot be read."""
+    # With "first_match", no part of an unreadable answer is searched for an expression. The time-outs of math-verify
+    # work by signals, which fail in threads, so they are off here and below.
     answer = _PERCENT.sub(r"\\%", _SYMBOL.sub(r" \1", answer))
     return _library().parse(f"\\boxed{{{answer}}}", [_latex()], extraction_mode="first_match", parsing_timeout=None)
 
 
 def search(text: str) -> list:
-    """Searches a text with math-verify. Returns a list as `expression` does, which is empty when nothing is found."""
+    """Searches a text with math-verify. Returns a list as `expression` does, empty if nothing is found."""
     library = _library()
     return library.parse(_SYMBOL.sub(r" \1", text), [_latex(), library.ExprExtractionConfig()], parsing_timeout=None)
 
 
 def verified(gold: str, guesses: list) -> bool:
-    """Tells whether the first of `guesses` equals `gold`. Only one counts, so that a text has one guess."""
+    """Tells whether the first of `guesses` equals `gold`."""
+    # math-verify would accept a match among any of the guesses. A text has only one.
     right = _gold_expressions(tidy(gold))
     return _library().verify(right, guesses[:1], float_rounding=_decimals(right), timeout_seconds=None)
 
 
 def unmarked(gold: str, tail: str) -> tuple[bool, bool]:
-    """Tells whether the end of a text has an answer by rules 6 and 7 of this module, and whether that is right."""
+    """Tells whether the end of a text has an answer by rules 5 and 6 of this module, and whether that is right."""
+    # Whatever the rules would find in it, the right answer itself is right.
     if _words(tidy(tail)) == _words(tidy(gold)):
         return True, True
     values = joined_values(tail)
@@ -261,6 +255,8 @@ def unmarked(gold: str, tail: str) -> tuple[bool, bool]:
     read = [] if _foreign_digits(tail) else search(tail)
     if not read:
         return False, False
+    # math-verify reads "5 million" and "5 tenths" as 5.
+    # math-verify reads "5 million" and "5 tenths" as 5.
     behind, text = word_behind(tail), str(read[-1])
     if changes_value(behind) and not (_PERCENT.fullmatch(behind) and _percentage(gold)):
         return True, False
@@ -273,23 +269,22 @@ def _percentage(gold: str) -> bool:
 
 
 def readable(gold: str) -> bool:
-    """Tells whether math-verify can read the right answer. An answer that it cannot read is compared as text."""
+    """Tells whether math-verify can read the right answer. Otherwise it is compared as text."""
     gold = tidy(gold)
     return _plain(gold) is not None or any(not isinstance(e, str) for e in _gold_expressions(gold))
 
 
 def _words(answer: str) -> str:
-    """Returns the text that is compared letter by letter: without styles, and in lower case if it has only words."""
+    """Returns the text that is compared letter by letter, without styles."""
     plain = " ".join(_STYLE.sub(r"\1", answer).split())
+    # In words the case does not matter. In formulas and single letters, which may be variables, it does.
     return plain.casefold() if len(plain) > 1 and plain.replace(" ", "").isalpha() else plain
 
 
 def _plain(answer: str) -> Decimal | None:
-    """Returns the value of an integer (at most 15 digits) or a decimal (at most 5 digits after the point), or None.
-
-    The rounding of math-verify to six decimals does not change such numbers, so they need no library. Most answers of
-    GSM8K and AIME are such numbers.
-    """
+    """Returns the value of an integer (at most 15 digits) or a decimal (at most 5 digits after the point), or None."""
+    # The rounding of math-verify to six decimals does not change such numbers, so they need no library. Most answers of
+    # GSM8K and AIME are such numbers.
     return Decimal(answer.replace(",", "")) if _PLAIN.fullmatch(answer) else None
 
 
@@ -298,7 +293,8 @@ def _foreign_digits(text: str) -> bool:
 
 
 def _decimals(right: list) -> int:
-    """Returns the number of decimals for math-verify: six, or more if a right answer such as 0.0000001 needs them."""
+    """Returns the number of decimals to which math-verify rounds: six, or more for a small right answer."""
+    # Rounded to six decimals, 0.0000001 would equal 0.
     if right and getattr(right[0], "is_number", False):
         size = abs(right[0].evalf(3))
         if size.is_finite and 0 < size < 1e-4:
@@ -313,17 +309,18 @@ def _gold_expressions(gold: str) -> list:
 
 @lru_cache(maxsize=1)
 def _latex() -> Any:
-    r"""Returns how math-verify reads LaTeX. Units are left to `values.py`, since it would drop any \text at the end."""
+    # With units=True, math-verify drops any \text at the end, also "million". `values.py` removes units instead.
     defaults = _library().LatexExtractionConfig()
     return replace(defaults, normalization_config=replace(defaults.normalization_config, units=False))
 
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    """Imports math-verify when it is first needed, because that takes half a second, most of it for sympy."""
+    # The import takes half a second, most of it for sympy.
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides the warning that time-outs are off, as intended
+    # It warns that its time-outs are off, which is intended.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify
 
 
@@ -331,7 +328,7 @@ def _library() -> Any:
 
 
 class MathGrader:
-    r"""Grades a text against a right answer. The reward is 1.0 when the answer in the text is right, else 0.0.
+    r"""Grades a text against a right answer: reward 1.0 if the answer in the text is right, else 0.0.
 
     Parts of the score: "accuracy", 1.0 for a right answer; "format", 1.0 for an answer in a box (or, with
     format="think", one closed thought before the rest); "failed", 1.0 when the text holds no answer.
@@ -365,8 +362,8 @@ class MathGrader:
         self.format, self.format_reward = format, format_reward
 
     def __setstate__(self, state: dict) -> None:
-        """Unpickles the grader in a grading process, and loads math-verify, so that no text has to wait for it."""
         self.__dict__.update(state)
+        # This loads math-verify in the grading process, so that the first text does not wait for it.
         expression("1")
 
     def __call__(self, gold: str, text: str) -> Score:

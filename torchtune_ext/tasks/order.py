@@ -1,7 +1,7 @@
-"""Orders the problems of a run. The order is a pure function of the seed and a cursor.
+"""The order of a run's problems, a pure function of the seed and a cursor.
 
-A problem that cannot be used (a row of the data is broken, a prompt is too long) is bad. It is named, counted and passed over,
-and the next one of the order takes its place, so that one row does not end a run.
+A problem that cannot be used (a broken row of the data, a prompt that is too long) is bad. It is named, counted and passed
+over, so that one row does not end a run.
 """
 
 import logging
@@ -19,7 +19,7 @@ from torchtune_ext.tasks.task import Graded, Problem, Task
 log = logging.getLogger(__name__)
 
 SHUFFLE_LIMIT = 1 << 20  # longer tasks are generated, so their problems are independent and need no shuffling
-GIVE_UP = 1000  # bad problems in a row, after which a task is said to have no other ones
+GIVE_UP = 1000  # bad problems in a row that end the run
 NAMED = 5  # bad problems that one message names with their reasons
 
 Fault = Callable[[Problem], str]
@@ -31,10 +31,7 @@ def no_fault(problem: Problem) -> str:
 
 
 def problem_index(cursor: int, length: int, seed: int) -> int:
-    """Returns the index of the `cursor`-th problem of a run.
-
-    Every epoch is a new permutation, so that no problem repeats within an epoch.
-    """
+    """Returns the index of the `cursor`-th problem of a run. No problem repeats within an epoch."""
     epoch, position = divmod(cursor, length)
     if length > SHUFFLE_LIMIT:
         return position
@@ -43,10 +40,10 @@ def problem_index(cursor: int, length: int, seed: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A problem that a task gave, and why it cannot be used, if so."""
+    """What a task gave for an index."""
 
     index: int
-    problem: Problem | None  # None: the task gave none
+    problem: Problem | None  # None: the task raised, or gave something else
     reason: str = ""  # why it cannot be used; "": it can
 
     def __str__(self) -> str:
@@ -57,22 +54,20 @@ class _Candidate:
 class ProblemStream:
     """Hands out the problems of a run.
 
-    A thread makes the next problems in advance, because a generated puzzle takes milliseconds. Those of a task that adapts
-    (`AdaptiveTask`) are made when they are asked for, since they depend on what became of earlier ones.
-
     Args:
-        task: what is asked.
-        seed: of the order.
-        fault: says which problems cannot be used, besides those that the task does not give.
+        task: the task, which may adapt (`AdaptiveTask`).
+        seed: seed of the order.
+        fault: finds problems that the task gives but the run cannot use.
     """
 
     def __init__(self, task: Task, seed: int, fault: Fault = no_fault):
-        self.cursor = 0  # places of the order that were passed since the run began; a resumed run sets it
-        # Indices of bad problems, in the order in which the run met them. It does not ask for one of them again, unless the
-        # task adapts: then the problem may be another one by now, and the index may stand here several times.
+        self.cursor = 0  # the next place of the order; a resumed run sets it
+        # Indices of bad problems, in the order in which the run met them. The run does not ask for them again, unless the
+        # task adapts: then an index may hold another problem by now, and may stand here several times.
         self.skipped: list[int] = []
         self._task, self._seed, self._adapts = task, seed, hasattr(task, "observe")
         self._fault = fault
+        # A generated puzzle takes milliseconds, so a thread makes the next problems while the run trains.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
         self._ahead: Future[dict[int, _Candidate]] | None = None  # candidates for the next places
 
@@ -96,7 +91,8 @@ class ProblemStream:
         while len(problems) < count:
             index = self._index(place)
             if self._adapts or index not in known:
-                # A prompt is measured in this thread, since others use the tokenizer as well.
+                # `fault` measures the prompt with the tokenizer. The run uses that too, so this is not done ahead in
+                # the other thread.
                 candidate = _checked(ahead.get(place) or self._ask(index, place), self._fault)
                 in_a_row = in_a_row + 1 if candidate.reason else 0
                 if candidate.reason:
@@ -109,17 +105,17 @@ class ProblemStream:
                 else:
                     problems.append((place, candidate.problem))
             place += 1
-        # Only now, so that a run that ends with an error above has passed over nothing.
+        # Set at the end, so that a call that raises has passed over nothing.
         self.cursor, self.skipped = place, self.skipped + [candidate.index for candidate in bad]
         if bad:
             log.warning("%s", _named("skipped", bad))
+        # The problems of a task that adapts depend on what becomes of these, so they cannot be made ahead.
         if not self._adapts:
             self._ahead = self._thread.submit(self._make, range(place, place + count), frozenset(self.skipped))
         return problems
 
     def first(self, count: int) -> list[Problem]:
-        """Returns the first problems of the task that can be used, at most `count`, in the order of their indices. The
-        run will still meet them, as if they had not been asked for.
+        """Returns the first `count` problems by index that can be used, or fewer. The cursor does not move.
 
         Raises:
             ValueError: none can be used.
@@ -127,8 +123,7 @@ class ProblemStream:
         return _usable(self._task, self._fault, count, len(self._task))[0]
 
     def at(self, place: int) -> Problem | None:
-        """Returns the problem at this place of the order again, or None if it cannot be used. A task that adapts gives what it
-        asks there now."""
+        """Returns the problem at a place of the order, or None if it cannot be used."""
         index = self._index(place)
         if index in self.skipped and not self._adapts:
             return None
@@ -136,28 +131,26 @@ class ProblemStream:
         return None if candidate.reason else candidate.problem
 
     def again(self, place: int, stored: Problem) -> Problem | None:
-        """Returns the problem at this place of the order, of which one was stored, or None if the task has changed since. One
-        of a task that adapts is believed: what it asked then may differ from what it asks now."""
+        """Returns the problem at a place of the order, or None if it is no longer the `stored` one."""
+        # A task that adapts may ask something else there by now, so it cannot be compared.
         if self._adapts:
             return stored
         problem = self.at(place)
         return problem if problem is not None and problem.id == stored.id else None
 
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
-        """Tells a task that adapts what became of the groups of a step. Returns what is to be logged of it, and how many
-        problems were passed over."""
+        """Shows a task that adapts the groups of a step. Returns its metrics, and the number of problems passed over."""
         values = {"problems/skipped": float(len(self.skipped))} if self.skipped else {}
         return values | (self._task.observe(step, groups, folder) if self._adapts else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs besides the cursor, JSON-able: what the task has learned from observations, if it
-        adapts, and which problems are passed over, if there are any."""
-        # In a dictionary of its own, so that a task that has learned nothing yet can be told from one that never does.
+        """Returns what a resumed run needs besides the cursor, JSON-able."""
+        # The key "learned" tells a task that has learned nothing yet from one that does not adapt.
         state = {"learned": self._task.state_dict()} if self._adapts else {}
         return state | ({"skipped": list(self.skipped)} if self.skipped else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned. Raises ValueError if the task is another one, or has other settings."""
+        """Takes over a `state_dict`. Raises ValueError if the task is another one, or has other settings."""
         if ("learned" in state) != self._adapts:
             had, now = ("adapts", "does not") if "learned" in state else ("does not adapt", "does")
             raise Mistake(
@@ -181,11 +174,11 @@ class ProblemStream:
 
 
 class Usable:
-    """The problems of a task that can be used, by index. They are asked for once, when they are first needed.
+    """The problems of a task that can be used, by index, made when they are first needed.
 
     Args:
-        task, fault: as in `ProblemStream`.
-        among: how many problems, from the first, are looked at; None: all.
+        task, fault: as in `ProblemStream`. Without a task only `require` may be called.
+        among: only the first `among` problems are considered; None: all.
     """
 
     def __init__(self, task: Task | None, fault: Fault = no_fault, among: int | None = None):
@@ -193,7 +186,7 @@ class Usable:
 
     @cached_property
     def problems(self) -> list[Problem]:
-        """The problems. Raises ValueError if there are none."""
+        """The problems that can be used. Raises ValueError if there are none."""
         among = self._number
         problems, bad = _usable(self._task, self._fault, among, among)
         if bad:
@@ -201,13 +194,13 @@ class Usable:
         return problems
 
     def require(self) -> None:
-        """Asks for the problems now. Raises ValueError as `problems`. Without a task nothing happens."""
+        """Makes the problems now. Raises ValueError if there are none. Without a task it does nothing."""
         if self._task is not None:
             _ = self.problems
 
     @property
     def skipped(self) -> int:
-        """How many of the problems cannot be used."""
+        """The number of problems that cannot be used."""
         return self._number - len(self.problems)
 
     @property
@@ -216,7 +209,7 @@ class Usable:
 
 
 def _usable(task: Task, fault: Fault, count: int, among: int) -> tuple[list[Problem], list[_Candidate]]:
-    """Returns the first `count` problems that can be used of the first `among` ones of a task, and the bad ones before them."""
+    """Returns the first `count` usable problems among the first `among`, and the bad ones before them."""
     problems, bad = [], []
     for index in range(among):
         if len(problems) == count:
@@ -235,7 +228,7 @@ def _usable(task: Task, fault: Fault, count: int, among: int) -> tuple[list[Prob
 
 
 def _candidate(index: int, ask: Callable[[], Any]) -> _Candidate:
-    """Asks a task for a problem. Any error of its code makes the problem a bad one."""
+    # Any error of the task's code makes the problem a bad one.
     try:
         problem = ask()
     except Exception as error:  # noqa: BLE001 (the user's code; the error is named)
@@ -246,7 +239,6 @@ def _candidate(index: int, ask: Callable[[], Any]) -> _Candidate:
 
 
 def _checked(candidate: _Candidate, fault: Fault) -> _Candidate:
-    """Returns the candidate, with the reason why it cannot be used, if there is one."""
     return candidate if candidate.reason else replace(candidate, reason=fault(candidate.problem))
 
 
@@ -261,8 +253,10 @@ def _none_left(what: str, last: _Candidate) -> str:
     return f"{what} of the task cannot be used; the last one is {last}"
 
 
+# Two epochs, because the problems that are made ahead may cross into the next one.
 @lru_cache(maxsize=2)
 def _permutation(length: int, seed: int, epoch: int) -> list[int]:
+    # A text as the seed keeps neighboring seeds and epochs unrelated, and is the same in every process.
     indices = list(range(length))
     random.Random(f"{seed}/{epoch}").shuffle(indices)
     return indices

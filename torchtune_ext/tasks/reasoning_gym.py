@@ -6,7 +6,7 @@
         spell_backward: {min_word_len: 3, max_word_len: 4}
         letter_counting: {weight: 2, max_words: 5}
 
-Nothing is downloaded, and nothing is stored: a problem is made again from its index where it is needed.
+Nothing is downloaded or stored: a problem is made again from its index.
 """
 
 import json
@@ -31,7 +31,7 @@ BLOCK = 100  # problems of one instance of a generator; some make all of them in
 DRAWS = 400  # questions that are drawn before a split is said to have none
 SOLVED = 1.0 - 1e-9  # the generator's own score from which a problem counts as solved
 WINDOW = 32  # groups of a generator that a curriculum looks back on
-# These draw from sets, some of them seldom, whose order is another one in every process unless PYTHONHASHSEED is set.
+# These draw from Python sets, whose order differs between processes unless PYTHONHASHSEED is set.
 BY_HASH = ("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder")
 RUNS_TEXT = "judges an answer by running it as Python, which may be any program; grade it with grader: FILE.FUNCTION"
 # Generators that are refused, and why.
@@ -49,22 +49,21 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class ReasoningGym:
     """A task over one generator of reasoning-gym or several.
 
-    The answer in a text is what stands between the last `<answer>` and `</answer>`, otherwise the whole text, without white
-    space around it. The generator scores it from 0 to 1; many give a part of the score to a long text that contains the answer.
+    The answer in a text is what stands between the last `<answer>` and `</answer>`, or else the whole text. The generator
+    scores it from 0 to 1. Many give partial credit to a long text that contains the answer.
 
     Args:
-        generators: a name, several with equal probability ([gcd, lcm]), or {name: options}, where `weight` is the probability
-            relative to the others, 1 if it is not given, and all else goes to the generator's own config.
+        generators: a name, several with equal probability ([gcd, lcm]), or {name: options}. Option `weight` is the
+            relative probability (default 1); the others go to the generator's own config.
         seed: of the questions. Question i depends only on (generators, seed, first + i, split).
         count: number of questions; None: endless.
         first: index of the first question.
-        split: "train" or "heldout". The hash of a question decides to which it belongs; one in eight is held out. So no seed,
-            option or index puts a question of the training among the held-out ones.
+        split: "train" or "heldout" (one question in eight). The hash of a question decides, so the two never overlap.
         prompt: the message of the user, in which {question} stands for the question.
         system: a system message before it.
-        reward: "solved": 1 for the generator's full score, else 0; "credit": its score, with what it gives in part.
-        grader: dotted path of a function (problem, text) that grades in the place of `grade`. `problem.example` is the entry of
-            the generator.
+        reward: "solved": 1 for the generator's full score, else 0; "credit": its score, partial credit included.
+        grader: dotted path of a function (problem, text) that replaces `grade`. `problem.example` is the generator's
+            entry.
 
     Raises:
         ValueError: reasoning-gym is not installed, there is no such generator, or it does not take the options.
@@ -103,6 +102,8 @@ class ReasoningGym:
         number = self.first + index
         (name,) = random.Random(f"{self.seed}/{number}").choices(list(self.weights), list(self.weights.values()))
         block, place = divmod(number, BLOCK)
+        # A question of the wrong split is replaced by the one at the same place of another instance, whose seed
+        # contains the draw. So a problem does not depend on those before it.
         for draw in range(DRAWS):
             entry = self.generator(name, f"{self.seed}/{block}/{draw}")[place]
             if held_out(entry["question"]) == (self.split == "heldout"):
@@ -122,13 +123,14 @@ class ReasoningGym:
         )
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text. The parts are "solved" (1.0 for the generator's full score), "credit" (its score) and, of several
-        generators, the score by generator."""
+        """Grades a text. Parts: "solved" (1.0 for the full score), "credit" (the generator's score), and with several
+        generators "solved_NAME"."""
         name = problem.example["generator"]
         answers = _ANSWER.findall(text)
         answer = (answers[-1] if answers else text).strip()
-        # Generators read answers by evaluating or parsing them, and some raise at what they cannot read.
+        # Generators parse answers, and some raise at what they cannot read.
         try:
+            # The score depends only on the entry, so any instance will do.
             judge = _generator(name, json.dumps(problem.example["options"], sort_keys=True), "0")
             credit = float(judge.score_answer(answer, dict(problem.example)))
         except Exception as error:  # noqa: BLE001 (a text of the policy must not make `grade` raise)
@@ -142,7 +144,7 @@ class ReasoningGym:
         return Score(reward, {"solved": solved, "credit": credit} | several, note)
 
     def solution(self, problem: Problem) -> str:
-        """Returns the answer. Raises ValueError for a generator that knows none, only how to judge one."""
+        """Returns the answer. Raises ValueError if the generator knows none and only judges."""
         if problem.answer is None:
             raise Mistake(
                 f"{problem.id} has no answer to learn: its generator only judges answers; leave it out of a warm-up"
@@ -150,15 +152,15 @@ class ReasoningGym:
         return str(problem.answer)
 
     def generator(self, name: str, seed: str) -> Any:
-        """Returns an instance of a generator; `seed` is a text, hashed to the number that the instance begins at."""
+        """Returns an instance of a generator. `seed` is any text."""
         return _generator(name, json.dumps(self.options[name], sort_keys=True), seed)
 
 
 class ReasoningGymCurriculum(ReasoningGym):
-    """The same, with sizes that grow by reasoning-gym's own curricula: a level up where the policy has learned the one before.
+    """`ReasoningGym` with sizes that grow by reasoning-gym's own curricula.
 
-    Each generator begins at level 0 of all that its curriculum changes, whatever the options say of these. Its level rises when
-    at least `raise_at` of the samples of its newest 32 groups, all of this level, are solved.
+    Each generator begins at level 0 of every size in its curriculum, whatever the options say. Its level rises when at
+    least `raise_at` of the samples of its newest 32 groups, all of this level, are solved.
 
     Args:
         raise_at: share of solved samples at which the level rises.
@@ -173,13 +175,13 @@ class ReasoningGymCurriculum(ReasoningGym):
             raise Mistake(f"raise_at={raise_at} is a share of solved samples: give a number above 0, at most 1")
         self.raise_at = raise_at
         self.base, self.levels = dict(self.options), dict.fromkeys(self.options, 0)
-        # Shares solved of the newest groups, all of the level that their generator has now.
+        # By generator: the solved share of each of its newest groups at its present level.
         self.newest: dict[str, list[float]] = {name: [] for name in self.options}
         for name in self.options:
             self._set(name, 0)
 
     def ask(self, index: int, cursor: int) -> Problem:
-        """Returns the problem at the level that its generator has now."""
+        """Returns the problem at the present level of its generator."""
         return self[index]
 
     def __getitem__(self, index: int) -> Problem:
@@ -190,6 +192,7 @@ class ReasoningGymCurriculum(ReasoningGym):
         """Raises levels. Logs the level of each generator."""
         for problem, samples in groups:
             name, scores = problem.id.split("-")[0], [score for _, score, _ in samples if score is not None]
+            # A group that was sampled before its generator rose says nothing about the new level.
             if scores and problem.id.endswith(f"-level{self.levels[name]}"):
                 shares = self.newest[name]
                 shares.append(sum(score.parts.get("solved", score.reward) >= SOLVED for score in scores) / len(scores))
@@ -212,7 +215,7 @@ class ReasoningGymCurriculum(ReasoningGym):
         self.newest = {name: list(shares) for name, shares in state["newest"].items()}
 
     def _set(self, name: str, level: int) -> None:
-        """Gives a generator the sizes of a level; at the last one it stays."""
+        """Gives a generator the sizes of a level, or of the last one."""
         from reasoning_gym.factory import create_curriculum, has_curriculum
 
         if not has_curriculum(name):
@@ -221,7 +224,7 @@ class ReasoningGymCurriculum(ReasoningGym):
         level = min(level, max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1)
         curriculum.set_global_level(level)
         config = curriculum.generate_configuration(dict(self.base[name]))
-        # An attribute names one field of the config, or two, of which a size is drawn between them.
+        # An attribute of a curriculum names one field of the config, or two: the least and the largest size.
         attributes = map(vars, curriculum.attributes.values())
         changed = [field for each in attributes for key, field in each.items() if key.endswith("field_name")]
         self.options[name] = {**self.base[name], **{field: getattr(config, field) for field in changed}}
@@ -229,12 +232,13 @@ class ReasoningGymCurriculum(ReasoningGym):
 
 
 def held_out(question: str) -> bool:
-    """Tells whether a question is held out. Only its hash decides, so this is the same in every run."""
+    """Tells whether a question is held out. Only its hash decides, so all runs agree."""
     return sha256(question.encode()).digest()[0] % HELD_OUT == 0
 
 
 @lru_cache(maxsize=64)
 def _generator(name: str, options: str, seed: str) -> Any:
+    # The options are a JSON text because the cache has to hash them.
     from reasoning_gym import create_dataset
 
     number = random.Random(seed).getrandbits(31)
@@ -242,7 +246,7 @@ def _generator(name: str, options: str, seed: str) -> Any:
 
 
 def _chosen(generators: Any, graded: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """Returns weight and options of each generator, once it is clear that it takes them."""
+    """Checks the generators, and returns the weight and the options of each."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError:
@@ -279,7 +283,7 @@ def _chosen(generators: Any, graded: bool) -> tuple[dict[str, float], dict[str, 
             raise Mistake(f"generators.{name} takes no option {unknown[0]!r}; {hint}")
         if not isinstance(weights[name], int | float) or not weights[name] > 0:
             raise Mistake(f"generators.{name}.weight={weights[name]!r} must be a number above 0")
-        # Each generator checks its options in its own way, many by an assertion.
+        # Each generator checks its options in its own way, many with an assertion.
         try:
             _generator(name, json.dumps(rest, sort_keys=True), "0")
         except Exception as error:
