@@ -1,4 +1,4 @@
-"""A task whose questions and answers come from a file or from the Hugging Face hub, with any function as the grader."""
+"""A task of questions and answers from a file or the Hugging Face hub, graded by any function."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,30 +14,31 @@ from torchtune_ext.tasks.task import Problem, Score, length_of, score_of
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The place that examples come from, and the names of their fields."""
+    """Where examples come from, and the names of their fields."""
 
     hub: str | None = None  # id of a data set of the hub, when there is no path
     config: str | None = None  # config of the data set of the hub
     split: str = "train"  # split of the data set of the hub
     path: str | None = None  # a .parquet or .csv file, or any other file, which is read as JSONL
-    question: str = "question"  # a field, "a.b.0" for a field below others, or a template "{Body} {Question}"
+    question: str = "question"  # a field, "a.b.0" for a nested one, or a template "{Body} {Question}"
     answer: str | None = "answer"  # a field or a template, as in `question`; None: there are no answers
     solution: str | None = None  # a field with a worked solution
-    keep: tuple[str, str] | None = None  # (field, text): only examples whose field contains the text are kept
-    remove: tuple[str, ...] = ()  # texts that are removed from questions, such as the prompt of another project
-    marks: str | None = None  # a pattern of what is removed from worked solutions, such as marks for a calculator
+    keep: tuple[str, str] | None = None  # (field, text): keeps only examples whose field contains the text
+    remove: tuple[str, ...] = ()  # texts to remove from questions, such as the prompt of another project
+    marks: str | None = None  # a pattern to remove from worked solutions, such as marks for a calculator
 
     def examples(self, also: Sequence[str] | None = ()) -> list[tuple[str, Example]]:
-        """Returns the place and the content of all examples that are kept.
+        """Returns the place and the content of every kept example.
 
         Args:
-            also: fields that are read besides those named above; None: all.
+            also: fields to read besides those named above; None: all.
 
         Raises:
             ValueError: there is neither a path nor a hub, or the examples cannot be read (see `examples.py`).
         """
         if self.path is None and self.hub is None:
             raise Mistake("name where the questions come from: path: FILE (JSONL, CSV or parquet), or hub: OWNER/NAME")
+        # Columns are read whole, so of a nested field the name of its column counts.
         fields = None
         if also is not None:
             templates = [self.question, self.answer, self.solution, self.keep and self.keep[0]]
@@ -54,11 +55,7 @@ class Source:
 
 
 class Questions:
-    """A task over examples, each with a question, its hidden answer, and perhaps a worked solution.
-
-    `Jsonl` and `Math` derive from it. A grading process gets the task without its examples, because the problem holds
-    all that a grader needs: the answer, and the `fields` of the example.
-    """
+    """A task over examples with a question, a hidden answer, and perhaps a worked solution: base of `Jsonl` and `Math`."""
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class Questions:
         self.first, self.prompt, self.system = first, prompt, system
         where = source.path or f"{source.hub} {source.split}"
         hub_name = "" if prefix else f"{source.hub}-".rpartition("/")[2].lower()
-        # The ids of the problems begin with this name.
+        # The ids of the problems begin with it.
         self.name = prefix + (Path(where).stem if source.path else hub_name + source.split)
         examples = source.examples(fields)
         chosen = list(islice(examples, first, first + length))
@@ -107,11 +104,7 @@ class Questions:
         return Problem(f"{self.name}-{self.first + index:06d}", (*before, *question), answer, example)
 
     def solution(self, problem: Problem) -> str:
-        """Returns the worked solution, or the answer where there is none.
-
-        Raises:
-            ValueError: there is neither.
-        """
+        """Returns the worked solution, or else the answer. Raises ValueError if there is neither."""
         if self.worked is not None:
             return str(self.worked[self.index_of(problem)])
         if problem.answer is None:
@@ -125,30 +118,31 @@ class Questions:
         return int(problem.id.rpartition("-")[2]) - self.first
 
     def __getstate__(self) -> dict:
+        # A grading process gets the task without its examples. A problem holds all that a grader needs.
         return self.__dict__ | {"examples": [], "worked": None}
 
 
 class Jsonl(Questions):
-    """A task whose examples are questions with hidden answers, graded by a function of the user's.
+    """A task of questions with hidden answers, graded by the user's function.
 
     Args:
         grader: dotted path of a function (problem, text) -> float or Score; in Python, the function itself.
         path: a JSONL file (one object a line), a .csv file (names in its first line) or a .parquet file.
         hub: id of a data set of the Hugging Face hub, in place of a path.
-        config: config of the data set of the hub.
-        split: split of the data set of the hub.
-        question: field of the question, "a.b.0" for a field below others, or a template: "{Body} {Question}". It may hold chat
-            messages, a list of {"role": ..., "content": ...} whose last is the user's: they are the prompt as they are.
-        answer: field of the answer. It may have any JSON type; the function gets it unchanged, as `problem.answer`. None:
-            the questions have no answers, because the function needs none.
+        config: config of the hub's data set.
+        split: split of the hub's data set.
+        question: field of the question, "a.b.0" for a nested one, or a template: "{Body} {Question}". It may hold chat
+            messages, a list of {"role": ..., "content": ...} that ends with the user's, which are then the whole prompt.
+        answer: field of the answer, of any JSON type. The function gets it unchanged, as `problem.answer`. None: there
+            are no answers.
         solution: field of a text with reward 1.0, for the supervised warm-up. Without it the answer is used.
-        prompt: the message of the user, in which {question} stands for the question.
-        system: a system message before the message of the user.
+        prompt: the user's message, in which {question} stands for the question.
+        system: a system message before it.
         count: number of questions; None: all from `first` on.
         first: index of the first example. It keeps training and held-out questions apart.
         group_grader: in place of `grader`, a function (problem, texts) -> a list of floats or Scores, one for each text. It
             sees all samples of a question together.
-        fields: fields of the example that the function gets besides, as `problem.example`; None: all of them.
+        fields: fields of the example that the function also gets, as `problem.example`; None: all.
 
     Raises:
         ValueError: there is nothing to read, an example lacks a field or has an empty question, there are fewer than
@@ -180,7 +174,8 @@ class Jsonl(Questions):
         super().__init__(source, prompt, system, count, first, "", grader, group_grader, fields)
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades one text. The function `grader` replaces this method, so that a `group_grader` is left."""
+        """Grades one text with the `group_grader`."""
+        # A `grader` replaces this method (`use_graders`). So only a task with a `group_grader` comes here.
         return score_of(self.grade_group(problem, [text])[0])
 
 
@@ -189,7 +184,6 @@ def _answer(source: Source, example: Example, where: str) -> Any:
 
 
 def _chosen(fields: Sequence[str] | None, example: Example, where: str) -> Example:
-    """Returns the example with only these fields; None: with all."""
     return example if fields is None else {name: value_of(name, example, where) for name in fields}
 
 

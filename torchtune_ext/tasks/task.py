@@ -1,4 +1,4 @@
-"""Defines what a task is: problems with hidden answers, and a grader for texts that try to answer them."""
+"""What a task is: problems with hidden answers, and a grader for the texts that try to answer them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torchtune_ext.run.errors import Mistake
 
-LARGEST = 1e30  # the largest reward, up or down: advantages are float32, and a sum of larger ones may not be one
+# The largest absolute reward. Advantages are float32, which a sum of larger rewards may exceed.
+LARGEST = 1e30
 ENDLESS = 2**31 - 1  # the length of a task whose problems never end
 
 
@@ -23,11 +24,11 @@ class Problem:
     id: str  # stable and unique within the task, e.g. "clue-7-000123"
     messages: tuple[Message, ...]  # of the chat, the last one from the user
     answer: Any  # JSON-able; the grader gets it, the policy never does
-    # The record of the data set that the problem was made of, for graders that need more of it than the answer. It is not
-    # stored with the rollouts.
+    # The record of the data set behind the problem, for graders that need more than the answer. It is not stored with the
+    # rollouts.
     example: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    # JSON schemas of functions, which the chat template shows in the prompt. Who calls them is the environment
-    # (`tasks.tool_calls` reads the calls in a turn).
+    # JSON schemas of functions, which the chat template shows in the prompt. The environment executes the calls, which
+    # `tasks.tool_calls` reads in a turn.
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
@@ -42,21 +43,17 @@ class Score:
 
 
 def length_of(first: int, count: int | None) -> int:
-    """Returns the length of a task of `count` problems, from number `first` on; None: they never end.
-
-    Raises:
-        ValueError: an argument is out of its range.
-    """
+    """Returns the length of a task of `count` problems (None: endless). Raises ValueError for an argument out of range."""
     if first < 0 or (count is not None and count < 1):
         raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
     return ENDLESS if count is None else count
 
 
 def score_of(value: float | Score) -> Score:
-    """Makes a score of what a grader returned: a number is a reward without parts.
+    """Makes a score of what a grader returned. A number is a reward without parts.
 
     Raises:
-        ValueError: it is neither, or what it holds are no finite numbers. The message goes on after "returned ".
+        ValueError: it is neither, or a number in it is not finite. The message continues "returned ...".
     """
     if isinstance(value, Real):
         return Score(_finite("reward", value))
@@ -86,21 +83,20 @@ def _finite(name: str, value: Any) -> float:
 
 
 class Task(Protocol):
-    """A sequence of problems with one grader.
+    """A sequence of problems with one grader. It must be picklable.
 
-    A problem is a pure function of its index, so a cursor is enough to resume a run.
-
-    `grade` runs in a worker process. Therefore the task must be picklable, and no text of the policy may make `grade`
-    raise. A task that compares texts has `grade_group(problem, texts) -> list[float | Score]`, one for each text in their
-    order. It then grades all samples of a problem together, in place of `grade`.
+    In place of `grade`, a task that compares texts has `grade_group(problem, texts) -> list[float | Score]`. It grades
+    all samples of a problem together, one value for each text in their order.
     """
 
     def __len__(self) -> int: ...
 
+    # A problem is a pure function of its index, so a cursor is enough to resume a run.
     def __getitem__(self, index: int) -> Problem: ...
 
+    # This runs in a worker process, which gets the task pickled. No text of the policy may make it raise.
     def grade(self, problem: Problem, text: str) -> float | Score:
-        """Returns what a completion's text is worth: a reward, or a score with its parts (`score_of` makes one of both)."""
+        """Returns the reward of a text, or a score with its parts."""
         ...
 
     def solution(self, problem: Problem) -> str:
@@ -113,24 +109,23 @@ class GradesItself(Protocol):
     """A task that brings its own grader, in place of `grade` in worker processes."""
 
     def rehearse(self, key: str, before: Sequence[Any]) -> None:
-        """Finds out in a second or so what would else go wrong at the first text.
+        """Finds, in about a second, what would otherwise go wrong at the first text.
 
         Args:
             key: the node of the task, for messages.
-            before: the other tasks of the run that come before this one; None among them is no task.
+            before: the run's tasks that come before this one; None is no task.
 
         Raises:
-            ValueError: its texts cannot be graded. The message names the key, the value and the fix.
+            ValueError: texts cannot be graded. The message names the key, the value and the fix.
         """
         ...
 
     def open_grader(self, opened: Sequence[Any], beside_training: bool) -> Any:
-        """Starts what grades its texts: `compares` and the methods `submit`, whose future gives a list, `metrics` and `close`
-        of `Grader`.
+        """Starts the grader. It has `compares`, `submit`, `metrics` and `close` as `Grader` has them.
 
         Args:
-            opened: the graders of the run's other tasks that are open already, one of which may be shared.
-            beside_training: texts are graded while this process trains.
+            opened: the open graders of the run's other tasks, one of which may be shared.
+            beside_training: True if texts are graded while this process trains.
         """
         ...
 
@@ -139,69 +134,68 @@ class GradesItself(Protocol):
 class Turn:
     """What an environment answers to a turn of the assistant."""
 
-    messages: Sequence[Message] = ()  # what the policy reads before its next turn; none of the assistant
-    reward: float = 0.0  # of this turn; those of all turns are added up
+    messages: Sequence[Message] = ()  # what the policy reads before its next turn; no messages of the assistant
+    reward: float = 0.0  # of this turn; the rewards of all turns are added up
     done: bool = False  # True: the conversation is over
     parts: Mapping[str, float] = field(default_factory=dict)  # as in `Score`; those of a later turn replace others
     note: str = ""  # as in `Score`; the last one counts
 
 
 class Environment(Protocol):
-    """What one conversation is with: it is made for it, answers each turn of the assistant, and is not used again.
+    """The other side of one conversation. It may have `close()`, and is not used again.
 
-    It lives in a process of its own, which is killed where a call takes too long. It may have `close()`.
+    It runs in a process of its own, which is killed if a call takes too long.
     """
 
     def step(self, message: Message) -> Turn:
-        """Answers a turn. Its text is `message["content"]`, without the tokens that end it."""
+        """Answers a turn. `message["content"]` is its text, without the tokens that end it."""
         ...
 
 
 @runtime_checkable
 class ConversationTask(Protocol):
-    """A task whose problems begin conversations: `Problem.messages` are what the policy reads first, and an environment in the
-    place of `grade` says what follows and what it is worth.
+    """A task whose problems begin conversations. An environment replaces `grade`.
 
-    `solution` then returns the messages that follow those of the problem in a conversation that goes well: of the assistant and
-    of the environment, by turns.
+    `Problem.messages` are what the policy reads first. `solution` returns the messages that follow them in a conversation
+    that goes well, alternately of the assistant and of the environment.
     """
 
-    max_turns: int  # of the assistant; a conversation that goes on after them is ended
+    max_turns: int  # turns of the assistant, after which a conversation is ended
 
     def environment(self, problem: Problem, seed: int) -> Environment:
-        """Makes the environment of one conversation. Those of a group get the same problem and seed."""
+        """Makes the environment of one conversation. All samples of a group get the same problem and seed."""
         ...
 
 
 def solution_messages(solution: str | Sequence[Message]) -> list[Message]:
-    """Returns the messages of a task's solution: a text is a turn of the assistant."""
+    """Returns the messages of a solution. A text is one turn of the assistant."""
     return [{"role": "assistant", "content": solution}] if isinstance(solution, str) else list(solution)
 
 
 Graded = tuple[Problem, Sequence[tuple[str, Score | None, str]]]
-"""What became of a group: its problem, and the text of each sample, its score, None where it could not be graded, and the kind
-of its outcome (`Outcome.kind`), "" where no grader has seen it."""
+"""A graded group: its problem, and for each sample the text, the score (None: it could not be graded) and the kind of its
+outcome (`Outcome.kind`; "": no grader has seen it)."""
 
 
 class AdaptiveTask(Task, Protocol):
-    """A task that asks its next problems by what became of earlier ones, as a curriculum does.
+    """A task that chooses its next problems by the results of earlier ones, as a curriculum does.
 
-    A problem depends on its index, on where it stands in the run, and on what was observed before. What was observed is part of
-    each checkpoint, so that a resumed run asks the same.
+    A problem depends on its index, its place in the run, and the groups observed before.
     """
 
     def ask(self, index: int, cursor: int) -> Problem:
-        """Returns problem `index`, which is the `cursor`-th of the run. `task[index]` is the same without a run."""
+        """Returns problem `index` as the `cursor`-th of the run. `task[index]` is for use without a run."""
         ...
 
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
-        """Takes in the groups of a step, and returns what is to be logged. `folder` is the run's, for files of the task."""
+        """Learns from the groups of a step, and returns metrics. `folder` is the run's, for files of the task."""
         ...
 
+    # Checkpoints hold this state, so that a resumed run asks the same problems.
     def state_dict(self) -> dict[str, Any]:
         """Returns all that was learned from observations, JSON-able."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned. Raises ValueError if that was of a task with other settings."""
+        """Takes over a `state_dict`. Raises ValueError if the task had other settings."""
         ...
