@@ -1,8 +1,7 @@
-"""An endless task of arithmetic that is cheap to sample and to grade, so that a run takes a minute and can be repeated.
+"""Endless arithmetic that is cheap to sample and to grade, so that a run takes a minute and can be repeated.
 
-A question is short, "7+5-9=". Its solution has the intermediate values in brackets, then the answer: "(12) 3". For a
-tokenizer without merges each character is a token, so a completion has from 2 to about 12 tokens, about 20 at level 9
-and about 40 at level 10. Only the last number is graded. The policy is free to write intermediate values or not.
+A question is short, "7+5-9=". Its solution has the intermediate values in brackets, then the answer: "(12) 3". With a
+token for each character, a completion has 2 to about 12 tokens, about 20 at level 9 and about 40 at level 10.
 """
 
 import random
@@ -45,21 +44,19 @@ LEVELS = {
 
 
 class Arithmetic:
-    """The task of arithmetic. The reward is 1 for the right integer, else 0.
+    """The task. The reward is 1 if the last number is the answer, else 0.
 
     Args:
         seed: seed of the questions. Question i depends only on (seed, first + i, level, split).
-        count: number of questions; None: endless. Low levels have few different questions (level 1 has 100), which
-            repeat.
+        count: number of questions; None: endless. Low levels repeat their few questions (level 1 has 100).
         first: index of the first question.
         level: one level from 1 to 10 (see `LEVELS`), several with equal probability ([3, 4]), or {level: weight}.
-        split: "train", "heldout" or "all". The hash of a question decides to which split it belongs; one question in
-            eight is held out. So no seed, level or index puts a training question among the held-out ones.
-        prompt: the message of the user, in which {question} stands for "17+25=".
-        guessed: share of the solutions that are a guess: a number at most `NEAR` from the answer, without intermediate
-            values. A policy that was warmed up on both forms can then find out that intermediate values help.
-        grader: dotted path of a function (problem, text) that grades in the place of `grade`. The last number of
-            `problem.answer` is the right one.
+        split: "train", "heldout" (one question in eight) or "all". The hash of a question decides, so the two never
+            overlap.
+        prompt: the user's message, in which {question} stands for "17+25=".
+        guessed: share of the solutions that are a guess, at most `NEAR` from the answer.
+        grader: dotted path of a function (problem, text) that replaces `grade`. The last number of `problem.answer` is
+            the right one.
         group_grader: the same for a function (problem, texts), which grades all samples of a question together.
 
     Raises:
@@ -105,14 +102,15 @@ class Arithmetic:
         return Problem(name, (message,), steps(question))
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text. The parts are "accuracy" and "failed" (1.0 if the text does not end with an integer)."""
+        """Grades a text. Parts: "accuracy", and "failed" (1.0 if the text does not end with an integer)."""
         guess = last_integer(text)
         right = float(guess == problem.answer[-1])
         return Score(right, {"accuracy": right, "failed": float(guess is None)})
 
     def solution(self, problem: Problem) -> str:
-        """Returns the intermediate values and the answer, with reward 1.0; for the share `guessed` it is a guess."""
+        """Returns the intermediate values and the answer, with reward 1.0, or for the share `guessed` a guess."""
         rng, (*way, answer) = random.Random(problem.id), problem.answer
+        # A policy that was warmed up on both forms can find out by itself that intermediate values help.
         if rng.random() < self.guessed:
             return str(answer + rng.randint(-NEAR, NEAR))
         return f"({' '.join(map(str, way))}) {answer}" if way else str(answer)
@@ -129,12 +127,13 @@ def draw(rng: random.Random, form: Form) -> str:
 
 
 def held_out(question: str) -> bool:
-    """Tells whether a question is held out. Only its hash decides, so this is the same in every run."""
+    """Tells whether a question is held out."""
+    # Python's own hash of a text differs between processes, so a run could not tell what another one held out.
     return sha256(question.encode()).digest()[0] % HELD_OUT == 0
 
 
 def steps(question: str) -> list[int]:
-    """Returns the values of the operations of a question, in their order: the bracket first, then * before + and -."""
+    """Returns the value of each operation of a question in order: the bracket first, then * before + and -."""
     words, values = re.findall(r"[0-9]+|[-+*()]", question), []
     if "(" in words:
         left, right = words.index("("), words.index(")")
@@ -144,7 +143,7 @@ def steps(question: str) -> list[int]:
 
 
 def _reduce(words: list[str], values: list[int]) -> int:
-    """Computes an expression without brackets, and appends the value of every operation to `values`."""
+    """Computes an expression without brackets, and appends the value of each operation to `values`."""
     words = list(words)
     for signs in ("*", "+-"):
         at = 1
@@ -159,8 +158,9 @@ def _reduce(words: list[str], values: list[int]) -> int:
 
 
 def last_integer(text: str) -> int | None:
-    """Returns the last word of a text as an integer, without a full stop after it, or None where it is no integer."""
+    """Returns the last word of a text as an integer, or None if it is none."""
     words = re.split(r"[\s=]+", text.strip().removesuffix("."))
+    # No answer has more than 18 digits, and int() would raise beyond 4300.
     return int(words[-1]) if re.fullmatch(r"-?[0-9]{1,18}", words[-1]) else None
 
 

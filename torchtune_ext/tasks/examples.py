@@ -1,7 +1,4 @@
-"""Reads the examples of a data set from a file (JSONL, CSV or parquet) or from the Hugging Face hub.
-
-Every error names the place and the fix.
-"""
+"""Reads the examples of a data set from a file (JSONL, CSV or parquet) or from the Hugging Face hub."""
 
 import csv
 import difflib
@@ -20,21 +17,25 @@ _NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty bra
 def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
     """Yields the place and the content of every example of a file.
 
-    A .parquet file is read as parquet, and only its `fields` (None: all). A .csv file is read as CSV with names in its first
-    line; all its values are texts. Any other file is read as JSONL, one object a line.
+    Of a .parquet file, only `fields` are read (None: all). A .csv file has names in its first line, and all its values are
+    texts. Any other file is JSONL, one object a line.
 
     Raises:
-        ValueError: the file does not exist, is not UTF-8 or no parquet, or a line is no JSON object (with its number).
+        ValueError: the file does not exist or cannot be read, or a line is no JSON object. The message names the place
+            and the fix.
     """
     if not Path(path).is_file():
         raise FileMistake(f"path={path!r}: {_no_file(path)}")
     if Path(path).suffix == ".parquet":
         yield from _parquet_examples(path, fields)
         return
+    # "utf-8-sig" drops the mark that Excel puts at the start of a file. The csv module needs newline="" to find line ends
+    # within quotes.
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
             if Path(path).suffix == ".csv":
                 for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
+                    # DictReader puts surplus values under the key None, and None where a value is missing.
                     if None in row or None in row.values():
                         raise Mistake(
                             f"{path}, row {number}: not as many values as names in the first line; quote texts that hold commas"
@@ -51,7 +52,6 @@ def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Exa
 
 
 def _no_file(path: str) -> str:
-    """Returns why a path cannot be read as a file, and what to do."""
     if Path(path).is_dir():
         return "a folder; name a file in it"
     if "://" in path:
@@ -75,7 +75,7 @@ def _json_object(where: str, line: str) -> Example:
 
 
 def _parquet_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
-    # These imports come late, because a grading process does not need them.
+    # Imported late, because a grading process does not need it.
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
@@ -95,12 +95,10 @@ def _parquet_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str,
 def hub_examples(hub: str, config: str | None, split: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
     """Yields the place and the content of every example of a data set of the hub. Only `fields` are read (None: all).
 
-    The data set is downloaded or taken from the cache.
-
     Raises:
         ValueError: the hub cannot be reached, or has no such data set, config or split.
     """
-    # This import comes late, because it takes seconds and a grading process does not need it.
+    # Imported late, because it takes seconds and a grading process does not need it.
     from datasets import load_dataset
 
     what = f"hub={hub!r}" + (f", config={config!r}" if config else "") + f", split={split!r}"
@@ -110,6 +108,7 @@ def hub_examples(hub: str, config: str | None, split: str, fields: set[str] | No
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         fix = "download it where there is a network, and name a JSONL or parquet file with path:"
         raise Mistake(f"{what} cannot be loaded ({cause}). Check the name; or {fix}") from error
+    # As above, all fields are read if one is missing.
     if fields is not None and fields <= set(examples.column_names):
         examples = examples.select_columns(sorted(fields))
     for number, example in enumerate(examples):
@@ -117,7 +116,7 @@ def hub_examples(hub: str, config: str | None, split: str, fields: set[str] | No
 
 
 def field_names(template: str) -> list[str]:
-    """Returns the fields that a template uses: all names in {braces}, or the template itself when it has no braces."""
+    """Returns the fields that a template uses: all names in {braces}, or without braces the template itself."""
     return _NAME.findall(template) if "{" in template else [template]
 
 
@@ -125,7 +124,7 @@ def fill(template: str, example: Example, where: str, knob: str = "") -> Any:
     """Returns the value of a field ("answer", "reward_model.ground_truth") or a filled template ("{Body} {Question}").
 
     Args:
-        knob: that names the field, for messages.
+        knob: the setting that names the field, for messages.
 
     Raises:
         ValueError: the example has no such field.
@@ -136,11 +135,12 @@ def fill(template: str, example: Example, where: str, knob: str = "") -> Any:
 
 
 def value_of(field: str, example: Example, where: str, knob: str = "") -> Any:
-    """Returns the value of a field of an example; "a.b.0" names a field below others.
+    """Returns the value of a field of an example; "a.b.0" names a nested one.
 
     Raises:
-        ValueError: the example has no such field. The message lists the fields that there are, the nearest name first.
+        ValueError: the example has no such field. The message lists all fields, the nearest name first.
     """
+    # The name of a column may itself contain dots.
     if field in example:
         return example[field]
     value: Any = example
@@ -150,6 +150,7 @@ def value_of(field: str, example: Example, where: str, knob: str = "") -> Any:
         elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         else:
+            # With cutoff 0 this sorts all names.
             near = difflib.get_close_matches(field, example, n=len(example), cutoff=0.0)
             fix = f"; say which of them it is: {knob}=NAME" if knob else ""
             raise Mistake(f"{where}: no field {field!r}; there are: {', '.join(near)}{fix}")

@@ -46,16 +46,15 @@ class Math(Questions):
 
     Args:
         dataset: a public data set: gsm8k, math500, deepmath, dapo_math_17k, aime2023, aime2024, aime2025, svamp. It
-            gives the id, the split and the fields. The other arguments replace these, so `path` reads a local copy.
+            sets the id, the split and the fields. The other arguments replace these, so `path` reads a local copy.
         path, hub, config, split, question, answer, solution, prompt, system, count, first: see `Jsonl`. The field of
             the answer may hold a number, an answer, or a solution that ends with the answer.
         require_box, require_thinking, brackets, format, format_reward: see `MathGrader`.
-        grader, group_grader, fields: see `Jsonl`. A function takes the place of `MathGrader`; without one, no fields are kept.
+        grader, group_grader, fields: see `Jsonl`. A function replaces `MathGrader`; without one, no fields are kept.
 
     Raises:
-        ValueError: in the cases of `Jsonl` and `MathGrader`; arguments exclude each other; or examples have no usable
-            right answer (the message says how many, and names the first). No example is left out silently. Those that
-            math-verify cannot read are counted in the log and compared as text.
+        ValueError: as `Jsonl` and `MathGrader`; arguments exclude each other; or examples have no usable right answer
+            (the message says how many, and names the first).
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Math(Questions):
         self._read_answers()
 
     def _read_answers(self) -> None:
-        """Replaces the answer field of every example by the right answer that it holds."""
+        # An example without a usable answer ends the run. Left out silently, it would change the data set.
         bad, examples = [], []
         for index, (question, value, example) in enumerate(self.examples):
             try:
@@ -123,17 +122,15 @@ class Math(Questions):
             )  # fmt: skip
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text with `MathGrader`."""
+        """Grades a text by `MathGrader`."""
         return self.verdict(problem.answer, text)
 
     def solution(self, problem: Problem) -> str:
-        """Returns the worked solution if there is one, then the answer in a box.
-
-        If the grader looks for thinking, the worked solution is a closed thought before the answer.
-        """
+        """Returns the worked solution, if there is one, and the answer in a box."""
         worked = "" if self.worked is None else str(self.worked[self.index_of(problem)])
         worked = re.sub(self.marks, "", worked).strip() if self.marks else worked.strip()
         box = f"The answer is $\\boxed{{{problem.answer}}}$."
+        # If the grader looks for a thought, the worked solution is one.
         if self.verdict.require_thinking or self.verdict.format == "think":
             return f"<think>\n{worked}\n</think>\n\n{box}"
         return worked if last_box(worked) == problem.answer else f"{worked}\n\n{box}".lstrip()

@@ -1,14 +1,10 @@
 """Problems near the policy's level: what brought no signal lately is asked less often.
 
-A group whose rewards are all equal teaches nothing. Of each problem, or of each level of a task that makes its problems, the
-share of groups with a signal is followed through the run, and decides how often it is asked:
+A group whose rewards are all equal teaches nothing. For each problem, or each level of a task that makes its problems, s
+is a moving average of the share of groups with a signal, and decides how often it is asked:
 
     s <- s + rate * (1 - s)   or   s - rate * s      after a group with a signal, or without; it begins at 1
     weight = max(floor, s)
-
-A level is drawn by its weight. A problem whose turn it is in the order of the run is asked with its weight as the probability;
-otherwise another one is drawn, with the same question put to it. The floor keeps everything in play, so that what was solved is
-not forgotten and what was too hard is tried again.
 
     task:
       _component_: torchtune_ext.tasks.selection.NearLevel
@@ -30,26 +26,27 @@ from torchtune_ext.tasks.functions import named
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import Graded, Problem
 
-LEVEL_RATE = 0.1  # of a level, which has several groups in a step: its last ten groups or so count
-PROBLEM_RATE = 0.5  # of a problem, which comes once in an epoch
-MOST_DRAWS = 100  # problems that are drawn for a place, after which the last one is asked, whatever its weight
-OF_A_PROBLEM = ("grade", "grade_group", "solution", "environment")  # methods that get a problem first
+# A level has several groups in a step, so about its last ten count. A problem comes only once in an epoch.
+LEVEL_RATE = 0.1
+PROBLEM_RATE = 0.5
+MOST_DRAWS = 100  # problems drawn for a place, after which the last one is asked, whatever its weight
+OF_A_PROBLEM = ("grade", "grade_group", "solution", "environment")  # methods whose first argument is a problem
 
 
 class NearLevel:
-    """A task that asks another one's problems, those with a signal more often (`AdaptiveTask`).
+    """An `AdaptiveTask` that asks another task's problems, those with a signal more often.
 
     Args:
         task: dotted path of the task.
         settings: its arguments.
-        levels: for a task that makes its problems: further arguments of each level. None: a task of a limited number of
-            problems, each of which is followed by itself.
-        floor: the lowest weight, as a share of that of a problem that always has a signal.
-        seed: of the draws.
+        levels: further arguments for each level of a task that makes its problems. None: the task has a limited number
+            of problems, and each is followed on its own.
+        floor: the lowest weight; a problem that always has a signal has weight 1.
+        seed: seed of the draws.
 
     Raises:
-        ValueError: there is no such task, it adapts or measures by itself, has one problem only or is endless without levels,
-            or a setting is out of its range.
+        ValueError: there is no such task, it adapts or grades by itself, has only one problem, is endless without levels,
+            or a setting is out of range.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class NearLevel:
             try:
                 takes.bind(**given)
             except TypeError as error:
-                # Else the message would name this class, which takes something else.
+                # Otherwise the message would name the arguments of this class.
                 known = ", ".join(takes.parameters)
                 raise Mistake(f"settings and levels: {task} got {given}: {error}; it takes {known}") from error
         self._tasks = [make(**given) for given in every]
@@ -89,7 +86,7 @@ class NearLevel:
         if len(set(self._levels)) < len(self._levels):
             raise Mistake(f"levels={list(levels)}: two of them are the same")
         self._floor, self._seed = floor, seed
-        self._signal: dict[str, float] = {}  # by level, or by id of a problem: the share of groups with a signal
+        self._signal: dict[str, float] = {}  # s by level, or by id of a problem
 
     def __len__(self) -> int:
         return min(map(len, self._tasks))
@@ -98,18 +95,20 @@ class NearLevel:
         return self._problem(index % len(self._tasks), index)
 
     def __getattr__(self, name: str) -> Any:
-        # What a task may have or not, such as `environment`, this one has if the other has it.
+        # What a task may lack, such as `environment`, this one has only if the other has it. Private names are refused,
+        # since unpickling asks for some before `_tasks` exists.
         if name.startswith("_"):
             raise AttributeError(name)
         value = getattr(self._tasks[0], name)
         return partial(self._of_its_task, name) if name in OF_A_PROBLEM else value
 
     def ask(self, index: int, cursor: int) -> Problem:
-        """Returns problem `index` of the level that is drawn, or the first of `index` and further ones that is taken."""
+        """Returns problem `index` of a level drawn by weight; without levels, problem `index` or another one."""
         rng = random.Random(f"selection/{self._seed}/{cursor}")
         if self._levels:
             (level,) = rng.choices(range(len(self._levels)), [self._weight(name) for name in self._levels])
             return self._problem(level, index)
+        # Rejection sampling: a problem is taken with its weight as the probability.
         for _ in range(MOST_DRAWS):
             problem = self._problem(0, index)
             if rng.random() < self._weight(problem.id):
@@ -118,12 +117,12 @@ class NearLevel:
         return problem
 
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
-        """Follows the signal of the groups. Returns that of each level, or the share of the problems met so far that are asked
-        as seldom as the floor says."""
+        """Updates the signals. Returns that of each level, or the share of the problems met so far that are at the floor."""
         rate = LEVEL_RATE if self._levels else PROBLEM_RATE
         for problem, samples in groups:
             rewards = [score.reward for _, score, _ in samples if score is not None]
             name = problem.id.partition("/")[0] if self._levels else problem.id
+            # A single reward cannot differ from others, so it says nothing.
             if len(rewards) > 1 and (name in self._levels or not self._levels):
                 before = self._signal.get(name, 1.0)
                 self._signal[name] = before + rate * (float(min(rewards) < max(rewards)) - before)
@@ -136,7 +135,7 @@ class NearLevel:
         return {"levels": self._levels, "signal": dict(self._signal)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned. Raises ValueError if it is that of other levels."""
+        """Takes over a `state_dict`. Raises ValueError if it has other levels."""
         if state["levels"] != self._levels:
             raise Mistake(
                 f"task.levels: {self._levels or 'none'}, but the checkpoint was written with {state['levels'] or 'none'}; use "
@@ -145,6 +144,7 @@ class NearLevel:
         self._signal = dict(state["signal"])
 
     def _weight(self, name: str) -> float:
+        # The floor keeps everything in play: what was solved is not forgotten, and what was too hard is tried again.
         return max(self._floor, self._signal.get(name, 1.0))
 
     def _problem(self, level: int, index: int) -> Problem:
@@ -152,7 +152,7 @@ class NearLevel:
         return replace(problem, id=f"{self._levels[level]}/{problem.id}") if self._levels else problem
 
     def _of_its_task(self, method: str, problem: Problem, *rest: Any) -> Any:
-        """Calls a method of the task that a problem is of, with the problem as that task has made it."""
+        """Calls a method of the task that made a problem, which gets its own id back."""
         if not self._levels:
             return getattr(self._tasks[0], method)(problem, *rest)
         name, _, own = problem.id.partition("/")
@@ -160,7 +160,7 @@ class NearLevel:
 
 
 def level_names(levels: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names levels by the settings in which they differ: "level=4", "suspects=2,rooms=3", or "gcd" where only one has that."""
+    """Names levels by the settings in which they differ: "level=4", "suspects=2,rooms=3", or "gcd" if only one has it."""
     words = [[] for _ in levels]
     for key in dict.fromkeys(key for level in levels for key in level):
         values = [level[key] for level in levels if key in level]
@@ -169,7 +169,7 @@ def level_names(levels: Sequence[Mapping[str, Any]]) -> list[str]:
         elif values.count(values[0]) == len(levels):
             continue
         else:
-            # What a generator is set to would make a long name. Where only one level has it, its own name is enough.
+            # The options of a generator would make a long name. If only one level has that key, the key is enough.
             short = len(values) == 1 and (values[0] is None or isinstance(values[0], Mapping))
             parts = [(key if short else f"{key}={level[key]}") if key in level else "" for level in levels]
         for mine, part in zip(words, parts, strict=True):

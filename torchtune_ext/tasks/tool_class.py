@@ -1,4 +1,4 @@
-'''Environments in the convention of TRL: a plain class whose methods are the tools of the policy.
+'''Environments in TRL's convention: a plain class whose methods are the policy's tools.
 
 class Shop:
     def reset(self, budget, **row):      # begins a conversation; gets the row's fields
@@ -41,20 +41,20 @@ NO_TOOLS = ("reset", "get_reward")  # public methods that are no tools
 class ToolClass(Games):
     """The task.
 
-    A turn without a tool call ends a conversation. The results of the calls in a turn are messages of the role "tool". What a
-    tool raises is its result, as is what is wrong with a call. The reward comes with the last turn.
+    A turn without a tool call ends a conversation. The results of a turn's calls, and errors, are messages of the role
+    "tool". The reward comes with the last turn.
 
     Args:
-        environment: dotted path of the class. Its public methods but `reset` and `get_reward` are the tools, each with type
-            hints and a docstring in Google's style, of which transformers makes the schema. Methods may be async.
+        environment: dotted path of the class. Its public methods except `reset` and `get_reward` are the tools, each with
+            type hints and a Google-style docstring, from which transformers makes the schema. Methods may be async.
         rows: a file or the rows themselves. `prompt`, messages or a text, is what the policy reads first; a text that
             `reset` returns is appended to it. `reset` gets all fields. None: `reset` returns the prompt, drawn from `random`.
-        max_turns: of the assistant.
-        system: a message before the prompt. {tools} in it stands for the schemas as JSON, where the template shows no tools.
+        max_turns: largest number of turns of the assistant.
+        system: a message before the prompt. {tools} in it stands for the schemas as JSON, for templates without tools.
         count, first, seed: as in `Games`.
 
     Raises:
-        ValueError: the class, or the row's prompt, is not as above.
+        ValueError: the class or a row's prompt is not as above.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class ToolClass(Games):
     ) -> None:
         self.factory, self.system = named(environment, "environment", "class", "my_shop.Shop"), system
         schemas = _schemas(self.factory, f"environment={environment!r}")
+        # Where the system message shows the tools, the chat template must not show them again.
         if system is not None and "{tools}" in system:
             self.system, schemas = system.replace("{tools}", json.dumps(schemas)), []
         super().__init__(self.factory.__name__, rows, count, first, seed, max_turns, schemas)
@@ -85,7 +86,7 @@ class ToolClass(Games):
 
 
 class ToolEnvironment:
-    """Calls the tools of an instance of the class."""
+    """One conversation: an instance of the class, whose tools it calls."""
 
     def __init__(self, game: Any, max_turns: int) -> None:
         self.game, self.turns_left, self.calls, self.errors = game, max_turns, 0, 0
@@ -124,8 +125,8 @@ def _tool_names(factory: type) -> list[str]:
 
 
 def _schemas(factory: Any, setting: str) -> list[dict[str, Any]]:
-    """Returns the schemas of a class's tools, once it is clear that it has all that it needs."""
-    # This import comes late, because the process of an environment does not need it.
+    """Checks the class, and returns the schemas of its tools."""
+    # Imported late, because the process of an environment does not need it.
     from transformers.utils import chat_template_utils as schema
 
     if not inspect.isclass(factory):
@@ -149,5 +150,5 @@ def _schemas(factory: Any, setting: str) -> list[dict[str, Any]]:
 
 
 def _awaited(value: Any) -> Any:
-    """Returns what a method returned, which may be async."""
+    """Returns the result of a method, which may be async."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value

@@ -1,14 +1,7 @@
 r"""Reads values in prose: which words after a number are its unit, and which values form a list.
 
-**Units.** "18 dollars" is 18 and "5 \text{ cm}^2" is 5, but "5 squared", "5 tenths" and "5 or six" are not 5. There are
-endlessly many units, so no list of them can be complete. But the words that change a value are few and known. Therefore
-a unit is recognized by its form. It is a phrase of at most `MAX_WORDS` words ("cubic inches", "apples left"), or
-several such phrases ("miles per hour"). The first phrase has a plural or one of `MEASURES`, which excludes words that
-are no nouns ("squared", "factorial", "over"); after 1 it may be a singular. No word is a number ("million", "halves",
-"tenths", "six"), an operation ("times") or a joint ("or", "if"). "100 square" is 100, because answers to MATH are often
-written so.
-
-**Lists.** "3 or 4", "2, 3 and 5" and "A: 3 B: 4" name several values. "12 eggs, so 4 are left" names one.
+Units: "18 dollars" is 18 and "5 \text{ cm}^2" is 5, but "5 squared", "5 tenths" and "5 or six" are not 5.
+Lists: "3 or 4", "2, 3 and 5" and "A: 3 B: 4" name several values, "12 eggs, so 4 are left" only one.
 """
 
 import re
@@ -19,9 +12,8 @@ SENTENCE_END = re.compile(r"(?<!\\)[.!?][^\w\s]*\s")
 
 STYLES = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox"
 _STYLED = rf"\\(?:{STYLES})\s*\{{[^{{}}]*\}}"
-# This matches from the first letter after the value to the end of the text. It does not begin inside a word or a
-# command. Each repetition takes one letter or one group, so that there is only one way to match and no slow
-# backtracking.
+# From the first letter after the value to the end of the text, but not from inside a word or a command. Each repetition
+# takes one letter or one group. So there is only one way to match, and backtracking is never slow.
 _TAIL = re.compile(
     r"(?:(?<![A-Za-z\\])|(?![A-Za-z]))"
     rf"(?:(?:{_STYLED}|[A-Za-z])(?:\^(?:[23]|\{{[23]\}}))?|[\s/~-]|\\[ ,;:]|\\cdot(?=\s*\\[tm])|(?<=[A-Za-z])\.)+$"
@@ -59,6 +51,7 @@ JOINTS = set(
         "is are was vs versus than to from by for with"
     ).split()
 )
+# Units without a plural in -s, and singulars. "100 square" is 100, because answers to MATH are often written so.
 MEASURES = set(
     (
         "in mm cm dm km nm ft yd mi mph kph kmh kmph sq square cubic cu mg kg lb oz gal qt pt ml dl cl cc ms sec min hr "
@@ -69,9 +62,8 @@ MEASURES = set(
         "celsius fahrenheit kelvin bit byte kb mb gb tb th st nd rd"
     ).split()
 )
-# These words between two values join them to a list. Single letters do, too ("A: 3 B: 4"). After any other word the
-# second value stands alone. `_ALTERNATIVES` join if there are few words between the values. The other words of
-# `_JOINING` join only together with a hedge or a comma.
+# Words that join the values on both sides to a list. Single letters do, too ("A: 3 B: 4"). `_ALTERNATIVES` join if there
+# are few words between the values. The other words of `_JOINING` need a hedge or a comma beside them.
 _ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split())
 _HEDGES = set("and either maybe perhaps possibly option case choice candidate".split())
 _JOINING = _HEDGES | set("but it is are was could might may be".split())
@@ -84,20 +76,17 @@ _NEXT_WORD = re.compile(r"[\s~$-]*(?:\\[a-z]+\s*\{\s*)?([Pp]er\s?cent|[A-Za-z]+)
 _JOINT = re.compile(r"\b(?:and|or)\b")
 _LABEL = re.compile(r"\b[A-Za-z]\s*=")  # x = 3 or x = 4
 _OPERATOR = re.compile(r"[-+*=^<>]")
-# Of single letters, only these are units: meters, grams, seconds, hours, liters. Other letters are variables, unless a
-# style sets them upright.
+# The only single letters that are units: meters, grams, seconds, hours, liters. Others are variables, unless a style sets
+# them upright.
 LETTERS = set("mgshlL")
 STYLED_LETTERS = LETTERS | set("NJWVCF")
 
 
 def without_unit(answer: str, variables: bool = True) -> str:
-    """Returns the answer without a unit at its end.
-
-    The answer is returned unchanged when no value is before the words, or when the words are no unit.
+    """Returns the answer without a unit at its end, or unchanged if there is none.
 
     Args:
-        answer: the answer.
-        variables: True if letters may be variables: "2m" and "2 m" are then returned unchanged.
+        variables: True if letters may be variables: "2m" and "2 m" then have no unit.
     """
     tail = _TAIL.search(answer)
     if tail is None or not _VALUE_END.search(value := answer[: tail.start()].rstrip()):
@@ -111,10 +100,9 @@ def without_unit(answer: str, variables: bool = True) -> str:
 
 
 def is_unit(words: str, singular: bool = False) -> bool:
-    """Tells whether words name a unit, such as "square feet" or "miles per hour".
-
-    With `singular`, a word in the singular such as "apple" is a unit, too.
-    """
+    """Tells whether words name a unit, such as "miles per hour"; with `singular`, also "apple"."""
+    # No list of units can be complete, but the words that change a value are few and known. So a unit is recognized by
+    # its form: phrases of a few words, none of which is a number ("million"), an operation ("times") or a joint ("or").
     words = _SPACES.sub(" ", words).replace("/", " per ").replace(".", "").strip()
     phrases = [phrase.split() for phrase in _PREPOSITION.split(words)]
     every = [word for phrase in phrases for word in phrase]
@@ -122,6 +110,7 @@ def is_unit(words: str, singular: bool = False) -> bool:
         return False
     if not all(word in LETTERS if len(word) == 1 else _neutral(word.lower()) for word in every):
         return False
+    # A plural or a known measure shows that the first phrase has a noun, unlike "over" or "left".
     return singular or any(
         word in LETTERS or word.lower() in MEASURES or _PLURAL.fullmatch(word.lower()) for word in phrases[0]
     )
@@ -139,10 +128,7 @@ def changes_value(word: str) -> bool:
 
 
 def joined_values(text: str) -> list[str]:
-    """Returns the last value of a text, after the values that the same sentence joins to it.
-
-    Values are numbers, number words, and formulas with a digit.
-    """
+    """Returns the last value of a text (a number, a number word or a formula with a digit), after those joined to it."""
     line, values = _last_line(text)
     tail = values[-1:]
     for value, following in zip(values[-2::-1], values[:0:-1], strict=True):
@@ -153,7 +139,8 @@ def joined_values(text: str) -> list[str]:
 
 
 def _last_line(text: str) -> tuple[str, list[re.Match]]:
-    """Returns the last line that has a value, and its values. A sentence is assumed to end with its line."""
+    """Returns the last line that has a value, and its values."""
+    # A list is assumed not to go beyond its line.
     for line in reversed(text.split("\n")):
         values = [v for v in _VALUE.finditer(line) if v[0].isalpha() or any(map(str.isdigit, v[0]))]
         if values:
@@ -163,6 +150,7 @@ def _last_line(text: str) -> tuple[str, list[re.Match]]:
 
 def _joins(between: str) -> bool:
     """Tells whether the text between two values makes them alternatives or members of one list."""
+    # In "x = 3 or x = 4" the second label is no operation.
     if _JOINT.search(between):
         between = _LABEL.sub("", between)
     if SENTENCE_END.search(between) or _OPERATOR.search(between):
@@ -179,7 +167,7 @@ def _joins(between: str) -> bool:
 
 
 def word_behind(text: str) -> str:
-    """Returns the word right after the last number of a text, in lower case, or "". "per cent" counts as one word."""
+    """Returns the word right after the last number of a text, in lower case, or "". "per cent" is one word."""
     line, values = _last_line(text)
     numbers = [value for value in values if not value[0].isalpha()]
     word = _NEXT_WORD.match(line, numbers[-1].end()) if numbers else None
