@@ -1,5 +1,4 @@
-"""Functions that grade: a task's argument `grader` or `group_grader` names one, in the place of the task's own `grade`.
-Classes are named alike."""
+"""Functions that grade in place of a task's own `grade`. The arguments `grader` and `group_grader` name them."""
 
 import inspect
 import os
@@ -10,12 +9,12 @@ from torchtune_ext.run import catalog
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Problem, Score
 
-Grade = Callable[[Problem, str], float | Score]  # one text -> what it is worth
-GradeGroup = Callable[[Problem, list[str]], list[float | Score]]  # all texts of a problem -> what each is worth
+Grade = Callable[[Problem, str], float | Score]  # grades one text
+GradeGroup = Callable[[Problem, list[str]], list[float | Score]]  # grades all texts of a problem, in their order
 
 
 def use_graders(task: Any, grader: str | Grade | None, group_grader: str | GradeGroup | None) -> None:
-    """Lets a function grade the texts of `task`, in the place of the task's own method. Without a function nothing changes.
+    """Lets a function grade the texts of `task` in place of its own method. Without a function nothing changes.
 
     Args:
         task: gets the function as its attribute `grade` or `grade_group`.
@@ -23,7 +22,7 @@ def use_graders(task: Any, grader: str | Grade | None, group_grader: str | Grade
         group_grader: a function (problem, texts), or its dotted path.
 
     Raises:
-        ValueError: both are given, the task has a `grade_group` that would win, or a function cannot be had (`by_path`).
+        ValueError: both are given, the task has a `grade_group` of its own, or `by_path` finds no function.
     """
     if grader is not None and (group_grader is not None or hasattr(task, "grade_group")):
         other = "grade_group of its own" if group_grader is None else f"group_grader={name_of(group_grader)!r}"
@@ -39,7 +38,7 @@ def use_graders(task: Any, grader: str | Grade | None, group_grader: str | Grade
 
 
 def by_path(path: str, key: str, what: str) -> Callable:
-    """Returns the function that a dotted path names. Modules in the working directory are found, too.
+    """Returns the function that a dotted path names. The working directory is searched, too.
 
     Args:
         path: "MODULE.FUNCTION".
@@ -47,7 +46,7 @@ def by_path(path: str, key: str, what: str) -> Callable:
         what: the function's second argument, for messages.
 
     Raises:
-        ValueError: there is no such module or function, its file cannot be run, or it does not take two arguments.
+        ValueError: there is no such module or function, its file fails, or it does not take two arguments.
     """
     setting = f"{key}={path!r}"
     function = named(path, key, "function", "my_reward.f")
@@ -56,14 +55,14 @@ def by_path(path: str, key: str, what: str) -> Callable:
     try:
         signature = inspect.signature(function)
     except ValueError:
-        # A function of a C library may not tell what it takes.
+        # Functions of C libraries may have no signature.
         return function
     try:
         signature.bind(None, None)
     except TypeError as error:
         raise Mistake(f"{setting} takes {signature}; it must take two arguments, f(problem, {what})") from error
     if next(iter(signature.parameters)) == "answer":
-        # It would compare its text with a problem, and find every answer wrong.
+        # A function (answer, text) would compare the text with a `Problem`, and find every answer wrong.
         raise Mistake(
             f"{setting} takes an answer first, but it is given the problem: f(problem, {what}), and problem.answer"
         )
@@ -71,16 +70,16 @@ def by_path(path: str, key: str, what: str) -> Callable:
 
 
 def named(path: str, key: str, kind: str, example: str) -> Any:
-    """Returns what a dotted path names. Modules in the working directory are found, too.
+    """Returns what a dotted path names. The working directory is searched, too.
 
     Args:
         path: "MODULE.NAME".
         key: the argument that names it, for messages.
         kind: "function" or "class", for messages.
-        example: of a path, for messages.
+        example: an example of a path, for messages.
 
     Raises:
-        ValueError: there is no such module or name, or its file cannot be run.
+        ValueError: there is no such module or name, or its file fails.
     """
     setting, path = f"{key}={path!r}", path.removesuffix("()")
     if "." not in path or path.endswith(".py") or "/" in path or ":" in path:
@@ -90,7 +89,7 @@ def named(path: str, key: str, kind: str, example: str) -> Any:
 
 
 def name_of(function: str | Callable) -> str:
-    """Returns the name of a function, with its file and line where it has them: "my_reward.short (my_reward.py:3)"."""
+    """Returns the name of a function, with its file and line if it has them: "my_reward.short (my_reward.py:3)"."""
     if isinstance(function, str):
         return function
     plain = inspect.unwrap(getattr(function, "__func__", function))

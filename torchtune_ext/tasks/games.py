@@ -1,8 +1,4 @@
-"""What tasks have in common that play the environments of other projects.
-
-A task makes the game of a problem twice, each time with the same seed for Python's own generator `random`: for what the policy
-reads first, and in a process of its own for the conversation.
-"""
+"""The common base of tasks that play the environments of other projects."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -14,15 +10,15 @@ from torchtune_ext.tasks.task import Environment, Message, Problem, length_of
 
 
 class Games:
-    """A task whose derived class makes the games.
+    """A task of games. Subclasses write `begin`.
 
     Args:
-        name: of the game; the ids of the problems begin with it.
-        rows: a JSONL, CSV or parquet file, or the rows themselves; None: the games need none, and are made by `seed`.
-        count: number of problems; None: all rows from `first` on, or, without rows, endless.
+        name: name of the game; the ids of the problems begin with it.
+        rows: a JSONL, CSV or parquet file, or the rows themselves; None: the games need none.
+        count: number of problems; None: all rows from `first` on, or endless without rows.
         first: index of the first problem.
-        seed: of the games.
-        max_turns: of the assistant.
+        seed: seed of the games.
+        max_turns: largest number of turns of the assistant.
         tools: what the policy may call (`Problem.tools`).
 
     Raises:
@@ -54,8 +50,8 @@ class Games:
         """Makes a game, and returns it with what the policy reads first. The last message is the user's.
 
         Args:
-            row: empty where there are none.
-            seed: of the problem, the one that `random` has here.
+            row: the problem's row; empty without rows.
+            seed: the problem's seed. `random` has been set to it.
         """
         raise NotImplementedError
 
@@ -65,6 +61,8 @@ class Games:
     def __getitem__(self, index: int) -> Problem:
         if not 0 <= index < self.length:
             raise IndexError(f"problem {index} of {self.length}")
+        # The game is made here for its first messages, and again in a process of its own for the conversation. The same
+        # seed makes it the same game.
         row = {} if self.rows is None else self.rows[index]
         seed = random.Random(f"{self.seed}/{self.first + index}").getrandbits(31)
         _, messages = self._begin(row, seed)
@@ -72,11 +70,8 @@ class Games:
         return Problem(f"{self.name}-{self.seed}-{self.first + index:06d}", messages, answer, row, self.tools)
 
     def environment(self, problem: Problem, seed: int) -> Environment:
-        """Makes the game of a problem. What it draws later comes from `seed`.
-
-        Raises:
-            RuntimeError: this is another game than the one that the policy has read of.
-        """
+        """Makes the game of a problem again. Raises RuntimeError if it is not the one in the prompt."""
+        # `_begin` restores the state of `random`, which the process has set by `seed`. Later draws of the game use that.
         game, messages = self._begin(problem.example, problem.answer["seed"])
         if messages != problem.messages:
             raise Failure(
@@ -85,14 +80,15 @@ class Games:
         return game
 
     def solution(self, problem: Problem) -> list[Message]:
-        """Raises ValueError: nobody knows."""
+        """Raises ValueError: games have no known solutions."""
         raise Mistake(f"{problem.id} has no conversation to learn: {type(self).__name__} knows no solutions")
 
     def __getstate__(self) -> dict[str, Any]:
-        """A process of an environment gets the task without its rows: the problem holds its own."""
+        # The process of an environment does not need the rows: a problem holds its own.
         return self.__dict__ | {"rows": None}
 
     def _begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, tuple[Message, ...]]:
+        # Games of other projects draw from Python's global generator, whose state belongs to the caller.
         state = random.getstate()
         random.seed(seed)
         try:
@@ -103,6 +99,6 @@ class Games:
 
 
 def prompt_of(row: Mapping[str, Any]) -> list[Message]:
-    """Returns the messages of a row's `prompt`, which may also be the text of the user's."""
+    """Returns the messages of a row's `prompt`. A text is a message of the user's."""
     prompt = row.get("prompt", "")
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]

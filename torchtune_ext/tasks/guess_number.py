@@ -6,8 +6,8 @@
     assistant  62
     user       lower
 
-A policy that halves what is left needs at most log2 of the size of the range; one that guesses anywhere in it needs more, and
-runs out of turns. So what a good policy has to learn lies in the turns together: to remember what was answered, and to halve.
+A policy that halves what is left finds the number in time; one that guesses anywhere in the range runs out of turns. So it
+has to learn across turns: to remember the answers, and to halve.
 """
 
 import random
@@ -27,10 +27,9 @@ class GuessNumber:
         first: index of the first problem.
         below: the lowest number of a range is in [1, below].
         size: how many numbers a range has.
-        max_turns: guesses that are allowed.
-        split: "train", "heldout" or "all": by the hash of range and number, one in eight is held out (`arithmetic.held_out`).
-        halving: share of the guesses of the solutions that halve what is left; the others are anywhere in the range, as if
-            nothing had been answered.
+        max_turns: number of guesses.
+        split: "train", "heldout" (one problem in eight, by the hash of range and number) or "all".
+        halving: share of the solutions' guesses that halve what is left; the others are anywhere in the range.
         prompt: the first message, in which {low} and {high} stand for the ends of the range.
 
     Raises:
@@ -42,6 +41,7 @@ class GuessNumber:
         seed: int = 0,
         count: int | None = None,
         first: int = 0,
+        # No number is above 99, so each has at most two digits. Halving finds one of 31 = 2^5 - 1 in five guesses.
         below: int = 69,
         size: int = 31,
         max_turns: int = 5,
@@ -80,7 +80,7 @@ class GuessNumber:
         return Game(problem.answer["number"])
 
     def solution(self, problem: Problem) -> list[Message]:
-        """Returns a game that is won, however many turns it takes."""
+        """Returns a game that is won, even if it takes more than `max_turns`."""
         first, last, number = (problem.answer[name] for name in ("low", "high", "number"))
         rng, game, messages, low, high = random.Random(problem.id), Game(number), [], first, last
         while True:
@@ -98,7 +98,7 @@ class GuessNumber:
 
 
 class Game:
-    """The environment. The reward is 1 for the number, else 0; a turn that is no number ends the game."""
+    """The environment. The reward is 1 for the number, else 0. A turn that is no number ends the game."""
 
     def __init__(self, number: int) -> None:
         self.number = number

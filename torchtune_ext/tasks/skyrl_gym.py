@@ -1,4 +1,4 @@
-"""Environments of skyrl-gym, the gym of SkyRL: those that it brings, and your own that derive from its `BaseTextEnv`.
+"""Environments of skyrl-gym, the gym of SkyRL: its own, and yours that derive from its `BaseTextEnv`.
 
 task:
   _component_: torchtune_ext.tasks.skyrl_gym.SkyRLGym
@@ -19,13 +19,11 @@ from torchtune_ext.tasks.task import Message, Turn
 class SkyRLGym(Games):
     """The task.
 
-    What an environment makes of a turn (`postprocessed_action`) is not used: the policy is trained on what it sampled.
-
     Args:
         environment: name in skyrl-gym, or "module:Class" for one of your own.
-        rows: a file or the rows themselves, which the environment gets as its `extras`. `prompt` are messages, or a text.
-        max_turns: of the assistant; environments get it where the row has none.
-        options: of the environment (`env_config`).
+        rows: a file or the rows themselves, which the environment gets as its `extras`. `prompt` is messages or a text.
+        max_turns: largest number of turns of the assistant. The environment gets it if the row has none.
+        options: options of the environment (`env_config`).
         count, first, seed: as in `Games`.
 
     Raises:
@@ -63,12 +61,14 @@ class SkyRLGym(Games):
 
 
 class SkyRLEnvironment:
-    """Plays a game of skyrl-gym."""
+    """One conversation with an environment of skyrl-gym."""
 
     def __init__(self, game: Any) -> None:
         self.game = game
 
     def step(self, message: Message) -> Turn:
+        # What an environment makes of the turn (`postprocessed_action`) is not used, because the policy is trained on
+        # what it sampled.
         step = self.game.step(message["content"])
         metrics = {name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)}
         return Turn(step["observations"], step["reward"], step["done"], metrics)

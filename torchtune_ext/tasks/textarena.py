@@ -1,11 +1,9 @@
 """Games of TextArena for one player: GuessTheNumber-v0, TowerOfHanoi-v0, FrozenLake-v0, Minesweeper-v0, Sudoku-v0, ...
 
-    task:
-      _component_: torchtune_ext.tasks.textarena.TextArena
-      game: TowerOfHanoi-v0
-      options: {num_disks: 2}
-
-What a game shows is shown once: TextArena's own observations repeat the whole game with every turn.
+task:
+  _component_: torchtune_ext.tasks.textarena.TextArena
+  game: TowerOfHanoi-v0
+  options: {num_disks: 2}
 """
 
 from collections.abc import Mapping
@@ -23,10 +21,10 @@ class TextArena(Games):
 
     Args:
         game: name in TextArena.
-        options: of the game, in the place of those that its name stands for.
-        max_turns: of the assistant; most games end before. One that does not has no reward.
+        options: options of the game, which replace those that its name stands for.
+        max_turns: largest number of turns of the assistant. Most games end before; one that does not has no reward.
         count: number of problems; None: endless.
-        first, seed: as in `Games`. Another seed has other games.
+        first, seed: as in `Games`.
         system: a message before the game's own.
 
     Raises:
@@ -69,10 +67,11 @@ class TextArena(Games):
 
 
 class TextArenaEnvironment:
-    """Plays a game of TextArena."""
+    """One game of TextArena."""
 
     def __init__(self, game: Any) -> None:
-        # The wrappers around a game make an action of a text. Those that gather observations are left out.
+        # The wrappers around a game turn a text into an action, but their observations repeat the whole game with every
+        # turn. So actions go to the wrapped game, and observations come from the bare one.
         from textarena import Wrapper
 
         self.game, self.bare = game, game
@@ -90,6 +89,6 @@ class TextArenaEnvironment:
     def observation(self) -> list[Message]:
         """Returns what the game has shown since the last call, without what the policy said itself."""
         _, shown = self.bare.get_observation()
-        # A few games interchange the arguments of what the policy said, whose kind is a text then.
+        # A few games interchange the arguments when they record what the policy said. Its kind is a text then.
         text = "\n\n".join(text for _, text, kind in shown if getattr(kind, "name", "PLAYER_ACTION") != "PLAYER_ACTION")
         return [{"role": "user", "content": text}]

@@ -5,8 +5,7 @@ Qwen2.5, Qwen3, Hermes      <tool_call>{"name": "add", "arguments": {"a": 1}}</t
 SmolLM2                     <tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>, all in one list
 Llama 3.1, Llama 3.2        {"name": "add", "parameters": {"a": 1}} as the whole turn, or several with "; " between them
 
-What is read is only executed. It is never rendered again, which would change its bytes: the policy is trained on the ids that
-it sampled.
+Calls are only executed. They are never rendered again, because the policy is trained on the ids that it sampled.
 """
 
 import json
@@ -32,27 +31,29 @@ class ToolCall:
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """Returns the calls in the text of a turn, in their order. What stands in a thought is none.
+    """Returns the calls in the text of a turn, in their order.
 
     Raises:
-        ValueError: what stands between the marks of a call cannot be read. The message is for the policy.
+        ValueError: the text between the marks of a call cannot be read. The message is for the policy.
     """
+    # A call in a thought is only an idea.
     text = spoken(text)
     if marked := _MARKED.findall(text):
         return [_call(value) for piece in marked for value in _values(piece)]
     try:
         return [_call(value) for value in _values(text.strip().removeprefix(_PYTHON_TAG))]
     except ValueError:
-        # Without marks, what is no call is an answer.
+        # Without marks, whatever is not a call is an answer.
         return []
 
 
 def _values(text: str) -> list[Any]:
-    """Returns what a text holds in JSON: one value, several, or a list of them."""
+    """Returns the JSON values of a text: one, several, or the members of a list."""
     values, rest = [], text.strip()
     while rest:
         try:
             value, end = _DECODER.raw_decode(rest)
+        # The decoder raises RecursionError for a text of many open brackets.
         except (ValueError, RecursionError) as error:
             raise Mistake(f"the tool call is no JSON: {error}") from None
         values += value if isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""`torchtune-ext clue` writes a file of puzzles, for instance those that the configs of real models name.
+"""`torchtune-ext clue` writes a file of puzzles, such as those that the configs of real models name.
 
 torchtune-ext clue --size public --count 3000 --out data/temporal-clue/train.jsonl
 torchtune-ext clue --size public --seed 1 --count 64 --out data/temporal-clue/val.jsonl

@@ -1,8 +1,4 @@
-"""Defines what a clue can say: statements, each of which can tell whether it holds in a `World`.
-
-The kinds of statements are those of the public puzzles. `draw_clues` lists true statements for a scenario. The puzzle
-tries to drop them in this order, and keeps a clue only if the later clues cannot replace it.
-"""
+"""What a clue can say: the statements of the public puzzles, each of which can tell whether it holds in a `World`."""
 
 import random
 from collections.abc import Iterator
@@ -14,7 +10,7 @@ from torchtune_ext.tasks.temporal_clue.scenario import MURDER_WEAPON, MURDERER, 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`who` was in `room` at `time`. If several suspects share the motive that `who` names, one of them was."""
+    """`who` was in `room` at `time`. If `who` is a motive that several suspects share, one of them was."""
 
     who: int  # piece or role
     time: int
@@ -26,7 +22,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """Exactly one of the two places is true: "X or Y" is exclusive."""
+    """Exactly one of the two places is true: "X or Y", exclusive."""
 
     first: Place
     second: Place
@@ -87,10 +83,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """`who` went from `start` to `end` between the time before and `time`, with `cargo` if that is not None.
-
-    If several suspects share the motive that `who` names, one of them made the whole move.
-    """
+    """`who` went from `start` to `end` between the time before and `time`, with `cargo` if that is not None."""
 
     who: int  # suspect or role
     cargo: int | None  # weapon piece or MURDER_WEAPON
@@ -102,6 +95,7 @@ class Moved:
         return self._went(world, self.who) and (self.cargo is None or self._went(world, self.cargo))
 
     def _went(self, world: World, who: int) -> bool:
+        # If several suspects share the motive that `who` names, a single one must have made the whole move.
         ways = (world.places[piece] for piece in world.members(who))
         return any(way[self.time - 1] == self.start and way[self.time] == self.end for way in ways)
 
@@ -131,8 +125,7 @@ class Murder:
 Statement = Place | Either | Iff | SameRoom | Together | Beside | Moved | HasMotive | Murder
 
 # Clues are sorted by the weight of their kind plus a random number in [0, 1). The puzzle tries to drop the first ones
-# first, so clues with a larger weight are kept more often. The values are those of the public generator, which give the
-# same mixture of kinds.
+# first, so clues with a larger weight are kept more often. These are the values of the public generator.
 WEIGHTS = {"murder": -0.2, "place": -0.15, "role": -0.1, "motive": 0.0, "or": -0.05, "iff": 0.05, "same_room": 0.5}
 WEIGHTS |= {"together": 0.8, "beside": 0.2, "moved": 0.1, "carried": 0.2, "role_moved": 0.2, "role_carried": 0.35}
 ROLE_MEETING = 1.5  # added to the weight if the murderer or the murder weapon meets somebody
@@ -144,7 +137,7 @@ def murder_fact(world: World, fact: str) -> int:
 
 
 def murder_facts(scenario: Scenario) -> list[Murder]:
-    """Returns the facts that the main questions ask for, in the order of the questions."""
+    """Returns the facts that the main questions ask for, in their order."""
     facts = ["murderer", "weapon", "room"]
     facts += ["time"] if len(scenario.times) > 1 else []
     facts += ["motive"] if scenario.motives else []
@@ -152,18 +145,16 @@ def murder_facts(scenario: Scenario) -> list[Murder]:
 
 
 def piece_places(scenario: Scenario) -> list[Place]:
-    """Returns the place of every piece at every time."""
     places = scenario.truth.places
     return [Place(piece, time, room) for piece, way in enumerate(places) for time, room in enumerate(way)]
 
 
 def has_motives(scenario: Scenario) -> list[HasMotive]:
-    """Returns the motive of every suspect."""
     return [HasMotive(suspect, motive) for suspect, motive in enumerate(scenario.truth.motives)]
 
 
 def draw_clues(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) -> list[Statement]:
-    """Returns true statements in the order in which a puzzle tries to drop them. Together they determine everything."""
+    """Returns true statements that determine everything, in the order in which a puzzle tries to drop them."""
     ranked = [(WEIGHTS["murder"], clue) for clue in murder_facts(scenario)]
     for place in _all_places(scenario):
         ranked.append((WEIGHTS["role" if place.who in (MURDERER, MURDER_WEAPON) else "place"], place))
@@ -182,6 +173,7 @@ def draw_clues(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) -
     if "carried" in kinds:
         ranked += _carries(scenario)
     ranked = [(weight + rng.random(), clue) for weight, clue in ranked]
+    # A dict drops duplicates and, unlike a set, keeps the order. The key is the weight, since statements have no order.
     return list(dict.fromkeys(clue for _, clue in sorted(ranked, key=itemgetter(0))))
 
 
@@ -206,9 +198,10 @@ def _all_places(scenario: Scenario) -> list[Place]:
 
 
 def _false_place(rng: random.Random, scenario: Scenario, place: Place) -> Place | None:
-    """Returns the place with a wrong room, or None if that would be true of another suspect with the same motive."""
+    """Returns the place with a wrong room, or None if it is true nevertheless."""
     room = rng.choice([room for room in range(len(scenario.rooms)) if room != place.room])
     wrong = Place(place.who, place.time, room)
+    # Another suspect with the same motive may be in that room.
     return None if wrong.holds(scenario.truth) else wrong
 
 
@@ -233,6 +226,7 @@ def _meetings(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) ->
     places = scenario.truth.places
     suspects = len(scenario.suspects)
     forms = [kind for kind in ("same_room", "together") if kind in kinds]
+    # With a single time, "together at least once" says no more than "in the same room".
     if len(scenario.times) == 1:
         forms = forms[:1] if "same_room" in forms else []
     for time in range(len(scenario.times)) if forms else ():

@@ -1,7 +1,4 @@
-"""Makes many puzzles in several processes, writes them to a file, and reads them from one.
-
-A public file is a JSON list; ours has one JSON object a line. Both hold the same fields, those of `Puzzle`.
-"""
+"""Makes many puzzles in several processes, writes them to a file, and reads them from one."""
 
 import json
 import os
@@ -21,13 +18,14 @@ from torchtune_ext.tasks.temporal_clue.size import Size
 
 
 def generate(seed: int, count: int, size: Size, workers: int = 1, first: int = 0) -> Iterator[Puzzle]:
-    """Yields the puzzles `first` to `first + count - 1` of `seed`, in order, made by `workers` processes."""
+    """Yields the puzzles `first` to `first + count - 1` of `seed`, in order."""
     indices = range(first, first + count)
     if workers <= 1 or count < 2:
         yield from (make_puzzle(seed, index, size) for index in indices)
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
     try:
+        # At least eight chunks for each worker keep all of them busy to the end.
         chunk = max(1, min(64, count // (8 * workers)))
         yield from pool.map(make_puzzle, repeat(seed), indices, repeat(size), chunksize=chunk)
     finally:
@@ -35,8 +33,7 @@ def generate(seed: int, count: int, size: Size, workers: int = 1, first: int = 0
 
 
 def _end_with_parent() -> None:
-    """Makes a worker end when its parent is killed. Without this it would wait for work for ever."""
-
+    # A worker whose parent was killed would wait for work forever.
     def watch() -> None:
         parent_process().join()
         os._exit(1)
@@ -60,6 +57,7 @@ def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = No
         ValueError: the file cannot be used. The message names the file, the line (or the number of the puzzle in a
             list), the field and the fix.
     """
+    # A public file is a JSON list, ours has one JSON object a line.
     if Path(path).read_bytes().lstrip().startswith(b"["):
         try:
             items = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Writes the text of a puzzle, in exactly the words of the public puzzles (also "occured", which they misspell)."""
+"""Writes the text of a puzzle, in exactly the words of the public puzzles."""
 
 from torchtune_ext.tasks.temporal_clue.clues import (
     Beside,
@@ -40,7 +40,7 @@ MAIN_QUESTIONS = {
 
 
 def name(scenario: Scenario, who: int) -> str:
-    """Returns the name of a piece or a role, as it is written in the middle of a sentence."""
+    """Returns the name of a piece or a role within a sentence."""
     if who == MURDERER:
         return "the murderer"
     if who == MURDER_WEAPON:
@@ -56,12 +56,12 @@ def name(scenario: Scenario, who: int) -> str:
 
 
 def when(scenario: Scenario, time: int) -> str:
-    """Returns the words for a time, such as " at 11:30 PM", or "" if the puzzle does not mention time."""
+    """Returns words such as " at 11:30 PM", or "" if the puzzle does not mention time."""
     return f" at {scenario.times[time]}" if len(scenario.times) > 1 else ""
 
 
 def inside(scenario: Scenario, room: int) -> str:
-    """Returns the words for being in a room, such as "in the Library"."""
+    """Returns words such as "in the Library"."""
     room_name = scenario.rooms[room]
     return f"{'at' if room_name == 'Fountain' else 'in'} the {room_name}"
 
@@ -111,15 +111,10 @@ def _murder_words(scenario: Scenario, clue: Murder) -> str:
 
 
 def question(scenario: Scenario, statement: Statement, ask_who: bool = False) -> tuple[str, str, str]:
-    """Writes the question about a fact.
+    """Returns the question about a fact, the answer, and the word for the kind of answer.
 
     Args:
-        scenario: the scenario of the puzzle.
-        statement: the fact.
         ask_who: for a motive, True asks who has it, False asks what motivates the suspect.
-
-    Returns:
-        The question, the answer, and the word for the kind of answer.
     """
     match statement:
         case Murder(fact, value):
@@ -136,7 +131,7 @@ def question(scenario: Scenario, statement: Statement, ask_who: bool = False) ->
 
 
 def board(scenario: Scenario) -> str:
-    """Draws the rooms of the board as text, with the letters of the compass around them."""
+    """Draws the board as text, with the letters of the compass around it."""
     digits = 2 if len(scenario.rooms) > 9 else 1
     columns = scenario.columns
     cells = [f"{number + 1:0{digits}d}" for number in range(len(scenario.rooms))]
@@ -157,6 +152,7 @@ def prompt(scenario: Scenario, clues: list[Statement], questions: list[tuple[str
         _bullets(scenario.suspects),
         "And the following weapons were found on the premises:",
         _bullets(scenario.weapons),
+        # The public puzzles misspell "occurred".
         "The murder could only have occured in one of the following rooms:",
         "\n".join(f"{number:0{digits}d}. {room}" for number, room in enumerate(scenario.rooms, start=1)),
         "The rooms are laid out as follows:",
@@ -191,6 +187,7 @@ def _bullets(items: tuple[str, ...]) -> str:
 def _motives(scenario: Scenario) -> str:
     if scenario.unique_motives():
         return _bullets(scenario.motives)
+    # The solver relies on these counts: they are among its rules.
     counts = [scenario.holders(motive) for motive in range(len(scenario.motives))]
     shares = ["1 suspect" if count == 1 else f"{count} suspects" for count in counts]
     return _bullets(tuple(f"{motive} ({share})" for motive, share in zip(scenario.motives, shares, strict=True)))

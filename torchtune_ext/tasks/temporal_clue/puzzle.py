@@ -1,8 +1,4 @@
-"""Makes a `Puzzle`: draws a scenario and its clues, keeps the clues that determine the answers, and writes the text.
-
-A puzzle is a pure function of (seed, index, size). Nothing depends on the order of a set, or on the counterexamples
-that the solver happens to find.
-"""
+"""Makes a `Puzzle`: draws a scenario and its clues, keeps the clues that determine the answers, and writes the text."""
 
 import random
 from bisect import insort
@@ -34,7 +30,7 @@ class Puzzle:
 
 
 def make_puzzle(seed: int, index: int, size: Size) -> Puzzle:
-    """Makes puzzle `index` of the endless sequence of `seed`.
+    """Makes puzzle `index` of the endless sequence of `seed`, a pure function of the arguments.
 
     Raises:
         RuntimeError: OR-Tools is not installed.
@@ -42,7 +38,7 @@ def make_puzzle(seed: int, index: int, size: Size) -> Puzzle:
     """
     rng = random.Random(f"temporal clue/{seed}/{index}")
     dims = size.draw(rng)
-    # A scenario that leaves no question to ask is drawn again, which is rare.
+    # Rarely, a scenario leaves no question to ask, and is drawn again.
     while True:
         scenario = draw_scenario(rng, dims)
         puzzle = puzzle_of(rng, scenario, dims, size)
@@ -52,6 +48,8 @@ def make_puzzle(seed: int, index: int, size: Size) -> Puzzle:
 
 def puzzle_of(rng: random.Random, scenario: Scenario, dims: Dims, size: Size) -> Puzzle | None:
     """Makes the puzzle of a scenario, or returns None if a clue states the answer to every main question."""
+    # The clues that determine the whole world are found first. If only the answers count, `drop_in_turn` then has few
+    # clues left to try.
     solver = Solver(scenario)
     clues, worlds = few_of_many(solver, draw_clues(rng, scenario, size.clues), whole_world(scenario))
     main = [fact for fact in murder_facts(scenario) if fact not in clues]
@@ -68,18 +66,14 @@ def puzzle_of(rng: random.Random, scenario: Scenario, dims: Dims, size: Size) ->
 
 
 def whole_world(scenario: Scenario) -> list[Statement]:
-    """Returns all facts of the scenario."""
+    """Returns all facts of a scenario."""
     return [*murder_facts(scenario), *piece_places(scenario), *has_motives(scenario)]
 
 
 def _bonus_facts(
     rng: random.Random, scenario: Scenario, clues: list[Statement], most: int
 ) -> list[tuple[Statement, bool]]:
-    """Draws up to `most` facts that no clue states.
-
-    Returns:
-        Each fact, and whether its question is "Who is motivated by ...?".
-    """
+    """Draws up to `most` facts that no clue states, each with whether to ask "Who is motivated by ...?"."""
     facts: list[tuple[Statement, bool]] = []
     for place in piece_places(scenario):
         if place.who == scenario.boddy:
@@ -87,6 +81,7 @@ def _bonus_facts(
         facts.append((place, False))
         if scenario.motives and place.who < len(scenario.suspects):
             motive = scenario.truth.motives[place.who]
+            # A question about a shared motive would have several answers.
             if scenario.holders(motive) == 1:
                 facts.append((Place(motivated_by(motive), place.time, place.room), False))
     for fact in has_motives(scenario):
@@ -95,26 +90,25 @@ def _bonus_facts(
     return [(fact, ask_who) for fact, ask_who in chosen if fact not in clues]
 
 
-# Reduces clues until they just determine some facts, so that none of them can be removed.
-#
-# There are two ways, which give the same result. The result depends only on the order of the clues (the first ones are tried
-# first), and not on the counterexamples that the solver happens to find.
+# Two ways to reduce clues until they just determine some facts, so that none can be removed. Both give the same result.
+# It depends only on the order of the clues (the first ones are tried first), and not on the counterexamples that the
+# solver happens to find.
 def drop_in_turn(
     solver: Solver, clues: list[Statement], facts: list[Statement], worlds: list[World]
 ) -> list[Statement]:
-    """Drops each clue in turn if the others still determine the facts. The solver is asked at most once for each clue.
+    """Drops each clue in turn if the others still determine the facts.
 
     Args:
         solver: the solver of the scenario.
         clues: true statements that determine the facts.
         facts: the facts to determine.
-        worlds: possible worlds that are known already. They may make a question to the solver unnecessary.
+        worlds: known possible worlds, which may save questions to the solver.
     """
     goal = solver.differs(facts)
     broken = [_breaks(clues, world) for world in worlds if not all(fact.holds(world) for fact in facts)]
     left = (1 << len(clues)) - 1  # bit mask over the clues
     for bit in range(len(clues)):
-        # Only this clue excludes one of the worlds, so it must stay.
+        # If only this clue excludes one of the worlds, it must stay.
         if any(mask & left == 1 << bit for mask in broken):
             continue
         others = left & ~(1 << bit)
@@ -127,15 +121,13 @@ def drop_in_turn(
 
 
 def few_of_many(solver: Solver, clues: list[Statement], facts: list[Statement]) -> tuple[list[Statement], list[World]]:
-    """Returns what `drop_in_turn` would leave, with fewer questions to the solver if few clues remain.
+    """Returns what `drop_in_turn` would leave, and the worlds that the solver found.
 
-    Every world in which a fact is different must break a clue that is kept. If it breaks no clue kept so far,
-    `drop_in_turn` keeps the last of the clues that it breaks. So the solver looks for a world that the kept clues still
-    allow, and the clues to keep are chosen again, until there is no such world.
-
-    Returns:
-        The clues that remain, and the worlds that the solver found.
+    It asks the solver fewer questions than `drop_in_turn` if few clues remain.
     """
+    # Every world in which a fact is different must break a kept clue. If it breaks none of those kept so far,
+    # `drop_in_turn` keeps the last clue that it breaks. So the solver looks for a world that the kept clues still allow,
+    # and the clues to keep are chosen again, until there is no such world.
     goal = solver.differs(facts)
     worlds: list[World] = []
     broken: list[int] = []  # bit masks over the clues, in the order of the last clue that a world breaks

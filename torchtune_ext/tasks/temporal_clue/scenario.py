@@ -1,8 +1,8 @@
 """Draws what happened in the night: a `World` (who was where, the murder) and its `Scenario` (the board, the truth).
 
-Pieces are numbers: first the suspects, then the weapons, then Mr. Boddy. A clue may also name a role: `MURDERER`,
-`MURDER_WEAPON`, or `motivated_by(m)`, the suspect or suspects who have motive m. Rooms, times and motives are numbers,
-too: positions in the lists of the scenario.
+Pieces are numbers: first the suspects, then the weapons, then Mr. Boddy. Roles are negative numbers: `MURDERER`,
+`MURDER_WEAPON`, or `motivated_by(m)`, all suspects with motive m. Rooms, times and motives are positions in the lists of
+the scenario.
 """
 
 import random
@@ -23,6 +23,7 @@ MOTIVES = ("Anger", "Betrayal", "Fear", "Greed", "Hatred", "Jealousy", "Power", 
 
 MURDERER = -1
 MURDER_WEAPON = -2
+# (column, row). Rows are counted from the north.
 STEPS = {"north": (0, -1), "south": (0, 1), "west": (-1, 0), "east": (1, 0)}
 MOVE_CHANCE = 0.5  # probability that a character changes rooms between two times
 CARRY_CHANCE = 0.8  # probability that a weapon is held by a suspect in its room, who takes it along
@@ -30,6 +31,7 @@ CARRY_CHANCE = 0.8  # probability that a weapon is held by a suspect in its room
 
 def motivated_by(motive: int) -> int:
     """Returns the number of the role "a suspect motivated by `motive`"."""
+    # -1 and -2 are the murderer and the murder weapon.
     return -3 - motive
 
 
@@ -55,7 +57,8 @@ class World:
         return [suspect for suspect, motive in enumerate(self.motives) if motive == -3 - who]
 
     def rooms(self, who: int, time: int) -> int:
-        """Returns the rooms where `who` was, as a bit mask, because several suspects may share a motive."""
+        """Returns the rooms where `who` was, as a bit mask."""
+        # Only a motive, which several suspects may share, can give more than one room.
         if who >= 0:
             return 1 << self.places[who][time]
         mask = 0
@@ -78,16 +81,16 @@ class Scenario:
 
     @property
     def boddy(self) -> int:
-        """Returns the piece number of Mr. Boddy."""
+        """The piece number of Mr. Boddy."""
         return len(self.suspects) + len(self.weapons)
 
     @property
     def weapon_pieces(self) -> range:
-        """Returns the piece numbers of the weapons."""
+        """The piece numbers of the weapons."""
         return range(len(self.suspects), self.boddy)
 
     def holders(self, motive: int) -> int:
-        """Returns how many suspects have this motive."""
+        """Returns the number of suspects with this motive."""
         return self.truth.motives.count(motive)
 
     def unique_motives(self) -> bool:
@@ -118,7 +121,7 @@ def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
         [room, *(n for n in (neighbor(dims.rooms, columns, room, d) for d in STEPS) if n is not None)]
         for room in range(dims.rooms)
     ]
-    # A night without a possible murder is drawn again. Almost every night has one.
+    # Almost every night has a possible murder. One without is drawn again.
     while True:
         walks = [_walk(rng, next_to, rng.randrange(dims.rooms), dims.times) for _ in suspects]
         carried = [_carry(rng, walks, dims) for _ in weapons]
@@ -135,7 +138,7 @@ def draw_scenario(rng: random.Random, dims: Dims) -> Scenario:
 
 
 def _columns(rng: random.Random, num_rooms: int) -> int:
-    """Draws the width of the board as the public puzzles do: the board is almost a square."""
+    # As in the public puzzles, the board is almost a square.
     if num_rooms == 2:
         return rng.choice((1, 2))
     if num_rooms in (5, 6):
@@ -146,7 +149,7 @@ def _columns(rng: random.Random, num_rooms: int) -> int:
 
 
 def _draw_times(rng: random.Random, count: int) -> tuple[str, ...]:
-    """Draws times at equal distances around midnight."""
+    """Draws times at equal distances. Midnight is one of them, but not the first."""
     if count == 1:
         return ("12:00 AM",)
     step = rng.choice((15, 30, 60))
@@ -156,7 +159,7 @@ def _draw_times(rng: random.Random, count: int) -> tuple[str, ...]:
 
 
 def _draw_motives(rng: random.Random, dims: Dims) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Draws the names of the motives, and the motive of each suspect."""
+    """Returns the names of the motives, and the motive of each suspect."""
     names = rng.sample(MOTIVES, dims.motives)
     if dims.motives == dims.suspects:
         return tuple(names), tuple(rng.sample(range(dims.motives), dims.motives))
@@ -179,7 +182,8 @@ def _walk(rng: random.Random, next_to: list[list[int]], room: int, steps: int) -
 
 
 def _carry(rng: random.Random, walks: list[list[int]], dims: Dims) -> list[int]:
-    """Draws the rooms of a weapon. At each time a suspect in its room may hold it, and takes it along when leaving."""
+    """Draws the rooms of a weapon."""
+    # At each time a suspect in its room may hold it, and takes it along when leaving.
     places = [rng.randrange(dims.rooms)]
     for time in range(1, dims.times):
         room = places[-1]

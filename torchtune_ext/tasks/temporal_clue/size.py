@@ -1,4 +1,4 @@
-"""Defines how big and how hard a puzzle is: `Size` holds ranges, as a user writes them; `Dims` is drawn from them."""
+"""How big and how hard a puzzle is: `Size` has ranges, as a user writes them, and `Dims` is drawn from them."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -80,7 +80,7 @@ def parse_size(value: Size | str | Mapping) -> Size:
     """Makes a `Size` from a name ("small"), or a mapping, which may be a text in YAML ("{suspects: 2, rooms: [2, 3]}").
 
     Raises:
-        ValueError: the value is not understood. The message names the knob, the value and the fix.
+        ValueError: the value has no meaning. The message names the knob, the value and the fix.
     """
     if isinstance(value, Size):
         return value
@@ -92,7 +92,7 @@ def parse_size(value: Size | str | Mapping) -> Size:
         try:
             value = yaml.safe_load(value)
         except yaml.YAMLError:
-            pass  # and so it is no mapping
+            pass  # the text stays a text, which is refused below
     if not isinstance(value, Mapping):
         raise Mistake(f"size={value!r}: {HOW_TO}")
     value = dict(value)
@@ -108,7 +108,7 @@ def parse_size(value: Size | str | Mapping) -> Size:
 
 
 def _plain(name: str, item: object) -> object:
-    """Converts a value as `Size` needs it: a list becomes a tuple, and a single kind of clue a tuple of one."""
+    # YAML has lists and no tuples. A single kind of clue needs no list.
     if name == "clues":
         item = [item] if isinstance(item, str) else item
     if isinstance(item, Sequence) and not isinstance(item, str):
@@ -129,7 +129,7 @@ def _pick(rng: random.Random, value: Range) -> int:
 
 
 def _draw_as_public(rng: random.Random, players: int) -> Dims:
-    """Draws all numbers from a number of players, in the way of the generator of the public puzzles."""
+    # These are the formulas of the public generator.
     weapons = max(2, min(players + rng.randint(-1, 5), int(2.125 * players), 8))
     suspects = min(weapons + rng.randint(0, weapons - 1), int(2.5 * players), 10)
     rooms = min(suspects + rng.randint(0, suspects - 2), 3 * players, 17)

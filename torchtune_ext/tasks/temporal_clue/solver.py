@@ -1,8 +1,7 @@
-"""Looks for another world that fits the clues, with OR-Tools CP-SAT (extra `clue`). Such a world is a counterexample.
+"""Looks for counterexamples, other worlds that fit the clues, with OR-Tools CP-SAT (extra `clue`).
 
-A scenario has one model. It holds the rules of the prompt as clauses over "piece p was in room r at time t", the
-motives and the facts of the murder. A clue becomes a literal when it is first used. A question to the solver is a set
-of literals to assume, one of which says "something differs from the truth".
+A scenario has one model: the rules of the prompt as clauses over "piece p was in room r at time t", the motives and the
+facts of the murder. Clues are literals. A question to the solver is a set of literals to assume.
 """
 
 from collections.abc import Iterable
@@ -29,11 +28,8 @@ SECONDS = 120.0  # time limit of one question to the solver; the public sizes ne
 
 
 def ortools() -> ModuleType:
-    """Imports `cp_model` of OR-Tools, when the first puzzle is made. Reading and grading puzzles works without it.
-
-    Raises:
-        RuntimeError: OR-Tools is not installed.
-    """
+    """Imports `cp_model` of OR-Tools. Raises RuntimeError if it is not installed."""
+    # Imported late, because reading and grading puzzles works without it.
     try:
         return import_module("ortools.sat.python.cp_model")
     except ImportError as error:
@@ -58,7 +54,8 @@ class Solver:
         self.engine = cp_model.CpSolver()
         parameters = self.engine.parameters
         parameters.num_workers = 1
-        parameters.catch_sigint_signal = False  # otherwise CP-SAT takes Ctrl-C from Python and never gives it back
+        # Otherwise CP-SAT takes Ctrl-C from Python and never gives it back.
+        parameters.catch_sigint_signal = False
         parameters.search_branching = cp_model.FIXED_SEARCH
         parameters.cp_model_presolve = False
         parameters.cp_model_probing_level = 0
@@ -67,7 +64,8 @@ class Solver:
         parameters.max_time_in_seconds = SECONDS
 
     def differs(self, truths: Iterable[Statement]):
-        """Returns a literal: at least one of these statements, which are true in the scenario, does not hold."""
+        """Returns a literal: at least one of these statements does not hold."""
+        # Only one direction is needed, since the literal is only ever assumed to be true.
         goal = self.model.new_bool_var("")
         self.model.add_bool_or(goal.negated(), *(self.literal(truth).negated() for truth in truths))
         return goal
@@ -97,7 +95,7 @@ class Solver:
         return literals
 
     def _add_variables(self) -> None:
-        """Adds the variables of the world. They come first in the model, in the order in which `_world` reads them."""
+        # These must come first in the model, in the order in which `_world` reads them.
         s = self.scenario
         self.at = [[self._one_of(len(s.rooms)) for _ in s.times] for _ in s.truth.places]  # [piece][time][room]
         self.motive = [self._one_of(len(s.motives)) for _ in s.suspects] if s.motives else []
@@ -105,11 +103,11 @@ class Solver:
         self.weapon = self._one_of(len(s.weapons))
         self.room = self._one_of(len(s.rooms))
         self.time = self._one_of(len(s.times))
+        # The prompt says how many suspects have each motive.
         for motive in range(len(s.motives)):
             self.model.add(sum(row[motive] for row in self.motive) == s.holders(motive))
 
     def _truths(self) -> list:
-        """Returns the variables that are true in the scenario."""
         truth, suspects = self.scenario.truth, len(self.scenario.suspects)
         facts = [self.murderer[truth.murderer], self.weapon[truth.weapon - suspects]]
         facts += [self.room[truth.room], self.time[truth.time]]
@@ -167,7 +165,7 @@ class Solver:
     # ---- clues as literals
 
     def all_of(self, *literals):
-        """Returns a literal that is true exactly when all of these are true."""
+        """Returns a literal that is true if and only if all of these are."""
         if len(literals) == 1:
             return literals[0]
         key = ("all", tuple(literal.index for literal in literals))
@@ -179,13 +177,13 @@ class Solver:
         return self._known[key]
 
     def any_of(self, literals: list):
-        """Returns a literal that is true exactly when at least one of these is true."""
+        """Returns a literal that is true if and only if at least one of these is."""
         if len(literals) == 1:
             return literals[0]
         return self.all_of(*(literal.negated() for literal in literals)).negated()
 
     def _options(self, who: int) -> list[tuple[list, int]]:
-        """Returns the pieces that a piece number or a role may stand for, each after the literals that make it so."""
+        """Returns the pieces that `who` may stand for, each after the literals that make it so."""
         s = self.scenario
         if who >= 0:
             return [([], who)]
@@ -199,7 +197,7 @@ class Solver:
         return self.any_of([self.all_of(*so, self.at[piece][time][room]) for so, piece in self._options(who)])
 
     def literal(self, statement: Statement):
-        """Returns a literal that is true exactly when the statement holds."""
+        """Returns a literal that is true if and only if the statement holds."""
         if statement not in self._known:
             self._known[statement] = self._encode(statement)
         return self._known[statement]

@@ -1,4 +1,4 @@
-"""The task Temporal Clue: deduction puzzles based on the board game, generated without end or read from a file."""
+"""The task Temporal Clue: deduction puzzles after the board game, generated or read from a file."""
 
 import re
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ ANSWER_LETTERS = {"published": r"A-Za-z \.:-", "exact": r"A-Za-z0-9 \.:-"}
 
 
 class TemporalClue:
-    """The task of Temporal Clue. The reward is the fraction of the questions that are answered right.
+    """The task. The reward is the share of the questions that are answered right.
 
     Args:
         seed: seed of the generated puzzles. Puzzle i depends only on (seed, i, size).
         count: number of puzzles; None: endless, or the rest of the file.
         size: a `Size`, a name ("2", "3", "small", "public"), or a mapping such as {suspects: [2, 3], weapons: 2}.
-        grader: "exact", or "published", for which an answer that is a time is never right; or the dotted path of a function
-            (problem, text) that grades in the place of `grade`. `problem.answer` has the right answers by their letters.
-        path: a JSON or JSONL file of puzzles, which are read and not generated.
+        grader: "exact", or "published", for which a time is never a right answer; or the dotted path of a function
+            (problem, text) that replaces `grade`. `problem.answer` has the right answers by their letters.
+        path: a JSON or JSONL file of puzzles to read instead of generating them.
         first: index of the first puzzle. It keeps training and held-out puzzles apart.
         group_grader: dotted path of a function (problem, texts), which grades all samples of a puzzle together.
 
@@ -79,11 +79,8 @@ class TemporalClue:
         return Problem(f"{self.prefix}-{self.first + index:06d}", (message,), puzzle.solution)
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text.
-
-        Parts of the score: "accuracy", the share of right answers; "solved", 1.0 if all are right; "format", the share
-        of questions with any answer in the right format.
-        """
+        """Grades a text. Parts: "accuracy", the share of right answers; "solved", 1.0 if all are right; "format", the share
+        of questions with any answer in the right format."""
         right = right_answers(problem.answer, text, self.rule).values()
         reward = sum(right) / len(right)
         parts = {"accuracy": reward, "solved": float(all(right)), "format": answered(problem.answer, text)}
@@ -97,18 +94,16 @@ class TemporalClue:
 _puzzle = lru_cache(maxsize=4096)(make_puzzle)
 
 
-# Grades answers by two rules: the published one, and the exact one, which also accepts times.
-#
 # Both rules look for "A. answer", take the last one for each letter, and ignore case. The published rule (OpenPipe,
-# deductive-reasoning) allows no digits in an answer, so "11:30 PM" never matches. With it, the right answers of the 64 public
-# validation puzzles get a mean reward of 0.926. It exists so that results can be compared with published ones.
+# deductive-reasoning) allows no digits in an answer, so "11:30 PM" never matches. With it, the right answers of the 64
+# public validation puzzles get a mean reward of 0.926. It exists so that results can be compared with published ones.
 @lru_cache(maxsize=256)
 def _pattern(key: str, letters: str) -> re.Pattern:
     return re.compile(rf"{re.escape(key)}\. ([{letters}]+)")
 
 
 def right_answers(solution: dict[str, str], text: str, grader: str = "exact") -> dict[str, bool]:
-    """Tells for each letter whether the last answer to it in `text` is the one in `solution`."""
+    """Tells for each letter whether the last answer in `text` is the one in `solution`."""
     letters = ANSWER_LETTERS[grader]
     right = {}
     for key, answer in solution.items():
@@ -118,5 +113,5 @@ def right_answers(solution: dict[str, str], text: str, grader: str = "exact") ->
 
 
 def answered(solution: dict[str, str], text: str) -> float:
-    """Returns the fraction of the questions to which `text` has any answer in the right format."""
+    """Returns the share of the questions to which `text` has any answer in the right format."""
     return sum(bool(_pattern(key, ANSWER_LETTERS["exact"]).search(text)) for key in solution) / len(solution)
