@@ -128,6 +128,7 @@ def after_phrase(text: str) -> str | None:
     while first and not re.search(r"[.!?]\s|\n", text[phrases[first - 1].end() : phrases[first].start()]):
         first -= 1
     clause = _CLAUSE_END.split(text[phrases[first].end() :].partition("\n")[0], maxsplit=1)[0].strip()
+    # In "the answer is that the largest n is 34", only 34 is the answer.
     stated = _STATED.fullmatch(clause)
     return stated[1] if stated else clause
 
@@ -173,10 +174,7 @@ def thinks(text: str) -> bool:
 
 
 def tidy(answer: str) -> str:
-    r"""Returns an answer without what never changes its value: math signs, dollars, spacing, emphasis, a full stop.
-
-    The notation 1.5e-7 becomes 1.5 \times 10^{-7}.
-    """
+    r"""Returns an answer without what never changes its value: math signs, dollars, spacing, emphasis, a full stop."""
     answer = _NARROW.sub("", answer)
     for useless in ("\\$", "$", "\\(", "\\)", "\\,", "\\;"):
         answer = answer.replace(useless, "")
@@ -186,15 +184,13 @@ def tidy(answer: str) -> str:
         answer = answer.replace("\\[", "").replace("\\]", "")
     answer = answer.strip().strip("*").strip()
     answer = answer[:-1].rstrip() if answer.endswith((".", ",")) else answer
+    # math-verify reads e as Euler's number.
     power = _SCIENTIFIC.fullmatch(answer)
     return f"{power[1]} \\times 10^{{{int(power[2])}}}" if power else answer
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Tells whether `answer` equals the right answer `gold`.
-
-    This may take forever or kill the process, so it must run in a grading process.
-    """
+    """Tells whether `answer` equals the right answer `gold`. It may never return, so it must run in a grading process."""
     gold, answer = tidy(gold), tidy(answer)
     if not gold or not answer:
         return False
@@ -203,6 +199,8 @@ def equal(gold: str, answer: str) -> bool:
     # math-verify takes 5% for 5 as well as for 0.05, so a percentage is right only where one is asked for.
     if _PERCENT.search(answer) and not _percentage(gold):
         return False
+    # A style may enclose the whole answer, value and unit: \text{18 dollars}. Where the right answer is a number, letters
+    # are a unit and no variables.
     whole = _STYLE.fullmatch(answer)
     answer = without_unit(whole[1].strip() if whole else answer, variables=not _NUMBER.fullmatch(gold))
     numbers = _plain(gold), _plain(answer)
@@ -367,6 +365,7 @@ class MathGrader:
         expression("1")
 
     def __call__(self, gold: str, text: str) -> Score:
+        # Where thinking is required, a text without a closed thought has no reply.
         reply = spoken(text) if not self.require_thinking or "</think>" in text else ""
         boxes = last_boxes(reply)
         answer = extract(reply, self.require_box, self.brackets)
@@ -374,6 +373,7 @@ class MathGrader:
             has_answer = bool(tidy(answer))
             right = all_equal(gold, [answer] if boxes is None else boxes)
         elif self.require_box or "\\boxed" in reply or "\\fbox" in reply:
+            # A box was required, or one is never closed. Nothing else counts then.
             has_answer, right = False, False
         else:
             has_answer, right = unmarked(gold, reply[-TAIL_CHARS:])
@@ -384,5 +384,5 @@ class MathGrader:
 
 
 def grade(answer: Any, text: str) -> Score:
-    """Grades a text by `MathGrader` with its defaults, for `grader:` of a task. `gold_answer` reads the answer."""
+    """Grades a text by `MathGrader` with its defaults. `gold_answer` reads the answer."""
     return MathGrader()(gold_answer(answer), text)

@@ -95,6 +95,7 @@ class Arithmetic:
         rng = random.Random(f"{self.seed}/{self.first + index}")
         (level,) = rng.choices(list(self.weights), list(self.weights.values()))
         question = draw(rng, LEVELS[level])
+        # Only the question is drawn again, so both splits have the same mixture of levels.
         while self.split != "all" and held_out(question) != (self.split == "heldout"):
             question = draw(rng, LEVELS[level])
         message = {"role": "user", "content": self.prompt.replace("{question}", question)}
@@ -145,6 +146,7 @@ def steps(question: str) -> list[int]:
 def _reduce(words: list[str], values: list[int]) -> int:
     """Computes an expression without brackets, and appends the value of each operation to `values`."""
     words = list(words)
+    # The first pass leaves sums of products.
     for signs in ("*", "+-"):
         at = 1
         while at < len(words):

@@ -18,8 +18,7 @@ def use_graders(task: Any, grader: str | Grade | None, group_grader: str | Grade
 
     Args:
         task: gets the function as its attribute `grade` or `grade_group`.
-        grader: a function (problem, text), or its dotted path: "my_reward.short".
-        group_grader: a function (problem, texts), or its dotted path.
+        grader, group_grader: functions (problem, text) and (problem, texts), or their dotted paths: "my_reward.short".
 
     Raises:
         ValueError: both are given, the task has a `grade_group` of its own, or `by_path` finds no function.
@@ -92,6 +91,7 @@ def name_of(function: str | Callable) -> str:
     """Returns the name of a function, with its file and line if it has them: "my_reward.short (my_reward.py:3)"."""
     if isinstance(function, str):
         return function
+    # A method and a decorator hide the function that has a file and a line.
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(plain):
         return getattr(function, "__qualname__", type(function).__qualname__)

@@ -73,6 +73,7 @@ class Games:
         """Makes the game of a problem again. Raises RuntimeError if it is not the one in the prompt."""
         # `_begin` restores the state of `random`, which the process has set by `seed`. Later draws of the game use that.
         game, messages = self._begin(problem.example, problem.answer["seed"])
+        # A game that draws from elsewhere, such as numpy's generator, begins differently each time.
         if messages != problem.messages:
             raise Failure(
                 f"it began otherwise than in the prompt, with {messages[-1]['content']!r:.200}; draw from `random`"

@@ -98,6 +98,7 @@ class Questions:
         if not 0 <= index < len(self.examples):
             raise IndexError(f"question {index} of {len(self.examples)}")
         question, answer, example = self.examples[index]
+        # `replace` and not `format`, since a prompt may have other braces, as in \boxed{}.
         if isinstance(question, str):
             question = ({"role": "user", "content": self.prompt.replace("{question}", question)},)
         before = () if self.system is None else ({"role": "system", "content": self.system},)
@@ -114,7 +115,7 @@ class Questions:
         return str(problem.answer)
 
     def index_of(self, problem: Problem) -> int:
-        """Returns the index of a problem of this task."""
+        """Returns the index of a problem."""
         return int(problem.id.rpartition("-")[2]) - self.first
 
     def __getstate__(self) -> dict:

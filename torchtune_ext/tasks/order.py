@@ -76,13 +76,10 @@ class ProblemStream:
         return [problem for _, problem in self.draw(count)]
 
     def draw(self, count: int) -> list[tuple[int, Problem]]:
-        """Returns the next `count` problems that can be used, each with its place in the order.
-
-        Raises:
-            ValueError: no problem of the task can be used.
-        """
+        """Returns the next `count` usable problems with their places in the order. Raises ValueError if there are none."""
         ahead, problems, bad = self._ahead.result() if self._ahead else {}, [], []
         place, in_a_row, known = self.cursor, 0, set(self.skipped)
+        # The loop below would never end.
         if not self._adapts and len(known) >= len(self._task):
             raise Mistake(
                 f"all {len(self._task)} problems of the task are passed over, as the checkpoint says; set task as it was, or "
@@ -98,6 +95,7 @@ class ProblemStream:
                 if candidate.reason:
                     bad.append(candidate)
                     known.add(index)
+                    # A task that adapts may yet ask something else, so only a long row of bad problems ends it.
                     everything = not self._adapts and len(known) >= len(self._task)
                     if everything or in_a_row >= GIVE_UP:
                         what = f"all {len(self._task)} problems" if everything else f"{in_a_row} problems in a row"
@@ -115,11 +113,8 @@ class ProblemStream:
         return problems
 
     def first(self, count: int) -> list[Problem]:
-        """Returns the first `count` problems by index that can be used, or fewer. The cursor does not move.
-
-        Raises:
-            ValueError: none can be used.
-        """
+        """Returns the first `count` usable problems by index, or fewer, without moving the cursor. Raises ValueError if
+        there are none."""
         return _usable(self._task, self._fault, count, len(self._task))[0]
 
     def at(self, place: int) -> Problem | None:

@@ -185,11 +185,12 @@ class ReasoningGymCurriculum(ReasoningGym):
         return self[index]
 
     def __getitem__(self, index: int) -> Problem:
+        # The id tells `observe` at which level the problem was asked.
         problem = super().__getitem__(index)
         return replace(problem, id=f"{problem.id}-level{self.levels[problem.example['generator']]}")
 
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
-        """Raises levels. Logs the level of each generator."""
+        """Raises levels, and returns the level of each generator."""
         for problem, samples in groups:
             name, scores = problem.id.split("-")[0], [score for _, score, _ in samples if score is not None]
             # A group that was sampled before its generator rose says nothing about the new level.
@@ -215,16 +216,18 @@ class ReasoningGymCurriculum(ReasoningGym):
         self.newest = {name: list(shares) for name, shares in state["newest"].items()}
 
     def _set(self, name: str, level: int) -> None:
-        """Gives a generator the sizes of a level, or of the last one."""
+        """Gives a generator the sizes of a level."""
         from reasoning_gym.factory import create_curriculum, has_curriculum
 
         if not has_curriculum(name):
             raise Mistake(f"generators.{name} has no curriculum; take task._component_ ReasoningGym, or leave it out")
         curriculum = create_curriculum(name)
+        # At its last level a generator stays.
         level = min(level, max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1)
         curriculum.set_global_level(level)
         config = curriculum.generate_configuration(dict(self.base[name]))
-        # An attribute of a curriculum names one field of the config, or two: the least and the largest size.
+        # Of this config only the fields that the curriculum changes are taken, since it also has a seed and a size. An
+        # attribute names one field, or two: the least and the largest size.
         attributes = map(vars, curriculum.attributes.values())
         changed = [field for each in attributes for key, field in each.items() if key.endswith("field_name")]
         self.options[name] = {**self.base[name], **{field: getattr(config, field) for field in changed}}
@@ -232,7 +235,7 @@ class ReasoningGymCurriculum(ReasoningGym):
 
 
 def held_out(question: str) -> bool:
-    """Tells whether a question is held out. Only its hash decides, so all runs agree."""
+    """Tells whether a question is held out. Only its hash decides, in every run."""
     return sha256(question.encode()).digest()[0] % HELD_OUT == 0
 
 

@@ -92,6 +92,7 @@ class NearLevel:
         return min(map(len, self._tasks))
 
     def __getitem__(self, index: int) -> Problem:
+        # Without a run, the levels take turns.
         return self._problem(index % len(self._tasks), index)
 
     def __getattr__(self, name: str) -> Any:

@@ -54,8 +54,10 @@ class SkyRLGym(Games):
     def begin(self, row: Mapping[str, Any], seed: int) -> tuple["SkyRLEnvironment", list[Message]]:
         from skyrl_gym.envs.registration import EnvSpec, make
 
+        # A class that is not registered is its own entry point.
         kind = EnvSpec(self.kind, self.kind) if ":" in self.kind else self.kind
         with blame(f"skyrl_gym: {self.kind}"):
+            # A row may have its own `max_turns`.
             game = make(kind, env_config=SimpleNamespace(**self.options), extras={"max_turns": self.max_turns, **row})
             return SkyRLEnvironment(game), game.init(prompt_of(row))[0]
 
@@ -70,6 +72,7 @@ class SkyRLEnvironment:
         # What an environment makes of the turn (`postprocessed_action`) is not used, because the policy is trained on
         # what it sampled.
         step = self.game.step(message["content"])
+        # The parts of a score are numbers. Metrics may be anything.
         metrics = {name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)}
         return Turn(step["observations"], step["reward"], step["done"], metrics)
 

@@ -55,6 +55,7 @@ def score_of(value: float | Score) -> Score:
     Raises:
         ValueError: it is neither, or a number in it is not finite. The message continues "returned ...".
     """
+    # This includes the numbers of numpy, but no tensors.
     if isinstance(value, Real):
         return Score(_finite("reward", value))
     if not isinstance(value, Score):
@@ -73,6 +74,7 @@ def score_of(value: float | Score) -> Score:
 def _finite(name: str, value: Any) -> float:
     try:
         number = float(value)
+    # An integer beyond the range of floats raises OverflowError.
     except (TypeError, ValueError, OverflowError):
         raise Mistake(f"{name}={value!r:.60}, which is no number") from None
     if not math.isfinite(number):

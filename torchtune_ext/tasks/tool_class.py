@@ -100,6 +100,7 @@ class ToolEnvironment:
             results = [{"role": "tool", "content": self._failed(error)}]
         else:
             results = [{"role": "tool", "name": call.name, "content": self._result(call)} for call in calls]
+        # The run ends a conversation after `max_turns` by itself, so the reward must come with that turn.
         is_last = not results or not self.turns_left
         reward = _awaited(self.game.get_reward()) if is_last else 0.0
         return Turn(results, reward, not results, {"tool_calls": self.calls, "tool_errors": self.errors})
@@ -138,6 +139,7 @@ def _schemas(factory: Any, setting: str) -> list[dict[str, Any]]:
     schemas = []
     for name in _tool_names(factory):
         try:
+            # The schema of a bound method has no `self`.
             schemas.append(schema.get_json_schema(getattr(instance, name)))
         except (schema.DocstringParsingException, schema.TypeHintParsingException) as error:
             raise Mistake(

@@ -31,6 +31,8 @@ _FRACTION = re.compile(
 )
 _LARGE = re.compile(r"(?:ten|dozen|hundred|thousand|\w*illion)s?")
 
+# A word of the next three sets is never part of a unit: it is a number itself, changes the value before it, or joins
+# something to it.
 NUMBERS = set(
     (
         "zero one two three four five six seven eight nine eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -67,6 +69,7 @@ MEASURES = set(
 _ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split())
 _HEDGES = set("and either maybe perhaps possibly option case choice candidate".split())
 _JOINING = _HEDGES | set("but it is are was could might may be".split())
+# A formula between math signs, a fraction, a number, or a number word.
 _VALUE = re.compile(
     r"\$(?=\S)[^$\n]+(?<=\S)\$(?!\d)|\\\((?:(?!\\\)).)+\\\)|-?\\frac\{\d+\}\{\d+\}"
     r"|(?<![\w.])[-+]?(?:(?:\d{1,3}(?:[ ,]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?\\?%?"
@@ -88,6 +91,7 @@ def without_unit(answer: str, variables: bool = True) -> str:
     Args:
         variables: True if letters may be variables: "2m" and "2 m" then have no unit.
     """
+    # Without a value before them, the words are the answer itself.
     tail = _TAIL.search(answer)
     if tail is None or not _VALUE_END.search(value := answer[: tail.start()].rstrip()):
         return answer
@@ -129,6 +133,7 @@ def changes_value(word: str) -> bool:
 
 def joined_values(text: str) -> list[str]:
     """Returns the last value of a text (a number, a number word or a formula with a digit), after those joined to it."""
+    # From the last value backwards, for as long as the text between two values joins them.
     line, values = _last_line(text)
     tail = values[-1:]
     for value, following in zip(values[-2::-1], values[:0:-1], strict=True):

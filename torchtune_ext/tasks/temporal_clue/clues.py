@@ -132,13 +132,14 @@ ROLE_MEETING = 1.5  # added to the weight if the murderer or the murder weapon m
 
 
 def murder_fact(world: World, fact: str) -> int:
-    """Returns one fact of the murder: "murderer", "weapon", "room", "time" or "motive"."""
+    """Returns one fact of the murder (`Murder.fact`)."""
     return world.motives[world.murderer] if fact == "motive" else getattr(world, fact)
 
 
 def murder_facts(scenario: Scenario) -> list[Murder]:
     """Returns the facts that the main questions ask for, in their order."""
     facts = ["murderer", "weapon", "room"]
+    # A puzzle with a single time does not mention it.
     facts += ["time"] if len(scenario.times) > 1 else []
     facts += ["motive"] if scenario.motives else []
     return [Murder(fact, murder_fact(scenario.truth, fact)) for fact in facts]
@@ -285,6 +286,7 @@ def _carries(scenario: Scenario) -> Iterator[tuple[float, Statement]]:
             if way[time] == way[time - 1]:
                 continue
             step = way[time - 1 : time + 1]
+            # A weapon only moves when a suspect takes it along.
             suspect = next(s for s in range(len(scenario.suspects)) if places[s][time - 1 : time + 1] == step)
             for who in _names(scenario, suspect):
                 weight = WEIGHTS["role_carried" if who == MURDERER else "carried"]

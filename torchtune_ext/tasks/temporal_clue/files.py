@@ -45,17 +45,17 @@ def write_jsonl(path: str | os.PathLike, puzzles: Iterable[Puzzle]) -> int:
     """Writes one puzzle a line, all or nothing, and returns their number."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # All puzzles are made before the file is written, so a failure leaves no part of one.
     lines = [json.dumps(asdict(puzzle), ensure_ascii=False) + "\n" for puzzle in puzzles]
     write_atomic(path, "".join(lines).encode())
     return len(lines)
 
 
 def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = None) -> list[Puzzle]:
-    """Reads puzzles from a JSON list or from a file with one JSON object a line. `first` and `count` select a slice.
+    """Reads puzzles `first` to `first + count - 1` from a JSON list, or a file with one JSON object a line.
 
     Raises:
-        ValueError: the file cannot be used. The message names the file, the line (or the number of the puzzle in a
-            list), the field and the fix.
+        ValueError: the file cannot be used. The message names the place, the field and the fix.
     """
     # A public file is a JSON list, ours has one JSON object a line.
     if Path(path).read_bytes().lstrip().startswith(b"["):

@@ -106,6 +106,7 @@ def neighbor(num_rooms: int, columns: int, room: int, direction: str) -> int | N
     column, row = room % columns, room // columns
     dx, dy = STEPS[direction]
     column, row = column + dx, row + dy
+    # The last row of the board may be incomplete.
     other = row * columns + column
     return other if 0 <= column < columns and row >= 0 and other < num_rooms else None
 
@@ -176,6 +177,7 @@ def _walk(rng: random.Random, next_to: list[list[int]], room: int, steps: int) -
     walk = [room]
     while len(walk) < steps:
         if rng.random() < MOVE_CHANCE:
+            # The list begins with the room itself.
             room = rng.choice(next_to[room][1:])
         walk.append(room)
     return walk

@@ -84,6 +84,7 @@ def parse_size(value: Size | str | Mapping) -> Size:
     """
     if isinstance(value, Size):
         return value
+    # YAML reads the names "2" and "3" as numbers.
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if isinstance(value, str):
@@ -119,6 +120,7 @@ def _plain(name: str, item: object) -> object:
 def _check_range(name: str, value: object) -> None:
     least, most = LIMITS[name]
     ends = (value, value) if not isinstance(value, tuple) else value
+    # A bool is an int in Python.
     whole = len(ends) == 2 and all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
     if not whole or not least <= ends[0] <= ends[1] <= most:
         raise Mistake(f"size: {name}={value!r}: write a number from {least} to {most}, or [low, high] within that")

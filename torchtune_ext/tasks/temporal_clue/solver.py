@@ -80,6 +80,7 @@ class Solver:
         self.model.clear_assumptions()
         self.model.add_assumptions([goal, *literals])
         status = self.engine.solve(self.model)
+        # Without an objective, CP-SAT calls any solution optimal.
         name = self.engine.status_name(status)
         if name == "INFEASIBLE":
             return None
@@ -119,6 +120,7 @@ class Solver:
         s = self.scenario
         position = 0
 
+        # A choice is a run of values of which one is 1.
         def chosen(count: int) -> int:
             nonlocal position
             choice = values.index(1, position, position + count) - position
@@ -131,29 +133,33 @@ class Solver:
         return World(places, motives, murderer, weapon, chosen(len(s.rooms)), chosen(len(s.times)))
 
     def _add_murder(self) -> None:
-        """Adds the murder: the murderer is alone with Mr. Boddy and the weapon, and then Mr. Boddy stays there."""
         s, clause = self.scenario, self.model.add_bool_or
         for time, room in product(range(len(s.times)), range(len(s.rooms))):
             elsewhere = [self.time[time].negated(), self.room[room].negated()]
+            # The murderer is there, and no other suspect.
             for suspect, is_murderer in enumerate(self.murderer):
                 here = self.at[suspect][time][room]
                 clause(*elsewhere, is_murderer.negated(), here)
                 clause(*elsewhere, is_murderer, here.negated())
+            # So is the murder weapon, perhaps among others.
             for weapon, is_weapon in zip(s.weapon_pieces, self.weapon, strict=True):
                 clause(*elsewhere, is_weapon.negated(), self.at[weapon][time][room])
+            # From then on Mr. Boddy stays there.
             for later in range(time, len(s.times)):
                 clause(*elsewhere, self.at[s.boddy][later][room])
 
     def _add_walks(self) -> None:
-        """Adds the moves: a piece stays or goes to a neighboring room, and a weapon moves only with a suspect."""
         s, clause = self.scenario, self.model.add_bool_or
         rooms = range(len(s.rooms))
         next_to = [[n for n in (s.neighbor(room, d) for d in STEPS) if n is not None] for room in rooms]
         for time in range(1, len(s.times)):
             for piece, room in product(range(len(self.at)), rooms):
+                # A piece stays or goes to a neighboring room. The second clause follows from the first, but lets the
+                # solver conclude backwards in time.
                 before, now = self.at[piece][time - 1], self.at[piece][time]
                 clause(before[room].negated(), now[room], *(now[near] for near in next_to[room]))
                 clause(now[room].negated(), before[room], *(before[near] for near in next_to[room]))
+            # A weapon moves only with a suspect.
             for start in rooms:
                 for end in next_to[start]:
                     suspects = self.at[: len(s.suspects)]
@@ -231,6 +237,7 @@ class Solver:
 
     def _moved(self, who: int, cargo: int | None, time: int, start: int, end: int):
         cargoes = [([], None)] if cargo is None else self._options(cargo)
+        # If several suspects share a motive, a single one must make the whole move.
         ways = []
         for (so, piece), (with_so, weapon) in product(self._options(who), cargoes):
             steps = [self.at[piece][time - 1][start], self.at[piece][time][end]]
