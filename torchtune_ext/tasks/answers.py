@@ -146,11 +146,8 @@ def extract(text: str, require_box: bool = False, brackets: bool = False) -> str
 
 
 def gold_answer(value: Any) -> str:
-    r"""Returns the right answer from a field that holds it, or a solution that ends with it (\boxed, ####, a phrase).
-
-    Raises:
-        ValueError: the field holds neither text nor a number, is empty, or has braces that do not match.
-    """
+    r"""Returns the right answer from a field with it, or with a solution that ends with it (\boxed, ####, a phrase).
+    Raises ValueError if the field is neither text nor a number, is empty, or has unmatched braces."""
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
         raise Mistake(f"is {value!r:.60}, neither text nor a number")
     if isinstance(value, float) and value.is_integer():

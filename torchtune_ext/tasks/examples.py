@@ -18,11 +18,7 @@ def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Exa
     """Yields the place and the content of every example of a file.
 
     Of a .parquet file, only `fields` are read (None: all). A .csv file has names in its first line, and all its values are
-    texts. Any other file is JSONL, one object a line.
-
-    Raises:
-        ValueError: the file does not exist or cannot be read, or a line is no JSON object. The message names the place
-            and the fix.
+    texts. Any other file is JSONL, one object a line. Raises ValueError if the file or a line cannot be read.
     """
     if not Path(path).is_file():
         raise FileMistake(f"path={path!r}: {_no_file(path)}")
@@ -94,10 +90,7 @@ def _parquet_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str,
 
 def hub_examples(hub: str, config: str | None, split: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
     """Yields the place and the content of every example of a data set of the hub. Only `fields` are read (None: all).
-
-    Raises:
-        ValueError: the hub cannot be reached, or has no such data set, config or split.
-    """
+    Raises ValueError if the hub cannot be reached, or has no such data set, config or split."""
     # Imported late, because it takes seconds and a grading process does not need it.
     from datasets import load_dataset
 
@@ -122,24 +115,15 @@ def field_names(template: str) -> list[str]:
 
 def fill(template: str, example: Example, where: str, knob: str = "") -> Any:
     """Returns the value of a field ("answer", "reward_model.ground_truth") or a filled template ("{Body} {Question}").
-
-    Args:
-        knob: the setting that names the field, for messages.
-
-    Raises:
-        ValueError: the example has no such field.
-    """
+    Raises what `value_of` raises."""
     if "{" not in template:
         return value_of(template, example, where, knob)
     return _NAME.sub(lambda name: str(value_of(name[1], example, where)), template)
 
 
 def value_of(field: str, example: Example, where: str, knob: str = "") -> Any:
-    """Returns the value of a field of an example; "a.b.0" names a nested one.
-
-    Raises:
-        ValueError: the example has no such field. The message lists all fields, the nearest name first.
-    """
+    """Returns the value of a field; "a.b.0" names a nested one. Raises ValueError if there is none, whose message lists
+    all fields, and `knob` as the setting to change."""
     # The name of a column may itself contain dots.
     if field in example:
         return example[field]

@@ -14,15 +14,12 @@ GradeGroup = Callable[[Problem, list[str]], list[float | Score]]  # grades all t
 
 
 def use_graders(task: Any, grader: str | Grade | None, group_grader: str | GradeGroup | None) -> None:
-    """Lets a function grade the texts of `task` in place of its own method. Without a function nothing changes.
-
-    Args:
-        task: gets the function as its attribute `grade` or `grade_group`.
-        grader, group_grader: functions (problem, text) and (problem, texts), or their dotted paths: "my_reward.short".
+    """Sets a function (problem, text) or (problem, texts), or its dotted path, as `task.grade` or `task.grade_group`.
 
     Raises:
         ValueError: both are given, the task has a `grade_group` of its own, or `by_path` finds no function.
     """
+    # The grader calls `grade_group` where a task has one, so a `grader` beside it would never be called.
     if grader is not None and (group_grader is not None or hasattr(task, "grade_group")):
         other = "grade_group of its own" if group_grader is None else f"group_grader={name_of(group_grader)!r}"
         raise Mistake(
@@ -37,10 +34,9 @@ def use_graders(task: Any, grader: str | Grade | None, group_grader: str | Grade
 
 
 def by_path(path: str, key: str, what: str) -> Callable:
-    """Returns the function that a dotted path names. The working directory is searched, too.
+    """Returns the function that "MODULE.FUNCTION" names. The working directory is searched, too.
 
     Args:
-        path: "MODULE.FUNCTION".
         key: the argument that names it, for messages.
         what: the function's second argument, for messages.
 
@@ -69,17 +65,9 @@ def by_path(path: str, key: str, what: str) -> Callable:
 
 
 def named(path: str, key: str, kind: str, example: str) -> Any:
-    """Returns what a dotted path names. The working directory is searched, too.
-
-    Args:
-        path: "MODULE.NAME".
-        key: the argument that names it, for messages.
-        kind: "function" or "class", for messages.
-        example: an example of a path, for messages.
-
-    Raises:
-        ValueError: there is no such module or name, or its file fails.
-    """
+    """Returns what "MODULE.NAME" names. The working directory is searched, too. `key` is the argument, `kind` "function"
+    or "class", and `example` another path, for messages. Raises ValueError if there is none, or its file fails."""
+    # Some write a call, some the path of a file.
     setting, path = f"{key}={path!r}", path.removesuffix("()")
     if "." not in path or path.endswith(".py") or "/" in path or ":" in path:
         file, _, its_name = example.partition(".")

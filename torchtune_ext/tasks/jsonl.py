@@ -28,14 +28,8 @@ class Source:
     marks: str | None = None  # a pattern to remove from worked solutions, such as marks for a calculator
 
     def examples(self, also: Sequence[str] | None = ()) -> list[tuple[str, Example]]:
-        """Returns the place and the content of every kept example.
-
-        Args:
-            also: fields to read besides those named above; None: all.
-
-        Raises:
-            ValueError: there is neither a path nor a hub, or the examples cannot be read (see `examples.py`).
-        """
+        """Returns the place and the content of every kept example. `also` names further fields to read; None: all.
+        Raises ValueError without a path or a hub, or if the examples cannot be read."""
         if self.path is None and self.hub is None:
             raise Mistake("name where the questions come from: path: FILE (JSONL, CSV or parquet), or hub: OWNER/NAME")
         # Columns are read whole, so of a nested field the name of its column counts.

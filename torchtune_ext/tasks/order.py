@@ -1,8 +1,4 @@
-"""The order of a run's problems, a pure function of the seed and a cursor.
-
-A problem that cannot be used (a broken row of the data, a prompt that is too long) is bad. It is named, counted and passed
-over, so that one row does not end a run.
-"""
+"""The order of a run's problems, a pure function of the seed and a cursor."""
 
 import logging
 import random
@@ -52,14 +48,10 @@ class _Candidate:
 
 
 class ProblemStream:
-    """Hands out the problems of a run.
+    """Hands out the problems of a task, which may adapt (`AdaptiveTask`), in the order of `seed`."""
 
-    Args:
-        task: the task, which may adapt (`AdaptiveTask`).
-        seed: seed of the order.
-        fault: finds problems that the task gives but the run cannot use.
-    """
-
+    # A bad problem is a broken row of the data, or one with a fault, such as a prompt that is too long. It is named,
+    # counted and passed over, so that one row does not end a run.
     def __init__(self, task: Task, seed: int, fault: Fault = no_fault):
         self.cursor = 0  # the next place of the order; a resumed run sets it
         # Indices of bad problems, in the order in which the run met them. The run does not ask for them again, unless the
@@ -169,11 +161,9 @@ class ProblemStream:
 
 
 class Usable:
-    """The problems of a task that can be used, by index, made when they are first needed.
+    """The usable ones of the first `among` problems of a task (None: of all), made when they are first needed.
 
-    Args:
-        task, fault: as in `ProblemStream`. Without a task only `require` may be called.
-        among: only the first `among` problems are considered; None: all.
+    Without a task only `require` may be called.
     """
 
     def __init__(self, task: Task | None, fault: Fault = no_fault, among: int | None = None):

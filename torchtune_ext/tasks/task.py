@@ -50,11 +50,8 @@ def length_of(first: int, count: int | None) -> int:
 
 
 def score_of(value: float | Score) -> Score:
-    """Makes a score of what a grader returned. A number is a reward without parts.
-
-    Raises:
-        ValueError: it is neither, or a number in it is not finite. The message continues "returned ...".
-    """
+    """Makes a score of what a grader returned. A number is a reward without parts. Raises ValueError if it is neither, or
+    has a number that is not finite. The message continues "returned ..."."""
     # This includes the numbers of numpy, but no tensors.
     if isinstance(value, Real):
         return Score(_finite("reward", value))
@@ -144,11 +141,9 @@ class Turn:
 
 
 class Environment(Protocol):
-    """The other side of one conversation. It may have `close()`, and is not used again.
+    """The other side of one conversation. It may have `close()`, and is not used again."""
 
-    It runs in a process of its own, which is killed if a call takes too long.
-    """
-
+    # It runs in a process of its own, which is killed if a call takes too long.
     def step(self, message: Message) -> Turn:
         """Answers a turn. `message["content"]` is its text, without the tokens that end it."""
         ...
@@ -180,11 +175,9 @@ outcome (`Outcome.kind`; "": no grader has seen it)."""
 
 
 class AdaptiveTask(Task, Protocol):
-    """A task that chooses its next problems by the results of earlier ones, as a curriculum does.
+    """A task that chooses its next problems by the results of earlier ones, as a curriculum does."""
 
-    A problem depends on its index, its place in the run, and the groups observed before.
-    """
-
+    # A problem depends on its index, its place in the run, and the groups observed before.
     def ask(self, index: int, cursor: int) -> Problem:
         """Returns problem `index` as the `cursor`-th of the run. `task[index]` is for use without a run."""
         ...

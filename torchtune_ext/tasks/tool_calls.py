@@ -4,8 +4,6 @@ family                      a call
 Qwen2.5, Qwen3, Hermes      <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>, one or several
 SmolLM2                     <tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>, all in one list
 Llama 3.1, Llama 3.2        {"name": "add", "parameters": {"a": 1}} as the whole turn, or several with "; " between them
-
-Calls are only executed. They are never rendered again, because the policy is trained on the ids that it sampled.
 """
 
 import json
@@ -22,6 +20,7 @@ _PYTHON_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
 
+# Calls are only executed, and never rendered again: the policy is trained on the ids that it sampled.
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """One call of a tool."""
@@ -31,11 +30,8 @@ class ToolCall:
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """Returns the calls in the text of a turn, in their order.
-
-    Raises:
-        ValueError: the text between the marks of a call cannot be read. The message is for the policy.
-    """
+    """Returns the calls in the text of a turn. Raises ValueError, with a message for the policy, if the text between the
+    marks of a call cannot be read."""
     # A call in a thought is only an idea.
     text = spoken(text)
     if marked := _MARKED.findall(text):

@@ -86,11 +86,7 @@ STYLED_LETTERS = LETTERS | set("NJWVCF")
 
 
 def without_unit(answer: str, variables: bool = True) -> str:
-    """Returns the answer without a unit at its end, or unchanged if there is none.
-
-    Args:
-        variables: True if letters may be variables: "2m" and "2 m" then have no unit.
-    """
+    """Returns the answer without a unit at its end. If letters may be `variables`, "2m" and "2 m" have none."""
     # Without a value before them, the words are the answer itself.
     tail = _TAIL.search(answer)
     if tail is None or not _VALUE_END.search(value := answer[: tail.start()].rstrip()):

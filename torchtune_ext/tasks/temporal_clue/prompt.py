@@ -111,11 +111,8 @@ def _murder_words(scenario: Scenario, clue: Murder) -> str:
 
 
 def question(scenario: Scenario, statement: Statement, ask_who: bool = False) -> tuple[str, str, str]:
-    """Returns the question about a fact, the answer, and the word for the kind of answer.
-
-    Args:
-        ask_who: for a motive, True asks who has it, False asks what motivates the suspect.
-    """
+    """Returns the question about a fact, the answer, and the word for the kind of answer."""
+    # A motive has two questions: who has it, and what motivates the suspect.
     match statement:
         case Murder(fact, value):
             answer = name(scenario, value).removeprefix("the ") if fact in ("murderer", "weapon") else None

@@ -96,14 +96,7 @@ def _bonus_facts(
 def drop_in_turn(
     solver: Solver, clues: list[Statement], facts: list[Statement], worlds: list[World]
 ) -> list[Statement]:
-    """Drops each clue in turn if the others still determine the facts.
-
-    Args:
-        solver: the solver of the scenario.
-        clues: true statements that determine the facts.
-        facts: the facts to determine.
-        worlds: known possible worlds, which may save questions to the solver.
-    """
+    """Drops each clue in turn if the others still determine the facts. Known `worlds` save questions to the solver."""
     goal = solver.differs(facts)
     broken = [_breaks(clues, world) for world in worlds if not all(fact.holds(world) for fact in facts)]
     left = (1 << len(clues)) - 1  # bit mask over the clues
@@ -123,7 +116,7 @@ def drop_in_turn(
 def few_of_many(solver: Solver, clues: list[Statement], facts: list[Statement]) -> tuple[list[Statement], list[World]]:
     """Returns what `drop_in_turn` would leave, and the worlds that the solver found.
 
-    It asks the solver fewer questions than `drop_in_turn` if few clues remain.
+    It is the faster one if few clues remain.
     """
     # Every world in which a fact is different must break a kept clue. If it breaks none of those kept so far,
     # `drop_in_turn` keeps the last clue that it breaks. So the solver looks for a world that the kept clues still allow,

@@ -1,9 +1,4 @@
-"""Draws what happened in the night: a `World` (who was where, the murder) and its `Scenario` (the board, the truth).
-
-Pieces are numbers: first the suspects, then the weapons, then Mr. Boddy. Roles are negative numbers: `MURDERER`,
-`MURDER_WEAPON`, or `motivated_by(m)`, all suspects with motive m. Rooms, times and motives are positions in the lists of
-the scenario.
-"""
+"""Draws what happened in the night: a `World` (who was where, the murder) and its `Scenario` (the board, the truth)."""
 
 import random
 from dataclasses import dataclass
@@ -21,6 +16,8 @@ ROOMS = (
 )  # fmt: skip
 MOTIVES = ("Anger", "Betrayal", "Fear", "Greed", "Hatred", "Jealousy", "Power", "Pride", "Revenge", "Ambition")
 
+# Pieces are numbers: first the suspects, then the weapons, then Mr. Boddy. Roles are negative numbers: these two, and
+# `motivated_by(m)`, all suspects with motive m. Rooms, times and motives are positions in the lists of the scenario.
 MURDERER = -1
 MURDER_WEAPON = -2
 # (column, row). Rows are counted from the north.
@@ -31,7 +28,6 @@ CARRY_CHANCE = 0.8  # probability that a weapon is held by a suspect in its room
 
 def motivated_by(motive: int) -> int:
     """Returns the number of the role "a suspect motivated by `motive`"."""
-    # -1 and -2 are the murderer and the murder weapon.
     return -3 - motive
 
 
