@@ -33,13 +33,15 @@ MAX_CHARS = 1000  # characters of an answer; a longer answer is wrong, unless th
 TAIL_CHARS = 2000  # characters at the end of a text without a mark, which are searched for values or an expression
 FORMATS = ("box", "think")
 
+# A box with braces, or one without, around what follows a space: \boxed 7.
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))")
 _BRACKETS = re.compile(r"(?<!\\)\[([^\[\]]*[^\[\]\\])\]")
 _HASHES = re.compile(r"(?:(?!####).)*####\s*:?\s*(\S.*)")
 _PHRASE = re.compile(r"\banswer\b[*_\s]*(?:is|:|=)[*_:\s]*", re.IGNORECASE)
+# A semicolon ends a clause only if no number follows soon after it.
 _CLAUSE_END = re.compile(r"[.!?](?=\s|$)|;\s(?![^\n]{0,80}\d)|,?\s(?:because|since|so|which)\b")
-# This matches clauses such as "the largest $n$ is 34": a subject that is no number, one verb, the answer. Words such as
-# "or" and "if" must not occur, because they leave the answer open.
+# Clauses such as "the largest $n$ is 34": a subject that is no number, one verb, the answer. Words such as "or" and
+# "if" would leave the answer open.
 _STATED = re.compile(
     r"(?!.*\b(?:or|if|unless|either|not|but)\b)[A-Za-z$\\(](?:(?!\b(?:is|are|equals)\b)[^,;:?])*\s(?:is|are|equals)\s+"
     r"((?:(?!\b(?:is|are|equals)\b).)+)",
@@ -187,7 +189,7 @@ def tidy(answer: str) -> str:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Tells whether `answer` equals the right answer `gold`. It may never return, so it must run in a grading process."""
+    """Tells whether `answer` equals the right answer `gold`. It may never return, so a grading process must run it."""
     gold, answer = tidy(gold), tidy(answer)
     if not gold or not answer:
         return False
@@ -196,15 +198,15 @@ def equal(gold: str, answer: str) -> bool:
     # math-verify takes 5% for 5 as well as for 0.05, so a percentage is right only where one is asked for.
     if _PERCENT.search(answer) and not _percentage(gold):
         return False
-    # A style may enclose the whole answer, value and unit: \text{18 dollars}. Where the right answer is a number, letters
-    # are a unit and no variables.
+    # A style may enclose the whole answer, value and unit: \text{18 dollars}. Where the right answer is a number,
+    # letters are a unit and no variables.
     whole = _STYLE.fullmatch(answer)
     answer = without_unit(whole[1].strip() if whole else answer, variables=not _NUMBER.fullmatch(gold))
     numbers = _plain(gold), _plain(answer)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    # What math-verify may not finish is rejected here, with reward 0. A sample that hangs is not trained on, so a policy
-    # would never unlearn to write such answers, while it unlearns wrong ones.
+    # What math-verify may not finish is rejected here, with reward 0. A sample that hangs is not trained on, so a
+    # policy would never unlearn to write such answers, while it unlearns wrong ones.
     if len(answer) > max(MAX_CHARS, 2 * len(gold)) or _foreign_digits(answer):
         return False
     return verified(gold, expression(answer))
@@ -297,6 +299,7 @@ def _decimals(right: list) -> int:
     return 6
 
 
+# All samples of a problem have the same right answer.
 @lru_cache(maxsize=1024)
 def _gold_expressions(gold: str) -> list:
     return expression(without_unit(gold))

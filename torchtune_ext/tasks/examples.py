@@ -17,7 +17,7 @@ _NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty bra
 def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
     """Yields the place and the content of every example of a file.
 
-    Of a .parquet file, only `fields` are read (None: all). A .csv file has names in its first line, and all its values are
+    Of a .parquet file, only `fields` are read (None: all). A .csv file has names in its first line, and its values are
     texts. Any other file is JSONL, one object a line. Raises ValueError if the file or a line cannot be read.
     """
     if not Path(path).is_file():
@@ -25,8 +25,8 @@ def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Exa
     if Path(path).suffix == ".parquet":
         yield from _parquet_examples(path, fields)
         return
-    # "utf-8-sig" drops the mark that Excel puts at the start of a file. The csv module needs newline="" to find line ends
-    # within quotes.
+    # "utf-8-sig" drops the mark that Excel puts at the start of a file. The csv module needs newline="" to find line
+    # ends within quotes.
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
             if Path(path).suffix == ".csv":

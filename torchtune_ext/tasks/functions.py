@@ -65,9 +65,9 @@ def by_path(path: str, key: str, what: str) -> Callable:
 
 
 def named(path: str, key: str, kind: str, example: str) -> Any:
-    """Returns what "MODULE.NAME" names. The working directory is searched, too. `key` is the argument, `kind` "function"
-    or "class", and `example` another path, for messages. Raises ValueError if there is none, or its file fails."""
-    # Some write a call, some the path of a file.
+    """Returns what "MODULE.NAME" names. The working directory is searched, too. For messages, `key` is the argument,
+    `kind` is "function" or "class", and `example` a path. Raises ValueError if there is none, or its file fails."""
+    # Some users write a call, f(), or the path of a file.
     setting, path = f"{key}={path!r}", path.removesuffix("()")
     if "." not in path or path.endswith(".py") or "/" in path or ":" in path:
         file, _, its_name = example.partition(".")

@@ -71,7 +71,7 @@ class Games:
 
     def environment(self, problem: Problem, seed: int) -> Environment:
         """Makes the game of a problem again. Raises RuntimeError if it is not the one in the prompt."""
-        # `_begin` restores the state of `random`, which the process has set by `seed`. Later draws of the game use that.
+        # `_begin` restores the state of `random`, which the process has set by `seed`, for later draws of the game.
         game, messages = self._begin(problem.example, problem.answer["seed"])
         # A game that draws from elsewhere, such as numpy's generator, begins differently each time.
         if messages != problem.messages:

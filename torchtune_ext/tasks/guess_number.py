@@ -6,8 +6,8 @@
     assistant  62
     user       lower
 
-A policy that halves what is left finds the number in time; one that guesses anywhere in the range runs out of turns. So it
-has to learn across turns: to remember the answers, and to halve.
+A policy that halves what is left finds the number in time; one that guesses anywhere in the range runs out of turns. So
+it has to learn across turns: to remember the answers, and to halve.
 """
 
 import random

@@ -49,7 +49,7 @@ class Source:
 
 
 class Questions:
-    """A task over examples with a question, a hidden answer, and perhaps a worked solution: base of `Jsonl` and `Math`."""
+    """The base of `Jsonl` and `Math`: examples with a question, a hidden answer, and perhaps a worked solution."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Jsonl(Questions):
         config: config of the hub's data set.
         split: split of the hub's data set.
         question: field of the question, "a.b.0" for a nested one, or a template: "{Body} {Question}". It may hold chat
-            messages, a list of {"role": ..., "content": ...} that ends with the user's, which are then the whole prompt.
+            messages, a list of {"role": ..., "content": ...} that ends with the user's: they are then the prompt.
         answer: field of the answer, of any JSON type. The function gets it unchanged, as `problem.answer`. None: there
             are no answers.
         solution: field of a text with reward 1.0, for the supervised warm-up. Without it the answer is used.
@@ -135,8 +135,8 @@ class Jsonl(Questions):
         system: a system message before it.
         count: number of questions; None: all from `first` on.
         first: index of the first example. It keeps training and held-out questions apart.
-        group_grader: in place of `grader`, a function (problem, texts) -> a list of floats or Scores, one for each text. It
-            sees all samples of a question together.
+        group_grader: in place of `grader`, a function (problem, texts) -> list of floats or Scores, one for each text.
+            It sees all samples of a question together.
         fields: fields of the example that the function also gets, as `problem.example`; None: all.
 
     Raises:

@@ -54,8 +54,8 @@ class ProblemStream:
     # counted and passed over, so that one row does not end a run.
     def __init__(self, task: Task, seed: int, fault: Fault = no_fault):
         self.cursor = 0  # the next place of the order; a resumed run sets it
-        # Indices of bad problems, in the order in which the run met them. The run does not ask for them again, unless the
-        # task adapts: then an index may hold another problem by now, and may stand here several times.
+        # Indices of bad problems, in the order in which the run met them. The run does not ask for them again, unless
+        # the task adapts: then an index may hold another problem by now, and may stand here several times.
         self.skipped: list[int] = []
         self._task, self._seed, self._adapts = task, seed, hasattr(task, "observe")
         self._fault = fault
@@ -68,7 +68,7 @@ class ProblemStream:
         return [problem for _, problem in self.draw(count)]
 
     def draw(self, count: int) -> list[tuple[int, Problem]]:
-        """Returns the next `count` usable problems with their places in the order. Raises ValueError if there are none."""
+        """Returns the next `count` usable problems with their places. Raises ValueError if there are none."""
         ahead, problems, bad = self._ahead.result() if self._ahead else {}, [], []
         place, in_a_row, known = self.cursor, 0, set(self.skipped)
         # The loop below would never end.
@@ -80,8 +80,8 @@ class ProblemStream:
         while len(problems) < count:
             index = self._index(place)
             if self._adapts or index not in known:
-                # `fault` measures the prompt with the tokenizer. The run uses that too, so this is not done ahead in
-                # the other thread.
+                # Places may be missing in `ahead`, for instance after bad problems. `fault` measures the prompt with
+                # the tokenizer. The run uses that too, so this is not done ahead in the other thread.
                 candidate = _checked(ahead.get(place) or self._ask(index, place), self._fault)
                 in_a_row = in_a_row + 1 if candidate.reason else 0
                 if candidate.reason:
@@ -126,7 +126,7 @@ class ProblemStream:
         return problem if problem is not None and problem.id == stored.id else None
 
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
-        """Shows a task that adapts the groups of a step. Returns its metrics, and the number of problems passed over."""
+        """Shows a task that adapts the groups of a step. Returns its metrics, and the number of skipped problems."""
         values = {"problems/skipped": float(len(self.skipped))} if self.skipped else {}
         return values | (self._task.observe(step, groups, folder) if self._adapts else {})
 

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym (Stojanovski et al., arXiv 2505.24760): a hundred generators of puzzles, each with its own grader.
+"""Tasks of reasoning-gym (arXiv 2505.24760): a hundred generators of puzzles, each with its own grader.
 
     task:
       _component_: torchtune_ext.tasks.reasoning_gym.ReasoningGym
@@ -49,8 +49,8 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class ReasoningGym:
     """A task over one generator of reasoning-gym or several.
 
-    The answer in a text is what stands between the last `<answer>` and `</answer>`, or else the whole text. The generator
-    scores it from 0 to 1. Many give partial credit to a long text that contains the answer.
+    The answer in a text is what stands between the last `<answer>` and `</answer>`, or else the whole text. The
+    generator scores it from 0 to 1. Many give partial credit to a long text that contains the answer.
 
     Args:
         generators: a name, several with equal probability ([gcd, lcm]), or {name: options}. Option `weight` is the
@@ -115,6 +115,7 @@ class ReasoningGym:
             )
         question = {"role": "user", "content": self.prompt.replace("{question}", entry["question"])}
         before = () if self.system is None else ({"role": "system", "content": self.system},)
+        # The options go with the problem, because a curriculum may have changed them by the time of grading.
         return Problem(
             f"{name}-{self.split}-{self.seed}-{number:06d}",
             (*before, question),
@@ -262,6 +263,7 @@ def _chosen(generators: Any, graded: bool) -> tuple[dict[str, float], dict[str, 
         raise Mistake("generators is empty: name some, generators=[spell_backward]")
     weights, options = {}, {}
     for name, given in generators.items():
+        # "composite" mixes other generators, as this class does.
         known = [each for each in DATASETS if each != "composite"]
         if name not in known:
             near = nearest(str(name), known)

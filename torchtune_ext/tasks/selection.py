@@ -1,7 +1,7 @@
 """Problems near the policy's level: what brought no signal lately is asked less often.
 
-A group whose rewards are all equal teaches nothing. For each problem, or each level of a task that makes its problems, s
-is a moving average of the share of groups with a signal, and decides how often it is asked:
+A group whose rewards are all equal teaches nothing. For each problem, or each level of a task that makes its problems,
+s is a moving average of the share of groups with a signal, and decides how often it is asked:
 
     s <- s + rate * (1 - s)   or   s - rate * s      after a group with a signal, or without; it begins at 1
     weight = max(floor, s)
@@ -45,8 +45,8 @@ class NearLevel:
         seed: seed of the draws.
 
     Raises:
-        ValueError: there is no such task, it adapts or grades by itself, has only one problem, is endless without levels,
-            or a setting is out of range.
+        ValueError: there is no such task, it adapts or grades by itself, has only one problem, is endless without
+            levels, or a setting is out of range.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class NearLevel:
         return problem
 
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
-        """Updates the signals. Returns that of each level, or the share of the problems met so far that are at the floor."""
+        """Updates the signals. Returns that of each level, or the share of the problems so far that are at the floor."""
         rate = LEVEL_RATE if self._levels else PROBLEM_RATE
         for problem, samples in groups:
             rewards = [score.reward for _, score, _ in samples if score is not None]
@@ -161,7 +161,7 @@ class NearLevel:
 
 
 def level_names(levels: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names levels by the settings in which they differ: "level=4", "suspects=2,rooms=3", or "gcd" if only one has it."""
+    """Names levels by the settings in which they differ: "level=4", "suspects=2,rooms=3", "gcd" if only one has it."""
     words = [[] for _ in levels]
     for key in dict.fromkeys(key for level in levels for key in level):
         values = [level[key] for level in levels if key in level]

@@ -24,8 +24,8 @@ class Problem:
     id: str  # stable and unique within the task, e.g. "clue-7-000123"
     messages: tuple[Message, ...]  # of the chat, the last one from the user
     answer: Any  # JSON-able; the grader gets it, the policy never does
-    # The record of the data set behind the problem, for graders that need more than the answer. It is not stored with the
-    # rollouts.
+    # The record of the data set behind the problem, for graders that need more than the answer. It is not stored with
+    # the rollouts.
     example: Mapping[str, Any] = field(default_factory=dict, compare=False)
     # JSON schemas of functions, which the chat template shows in the prompt. The environment executes the calls, which
     # `tasks.tool_calls` reads in a turn.
@@ -43,15 +43,16 @@ class Score:
 
 
 def length_of(first: int, count: int | None) -> int:
-    """Returns the length of a task of `count` problems (None: endless). Raises ValueError for an argument out of range."""
+    """Returns the length of a task of `count` problems (None: endless). Raises ValueError if `first` or `count` is out
+    of range."""
     if first < 0 or (count is not None and count < 1):
         raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
     return ENDLESS if count is None else count
 
 
 def score_of(value: float | Score) -> Score:
-    """Makes a score of what a grader returned. A number is a reward without parts. Raises ValueError if it is neither, or
-    has a number that is not finite. The message continues "returned ..."."""
+    """Makes a score of what a grader returned. A number is a reward without parts. Raises ValueError if it is neither,
+    or has a number that is not finite. The message continues "returned ..."."""
     # This includes the numbers of numpy, but no tensors.
     if isinstance(value, Real):
         return Score(_finite("reward", value))
@@ -153,8 +154,8 @@ class Environment(Protocol):
 class ConversationTask(Protocol):
     """A task whose problems begin conversations. An environment replaces `grade`.
 
-    `Problem.messages` are what the policy reads first. `solution` returns the messages that follow them in a conversation
-    that goes well, alternately of the assistant and of the environment.
+    `Problem.messages` are what the policy reads first. `solution` returns the messages that follow them in a
+    conversation that goes well, alternately of the assistant and of the environment.
     """
 
     max_turns: int  # turns of the assistant, after which a conversation is ended
@@ -170,8 +171,8 @@ def solution_messages(solution: str | Sequence[Message]) -> list[Message]:
 
 
 Graded = tuple[Problem, Sequence[tuple[str, Score | None, str]]]
-"""A graded group: its problem, and for each sample the text, the score (None: it could not be graded) and the kind of its
-outcome (`Outcome.kind`; "": no grader has seen it)."""
+"""A graded group: its problem, and for each sample the text, the score (None: it could not be graded) and the kind of
+its outcome (`Outcome.kind`; "": no grader has seen it)."""
 
 
 class AdaptiveTask(Task, Protocol):

@@ -82,6 +82,7 @@ class TextArenaEnvironment:
         done, _ = self.game.step(message["content"])
         if not done:
             return Turn(self.observation())
+        # TextArena gives out the rewards when a game is closed.
         rewards, info = self.game.close()
         parts = {"invalid_move": float(info[0]["invalid_move"])}
         return Turn(reward=rewards[0], done=True, parts=parts, note=str(info[0].get("reason", "")))

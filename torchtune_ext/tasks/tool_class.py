@@ -45,10 +45,11 @@ class ToolClass(Games):
     "tool". The reward comes with the last turn.
 
     Args:
-        environment: dotted path of the class. Its public methods except `reset` and `get_reward` are the tools, each with
-            type hints and a Google-style docstring, from which transformers makes the schema. Methods may be async.
+        environment: dotted path of the class. Its public methods except `reset` and `get_reward` are the tools, each
+            with type hints and a Google-style docstring, of which transformers makes the schema. Methods may be async.
         rows: a file or the rows themselves. `prompt`, messages or a text, is what the policy reads first; a text that
-            `reset` returns is appended to it. `reset` gets all fields. None: `reset` returns the prompt, drawn from `random`.
+            `reset` returns is appended to it. `reset` gets all fields. None: `reset` returns the prompt, which it draws
+            from `random`.
         max_turns: largest number of turns of the assistant.
         system: a message before the prompt. {tools} in it stands for the schemas as JSON, for templates without tools.
         count, first, seed: as in `Games`.

@@ -64,8 +64,8 @@ MEASURES = set(
         "celsius fahrenheit kelvin bit byte kb mb gb tb th st nd rd"
     ).split()
 )
-# Words that join the values on both sides to a list. Single letters do, too ("A: 3 B: 4"). `_ALTERNATIVES` join if there
-# are few words between the values. The other words of `_JOINING` need a hedge or a comma beside them.
+# Words that join the values on both sides to a list. Single letters do, too ("A: 3 B: 4"). `_ALTERNATIVES` join if
+# there are few words between the values. The other words of `_JOINING` need a hedge or a comma beside them.
 _ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split())
 _HEDGES = set("and either maybe perhaps possibly option case choice candidate".split())
 _JOINING = _HEDGES | set("but it is are was could might may be".split())
@@ -79,8 +79,8 @@ _NEXT_WORD = re.compile(r"[\s~$-]*(?:\\[a-z]+\s*\{\s*)?([Pp]er\s?cent|[A-Za-z]+)
 _JOINT = re.compile(r"\b(?:and|or)\b")
 _LABEL = re.compile(r"\b[A-Za-z]\s*=")  # x = 3 or x = 4
 _OPERATOR = re.compile(r"[-+*=^<>]")
-# The only single letters that are units: meters, grams, seconds, hours, liters. Others are variables, unless a style sets
-# them upright.
+# The only single letters that are units: meters, grams, seconds, hours, liters. Others are variables, unless a style
+# sets them upright.
 LETTERS = set("mgshlL")
 STYLED_LETTERS = LETTERS | set("NJWVCF")
 
@@ -96,6 +96,7 @@ def without_unit(answer: str, variables: bool = True) -> str:
     styled = _STYLE.fullmatch(tail[0].strip())
     words = _STYLE.sub(r" \1 ", _POWER.sub("", tail[0]))
     upright = styled is not None and styled[1].strip() in STYLED_LETTERS
+    # After 1, a unit is in the singular.
     return value if upright or is_unit(words, singular=value in ("1", "-1")) else answer
 
 
@@ -128,7 +129,7 @@ def changes_value(word: str) -> bool:
 
 
 def joined_values(text: str) -> list[str]:
-    """Returns the last value of a text (a number, a number word or a formula with a digit), after those joined to it."""
+    """Returns the last value of a text (a number, number word or formula with a digit), after those joined to it."""
     # From the last value backwards, for as long as the text between two values joins them.
     line, values = _last_line(text)
     tail = values[-1:]

@@ -251,6 +251,7 @@ def _meetings(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) ->
 def _besides(rng: random.Random, scenario: Scenario, count: int) -> Iterator[tuple[float, Statement]]:
     """Yields clues about two pieces in neighboring rooms."""
     places = scenario.truth.places
+    # A clue carries its pairs of rooms, since a `World` does not know the board.
     pairs = {
         direction: tuple(
             (beside, room)

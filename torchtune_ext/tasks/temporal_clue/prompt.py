@@ -120,6 +120,7 @@ def question(scenario: Scenario, statement: Statement, ask_who: bool = False) ->
             return MAIN_QUESTIONS[fact], answer, "SUSPECT" if fact == "murderer" else fact.upper()
         case Place(who, time, room):
             return f"Where was {name(scenario, who)}{when(scenario, time)}?", scenario.rooms[room], "ROOM"
+        # This form needs a motive that only one suspect has.
         case HasMotive(suspect, motive) if ask_who:
             return f"Who is motivated by {scenario.motives[motive]}?", scenario.suspects[suspect], "SUSPECT"
         case HasMotive(suspect, motive):

@@ -119,8 +119,8 @@ def few_of_many(solver: Solver, clues: list[Statement], facts: list[Statement]) 
     It is the faster one if few clues remain.
     """
     # Every world in which a fact is different must break a kept clue. If it breaks none of those kept so far,
-    # `drop_in_turn` keeps the last clue that it breaks. So the solver looks for a world that the kept clues still allow,
-    # and the clues to keep are chosen again, until there is no such world.
+    # `drop_in_turn` keeps the last clue that it breaks. So the solver looks for a world that the kept clues still
+    # allow, and the clues to keep are chosen again, until there is no such world.
     goal = solver.differs(facts)
     worlds: list[World] = []
     broken: list[int] = []  # bit masks over the clues, in the order of the last clue that a world breaks

@@ -161,6 +161,7 @@ def _draw_motives(rng: random.Random, dims: Dims) -> tuple[tuple[str, ...], tupl
     if dims.motives == dims.suspects:
         return tuple(names), tuple(rng.sample(range(dims.motives), dims.motives))
     drawn = [rng.randrange(dims.motives) for _ in range(dims.suspects)] if dims.motives > 1 else []
+    # Motives that nobody has are dropped.
     used = [motive for motive in range(dims.motives) if motive in drawn]
     # A motive that all suspects share tells nothing.
     if len(used) < 2:

@@ -38,8 +38,8 @@ class Solver:
     """Finds a world that fits some clues but differs from the truth in a goal, if there is one."""
 
     def __init__(self, scenario: Scenario) -> None:
-        # A scenario has one model: the rules of the prompt as clauses over "piece p was in room r at time t", the motives
-        # and the facts of the murder. Clues become literals, and a question is a set of literals to assume.
+        # A scenario has one model: the rules of the prompt as clauses over "piece p was in room r at time t", the
+        # motives and the facts of the murder. Clues become literals, and a question is a set of literals to assume.
         cp_model = ortools()
         self.scenario = scenario
         self.model = cp_model.CpModel()
@@ -69,8 +69,8 @@ class Solver:
         return goal
 
     def find(self, clues: Iterable[Statement], goal) -> World | None:
-        """Returns a world in which all the clues and the goal hold, or None if there is none. Raises TimeoutError if the
-        solver finds no answer within `SECONDS`."""
+        """Returns a world in which all the clues and the goal hold, or None if there is none. Raises TimeoutError if
+        the solver finds no answer within `SECONDS`."""
         literals = [self.literal(clue) for clue in clues]
         self.model.clear_assumptions()
         self.model.add_assumptions([goal, *literals])
