@@ -47,12 +47,8 @@ class Games:
             self.length = len(self.rows)
 
     def begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Sequence[Message]]:
-        """Makes a game, and returns it with what the policy reads first. The last message is the user's.
-
-        Args:
-            row: the problem's row; empty without rows.
-            seed: the problem's seed. `random` has been set to it.
-        """
+        """Makes a game, and returns it with what the policy reads first. The last message is the user's. `row` is empty
+        without rows. `random` has been set to `seed`."""
         raise NotImplementedError
 
     def __len__(self) -> int:

@@ -127,7 +127,7 @@ class Math(Questions):
 
     def solution(self, problem: Problem) -> str:
         """Returns the worked solution, if there is one, and the answer in a box."""
-        # The marks would teach the policy to write for a calculator that it does not have.
+        # Marks such as <<48/2=24>> are for a calculator, which the policy does not have.
         worked = "" if self.worked is None else str(self.worked[self.index_of(problem)])
         worked = re.sub(self.marks, "", worked).strip() if self.marks else worked.strip()
         box = f"The answer is $\\boxed{{{problem.answer}}}$."

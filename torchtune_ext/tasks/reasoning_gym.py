@@ -1,12 +1,10 @@
 """Tasks of reasoning-gym (arXiv 2505.24760): a hundred generators of puzzles, each with its own grader.
 
-    task:
-      _component_: torchtune_ext.tasks.reasoning_gym.ReasoningGym
-      generators:
-        spell_backward: {min_word_len: 3, max_word_len: 4}
-        letter_counting: {weight: 2, max_words: 5}
-
-Nothing is downloaded or stored: a problem is made again from its index.
+task:
+  _component_: torchtune_ext.tasks.reasoning_gym.ReasoningGym
+  generators:
+    spell_backward: {min_word_len: 3, max_word_len: 4}
+    letter_counting: {weight: 2, max_words: 5}
 """
 
 import json
@@ -163,11 +161,7 @@ class ReasoningGymCurriculum(ReasoningGym):
     Each generator begins at level 0 of every size in its curriculum, whatever the options say. Its level rises when at
     least `raise_at` of the samples of its newest 32 groups, all of this level, are solved.
 
-    Args:
-        raise_at: share of solved samples at which the level rises.
-
-    Raises:
-        ValueError: also for a generator without a curriculum.
+    Raises ValueError also for a generator without a curriculum.
     """
 
     def __init__(self, generators: Any, raise_at: float = 0.7, **rest: Any) -> None:
@@ -240,6 +234,7 @@ def held_out(question: str) -> bool:
     return sha256(question.encode()).digest()[0] % HELD_OUT == 0
 
 
+# Nothing is stored: a problem is made again from its index, whose neighbors use the same instance.
 @lru_cache(maxsize=64)
 def _generator(name: str, options: str, seed: str) -> Any:
     # The options are a JSON text because the cache has to hash them.
