@@ -253,7 +253,6 @@ def unmarked(gold: str, tail: str) -> tuple[bool, bool]:
     if not read:
         return False, False
     # math-verify reads "5 million" and "5 tenths" as 5.
-    # math-verify reads "5 million" and "5 tenths" as 5.
     behind, text = word_behind(tail), str(read[-1])
     if changes_value(behind) and not (_PERCENT.fullmatch(behind) and _percentage(gold)):
         return True, False

@@ -34,8 +34,8 @@ def use_graders(task: Any, grader: str | Grade | None, group_grader: str | Grade
 
 
 def by_path(path: str, key: str, what: str) -> Callable:
-    """Returns the function that "MODULE.FUNCTION" names. For messages, `key` is the argument of the task, and `what` the
-    function's second one. Raises ValueError as `named`, or if the function does not take two arguments."""
+    """Returns the function that "MODULE.FUNCTION" names. For messages, `key` is the argument of the task, and `what`
+    the function's second one. Raises ValueError as `named`, or if the function does not take two arguments."""
     setting = f"{key}={path!r}"
     function = named(path, key, "function", "my_reward.f")
     if not callable(function):

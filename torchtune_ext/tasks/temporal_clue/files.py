@@ -25,7 +25,7 @@ def generate(seed: int, count: int, size: Size, workers: int = 1, first: int = 0
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
     try:
-        # At least eight chunks for each worker keep all of them busy to the end.
+        # Small chunks keep all workers busy to the end.
         chunk = max(1, min(64, count // (8 * workers)))
         yield from pool.map(make_puzzle, repeat(seed), indices, repeat(size), chunksize=chunk)
     finally:
