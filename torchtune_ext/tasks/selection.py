@@ -118,7 +118,7 @@ class NearLevel:
         return problem
 
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
-        """Updates the signals. Returns that of each level, or the share of the problems so far that are at the floor."""
+        """Updates the signals. Returns that of each level, or the share of problems so far that are at the floor."""
         rate = LEVEL_RATE if self._levels else PROBLEM_RATE
         for problem, samples in groups:
             rewards = [score.reward for _, score, _ in samples if score is not None]
