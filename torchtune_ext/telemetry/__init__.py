@@ -1,1 +1,1 @@
-"""These modules tell what a run does: metrics, stored rollouts, progress lines and an HTML report."""
+"""What a run shows of itself: metrics, stored rollouts, progress lines and an HTML report."""

@@ -1,8 +1,4 @@
-"""`torchtune-ext report RUN RUN ...` and `torchtune-ext report SWEEP`: the curves of several runs over each other, in one page.
-
-comparison = build_comparison([sweep_folder])     # writes sweep_folder/report.html
-print(comparison.summary())                       # what each run came to, the best one first, and what was left out
-"""
+"""`torchtune-ext report RUN RUN ...` and `torchtune-ext report SWEEP`: the curves of several runs in one page."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -53,7 +49,7 @@ Result = tuple[float, float | None, float | None]  # what a run came to, and its
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """This says what was written."""
+    """The page that was written, and its table for the terminal."""
 
     path: Path
     num_bytes: int
@@ -62,7 +58,7 @@ class Comparison:
     left_out: Sequence[str]  # a sentence for each run that has nothing to show
 
     def summary(self) -> str:
-        """Returns the lines for the terminal."""
+        """The lines for the terminal."""
         page = f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {self.runs} run{'s' * (self.runs != 1)}"
         return "\n".join([*self.left_out, "", self.table, "", page])
 
@@ -83,6 +79,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
     metric, words, higher = target_of(runs, sweeps)
     results = [result_of(run, metric) for run in runs]
     ranking = sorted(range(len(runs)), key=lambda place: _rank(results[place], higher))
+    # A to Z, then A1 to Z1.
     letters = [ascii_uppercase[place % 26] + str(place // 26 or "") for place in range(len(runs))]
     keys, values, labels = differences(runs)
     name = f"{len(runs)} runs"
@@ -99,7 +96,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
             {"letter": letter, "label": label, "name": run.name, "rank": ranking.index(place)}
             for place, (letter, label, run) in enumerate(zip(letters, labels, runs, strict=True))
         ],
-        # Behind the letter of a run.
+        # The page puts the letter of the run before these columns.
         "heads": [*short_keys(keys), words, "95% interval", "run"],
         "rows": [
             [place, *(cut_text(each, LONGEST) for each in values[place]), *_cells(results[place]), _named(runs[place])]
@@ -116,7 +113,8 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
 
 def target_of(runs: Sequence[Run], sweeps: Sequence[Mapping[str, Any]]) -> tuple[str, str, bool]:
     """Returns the metric that runs are compared by, its words, and whether more of it is better."""
-    # W&B minimizes where a file says nothing.
+    # A sweep names its own metric. Sweeps with different ones are compared by ours. W&B minimizes where a file names no
+    # goal.
     goals = {(sweep["metric"]["name"], sweep["metric"].get("goal") == "maximize") for sweep in sweeps}
     if len(goals) == 1:
         ((metric, higher),) = goals
@@ -126,7 +124,7 @@ def target_of(runs: Sequence[Run], sweeps: Sequence[Mapping[str, Any]]) -> tuple
         higher = metric != NLL
     words = TARGETS.get(metric, metric)
     if any(partly_right(record) for run in runs for record in run.records):
-        # The mean of such rewards is no share of right answers.
+        # With partial rewards the mean is not the share of right answers, so it is not called an accuracy.
         words = words.replace("accuracy", "reward")
     return metric, words, higher
 
@@ -137,13 +135,14 @@ def result_of(run: Run, metric: str) -> Result | None:
     if set(values) == {None}:
         return None
     last = next(record for record in reversed(run.records) if metric in record)
+    # An evaluation is a mean over many problems already. A metric of one step is noisy, so its last tenth is averaged.
     value = last[metric] if metric.startswith("eval/") else reading_of(range(len(values)), values).last
     return (value, last.get(LOW), last.get(HIGH)) if metric == ACCURACY else (value, None, None)
 
 
 def curves_of(runs: Sequence[Run], places: Sequence[int], target: str) -> tuple[list[int], list[dict[str, Any]]]:
-    """Returns the common steps and the charts, the most telling ones first, with a line for each run of `places`. Held-out
-    accuracy has its interval over problems around it."""
+    """Returns the common steps and the charts, the most telling ones first, with a line for each run of `places`."""
+    # The runs share one axis. Every run is averaged over the same parts of it, so that equal columns are equal steps.
     every = sorted({record["step"] for run in runs for record in run.records})
     parts = np.array_split(every, min(POINTS, len(every)))
     steps = [int(part[-1]) for part in parts]
@@ -166,6 +165,8 @@ def curves_of(runs: Sequence[Run], places: Sequence[int], target: str) -> tuple[
         lines = []
         for place in places:
             values = values_of(place, metric)
+            # A run that ended early has no values behind `end`. They must not count when its last tenth is taken, nor make
+            # its curve look sparse.
             if (end := max((i + 1 for i, value in enumerate(values) if value is not None), default=0)) == 0:
                 continue
             band = (
@@ -181,6 +182,7 @@ def curves_of(runs: Sequence[Run], places: Sequence[int], target: str) -> tuple[
                     "reading": reading_of(steps[:end], values[:end], panel.newest),
                 }
             )
+        # As in the report of one run, a quiet panel counts trouble: without any it is left out.
         if not lines or (panel.quiet and not any(value for line in lines for value in line["raw"])):
             continue
         title = panel.title if len(panel.series) == 1 or not label else f"{panel.title}: {label}"
@@ -191,7 +193,7 @@ def curves_of(runs: Sequence[Run], places: Sequence[int], target: str) -> tuple[
 
 
 def _rank(result: Result | None, higher: bool) -> tuple[bool, float]:
-    """Returns a key that sorts the best result first, and runs without one last."""
+    """A key that sorts the best result first, and runs without one last."""
     return (True, 0.0) if result is None else (False, -result[0] if higher else result[0])
 
 
@@ -203,7 +205,7 @@ def _cells(result: Result | None) -> tuple[str, str]:
 
 
 def _notices(runs: Sequence[Run]) -> list[str]:
-    """Says what a reader should know before the curves: broken values, settings that are not known."""
+    """What a reader should know before the curves: broken values, and settings that are not known."""
     unknown = [run.name for run in runs if run.config is None]
     return [f"{run.name}: {finding.text}" for run in runs for finding in nonfinite(run.records, ())] + (
         [f"The settings of {', '.join(unknown)} are not known: no run.json, or a damaged one."] if unknown else []

@@ -1,7 +1,7 @@
-"""The part of a run's rollouts that a page of the report carries, and what can be said of it in words.
+"""The part of a run's rollouts that a page of the report carries.
 
-A page that can be mailed cannot hold all samples. So some steps are taken, of each some groups, of each some samples, and of
-long samples the beginning and the end; the page says how many there were.
+All samples would make the page too large to mail. So it holds some steps, some groups of each and some samples of each
+group, long texts without their middle, and says how many there were.
 """
 
 import base64
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """This says how much of the rollouts a page carries; the curves are always whole."""
+    """How much of the rollouts a page carries; the curves are always whole."""
 
-    max_steps: int = 80  # This many steps have rollouts, evenly spaced, first and last among them.
-    groups_per_step: int = 12  # Those with a signal go first, evenly spaced over the reward spread.
-    samples_per_group: int = 16  # They are evenly spaced over the reward, best and worst among them.
-    max_characters: int = 16_000  # The middle of a text that is longer is left out.
-    max_mib: float = 16.0  # All rollouts in the page together take no more.
+    max_steps: int = 80  # evenly spaced, first and last among them
+    groups_per_step: int = 12  # those with a signal first, evenly spaced over the spread of their rewards
+    samples_per_group: int = 16  # evenly spaced over the reward, best and worst among them
+    max_characters: int = 16_000  # longer texts lose their middle
+    max_mib: float = 16.0  # all rollouts in the page together
 
 
 LIMITS = Limits()
@@ -49,7 +49,7 @@ class Excerpts:
 
 
 def excerpts_of(paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[str | Path] = ()) -> Excerpts:
-    """Packs groups of some steps. What one step leaves of the budget, others use.
+    """Packs groups of some steps.
 
     Args:
         paths: the file of the stored rollouts of each step.
@@ -65,7 +65,10 @@ def excerpts_of(paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[
             continue
         chosen = chosen_groups(groups, limits.groups_per_step)
         records = [_group_record(group, limits, tokenizer) for group in chosen]
+        # Each step may take an equal part of what is left, so later steps use what this one leaves.
         blob, budget = pack(records), left / (len(steps) - number)
+        # The last groups go first: those without a signal, then those with the narrowest spread. Compression makes the size
+        # of a group unknown, so the number is guessed and tried. One group stays, whatever its size.
         while len(blob) > budget and len(records) > 1:
             records = records[: max(1, min(len(records) - 1, int(len(records) * budget / len(blob))))]
             blob = pack(records)
@@ -79,7 +82,7 @@ def excerpts_of(paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[
 
 
 def groups_of(path: Path) -> list[Group]:
-    """Reads stored rollouts; of a damaged file there are none."""
+    """Reads stored rollouts. A damaged file has none: the rest of the report is still worth having."""
     try:
         return read_rollouts(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -88,13 +91,15 @@ def groups_of(path: Path) -> list[Group]:
 
 
 def pack(data: Any) -> str:
-    """Makes the text that the page unpacks: base64 of gzipped JSON, which no completion can break out of."""
+    """Makes the text that the page unpacks: base64 of gzipped JSON."""
+    # No character of base64 has a meaning in HTML, so no completion can break out of its element. Without a time in the
+    # header, the same data give the same text.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, default=asdict)
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def short(value: float | None, digits: int = 6) -> float | None:
-    """Rounds to six digits, which are more than a screen shows and half the bytes."""
+    """Rounds to so many significant digits. Six are more than a screen shows, and half the bytes."""
     return value if value is None or isinstance(value, int) else float(f"{value:.{digits}g}")
 
 
@@ -109,23 +114,24 @@ def cut_text(text: str, limit: int) -> str:
 
 
 def chosen_groups(groups: Sequence[Group], number: int) -> list[Group]:
-    """Takes groups with a signal, from the widest to the narrowest spread, and behind them such as have none: in the places
-    that are left, and in a sixth of all at least, since they tell why nothing is learned from them."""
+    """Takes at most `number` groups: those with a signal from the widest to the narrowest spread, then some without."""
     ranked = sorted(groups, key=_spread, reverse=True)
     signal = [group for group in ranked if group.has_signal]
     silent = [group for group in ranked if not group.has_signal]
+    # Groups without a signal show why nothing is learned from them, so they get a sixth of the places even where groups
+    # with a signal would fill all.
     few = min(len(silent), max(number - len(signal), number // 6))
     return spaced(signal, number - few) + spaced(silent, few)
 
 
 def rewards_of(group: Group) -> list[float]:
-    """Returns the rewards of the samples that have a finite one."""
+    """The rewards of the samples that have a finite one."""
     rewards = [sample.score.reward for sample in group.samples if sample.score is not None]
     return [float(reward) for reward in rewards if math.isfinite(reward)]
 
 
 def by_reward(group: Group) -> list[Sample]:
-    """Returns the samples of a group, those with the highest reward first, those without one last."""
+    """The samples of a group, those with the highest reward first, those without one last."""
     return sorted(
         group.samples, key=lambda sample: -math.inf if sample.score is None else sample.score.reward, reverse=True
     )
@@ -140,7 +146,7 @@ def _spread(group: Group) -> float:
 
 
 def tokenizer_of(folders: Iterable[str | Path]) -> "Tokenizer | None":
-    """Returns the tokenizer of the first of these model folders that has one. One that is damaged is said, and passed over."""
+    """Returns the tokenizer of the first of these model folders that has one. A damaged one is logged and passed over."""
     from tokenizers import Tokenizer
 
     for path in (Path(folder) / "tokenizer.json" for folder in folders):
@@ -157,7 +163,7 @@ def tokenizer_of(folders: Iterable[str | Path]) -> "Tokenizer | None":
 
 def _group_record(group: Group, limits: Limits, tokenizer: "Tokenizer | None") -> dict[str, Any]:
     rewards, answer, characters = rewards_of(group), group.problem.answer, limits.max_characters
-    # A chat template adds to the messages, a system line of its own for instance.
+    # A chat template adds to the messages, for instance a system line of its own. Only the tokens show what the model read.
     read = tokenizer and tokenizer.decode(group.prompt_tokens.tolist(), skip_special_tokens=False)
     return {
         "id": group.problem.id,
@@ -181,8 +187,8 @@ def _group_record(group: Group, limits: Limits, tokenizer: "Tokenizer | None") -
 def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
     """Returns all that is shown of a sample but its tokens; its text has at most about `limit` characters.
 
-    A conversation has its `turns`, as in `Completion`, and its `messages`. What its environment answered is counted in `total`,
-    and in nothing else.
+    `count` is the number of sampled tokens, `total` also counts what an environment answered. A conversation has its `turns`,
+    as in `Completion`, and its `messages`.
     """
     completion, outcome, score = sample.completion, sample.outcome, sample.score
     sampled_S = completion.sampled
@@ -202,6 +208,7 @@ def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
         "logprob": finite(np.mean(completion.logprobs[sampled_S], dtype=np.float64)) if len(sampled_S) else None,
     }
     if completion.turns:
+        # A long conversation divides the limit among its messages, so that each keeps its beginning and end.
         share = limit if len(sample.text) <= limit else limit // len(sample.messages)
         facts["turns"] = completion.turns
         facts["messages"] = [
@@ -216,11 +223,12 @@ def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
 
 
 def finite(value: float) -> float | None:
+    # JSON has no NaN and no infinity.
     return short(float(value)) if np.isfinite(value) else None
 
 
 def spaced(items: Sequence, number: int) -> list:
-    """Takes at most `number` of `items`, evenly spaced, first and last among them (only the first when `number` is 1)."""
+    """At most `number` of `items`, evenly spaced, first and last among them (only the first when `number` is 1)."""
     if len(items) <= number:
         return list(items)
     return [items[round(i * (len(items) - 1) / max(1, number - 1))] for i in range(number)]

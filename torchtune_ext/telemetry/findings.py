@@ -1,8 +1,4 @@
-"""One number for each curve of the report, and what of all that a reader should look at first.
-
-The legend and the tile of a curve show the same number, and say which steps it averages. A finding names the heading that it
-concerns. Curves of which nothing is found stay folded where they only matter then (`FOLDED`).
-"""
+"""One number for each curve of the report, and the findings: what a reader should look at first."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +9,19 @@ from torchtune_ext.evaluation import partly_right
 from torchtune_ext.telemetry.heading import State
 from torchtune_ext.telemetry.panels import Panel
 
-PART = 10  # A reading is the mean over a tenth of the steps.
-FOLDED = ("Agreement", "Speed", "Machine")  # These headings are closed while no finding concerns them.
+PART = 10  # a reading is the mean over 1 / PART of the steps
+# These curves matter only when something is wrong, so their headings are closed while no finding concerns them.
+FOLDED = ("Agreement", "Speed", "Machine")
 _MOST_SILENT = 0.5  # share of groups without a signal, above which it is said
 _MOST_CUT = 0.2  # share of samples at the token limit
 _LEAST_ESS = 0.9
-_RISEN = 0.05  # Of a reward, and as a share of what it was: above it the reward has risen.
-_SLOW = 3  # A step that takes so many times the median is far beyond it.
-_PHASES = ("sample", "pack", "train", "publish")  # of every step; some also evaluate or save
-_FAR = 0.5  # The engine shows the last update less, or more, by this share of its effect.
+_RISEN = 0.05  # a reward has risen if it grew by more than this, and by more than this share of itself
+_SLOW = 3  # a step is slow if it takes more than so many times the median
+# Only what every step does. An evaluation or a checkpoint would make its step look slow.
+_PHASES = ("sample", "pack", "train", "publish")
+_FAR = 0.5  # the engine may show this share of an update's effect too little or too much
 
-# Of what is counted: the metric, whether it is of one step (else it is of the whole run until then), the noun, the heading and
-# the sentence.
+# Each row: a metric, whether it counts one step (else the whole run until then), the noun, the heading and the sentence.
 _LEFT_OUT = "{} left out: broken, or too long for the engine; the log names each."
 _COUNTS = (
     ("groups/infra_failed", True, "sample", "Learning",
@@ -38,7 +35,7 @@ _COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """This says where a curve began and where it is."""
+    """Where a curve began and where it is. Its legend and its tile show the same number."""
 
     first: float  # mean of the first values
     last: float  # mean of as many values at the end
@@ -63,10 +60,7 @@ _TILES = (
 def readings(
     series: Mapping[str, Sequence[float | None]], steps: Sequence[int], panels: Sequence[Panel]
 ) -> dict[str, Reading]:
-    """Reads each curve: the mean of its last values, a tenth of the steps, and of as many at its beginning.
-
-    The newest value is the reading where a mean would mislead: of counters and settings (`Panel.newest`), and of what fewer
-    than half of the steps have, as evaluations.
+    """Reads each curve (`reading_of`).
 
     Args:
         series: values by metric, one for each step, at least one of each not None.
@@ -78,7 +72,12 @@ def readings(
 
 
 def reading_of(steps: Sequence[int], values: Sequence[float | None], newest: bool = False) -> Reading:
-    """Reads one curve, of which at least one value is not None. `newest`: its newest value is the reading."""
+    """Reads one curve, of which at least one value is not None: the mean of its last tenth, and of its first.
+
+    Args:
+        newest: whether its newest value is the reading, and its first one the beginning.
+    """
+    # Where fewer than half of the steps have a value, as with evaluations, a mean would reach too far back.
     there = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     sparse = 2 * len(there) < len(steps)
     number = 1 if newest or sparse else max(1, round(len(steps) / PART))
@@ -87,8 +86,7 @@ def reading_of(steps: Sequence[int], values: Sequence[float | None], newest: boo
 
 
 def tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    """Returns the numbers at the top of the report that the run has: for each a label, the metric, its reading, its unit as of
-    the panel that draws it, and a note, the interval of an accuracy."""
+    """Returns the tiles at the top of the report: of each a label, a metric, its reading, its unit and a note."""
     units = {metric: panel.unit for panel in panels for metric, _ in panel.series}
     last = {name: reading.last for name, reading in curves.items()}
     chosen = []
@@ -124,7 +122,7 @@ def findings(
 
     Args:
         records: the metrics of each step.
-        curves: where each of them began and where it is, as `readings` says.
+        curves: what `readings` returned.
         panels: all that the report draws.
         config: the knobs of the run; `max_mismatch` is the limit of the disagreement.
         state: how far the run came.
@@ -133,12 +131,13 @@ def findings(
     last = {name: reading.last for name, reading in curves.items()}
     notices = []
     if state.kind == "stopped":
-        # A warm-up has no such knob: it begins anew.
+        # A warm-up has no such knob: it always begins anew.
         onward = " resume_from_checkpoint=True goes on with it." if "resume_from_checkpoint" in config else ""
         text = f"The run ended at step {state.step:,} of {state.total:,}: it crashed, or was stopped.{onward}"
         notices.append(Finding(text, ""))
     notices += nonfinite(records, panels)
     for name, of_a_step, noun, section, text in _COUNTS:
+        # A counter of the whole run may begin again when the run resumes, so its largest value counts, not its last.
         if number := int((sum if of_a_step else max)(record.get(name) or 0 for record in records)):
             notices.append(Finding(text.format(_count(number, noun)), section))
     notices += _learning(first, last) + _agreement(first, last, config)
@@ -146,7 +145,7 @@ def findings(
 
 
 def nonfinite(records: Sequence[Mapping[str, Any]], panels: Sequence[Panel]) -> list[Finding]:
-    """Returns a finding for each metric that was NaN or infinite at some steps."""
+    """A finding for each metric that was NaN or infinite at some steps."""
     sections = {metric: panel.section for panel in panels for metric, _ in panel.series}
     broken: dict[str, list[int]] = {}
     for record in records:
@@ -167,6 +166,7 @@ def _learning(first: Mapping[str, float], last: Mapping[str, float]) -> list[Fin
     if share > _MOST_SILENT:
         texts.append(f"{share:.0%} of the latest groups carry no signal: their problems are too easy, or too hard.")
     then, now = first.get("reward/mean", 0.0), last.get("reward/mean", 0.0)
+    # A reward that rises while no more problems are solved is what reward hacking looks like.
     solved = next((name for name in ("eval/solved_sampled", "reward/solved") if name in last), None)
     if solved and now - then > max(_RISEN, _RISEN * abs(then)) and last[solved] <= first[solved]:
         shares = f"the share of solved problems did not ({first[solved]:.1%}, then {last[solved]:.1%})"
@@ -181,7 +181,8 @@ def _learning(first: Mapping[str, float], last: Mapping[str, float]) -> list[Fin
 
 def _agreement(first: Mapping[str, float], last: Mapping[str, float], config: Mapping[str, Any]) -> list[Finding]:
     texts, limit = [], last.get("canary/limit") or config.get("max_mismatch")
-    # Older tokens differ by what the policy has learned since, and only those of age 0 are held to the limit.
+    # With an engine that samples ahead, older tokens also differ by what the policy has learned since. Only those of age 0
+    # are held to the limit.
     name = "mismatch/mean_abs_age_0" if "async/age_mean" in last else "mismatch/mean_abs"
     if name in last and isinstance(limit, int | float):
         then, now = first[name], last[name]
@@ -201,7 +202,7 @@ def _agreement(first: Mapping[str, float], last: Mapping[str, float], config: Ma
 
 
 def _slow_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """The first step compiles and fills caches, and counts for nothing."""
+    # The first step is left out: it compiles and fills caches.
     there = [record for record in records if record.get("time/train")][1:]
     steps = {record["step"]: {phase: record.get(f"time/{phase}") or 0.0 for phase in _PHASES} for record in there}
     seconds = {step: sum(phases.values()) for step, phases in steps.items()}
