@@ -165,8 +165,8 @@ def curves_of(runs: Sequence[Run], places: Sequence[int], target: str) -> tuple[
         lines = []
         for place in places:
             values = values_of(place, metric)
-            # A run that ended early has no values behind `end`. They must not count when its last tenth is taken, nor make
-            # its curve look sparse.
+            # A run that ended early has no values behind `end`. They must not count when its last tenth is taken, nor
+            # make its curve look sparse.
             if (end := max((i + 1 for i, value in enumerate(values) if value is not None), default=0)) == 0:
                 continue
             band = (
@@ -182,7 +182,7 @@ def curves_of(runs: Sequence[Run], places: Sequence[int], target: str) -> tuple[
                     "reading": reading_of(steps[:end], values[:end], panel.newest),
                 }
             )
-        # As in the report of one run, a quiet panel counts trouble: without any it is left out.
+        # As in the report of one run, a quiet panel is left out while all its values are zero.
         if not lines or (panel.quiet and not any(value for line in lines for value in line["raw"])):
             continue
         title = panel.title if len(panel.series) == 1 or not label else f"{panel.title}: {label}"

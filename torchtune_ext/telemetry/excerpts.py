@@ -67,8 +67,8 @@ def excerpts_of(paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[
         records = [_group_record(group, limits, tokenizer) for group in chosen]
         # Each step may take an equal part of what is left, so later steps use what this one leaves.
         blob, budget = pack(records), left / (len(steps) - number)
-        # The last groups go first: those without a signal, then those with the narrowest spread. Compression makes the size
-        # of a group unknown, so the number is guessed and tried. One group stays, whatever its size.
+        # The last groups go first: those without a signal, then those with the narrowest spread. Compression makes the
+        # size of a group unknown, so the number is guessed and tried. One group stays, whatever its size.
         while len(blob) > budget and len(records) > 1:
             records = records[: max(1, min(len(records) - 1, int(len(records) * budget / len(blob))))]
             blob = pack(records)
@@ -146,7 +146,7 @@ def _spread(group: Group) -> float:
 
 
 def tokenizer_of(folders: Iterable[str | Path]) -> "Tokenizer | None":
-    """Returns the tokenizer of the first of these model folders that has one. A damaged one is logged and passed over."""
+    """Returns the tokenizer of the first of these model folders that has one. A damaged one is only logged."""
     from tokenizers import Tokenizer
 
     for path in (Path(folder) / "tokenizer.json" for folder in folders):
@@ -163,7 +163,8 @@ def tokenizer_of(folders: Iterable[str | Path]) -> "Tokenizer | None":
 
 def _group_record(group: Group, limits: Limits, tokenizer: "Tokenizer | None") -> dict[str, Any]:
     rewards, answer, characters = rewards_of(group), group.problem.answer, limits.max_characters
-    # A chat template adds to the messages, for instance a system line of its own. Only the tokens show what the model read.
+    # A chat template adds to the messages, for instance a system line of its own. Only the tokens show what the model
+    # read.
     read = tokenizer and tokenizer.decode(group.prompt_tokens.tolist(), skip_special_tokens=False)
     return {
         "id": group.problem.id,
@@ -187,8 +188,8 @@ def _group_record(group: Group, limits: Limits, tokenizer: "Tokenizer | None") -
 def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
     """Returns all that is shown of a sample but its tokens; its text has at most about `limit` characters.
 
-    `count` is the number of sampled tokens, `total` also counts what an environment answered. A conversation has its `turns`,
-    as in `Completion`, and its `messages`.
+    `count` is the number of sampled tokens; `total` also counts what an environment answered. A conversation has its
+    `turns`, as in `Completion`, and its `messages`.
     """
     completion, outcome, score = sample.completion, sample.outcome, sample.score
     sampled_S = completion.sampled

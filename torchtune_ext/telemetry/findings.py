@@ -21,7 +21,8 @@ _SLOW = 3  # a step is slow if it takes more than so many times the median
 _PHASES = ("sample", "pack", "train", "publish")
 _FAR = 0.5  # the engine may show this share of an update's effect too little or too much
 
-# Each row: a metric, whether it counts one step (else the whole run until then), the noun, the heading and the sentence.
+# Each row: a metric, whether it counts one step (else the whole run until then), the noun, the heading and the
+# sentence.
 _LEFT_OUT = "{} left out: broken, or too long for the engine; the log names each."
 _COUNTS = (
     ("groups/infra_failed", True, "sample", "Learning",
@@ -181,8 +182,8 @@ def _learning(first: Mapping[str, float], last: Mapping[str, float]) -> list[Fin
 
 def _agreement(first: Mapping[str, float], last: Mapping[str, float], config: Mapping[str, Any]) -> list[Finding]:
     texts, limit = [], last.get("canary/limit") or config.get("max_mismatch")
-    # With an engine that samples ahead, older tokens also differ by what the policy has learned since. Only those of age 0
-    # are held to the limit.
+    # With an engine that samples ahead, older tokens also differ by what the policy has learned since. Only those of
+    # age 0 are held to the limit.
     name = "mismatch/mean_abs_age_0" if "async/age_mean" in last else "mismatch/mean_abs"
     if name in last and isinstance(limit, int | float):
         then, now = first[name], last[name]

@@ -1,7 +1,4 @@
-"""What the head of the report says: which run it shows, of which model and task, on what, and how far it came.
-
-All of it is read from the folder of the run. What is not known is left out.
-"""
+"""The head of the report: which run it shows, of which model and task, and how far it came."""
 
 import fcntl
 import json
@@ -13,7 +10,7 @@ from typing import Any
 
 from torchtune_ext.run.folder import LOCK, changes
 
-_ORDINARY = ("model", "start")  # Folders of these names do not say which model lies in them.
+_ORDINARY = ("model", "start")  # names of folders that do not say which model is in them
 _LONGEST = 60  # characters of a note
 
 Fact = tuple[str, str, str]  # one thing to know about a run: what it is, its value, and a note or ""
@@ -21,7 +18,7 @@ Fact = tuple[str, str, str]  # one thing to know about a run: what it is, its va
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """This says how far a run came."""
+    """How far a run came."""
 
     kind: str  # "finished", "running", "stopped", or "unknown" where nothing says how long it should be
     text: str
@@ -30,7 +27,7 @@ class State:
 
 
 def state_of(run_dir: Path, config: Mapping[str, Any], last: int) -> State:
-    """Says whether the run is over. A run that crashed and one that was stopped look alike in their folder."""
+    """Returns how far the run in `run_dir` came. `last` is the newest step that has metrics."""
     total = _total(config)
     if total is None:
         return State("unknown", f"{last:,} steps", last, None)
@@ -38,11 +35,12 @@ def state_of(run_dir: Path, config: Mapping[str, Any], last: int) -> State:
         return State("finished", f"finished, {last:,} steps", last, total)
     if _in_use(run_dir):
         return State("running", f"running, step {last:,} of {total:,}", last, total)
+    # The folder does not tell a run that crashed from one that was stopped.
     return State("stopped", f"stopped at step {last:,} of {total:,}", last, total)
 
 
 def facts(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Fact]:
-    """Returns what a reader should know first, the most telling facts first.
+    """Returns what a reader should know first, the most telling facts first. What is not known is left out.
 
     Args:
         run: what `run.json` holds.
@@ -55,6 +53,7 @@ def facts(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[
     prompts, samples, updates = (
         config.get(key) for key in ("prompts_per_step", "samples_per_prompt", "updates_per_step")
     )
+    # `device` may be "auto". Only a run on a GPU logs the memory of one.
     on_gpu = config.get("device") != "cpu" and any("memory/gpu_gib" in record for record in records)
     # Only the steps count: not the start of the engine, nor the time between a stop and a resume.
     seconds = sum(record.get("time/step") or 0.0 for record in records)
@@ -72,16 +71,15 @@ def facts(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[
 
 
 def origin(run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns what `run.json` says about how the run was started (versions, commit, command line), as rows of name and text."""
-    # `process` holds what the last process of the run was started with.
+    """Returns how the run was started (versions, commit, command line) as rows of name and text."""
+    # A run that was resumed had several processes; `process` is the last one.
     rest = {name: value for name, value in run.items() if name not in ("name", "config", "started", "process")}
     started = [("started", _day(run["started"]))] if "started" in run else []
     return flat({**rest, **node_of(run, "process")}) + started
 
 
 def flat(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Makes rows of name and text of nested settings: {"optimizer": {"lr": 1e-6}} gives ("optimizer.lr", "1e-06"). What is not
-    set has no row, and numbers have six digits."""
+    """Makes rows of nested settings: {"optimizer": {"lr": 1e-6}} gives ("optimizer.lr", "1e-06"). None has no row."""
     return [(each.key, _text(each.now)) for each in changes({}, config)]
 
 
@@ -92,23 +90,26 @@ def _text(value: Any) -> str:
 
 
 def node_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns a node of nested settings, or an empty one: a recipe of the user's own may hold something else there."""
+    """Returns a node of nested settings, or an empty one."""
+    # A recipe of the user's own may have anything under this name.
     node = config.get(name)
     return node if isinstance(node, Mapping) else {}
 
 
 def _total(config: Mapping[str, Any]) -> int | None:
-    """Returns the step that the run goes to: of a warm-up, its updates (recipes/warmup_sft.py)."""
+    """Returns the step that the run goes to, or None where its settings do not say it."""
     try:
         if "max_steps" in config:
             return int(config["max_steps"])
+        # A warm-up counts its updates the same way (recipes/warmup_sft.py).
         return max(1, round(config["num_problems"] * config["epochs"] / config["batch_problems"]))
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
 
 
 def _in_use(run_dir: Path) -> bool:
-    """Tells whether a process owns the folder. It asks for a shared lock and gives it back at once, so it disturbs no run."""
+    """Tells whether a process owns the folder."""
+    # The owner holds an exclusive lock. The shared one that is asked for here ends with the file, at once.
     try:
         with open(run_dir / LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -120,7 +121,8 @@ def _in_use(run_dir: Path) -> bool:
 
 
 def _model(config: Mapping[str, Any]) -> str:
-    """Returns the name of the folder of the model, with the one above it where that says more."""
+    """Returns the folder of the model, by its name, or by its last two names where one says too little."""
+    # A warm-up makes a model of a `shape`.
     if not isinstance(config.get("model_dir"), str):
         return "a new model" if "shape" in config else ""
     path = Path(config["model_dir"])
@@ -143,7 +145,7 @@ def _class_name(node: Mapping[str, Any]) -> str:
 
 
 def spell(seconds: float) -> str:
-    """Makes "42 s", "21 min" or "3 h 5 min" of a duration."""
+    """A duration as "42 s", "21 min" or "3 h 5 min"."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)

@@ -1,10 +1,6 @@
-"""The scalars of a run go as lines of JSON to `metrics.jsonl`, always, and to the sinks that the user has asked for.
+"""The scalars of a run: lines of JSON in `metrics.jsonl`, always, and copies for the sinks that the user asks for.
 
-A step may have several lines, which readers merge: the recipes write its numbers before its checkpoint, so that a run that
-goes on from there has them, and its seconds when it is over. The file is the record and the other sinks are copies. So a full
-disk under `metrics.jsonl` is an error, while a sink that fails is reported once and dropped. Names are `group/name`, and
-`time/phase/detail` for parts of a phase. What two runs of the same seed need not share lies under `time/`, `speed/`, `memory/`,
-`engine/`, `engines/` and `bench/` (`CLOCK_PREFIXES`), so that they can be compared without it.
+Names are `group/name`, and `time/phase/detail` for parts of a phase. A step may have several lines.
 """
 
 import errno
@@ -26,28 +22,28 @@ from torchtune_ext.telemetry.sinks.settings import sink_class
 
 log = logging.getLogger(__name__)
 
-# These differ between two identical runs. The engine's counters follow the moments at which requests come and end, and they
-# begin again where a run resumes. So do those of the benchmark service, whose memory of results begins again, too.
+# These differ between two runs of the same seed, which are compared without them. The engine's counters depend on when
+# requests come and end, and they begin again when a run resumes. So do the counters and the memory of the benchmark
+# service.
 CLOCK_PREFIXES = ("time/", "speed/", "memory/", "engine/", "engines/", "bench/")
 _FIX = "Free disk space and resume the run; the lines before are intact"
 _RESERVED = ("step", "nonfinite")
 
 
 class Metrics:
-    """Writes the scalars of each step to `run_dir/metrics.jsonl`, and tells the sinks of them, of samples and of the outcome.
+    """Writes scalars to `run_dir/metrics.jsonl`, and hands scalars, samples and the run's outcome to the sinks.
 
     Args:
         run_dir: folder of the run, which is made when it is missing.
         sinks: the node `logging:`, or the names of the sinks where all else has its default.
-        run: what `RunFolder.begin` returned: the name, the id and the settings that W&B shows; None: it shows the name of the
-            folder, no more.
+        run: what `RunFolder.begin` returned, for W&B; None: it shows only the name of the folder.
         resume_step: first step that will be logged again: lines at or after it are cut; None: a fresh run.
         status: asked at the end for the exit status that the process will have (`StopSignals.status`).
         rank: rank of this process. Only rank 0 writes; on other ranks every method does nothing.
 
     Raises:
         ValueError: a sink is unknown, W&B has no credentials, or an earlier run left its metrics where a fresh one begins.
-        ImportError: the package of a sink is missing, which is said here, before any work is lost.
+        ImportError: the package of a sink is missing.
         OSError: `metrics.jsonl` cannot be cut; it stays as it was.
     """
 
@@ -75,13 +71,15 @@ class Metrics:
         elif self.path.exists() and self.path.stat().st_size:
             raise Mistake(f"{self.path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on")
         with explained(f"cannot write {self.path}", _FIX):
+            # With O_APPEND the next line follows the last whole one, also after `_append` has cut the file back.
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         opening = Opening(run_dir, run, resume_step, self._settings)
         for name in self._settings.to:
             try:
                 self._sinks[name] = sink_class(name)(opening)
             except Exception as error:
-                # A setting or a login is wrong, which is said now, while nothing is lost.
+                # A wrong setting or login ends the run now, while nothing is lost. Any other failure costs only the
+                # sink.
                 if isinstance(error, ValueError):
                     self.close()
                     raise
@@ -90,7 +88,7 @@ class Metrics:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line for `step`. Several lines of one step are allowed; readers merge them.
 
-        Values are anything `float()` takes. NaN and infinities become null, and their names go into a list `nonfinite`.
+        Values are anything that `float()` takes. NaN and infinities become null, and `nonfinite` lists their names.
 
         Raises:
             ValueError: the step goes back, or a name is reserved.
@@ -98,6 +96,8 @@ class Metrics:
         """
         if self._fd is None:
             return
+        # A step comes in parts: its numbers before its checkpoint, so that a run that resumes there has them, its
+        # seconds when it is over.
         if step < self._last_step:
             raise Mistake(f"step={step} after step {self._last_step}: steps only grow; resume with resume_step={step}")
         for name in _RESERVED:
@@ -109,12 +109,13 @@ class Metrics:
         nonfinite = [name for name, v in numbers.items() if not math.isfinite(v)]
         if nonfinite:
             record["nonfinite"] = nonfinite
+        # The file is the record and comes first. The sinks get copies, NaN included.
         self._append(json.dumps(record, allow_nan=False) + "\n")
         self._last_step = step
         self._tell(lambda sink: sink.log(step, numbers))
 
     def show(self, step: int, groups: Sequence[Group]) -> None:
-        """Shows a few samples of a step where a sink can and the settings ask for it. Groups have rewards and advantages."""
+        """Shows samples of a step where the settings ask for it and a sink can. Groups have rewards and advantages."""
         if self._settings.shows(step):
             self._tell(lambda sink: sink.show(step, groups))
 
@@ -128,7 +129,7 @@ class Metrics:
             self._fd = None
 
     def _tell(self, tell: Callable[[Sink], None]) -> None:
-        """Calls each sink. One that raises is dropped, and the run goes on."""
+        # A sink may raise anything. The run is worth more than its copies.
         for name, sink in list(self._sinks.items()):
             try:
                 tell(sink)
@@ -142,26 +143,26 @@ class Metrics:
         self.close()
 
     def _append(self, line: str) -> None:
-        """Makes one write at the end of the file. What did not fit is taken back, so that the file stays valid."""
+        # One write, not a buffered file: a killed run leaves at most one torn line.
         data, size = line.encode(), os.fstat(self._fd).st_size
         try:
             if (written := os.write(self._fd, data)) != len(data):
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (only {written} of {len(data)} bytes fitted)")
             os.fdatasync(self._fd)
         except OSError as error:
+            # Half a line is taken back, so that the file stays valid.
             os.ftruncate(self._fd, size)
             raise FileMistake(f"cannot write {self.path}: {error}. {_FIX}") from error
 
     def _drop(self, name: str, error: Exception) -> None:
-        """Reports a failed sink once and goes on without it."""
+        # Dropped, it is not called again, so it is reported only once.
         self._sinks.pop(name, None)
         log.warning("metrics sink %s failed and is dropped for the rest of the run: %r. "
                     "metrics.jsonl goes on", name, error)  # fmt: skip
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Returns what `metrics.jsonl` says of each step, in order, with the lines of one step merged. A torn last line, which a
-    killed run may leave, is left out.
+    """Returns the metrics of each step, in order, with the lines of one step merged, and without a torn last line.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -171,6 +172,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for record in _lines(Path(path)):
         if records and records[-1]["step"] == record["step"]:
             nonfinite = records[-1].get("nonfinite", []) + record.get("nonfinite", [])
+            # `update` would replace the list of the earlier line.
             records[-1].update(record)
             if nonfinite:
                 records[-1]["nonfinite"] = nonfinite
@@ -180,7 +182,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def cut_metrics(path: Path, resume_step: int) -> None:
-    """Drops the lines at or after `resume_step` and a torn last line, all at once. Where there is no file nothing is done.
+    """Drops the lines at or after `resume_step`, and a torn last line. Without a file it does nothing.
 
     Raises:
         OSError: the disk refuses, and the file stays as it was.
@@ -193,7 +195,7 @@ def cut_metrics(path: Path, resume_step: int) -> None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    # What follows the last line break is nothing, or a line in which the run was killed.
+    # After the last line break there is nothing, or the line during which the run was killed.
     *lines, tail = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):

@@ -1,8 +1,4 @@
-"""Puts a page together: one HTML file out of a template, scripts and packed data, that needs no network and no server.
-
-Everything that came from a run is embedded as base64 of gzipped JSON and written into the page as text nodes only, so that no
-completion can break or script the page.
-"""
+"""Puts a page together: one HTML file of a template, scripts and packed data, which needs no network and no server."""
 
 import html
 import re
@@ -17,24 +13,28 @@ SCRIPTS = ("charts", "runs", "rollouts", "shell", "main")  # in this order
 
 
 def write_page(out: Path, title: str, data: Mapping[str, str]) -> int:
-    """Writes a page, in place, since `out` may be a link, or no file at all. Returns how many bytes it has.
+    """Writes a page and returns how many bytes it has.
 
     Args:
-        title: of the page; any text.
+        title: the title of the page; any text.
         data: what the scripts read, by id, each as `excerpts.pack` makes it.
 
     Raises:
         OSError: it cannot be written.
     """
+    # What comes from a run is base64 here, and the scripts write it as text nodes. So no completion can script the
+    # page.
     parts = {
         "title": html.escape(title),
         "css": _part("page.css"),
         "js": "\n".join(_part(f"{name}.js") for name in SCRIPTS),
         "data": "\n".join(f'<script type="text/plain" id="{key}">{blob}</script>' for key, blob in data.items()),
     }
+    # All placeholders are replaced in one pass, so a title such as "{{data}}" stays what it is.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html")).encode()
     with explained(f"cannot write {out}", "Free disk space, or name another file by --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
+        # Written in place, not through a temporary file: `out` may be a link, or no file at all, such as /dev/stdout.
         out.write_bytes(page)
     return len(page)
 

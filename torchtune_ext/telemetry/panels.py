@@ -1,7 +1,4 @@
-"""This list says which metric is drawn where in the report. Panels and series without data are left out; a metric that no panel
-names gets a panel of its own at the end.
-
-docs/telemetry.md explains the same names, and real runs write them: a test compares all three."""
+"""Which metric the report draws where. docs/telemetry.md explains the same names; tests compare both with real runs."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -14,33 +11,35 @@ from torchtune_ext.grading.environments import ENDINGS
 class Panel:
     """One chart of the report."""
 
-    section: str  # The panel stands under this heading.
+    section: str  # the heading above the panel
     title: str
-    note: str  # One line says what is drawn and what a good curve looks like.
-    # These are pairs of a metric and its label. A metric "group/x*" takes all that begin so and are not yet drawn.
+    note: str  # one line: what is drawn, and what a good curve looks like
+    # Pairs of a metric and its label. A metric "group/x*" takes all that begin so and are not yet drawn.
     series: tuple[tuple[str, str], ...]
-    unit: str = ""  # Values are shown as "", "percent", "seconds", "bytes", "gib", "int" or "tok/s".
-    scale: str = "linear"  # The axis of values is "linear" or "log".
-    style: str = "line"  # Series are drawn as lines, or as a "stack" of areas upon each other.
-    # A band goes around one of the series: its metric, and those of the lower and the upper edge.
+    unit: str = ""  # of the values: "", "percent", "seconds", "bytes", "gib", "int" or "tok/s"
+    scale: str = "linear"  # of the axis of values: "linear" or "log"
+    style: str = "line"  # "line", or a "stack" of areas
+    # A band around one of the series: its metric, then those of the lower and the upper edge.
     band: tuple[str, str, str] | None = None
-    zero: bool = False  # The axis begins at zero.
-    baseline: float | None = None  # A dashed line is drawn here, for instance at 1 for rho.
-    quiet: bool = False  # The panel is left out while all its values are zero.
-    lead: bool = False  # The first such panel of a page stands above all others, and is larger.
-    newest: bool = False  # Counters and settings: their newest value is the reading, and not a mean of the last steps.
-    # What a "*" stands for comes in this order; what is not named here comes behind it, sorted.
+    zero: bool = False  # whether the axis begins at zero
+    baseline: float | None = None  # where a dashed line is drawn, for instance at 1 for rho
+    quiet: bool = False  # whether the panel is left out while all its values are zero
+    lead: bool = False  # the first such panel of a page stands above all others, and is larger
+    newest: bool = False  # counters and settings: the reading is their newest value, not a mean
+    # What a "*" stands for comes in this order. Names that are not in it come last, sorted.
     order: tuple[str, ...] = ()
-    # The colors of these, from 1 to 7, where green should be good; else the series have the colors in turn.
+    # The colors of `order`, from 1 to 7, chosen where green should be good. Else the series have the colors in turn.
     colors: tuple[int, ...] = ()
 
 
-# Of programs whose speed is measured: the outcomes of a check from the worst to the best, behind them the one that is not
-# graded, and the stages of a curriculum. What names them (measured/matmul) needs packages that a report does without; a test
-# holds that they are the same.
+# The outcomes of a check of a measured program, from the worst to the best, and the stages of the curriculum. They are
+# written out because measured/matmul, which names them, needs packages that a report does without. A test compares
+# them.
 _OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
 _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 
+# The page has this order. It also decides which panel gets a metric that several "*" fit: the first one. A metric that
+# is named in full belongs to the panel that names it.
 PANELS = (
     Panel("Learning", "Reward", "Mean reward of the step's samples; where held-out problems are evaluated, which are never "
           "trained on, theirs with the 95% interval over them.",
@@ -202,8 +201,7 @@ PANELS = (
 
 
 def panels_for(names: Collection[str]) -> list[Panel]:
-    """Returns the panels that have data among the metrics `names`, with "group/*" filled in, and one panel more for each metric
-    that is not known."""
+    """Returns the panels that have data among the metrics `names`, and one more for each metric that none draws."""
     known = {metric for panel in PANELS for metric, _ in panel.series}
     known |= {metric for panel in PANELS if panel.band for metric in panel.band}
     panels = []
@@ -228,17 +226,19 @@ def _sorted(words: Collection[str], order: Sequence[str]) -> list[str]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Makes a key that sorts "x_2" before "x_16"."""
+    """A key that sorts "x_2" before "x_16"."""
+    # Both kinds of parts are pairs of the same types, so that a number can be compared with a word.
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _words(name: str) -> str:
-    """Makes "16–255" of "16_255" and "length penalty" of "length_penalty"."""
+    """Spells a name: "16–255" for "16_255", and "length penalty" for "length_penalty"."""
     return re.sub(r"(\d)_(\d)", r"\1–\2", name).replace("_", " ")
 
 
 def _with(panel: Panel, series: tuple[tuple[str, str], ...], names: Collection[str]) -> Panel:
     band = panel.band if panel.band and set(panel.band) <= set(names) else None
+    # Colors belong to names, so that an outcome keeps its color where others are missing.
     stem, color_of = panel.series[0][0].rstrip("*"), dict(zip(panel.order, panel.colors, strict=False))
     colors = tuple(color_of.get(name.removeprefix(stem), 6) for name, _ in series) if panel.colors else ()
     return replace(panel, series=series, band=band, colors=colors)

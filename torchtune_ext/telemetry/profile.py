@@ -10,8 +10,10 @@ log = logging.getLogger(__name__)
 
 
 class Profile:
-    """Writes what this process computes in the steps that the recipe's `profile` names: `profile/step_000003_rank_0.json.gz`,
-    which https://ui.perfetto.dev and chrome://tracing show. What is computed is the same; the step takes longer."""
+    """Traces the steps that the recipe's `profile` names, into files such as `profile/step_000003_rank_0.json.gz`.
+
+    https://ui.perfetto.dev and chrome://tracing show them. A traced step computes the same, but takes longer.
+    """
 
     def __init__(self, steps: Sequence[int], folder: str, rank: int):
         self._steps, self._folder, self._rank = set(steps), Path(folder) / "profile", rank
@@ -24,12 +26,14 @@ class Profile:
             self._open = profiler, step
 
     def close(self) -> None:
-        """Writes the trace of a step that has begun. Where that cannot be done, as on a full disk, a warning says so."""
+        """Writes the trace of the step that has begun, if there is one."""
         if self._open is not None:
+            # Forgotten first, so that no trace is written twice, whatever fails below.
             (profiler, step), self._open = self._open, None
             profiler.stop()
             try:
                 self._folder.mkdir(exist_ok=True)
                 profiler.export_chrome_trace(str(self._folder / f"step_{step:06d}_rank_{self._rank}.json.gz"))
+            # A full disk costs the trace, not the run.
             except (OSError, RuntimeError) as error:
                 log.warning("profile: the trace of step %d was not written, and the run goes on: %s", step, error)

@@ -1,8 +1,6 @@
-"""This module shows the progress of a run on the terminal: bars while it samples and trains, and one aligned line a step,
-which also says when the step had nothing to learn from.
+"""The progress of a run on the terminal: bars while it samples and trains, and one line of a table for each step.
 
-On a terminal rank 0 shows tqdm bars. Elsewhere, in a log file, a bar becomes a line every `log_every_s` seconds, so that a log
-stays short and a stall still shows. Other ranks show nothing.
+Only rank 0 shows anything.
 """
 
 import logging
@@ -22,21 +20,22 @@ log = logging.getLogger(__name__)
 
 _HEADER_EVERY = 25  # lines after which the header is printed again
 _IDLE_STEPS = 5  # steps in a row without a signal that are worth a warning
-_MOST_CUT = 0.5  # A larger share of samples without an end is worth a warning.
-_ZERO = 1e-9  # Rewards whose standard deviation is below this are equal.
+_MOST_CUT = 0.5  # a larger share of cut samples is worth a warning
+_ZERO = 1e-9  # rewards whose standard deviation is below this are equal
 
 
 class Bar:
-    """Counts items, tokens and rewards of one phase. It is a context manager. Threads may update it at the same time: it
-    may then be a sample late, and nothing reads it but people.
+    """Counts items, tokens and rewards of one phase. A context manager, which threads may update at the same time.
 
     Args:
         label: names the phase.
         total: how many items will come.
         unit: what an item is ("sample", "row").
-        file: where a tqdm bar is drawn; None: lines take its place, as they do when the file takes no more text.
-        log_every_s: seconds between two lines, where no bar is drawn.
+        file: where a tqdm bar is drawn; None, or once the file takes no more text: lines take its place.
+        log_every_s: seconds between two lines.
     """
+
+    # There is no lock: a bar that threads update may be a sample late, and only people read it.
 
     def __init__(self, label: str, total: int, unit: str, file: TextIO | None, log_every_s: float = 30.0,
                  clock: Callable[[], float] = time.monotonic):  # fmt: skip
@@ -72,7 +71,7 @@ class Bar:
         self.close()
 
     def read_out(self) -> str:
-        """Says what is known so far, for instance "reward 0.412, length 83, 5,120 tok/s"."""
+        """What is known so far: "reward 0.412, length 83, 5,120 tok/s"."""
         parts = []
         if self.rewards:
             parts.append(f"reward {self.reward_sum / self.rewards:.3f}")
@@ -83,9 +82,11 @@ class Bar:
 
     def _show(self, count: int) -> None:
         if self._tqdm is not None:
+            # A refresh here would redraw for every sample; `update` redraws ten times a second at most.
             self._tqdm.set_postfix_str(self.read_out(), refresh=False)
             self._draw(lambda: self._tqdm.update(count))
             return
+        # In a log file, lines at this distance keep the log short and still show a stall.
         now = self._clock()
         if now - self._last_log >= self._log_every_s:
             self._last_log = now
@@ -97,13 +98,14 @@ class Bar:
             )
 
     def _open(self) -> None:
+        # The bar vanishes at its end (`leave`), so that only the table stays on the screen.
         self._tqdm = tqdm(
             total=self.total, desc=self.label, unit=self.unit, file=self._file, leave=False, dynamic_ncols=True
         )
 
     def _draw(self, draw: Callable[[], Any]) -> None:
         if not attempt(self._file, draw) and self._tqdm is not None:
-            # This also takes it out of the bars that tqdm moves for each line.
+            # tqdm redraws its open bars around each line of text, so this one must not stay among them.
             attempt(self._file, self._tqdm.close)
             self._tqdm = None
 
@@ -112,9 +114,9 @@ class Progress:
     """Makes the bars, and prints the table of steps.
 
     Args:
-        total_steps: the 200 of "12/200" in the table; None where nobody knows it.
+        total_steps: the 200 of "12/200" in the table; None: not known.
         rank: rank of this process. Only rank 0 draws bars and prints the table.
-        bars: whether bars are drawn; None: where `sys.stderr` is a terminal that has lines.
+        bars: whether bars are drawn; None: if `sys.stderr` is a terminal that has lines.
         log_every_s: seconds between the lines that stand in for a bar.
         file: where the table goes; None: `sys.stdout`.
     """
@@ -125,10 +127,10 @@ class Progress:
         self._bars = rank == 0 and sys.stderr is not None and (width(sys.stderr) is not None if bars is None else bars)
         self._lines = 0
         self._columns = _COLUMNS  # those that the terminal has room for
-        self._idle = 0  # These are the steps without a signal since the last one with a signal.
+        self._idle = 0  # steps since the last one with a signal
         self._cut = False  # whether it was said that most samples are cut
         self._partial = False  # whether held-out rewards lie between 0 and 1, so that their mean is no share
-        self._parts: dict[str, float] = {}  # These are metrics of a step that is not over.
+        self._parts: dict[str, float] = {}  # metrics of a step that is not over
 
     def sampling(self, num_samples: int, label: str = "sample") -> Bar:
         return self._bar(label, num_samples, "sample")
@@ -137,21 +139,25 @@ class Progress:
         return self._bar(label, num_rows, "row")
 
     def summary(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes metrics of a step, all at once or one part after the other, and prints its line of the table as soon as they
-        hold the seconds that it took. Step 0, an evaluation before the first step, is printed at once. What is absent shows
-        as a dash."""
+        """Takes metrics of a step, at once or in parts, and prints its line as soon as they hold `time/step`.
+
+        What is absent shows as a dash.
+        """
         if self._rank != 0:
             return
+        # Step 0 is an evaluation before the first step. It has no seconds to wait for.
         values = {**self._parts, **values}
         self._parts = {} if step == 0 or "time/step" in values else values
         if self._parts:
             return
         if self._lines % _HEADER_EVERY == 0:
+            # The terminal may have been resized since the last header.
             self._columns = _columns(width(self._file or sys.stdout))
             say("  ".join(f"{title:>{room}}" for title, room, *_ in self._columns), self._file)
         self._lines += 1
         name = f"{step}" if self._total is None else f"{step}/{self._total}"
         cells = [f"{name:>{self._columns[0][1]}}"]
+        # Once rewards were partial they stay a mean, so that the column does not change between "12.5%" and "0.125".
         self._partial = self._partial or partly_right(values)
         for _, room, text, names in self._columns[1:]:
             value = next((values[name] for name in names if name in values), None)
@@ -162,7 +168,7 @@ class Progress:
             cells.append(f"no signal: {_rewards_in_words(values)}")
         say("  ".join(cells), self._file)
         self._idle = self._idle + 1 if without_signal else 0
-        # Once, and not again before there was a signal.
+        # Said once, and again only after a step with a signal.
         if self._idle == _IDLE_STEPS:
             log.warning("for %d steps no group has had a signal, so nothing was learned from rewards: %s. Look at samples "
                         "(torchtune-ext report): the task is too hard for the model (warm it up on this task first) or "
@@ -181,7 +187,8 @@ class Progress:
 
 
 def _columns(room: int | None) -> tuple[tuple, ...]:
-    """Returns the columns that a line of `room` characters holds; None: all."""
+    """The columns that a line of `room` characters holds; None: all."""
+    # Two characters stand between columns, and none behind the last.
     columns = _COLUMNS
     for title in _FIRST_TO_GO:
         if room is None or sum(column[1] + 2 for column in columns) - 2 <= room:
@@ -191,7 +198,7 @@ def _columns(room: int | None) -> tuple[tuple, ...]:
 
 
 def _rewards_in_words(values: Mapping[str, float]) -> str:
-    """Says what the rewards of a step without a signal are: "all rewards are 0"."""
+    """What the rewards of a step without a signal are: "all rewards are 0"."""
     if "reward/mean" not in values:
         return "no text was graded"
     if values["reward/std"] < _ZERO:
@@ -217,5 +224,5 @@ _COLUMNS = (
     ("train", 5, "{:.1f}", ("time/train",)),
     ("publish", 7, "{:.1f}", ("time/publish",)),
 )
-# What a narrow terminal does without, one after the other.
+# What a narrow terminal does without: the first of these, then the next one, until the rest fits.
 _FIRST_TO_GO = ("rho", "publish", "train", "sample", "grad", "cut", "±", "tok/s", "length", "canary")

@@ -1,7 +1,4 @@
-"""`torchtune-ext report RUN` makes one HTML file with the curves of a run and a browser of its rollouts.
-
-Of several runs, or of a sweep, `telemetry.comparison` makes the page.
-"""
+"""`torchtune-ext report RUN` makes one HTML file with the curves of a run and a browser of its rollouts."""
 
 import argparse
 import sys
@@ -26,7 +23,7 @@ from torchtune_ext.telemetry.runs import METRICS, is_several, record_of
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """This says what was written."""
+    """The page that was written."""
 
     path: Path
     num_bytes: int
@@ -35,7 +32,7 @@ class Report:
     stored_steps: int  # how many have rollouts in the run
 
     def summary(self) -> str:
-        """Returns the line for the terminal."""
+        """The line for the terminal."""
         return (
             f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {self.steps} steps, rollouts of {self.rollout_steps} of "
             f"{self.stored_steps} stored steps"
@@ -51,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Writes the page. Returns 0, or 1 after a message that says why a run cannot be read."""
+    # Several runs, or a sweep, make a page of another kind.
     try:
         if len(args.runs) > 1 or is_several(args.runs[0]):
             page = build_comparison(args.runs, args.out)
@@ -80,7 +78,8 @@ def build_report(run_dir: str | Path, out: str | Path | None = None, limits: Lim
 
 
 def _metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the metrics of each step. Raises ValueError where there are none: the message says what the folder is instead."""
+    """Returns the metrics of each step. Raises ValueError where there are none."""
+    # Each message names what the folder is instead, since a wrong path is the usual cause.
     if not run_dir.is_dir():
         raise Mistake(f"{run_dir}: no such folder; name the folder of a run")
     path = run_dir / METRICS
@@ -95,7 +94,9 @@ def _metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _tokenizers(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Returns where the tokenizer of the run may lie: in its checkpoints, in a warm-up's model, where its settings say."""
+    """Returns where the tokenizer of the run may be."""
+    # The folder of the run comes first, with its newest checkpoint and a warm-up's models: it may have been copied here
+    # from another machine, where the paths of its settings were valid.
     named = [node_of(config, "tokenizer").get("path"), config.get("model_dir")]
     inside = [*checkpoint_folders(run_dir / "checkpoints")[-1:], run_dir / "model", run_dir / "start"]
     return [Path(path) for path in (*inside, *named) if isinstance(path, str | Path)]
@@ -104,7 +105,7 @@ def _tokenizers(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
 def _overview(
     run_dir: Path, run: Mapping[str, Any], records: list[dict[str, Any]], excerpts: Excerpts
 ) -> dict[str, Any]:
-    """Collects all but the rollouts: the series as columns, the panels, the notices, and which rollouts there are."""
+    """All of the page but the rollouts: series as columns, panels, notices, and which rollouts there are."""
     names = {name for record in records for name in record if name not in ("step", "nonfinite")}
     series = {name: [short(record.get(name)) for record in records] for name in sorted(names)}
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
@@ -114,6 +115,7 @@ def _overview(
         for panel in panels_for(series)
         if not panel.quiet or any(value for metric, _ in panel.series for value in series[metric])
     ]
+    # A section with a finding opens, so that the reader sees the curve that it speaks of.
     state, curves = state_of(run_dir, config, steps[-1]), readings(series, steps, panels)
     notices = findings(records, curves, panels, config, state)
     warned = {notice.section for notice in notices}
@@ -136,7 +138,8 @@ def _overview(
 def _lines(
     panel: Panel, series: Mapping[str, list[float | None]], curves: Mapping[str, Reading]
 ) -> list[dict[str, Any]]:
-    """Returns the lines of a panel: the values of each, its reading, its color, and the edges of a band around it."""
+    """The lines of a panel: the values of each, its reading, its color, and the edges of a band around it."""
+    # Of a panel without a band no line is called "".
     around, *edges = panel.band or ("",)
     return [
         {

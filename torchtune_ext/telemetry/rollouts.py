@@ -1,4 +1,4 @@
-"""Every rollout of a run is kept, in one gzip file of JSON lines a step: `zcat rollouts/step_000012.jsonl.gz | jq .` reads it.
+"""The rollouts of a run, one gzip file of JSON lines a step: `zcat rollouts/step_000012.jsonl.gz | jq .` reads it.
 
 The first line is a header, each other line a group (`group_json`): problem, prompt ids, and its samples with ids, text,
 log-probs, reward, outcome and advantage.
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 FOLDER = "rollouts"
-_GZIP_LEVEL = 1  # This level takes a tenth of the time of level 6, for files that are one fifth larger.
+_GZIP_LEVEL = 1  # a tenth of the time of level 6, for files that are a fifth larger
 _FILE_NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 
 
@@ -47,7 +47,7 @@ class RolloutStore:
             raise Mistake(f"keep_every={keep_every}: must be 0 (keep none) or a number of steps")
         self.folder = Path(run_dir) / FOLDER
         self._keep_every, self._show = keep_every, show
-        self._missing: list[int] = []  # The disk refused these steps.
+        self._missing: list[int] = []  # steps that the disk refused
         for step, path in rollout_paths(run_dir).items():
             if resume_step is None:
                 raise Mistake(f"{path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on")
@@ -55,10 +55,7 @@ class RolloutStore:
                 path.unlink()
 
     def write(self, step: int, groups: Sequence[Group]) -> Path | None:
-        """Writes the groups of `step`, all or nothing. Returns the file, or None when the step is not kept.
-
-        The rollouts are a record, not worth the run. So a disk that refuses is a warning, and the next step tries again.
-        """
+        """Writes the groups of `step`, all or nothing. Returns the file; None: the step is not kept, or the disk refused."""
         if self._show is not None:
             self._show(step, groups)
         if self._keep_every == 0 or step % self._keep_every:
@@ -66,8 +63,11 @@ class RolloutStore:
         path = self.folder / f"step_{step:06d}.jsonl.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            # No step waits for the disk. After a power cut the file may be empty, which `read_rollouts` reports.
             write_atomic(path, pack_rollouts(step, groups), sync=False)
         except OSError as error:
+            # Rollouts are a record, not worth the run. One warning is enough: `close` counts the steps that are
+            # missing.
             if not self._missing:
                 log.warning(
                     "cannot write %s: %s. The run goes on, and each step tries again; free disk space", path, error
@@ -86,20 +86,21 @@ class RolloutStore:
 
 
 def rollout_paths(run_dir: str | Path) -> dict[int, Path]:
-    """Returns the file of the stored rollouts of each step, in the order of the steps."""
+    """The file of the stored rollouts of each step, in the order of the steps."""
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in (Path(run_dir) / FOLDER).glob("step_*.jsonl.gz"))
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def pack_rollouts(step: int, groups: Sequence[Group]) -> bytes:
-    """Makes the bytes of one file. The same groups give the same bytes."""
+    """The bytes of one file. The same groups give the same bytes."""
+    # The number of groups shows a reader whether the file was cut at the end of a line.
     header = json.dumps({"format": FORMAT, "step": step, "groups": len(groups)})
     lines = [header, *(group_json(group) for group in groups), ""]
     return gzip.compress("\n".join(lines).encode(), _GZIP_LEVEL, mtime=0)
 
 
 def read_rollouts(path: str | Path) -> list[Group]:
-    """Reads the groups as they were written (`group_of` says what JSON makes of them).
+    """Reads the groups of a file (`group_of` says what JSON makes of them).
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -1,4 +1,4 @@
-"""The runs of a comparison: found in the folders that the user names, read once, and told apart by the settings that differ."""
+"""The runs of a comparison: found in the folders that the user names, and labeled by the settings that differ."""
 
 import json
 import logging
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 METRICS, SWEEP = "metrics.jsonl", "sweep.json"
 SWEEP_FORMAT = 1
 NEAR = 5  # runs that a message about a wrong path names
-# These tell no run from another: where a run lies, how it was started, who is told of it.
+# Settings that do not make two runs different: where a run is written, how it was started, where its metrics go.
 BESIDE = ("output_dir", "name", "id", "resume_from_checkpoint", "logging", "profile", "dry_run")
-LABELED = 3  # A label has so many keys; where more differ, runs are named by their folders.
+LABELED = 3  # keys of a label; where more differ, runs are named by their folders
 LONGEST = 60  # characters of a label
 
 
@@ -51,12 +51,13 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[dict[str, An
         if (path / SWEEP).exists():
             sweep = read_sweep_record(path)
             sweeps.append(sweep)
-            # What a run had before it failed is not what its setting came to.
+            # The metrics that a run had before it failed do not tell how good its settings are.
             left_out += [f"{run['id']} failed: {run['cause']}." for run in sweep["runs"] if run["state"] == "failed"]
             begun = [run["path"] for run in sweep["runs"] if run["state"] != "failed" and run["path"].exists()]
         elif not (begun := [path] if _is_run(path) else _runs_in(path)):
             near = ", ".join(folder.name for folder in _runs_in(path.parent)[:NEAR]) or "none"
             raise Mistake(f"{path} is no folder of a run or of a sweep; runs in {path.parent}: {near}")
+        # Resolved, a run that two paths lead to is one.
         folders |= dict.fromkeys(folder.resolve() for folder in begun)
     runs: list[Run] = []
     above = os.path.commonpath([folder.parent for folder in folders]) if folders else ""
@@ -65,6 +66,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[dict[str, An
         try:
             runs.append(_read(folder, name))
         except (OSError, ValueError) as error:
+            # One damaged run does not cost the page of the others.
             left_out.append(f"{name} is left out: {error}.")
     if not runs:
         raise Mistake(f"{', '.join(map(str, paths))}: nothing to show yet. {' '.join(left_out)}".strip())
@@ -72,7 +74,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[dict[str, An
 
 
 def is_several(path: str | Path) -> bool:
-    """Tells whether `path` is the folder of a sweep, or holds two runs or more and is none."""
+    """Tells whether `path` is the folder of a sweep, or no run itself but the folder of two or more."""
     path = Path(path)
     return (path / SWEEP).exists() or (not _is_run(path) and len(_runs_in(path)) > 1)
 
@@ -92,10 +94,12 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
         if sweep["format"] != SWEEP_FORMAT:
             raise KeyError(f"format {sweep['format']}, not {SWEEP_FORMAT}")
         sweep["name"] = sweep["name"] or folder.resolve().name
+        # Values are only looked up here, so that a missing key is reported before the page is half made.
         sweep["metric"]["name"]
         for run in sweep["runs"]:
             run["state"], run["cause"], dict(run["parameters"])
             run["path"] = (folder / run["id"]).resolve()
+            # An id such as "../x" would make the report read files that are none of the sweep's.
             if not run["path"].is_relative_to(folder.resolve()):
                 raise KeyError(f"the run {run['id']} lies outside of the sweep's folder")
     except (ValueError, KeyError, TypeError) as error:
@@ -107,14 +111,19 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[str]], list[str]]:
-    """Returns the keys whose values differ between the runs, these values of each run ("" where its settings are not known),
-    and a label for each: "lr 1e-06, seed 1"."""
+    """Compares the settings of the runs.
+
+    Returns:
+        The keys whose values differ, these values of each run (none where its settings are not known), and a label for each
+        run, "lr 1e-06, seed 1" for instance.
+    """
     configs = [None if run.config is None else _comparable(run.config) for run in runs]
     known = [config for config in configs if config is not None]
     every = dict.fromkeys(key for config in known for key in config)
     keys = [key for key in every if len({config.get(key, DEFAULT) for config in known}) > 1]
     values = [[] if config is None else [config.get(key, DEFAULT) for key in keys] for config in configs]
     labels = [", ".join(map(" ".join, zip(short_keys(keys), row, strict=False))) for row in values]
+    # Too many keys, or a text too long, make no label: the name of the folder says more.
     told = 0 < len(keys) <= LABELED
     return (
         keys,
@@ -124,16 +133,18 @@ def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[str]], list[s
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
-    """Returns the last part of each dotted key, or all of it where that part says too little: "lr" of "optimizer.lr"."""
+    """The last part of each dotted key, "lr" of "optimizer.lr", or all of it where two have the same last part."""
     ends = [key.rpartition(".")[2] for key in keys]
+    # Counted twice more, `_component_` is never short: without its node it would not say which class it names.
     counts = Counter([*ends, "_component_", "_component_"])
     return [end if counts[end] == 1 else key for key, end in zip(keys, ends, strict=True)]
 
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings as text by dotted key. Paths in the run's own folder no longer name it."""
+    """The settings as text by dotted key, without those of `BESIDE`."""
     kept = {key: value for key, value in config.items() if key not in BESIDE}
     rows = dict(flat(kept))
+    # A path in the run's own folder would differ between all runs, so the folder gets one name.
     if home := str(config.get("output_dir", "")).rstrip("/"):
         for key, text in rows.items():
             if text.startswith(f"{home}/"):
@@ -142,7 +153,7 @@ def _comparable(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """Returns what `run.json` in `folder` holds: nothing where it is missing or damaged."""
+    """Returns what `run.json` in `folder` holds; {} where it is missing or damaged."""
     try:
         return read_record(folder) or {}
     except ValueError as error:
@@ -155,7 +166,7 @@ def _read(path: Path, name: str) -> Run:
     record = record_of(path)
     config = record["config"] if isinstance(record.get("config"), Mapping) else None
     try:
-        # What is null was not finite.
+        # Metrics that were not finite are null in the file.
         records = [
             {name: value for name, value in record.items() if value is not None}
             for record in read_metrics(path / METRICS)
@@ -175,6 +186,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """Returns the runs in a folder, without the earlier ones that were set aside in it."""
+    """The runs in a folder, sorted by name."""
+    # `RunFolder` sets an earlier run aside as old-1, old-2, ...
     folders = sorted(path.iterdir()) if path.is_dir() else []
     return [folder for folder in folders if not folder.name.startswith("old-") and _is_run(folder)]

@@ -1,4 +1,4 @@
-"""This module says in numbers what the groups of a step are like, and where its seconds went."""
+"""The metrics of a step: what its groups are like, and where its seconds went."""
 
 import resource
 import time
@@ -35,16 +35,17 @@ class Stopwatch:
             # The name stands in the traces of torch's profiler, too.
             with torch.profiler.record_function(self._inside):
                 yield
+                # Kernels run later than they are launched. The phase that launched them waits for them, so that their
+                # seconds count there. Where CUDA is not in use, synchronizing would initialize it.
                 if torch.cuda.is_initialized():
-                    # The seconds of a phase include the work that it gives the device.
                     torch.cuda.synchronize()
         finally:
             self.seconds[self._inside] += time.monotonic() - begin
             self._inside = outer
 
     def lap(self) -> dict[str, float]:
-        """Returns `time/...` of all phases since the last lap, and `time/step` for all of it. The next lap begins here, so no
-        moment between two laps is lost."""
+        """Returns `time/...` of all phases since the last lap, and `time/step`, the seconds of the lap itself."""
+        # One clock reading ends this lap and begins the next, so that no moment between them is lost.
         now = time.monotonic()
         values = {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {"time/step": now - self._begin}
         self.seconds.clear()
@@ -53,18 +54,17 @@ class Stopwatch:
 
 
 def clock_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns the seconds of a step and what follows from them: the tokens of each second in which the engine samples, and of
-    each in which the trainer trains (on packed rows, where prompts stand once).
+    """Returns the seconds of a step, and the tokens per second of sampling and of training.
 
-    An engine that samples ahead does so all the time, and the step waits for a part of it, or for nothing. Then the sampled
-    tokens are divided by the seconds of the whole step, and `time/wait_for_rollouts` is what the step waited: a sum of two
-    details, and no phase.
+    The trainer's tokens are those of packed rows, where a shared prompt counts once.
 
     Args:
         values: the metrics of the step. Where tokens or their seconds are not counted there is no speed.
         seconds: what `Stopwatch.lap` returned for the same step.
     """
     metrics, ahead = dict(seconds), "async/age_mean" in values
+    # An engine that samples ahead does so all the time, so its tokens are divided by the seconds of the whole step. The
+    # step only waits for what is not ready: a sum of two details, and no phase.
     if ahead:
         metrics["time/wait_for_rollouts"] = sum(
             seconds.get(f"time/sample/{part}", 0.0) for part in ("generate", "grade")
@@ -79,10 +79,16 @@ def clock_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> 
 
 
 def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group], skipped: int = 0) -> dict[str, float]:
-    """Says how accurate the policy is on held-out problems: sampled at the temperature of training, with an interval and pass@n
-    of n samples, and greedy; and how many of them were skipped because they cannot be used."""
+    """Metrics of an evaluation on held-out problems.
+
+    Args:
+        sampled: groups that were sampled at the temperature of training.
+        greedy: the same problems, sampled greedily.
+        skipped: held-out problems that cannot be used.
+    """
     most = max(len(group.samples) for group in sampled)
     drawn, best = accuracy(sampled, (1, most)), accuracy(greedy)
+    # pass@n is missing where a problem has fewer than n graded samples.
     several = {"eval/pass_at_" + str(most): drawn.pass_at[most]} if most > 1 and most in drawn.pass_at else {}
     return (
         several
@@ -99,7 +105,7 @@ def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group], skippe
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Says what the lengths of all samples of the groups are, and the rewards of the graded ones with their parts."""
+    """Lengths of all samples of the groups, and rewards of the graded ones with their parts."""
     samples = [s for g in groups for s in g.samples]
     scores = [s.score for s in samples if s.score is not None]
     lengths = np.array([len(s.completion.sampled) for s in samples])
@@ -111,20 +117,21 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
     if any(s.completion.turns for s in samples):
         turns, endings = [len(s.completion.turns) for s in samples], [s.completion.finish_reason for s in samples]
+        # Tokens that were not sampled are what the environment answered, and what the template put around it.
         values["episode/turns"] = float(np.mean(turns))
         values["episode/read_tokens"] = float(np.mean([len(s.completion.tokens) for s in samples]) - lengths.mean())
         values |= {f"episode/{ending}": endings.count(ending) / len(endings) for ending in ENDINGS}
     if scores:
         rewards = np.array([score.reward for score in scores])
         values |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-        # A grader may name parts that only some texts have, as the speed of a program that runs.
+        # Some parts only some samples have, such as the speed of a program that runs. Their mean is over those.
         for name in dict.fromkeys(name for score in scores for name in score.parts):
             values[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
     return values
 
 
 def engine_metrics(stats: EngineStats) -> dict[str, float]:
-    """Says what the engine has counted since the run began."""
+    """What the engine has counted since the run began."""
     return {
         "engine/prefix_hit_rate": stats.prefix_hit_rate,
         "engine/preemptions": float(stats.preemptions),
@@ -137,7 +144,8 @@ def engine_metrics(stats: EngineStats) -> dict[str, float]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Says how much memory this process has used at most since its start, in GiB."""
+    """The most memory that this process has used since its start, in GiB."""
+    # Linux gives `ru_maxrss` in KiB.
     values = {"memory/rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)}
     if torch.cuda.is_available():
         values["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / (1 << 30)
