@@ -113,8 +113,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
 
 def target_of(runs: Sequence[Run], sweeps: Sequence[Mapping[str, Any]]) -> tuple[str, str, bool]:
     """Returns the metric that runs are compared by, its words, and whether more of it is better."""
-    # A sweep names its own metric. Sweeps with different ones are compared by ours. W&B minimizes where a file names no
-    # goal.
+    # Sweeps that name different metrics are compared by one of ours. W&B minimizes where a file names no goal.
     goals = {(sweep["metric"]["name"], sweep["metric"].get("goal") == "maximize") for sweep in sweeps}
     if len(goals) == 1:
         ((metric, higher),) = goals
@@ -193,7 +192,7 @@ def curves_of(runs: Sequence[Run], places: Sequence[int], target: str) -> tuple[
 
 
 def _rank(result: Result | None, higher: bool) -> tuple[bool, float]:
-    """A key that sorts the best result first, and runs without one last."""
+    # The best result comes first, and runs without one last.
     return (True, 0.0) if result is None else (False, -result[0] if higher else result[0])
 
 

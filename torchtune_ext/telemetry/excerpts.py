@@ -49,12 +49,10 @@ class Excerpts:
 
 
 def excerpts_of(paths: Mapping[int, Path], limits: Limits, tokenizers: Iterable[str | Path] = ()) -> Excerpts:
-    """Packs groups of some steps.
+    """Packs groups of some steps out of `paths`, the file of each step.
 
     Args:
-        paths: the file of the stored rollouts of each step.
-        limits: how much is taken.
-        tokenizers: folders that may hold the tokenizer of the run, of which the first that has one is taken.
+        tokenizers: folders that may hold the tokenizer of the run; the first that has one is taken.
     """
     excerpts = Excerpts()
     steps = spaced(sorted(paths), limits.max_steps)
@@ -163,8 +161,7 @@ def tokenizer_of(folders: Iterable[str | Path]) -> "Tokenizer | None":
 
 def _group_record(group: Group, limits: Limits, tokenizer: "Tokenizer | None") -> dict[str, Any]:
     rewards, answer, characters = rewards_of(group), group.problem.answer, limits.max_characters
-    # A chat template adds to the messages, for instance a system line of its own. Only the tokens show what the model
-    # read.
+    # A chat template adds to the messages, for instance a system line. Only the tokens show what the model read.
     read = tokenizer and tokenizer.decode(group.prompt_tokens.tolist(), skip_special_tokens=False)
     return {
         "id": group.problem.id,

@@ -21,8 +21,7 @@ _SLOW = 3  # a step is slow if it takes more than so many times the median
 _PHASES = ("sample", "pack", "train", "publish")
 _FAR = 0.5  # the engine may show this share of an update's effect too little or too much
 
-# Each row: a metric, whether it counts one step (else the whole run until then), the noun, the heading and the
-# sentence.
+# Each row: a metric, whether it counts one step (else the whole run so far), the noun, the heading, the sentence.
 _LEFT_OUT = "{} left out: broken, or too long for the engine; the log names each."
 _COUNTS = (
     ("groups/infra_failed", True, "sample", "Learning",
@@ -61,13 +60,7 @@ _TILES = (
 def readings(
     series: Mapping[str, Sequence[float | None]], steps: Sequence[int], panels: Sequence[Panel]
 ) -> dict[str, Reading]:
-    """Reads each curve (`reading_of`).
-
-    Args:
-        series: values by metric, one for each step, at least one of each not None.
-        steps: the steps of the run.
-        panels: all that the report draws.
-    """
+    """Reads each curve of `series`: values by metric, one for each step, at least one of them not None."""
     newest = {metric for panel in panels if panel.newest for metric, _ in panel.series}
     return {name: reading_of(steps, values, name in newest) for name, values in series.items()}
 
@@ -123,10 +116,7 @@ def findings(
 
     Args:
         records: the metrics of each step.
-        curves: what `readings` returned.
-        panels: all that the report draws.
         config: the knobs of the run; `max_mismatch` is the limit of the disagreement.
-        state: how far the run came.
     """
     first = {name: reading.first for name, reading in curves.items()}
     last = {name: reading.last for name, reading in curves.items()}

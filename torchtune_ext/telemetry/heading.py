@@ -40,12 +40,7 @@ def state_of(run_dir: Path, config: Mapping[str, Any], last: int) -> State:
 
 
 def facts(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Fact]:
-    """Returns what a reader should know first, the most telling facts first. What is not known is left out.
-
-    Args:
-        run: what `run.json` holds.
-        records: the metrics of each step.
-    """
+    """Returns what a reader should know of a run (its `run.json`), the most telling facts first."""
     config, commit = node_of(run, "config"), node_of(node_of(run, "process"), "commit")
     preset = str(config["preset"] or "none") if "preset" in config else ""
     loss = _class_name(node_of(config, "loss"))
@@ -67,6 +62,7 @@ def facts(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[
         ("Time in steps", spell(seconds) if seconds else "", f"started {_day(run['started'])}" if "started" in run else ""),
         ("Commit", str(commit.get("id", ""))[:10], "with changes" if commit.get("changed") else ""),
     ]  # fmt: skip
+    # What is not known is left out.
     return [row for row in rows if row[1]]
 
 
@@ -97,7 +93,6 @@ def node_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _total(config: Mapping[str, Any]) -> int | None:
-    """Returns the step that the run goes to, or None where its settings do not say it."""
     try:
         if "max_steps" in config:
             return int(config["max_steps"])
@@ -108,7 +103,6 @@ def _total(config: Mapping[str, Any]) -> int | None:
 
 
 def _in_use(run_dir: Path) -> bool:
-    """Tells whether a process owns the folder."""
     # The owner holds an exclusive lock. The shared one that is asked for here ends with the file, at once.
     try:
         with open(run_dir / LOCK) as lock:
@@ -121,7 +115,6 @@ def _in_use(run_dir: Path) -> bool:
 
 
 def _model(config: Mapping[str, Any]) -> str:
-    """Returns the folder of the model, by its name, or by its last two names where one says too little."""
     # A warm-up makes a model of a `shape`.
     if not isinstance(config.get("model_dir"), str):
         return "a new model" if "shape" in config else ""

@@ -78,8 +78,7 @@ class Metrics:
             try:
                 self._sinks[name] = sink_class(name)(opening)
             except Exception as error:
-                # A wrong setting or login ends the run now, while nothing is lost. Any other failure costs only the
-                # sink.
+                # A wrong setting or login ends the run now, while nothing is lost. Other failures only cost the sink.
                 if isinstance(error, ValueError):
                     self.close()
                     raise
@@ -185,9 +184,10 @@ def cut_metrics(path: Path, resume_step: int) -> None:
     """Drops the lines at or after `resume_step`, and a torn last line. Without a file it does nothing.
 
     Raises:
-        OSError: the disk refuses, and the file stays as it was.
+        OSError: the disk refuses; the file stays as it was.
         ValueError: a line is broken.
     """
+    # The new file replaces the old one at once, so that a process killed here loses no line that is kept.
     if path.exists():
         kept = [json.dumps(record) + "\n" for record in _lines(path) if record["step"] < resume_step]
         with explained(f"cannot cut {path} back to step {resume_step}", _FIX):

@@ -13,17 +13,8 @@ SCRIPTS = ("charts", "runs", "rollouts", "shell", "main")  # in this order
 
 
 def write_page(out: Path, title: str, data: Mapping[str, str]) -> int:
-    """Writes a page and returns how many bytes it has.
-
-    Args:
-        title: the title of the page; any text.
-        data: what the scripts read, by id, each as `excerpts.pack` makes it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    # What comes from a run is base64 here, and the scripts write it as text nodes. So no completion can script the
-    # page.
+    """Writes a page of `data` (by id, as `excerpts.pack` makes it). Returns how many bytes it has. Raises OSError."""
+    # What comes from a run is base64, and the scripts write it as text nodes. So no completion can script the page.
     parts = {
         "title": html.escape(title),
         "css": _part("page.css"),

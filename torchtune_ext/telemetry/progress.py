@@ -1,7 +1,4 @@
-"""The progress of a run on the terminal: bars while it samples and trains, and one line of a table for each step.
-
-Only rank 0 shows anything.
-"""
+"""The progress of a run on the terminal: bars while it samples and trains, and one line of a table for each step."""
 
 import logging
 import math
@@ -182,6 +179,7 @@ class Progress:
                         100 * values["length/truncated"])  # fmt: skip
 
     def _bar(self, label: str, total: int, unit: str) -> Bar:
+        # Other ranks count as rank 0 does, but print nothing.
         every = self._log_every_s if self._rank == 0 else math.inf
         return Bar(label, total, unit, sys.stderr if self._bars else None, every)
 
@@ -198,7 +196,6 @@ def _columns(room: int | None) -> tuple[tuple, ...]:
 
 
 def _rewards_in_words(values: Mapping[str, float]) -> str:
-    """What the rewards of a step without a signal are: "all rewards are 0"."""
     if "reward/mean" not in values:
         return "no text was graded"
     if values["reward/std"] < _ZERO:

@@ -94,9 +94,7 @@ def _metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _tokenizers(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Returns where the tokenizer of the run may be."""
-    # The folder of the run comes first, with its newest checkpoint and a warm-up's models: it may have been copied here
-    # from another machine, where the paths of its settings were valid.
+    # The run's own folder comes first: it holds copies, even where the paths in its settings no longer exist.
     named = [node_of(config, "tokenizer").get("path"), config.get("model_dir")]
     inside = [*checkpoint_folders(run_dir / "checkpoints")[-1:], run_dir / "model", run_dir / "start"]
     return [Path(path) for path in (*inside, *named) if isinstance(path, str | Path)]
@@ -138,7 +136,6 @@ def _overview(
 def _lines(
     panel: Panel, series: Mapping[str, list[float | None]], curves: Mapping[str, Reading]
 ) -> list[dict[str, Any]]:
-    """The lines of a panel: the values of each, its reading, its color, and the edges of a band around it."""
     # Of a panel without a band no line is called "".
     around, *edges = panel.band or ("",)
     return [

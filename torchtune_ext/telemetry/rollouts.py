@@ -55,7 +55,7 @@ class RolloutStore:
                 path.unlink()
 
     def write(self, step: int, groups: Sequence[Group]) -> Path | None:
-        """Writes the groups of `step`, all or nothing. Returns the file; None: the step is not kept, or the disk refused."""
+        """Writes the groups of `step`, all or nothing. Returns the file, or None for a step that is not kept."""
         if self._show is not None:
             self._show(step, groups)
         if self._keep_every == 0 or step % self._keep_every:
@@ -66,8 +66,7 @@ class RolloutStore:
             # No step waits for the disk. After a power cut the file may be empty, which `read_rollouts` reports.
             write_atomic(path, pack_rollouts(step, groups), sync=False)
         except OSError as error:
-            # Rollouts are a record, not worth the run. One warning is enough: `close` counts the steps that are
-            # missing.
+            # Rollouts are a record, not worth the run. One warning is enough: `close` counts the missing steps.
             if not self._missing:
                 log.warning(
                     "cannot write %s: %s. The run goes on, and each step tries again; free disk space", path, error
@@ -86,7 +85,7 @@ class RolloutStore:
 
 
 def rollout_paths(run_dir: str | Path) -> dict[int, Path]:
-    """The file of the stored rollouts of each step, in the order of the steps."""
+    """The file of each step that is stored, in the order of the steps."""
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in (Path(run_dir) / FOLDER).glob("step_*.jsonl.gz"))
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 

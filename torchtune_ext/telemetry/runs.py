@@ -80,10 +80,7 @@ def is_several(path: str | Path) -> bool:
 
 
 def read_sweep_record(folder: Path) -> dict[str, Any]:
-    """Reads `folder/sweep.json`, which `torchtune-ext sweep` keeps.
-
-    Returns:
-        What it holds, with a name, and with the `path` of each of its `runs`.
+    """Returns what `folder/sweep.json` holds, with a name, and with the `path` of each of its `runs`.
 
     Raises:
         ValueError: it is damaged, or of another format.
@@ -111,16 +108,12 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[str]], list[str]]:
-    """Compares the settings of the runs.
-
-    Returns:
-        The keys whose values differ, these values of each run (none where its settings are not known), and a label for each
-        run, "lr 1e-06, seed 1" for instance.
-    """
+    """Returns the keys whose values differ, these values of each run, and a label of each: "lr 1e-06, seed 1"."""
     configs = [None if run.config is None else _comparable(run.config) for run in runs]
     known = [config for config in configs if config is not None]
     every = dict.fromkeys(key for config in known for key in config)
     keys = [key for key in every if len({config.get(key, DEFAULT) for config in known}) > 1]
+    # A run whose settings are not known has no values, and its label is its name.
     values = [[] if config is None else [config.get(key, DEFAULT) for key in keys] for config in configs]
     labels = [", ".join(map(" ".join, zip(short_keys(keys), row, strict=False))) for row in values]
     # Too many keys, or a text too long, make no label: the name of the folder says more.
@@ -162,7 +155,6 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, name: str) -> Run:
-    """Reads a run. Raises ValueError with the reason why it has nothing to show."""
     record = record_of(path)
     config = record["config"] if isinstance(record.get("config"), Mapping) else None
     try:
@@ -186,7 +178,6 @@ def _is_run(path: Path) -> bool:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """The runs in a folder, sorted by name."""
     # `RunFolder` sets an earlier run aside as old-1, old-2, ...
     folders = sorted(path.iterdir()) if path.is_dir() else []
     return [folder for folder in folders if not folder.name.startswith("old-") and _is_run(folder)]

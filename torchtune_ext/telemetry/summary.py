@@ -79,12 +79,9 @@ def clock_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> 
 
 
 def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group], skipped: int = 0) -> dict[str, float]:
-    """Metrics of an evaluation on held-out problems.
+    """Metrics of an evaluation on held-out problems, of which `skipped` could not be used.
 
-    Args:
-        sampled: groups that were sampled at the temperature of training.
-        greedy: the same problems, sampled greedily.
-        skipped: held-out problems that cannot be used.
+    `sampled` has groups at the temperature of training, `greedy` the same problems.
     """
     most = max(len(group.samples) for group in sampled)
     drawn, best = accuracy(sampled, (1, most)), accuracy(greedy)

@@ -1,8 +1,4 @@
-"""Where the scalars, the samples and the outcome of a run go beside its folder: Weights & Biases and TensorBoard.
-
-A sink is a file here with a class that has the methods of `Sink`, and its line of `SINKS` in settings.py. Sinks are copies of
-what the folder of the run holds: `telemetry.metrics.Metrics` calls them, and goes on without one that raises.
-"""
+"""Sinks: where copies of a run's scalars, samples and outcome go, beside its folder."""
 
 from torchtune_ext.telemetry.sinks.settings import LoggingConfig as LoggingConfig
 from torchtune_ext.telemetry.sinks.settings import Opening as Opening

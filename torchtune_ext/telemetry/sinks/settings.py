@@ -1,4 +1,4 @@
-"""The settings of the sinks, and what a sink is: what it is opened with, and what it is told."""
+"""The settings of the sinks, and the interface of one."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,8 @@ from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import Run
 
-# By the name of the package that each needs. They are loaded only where they are asked for.
+# Each has the name of the package that it needs, and is imported only when it is asked for. To add a sink, write a
+# class with the methods of `Sink` in a file here, and give it a line.
 SINKS = {
     "tensorboard": "torchtune_ext.telemetry.sinks.tensorboard_sink.TensorBoard",
     "wandb": "torchtune_ext.telemetry.sinks.wandb_sink.WeightsAndBiases",
@@ -22,7 +23,7 @@ _NO_PROJECT = re.compile(r"[/\\#?%:]")  # W&B refuses these characters
 
 @dataclass(frozen=True, slots=True)
 class LoggingConfig:
-    """This is the node `logging:` of a recipe. All but `to` is for Weights & Biases, whose variables of the environment win."""
+    """The node `logging:` of a recipe. All but `to` is for Weights & Biases, whose environment variables win."""
 
     # Metrics also go to these: "wandb", "tensorboard", or a class of your own (my_module.MySink).
     to: tuple[str, ...] = ()
@@ -49,7 +50,7 @@ class LoggingConfig:
             sink_class("wandb").require_login()
 
     def shows(self, step: int) -> bool:
-        """Tells whether the samples of `step` are shown."""
+        """Tells whether samples of `step` are shown."""
         return self.samples > 0 and (step == 1 or step % self.samples_every == 0)
 
 
@@ -62,6 +63,7 @@ def check_sinks(names: Sequence[str]) -> None:
                     f"logging.to={list(names)}: nothing is called {name!r}; choose from {list(SINKS)}, or name a class of your "
                     "own (my_module.MySink)"
                 )
+            # Only importing it shows whether the user's class is there.
             sink_class(name)
             continue
         try:
@@ -74,8 +76,7 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 def sink_class(name: str) -> type["Sink"]:
-    """Returns the class of a sink, of ours by its name or of the user's by its dotted path. Raises ValueError where there is
-    none."""
+    """Returns the class of a sink: ours by name, the user's by dotted path. Raises ValueError if there is none."""
     return by_path(SINKS.get(name, name), f"logging.to={name}")
 
 
@@ -90,7 +91,7 @@ class Opening:
 
     @property
     def name(self) -> str:
-        """Returns the name under which the run is shown."""
+        """The name under which the run is shown."""
         return self.run.name if self.run else self.run_dir.resolve().name
 
 

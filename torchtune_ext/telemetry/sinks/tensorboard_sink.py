@@ -7,21 +7,22 @@ from torchtune_ext.telemetry.sinks.settings import Opening
 
 
 class TensorBoard:
-    """Writes TensorBoard's events. A step is on the disk, or has raised, before the next one."""
+    """Writes TensorBoard's events."""
 
     def __init__(self, opening: Opening):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Readers drop what earlier files hold at or after the step with which a resumed run begins.
+        # A resumed run repeats steps. TensorBoard then hides what earlier files hold at or after `purge_step`.
         self._writer = SummaryWriter(str(opening.run_dir / "tensorboard"), purge_step=opening.resume_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        # The writer has a thread of its own. Flushed, a step is on the disk, or has raised, before the next one.
         self._writer.flush()
 
     def show(self, step: int, groups: Sequence[Group]) -> None:
-        """Shows no samples: TensorBoard has no tables, and the report has all of them."""
+        """Nothing: TensorBoard has no tables, and the report shows samples."""
 
     def close(self, status: int) -> None:
         self._writer.close()

@@ -32,11 +32,11 @@ MAX_SAMPLES = 4  # of a group, evenly spaced over the reward, best and worst amo
 
 
 class WeightsAndBiases:
-    """Writes to Weights & Biases. The step is a value of its own there, since W&B's step refuses to go back on resume."""
+    """Writes to Weights & Biases."""
 
     def __init__(self, opening: Opening):
         set_defaults()
-        # Copies of tables wait there for their upload. Without this they lie in the user's home.
+        # Copies of tables wait in W&B's data directory for their upload. By default that is in the user's home.
         place = Path(os.environ.get("WANDB_DIR") or opening.run_dir) / "wandb"
         os.environ.setdefault("WANDB_DATA_DIR", str(place.absolute()))
         import wandb
@@ -51,16 +51,18 @@ class WeightsAndBiases:
                 "W&B calls this run %s, as WANDB_RUN_ID says, and %s calls it %s. A resumed run needs the same WANDB_RUN_ID "
                 "to go on with its curves", self._run.id, opening.run_dir, opening.run.id,
             )  # fmt: skip
+        # W&B's own step refuses to go back, as a resumed run does. So ours is a metric, and the axis of the others.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     @staticmethod
     def require_login() -> None:
-        """Asks W&B's server, where there is one to ask, whether it accepts the key. On a terminal W&B asks for a key itself.
+        """Asks W&B's server whether it accepts the key.
 
         Raises:
             ValueError: W&B knows no key, or its server does not answer in time or refuses the key.
         """
+        # Offline there is no server to ask. Only rank 0 writes to W&B, and on a terminal W&B itself asks for a key.
         offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled", "shared")
         if offline or int(os.environ.get("RANK", 0)) or (sys.stdin is not None and sys.stdin.isatty()):
             return
@@ -72,12 +74,13 @@ class WeightsAndBiases:
         except Exception as error:
             fault = cause_of(error)
         if fault:
-            # Left to itself, W&B waits at exit for its own process, also for one that still waits for the server.
+            # Left to itself, W&B waits at exit for its own process, even while that waits for the server. So it is
+            # asked to end, and then killed.
             closing = threading.Thread(target=wandb.teardown, name="wandb-teardown", daemon=True)
             closing.start()
             closing.join(CLOSE_S)
             for child in psutil.Process().children():
-                with suppress(psutil.NoSuchProcess):  # it ends just now, as it was asked to
+                with suppress(psutil.NoSuchProcess):  # it has just ended, as it was asked to
                     if child.name() == "wandb-core":
                         child.kill()
             raise Mistake(CANNOT.format(fault))
@@ -94,12 +97,12 @@ class WeightsAndBiases:
 
 
 def sample_rows(step: int, groups: Sequence[Group], number: int) -> list[list[Any]]:
-    """Returns the rows of a table, whose columns are `COLUMNS`: the samples of `number` groups, from the best to the
-    worst of each. A column has one type, since W&B refuses a table that mixes them."""
+    """Returns the rows of a table with `COLUMNS`: samples of `number` groups, from the best to the worst of each."""
     rows = []
     for group in chosen_groups(groups, number):
         prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in group.problem.messages)
         for sample in spaced(by_reward(group), MAX_SAMPLES):
+            # W&B refuses a table that mixes types in a column, so an id that is a number becomes text.
             facts = sample_facts(sample, MAX_COMPLETION)
             texts = str(group.problem.id), cut_text(prompt, MAX_PROMPT), facts["text"]
             numbers = facts["reward"], facts["advantage"]
@@ -109,15 +112,13 @@ def sample_rows(step: int, groups: Sequence[Group], number: int) -> list[list[An
 
 
 def clean(text: str) -> str:
-    """Replaces what is no Unicode text: halves of a surrogate pair, which no encoder takes, and NUL, at which some stop."""
+    """Replaces what is no valid text: halves of a surrogate pair, which UTF-8 cannot encode, and NUL."""
+    # Some readers stop at NUL.
     return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
 def set_defaults() -> None:
-    """Sets variables of W&B that the user has not set.
-
-    W&B reads its variables when it is used for the first time, so this comes before.
-    """
+    """Sets variables of W&B that the user has not set. W&B reads them at its first use, so this comes before."""
     # W&B would wait forever for the end of the upload, and hold the machine.
     os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(FINISH_S))
     # W&B would write its file every 15 s, and a run that is killed would lose as much.
@@ -125,15 +126,17 @@ def set_defaults() -> None:
 
 
 def cause_of(error: Exception) -> str:
-    """Returns an error of W&B in one line. Its settings, variables of the environment among them, are checked by pydantic."""
+    """An error of W&B in one line."""
+    # W&B checks its settings, environment variables among them, with pydantic, whose errors have lines and a link.
     text = " ".join(str(error).split()).partition(" For further information")[0].rstrip(".")
     refused = text.partition("validation error for Settings ")[2]
     return f"it does not take a setting, which may be a variable WANDB_...: {refused}" if refused else text
 
 
 def arguments(opening: Opening, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the arguments of `wandb.init`. W&B's variables win over the config, since they are set for this start of the run;
-    W&B reads a variable only where it is given no argument."""
+    """Returns the arguments of `wandb.init`."""
+    # W&B's variables are set for this start of the run, so they win over the config. W&B reads a variable only where it
+    # is given no argument.
     run, settings = opening.run, opening.settings
     defaults = {
         "dir": ("WANDB_DIR", str(opening.run_dir)),
