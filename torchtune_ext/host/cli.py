@@ -1,7 +1,4 @@
-"""The command `torchtune-ext`: our own subcommands, and every word of `tune`, which then knows our recipes and configs.
-
-It also runs recipes where another `tune` (the one of Ray) is first on PATH, or where Python reads no start-up files.
-"""
+"""The command `torchtune-ext`: our own subcommands, and every word of torchtune's `tune`."""
 
 import argparse
 import os
@@ -16,7 +13,7 @@ from torchtune_ext.run.catalog import config_path, folder, recipe_files
 from torchtune_ext.run.errors import nearest, shown
 
 # Each word has a module with add_arguments(parser) and main(args), and one line of help. The module is imported only
-# when the word is used, so that the others need not be installed and cost no time.
+# when its word is used, so that the packages of the others may be missing and cost no time.
 OWN_WORDS = {
     "doctor": ("torchtune_ext.host.doctor", "check this environment and print what to change"),
     "bench": ("torchtune_ext.measured.cli", "compile, verify and time programs in C"),
@@ -34,8 +31,10 @@ OWN_WORDS = {
     ),
     "sweeps": ("torchtune_ext.sweep.file", "list the sweeps, or print one: sweeps [NAME]"),
 }
-# Their main also takes the words that their parser does not know.
+# The main of these also takes the words that their parser does not know.
 PASSED_ON = {"serve", "sweep"}
+# These work even where another program's `tune` (Ray has one) is first on PATH, or where Python reads no start-up
+# files.
 TUNE_WORDS = {
     "ls": "list recipes and configs",
     "cp": "copy a recipe or a config to edit it",
@@ -47,7 +46,7 @@ TUNE_WORDS = {
 
 
 def usage() -> str:
-    """Returns the help text."""
+    """The help text."""
     lines = ["usage: torchtune-ext WORD [ARGUMENTS ...]", "", "words of torchtune-ext:"]
     lines += [f"  {word:<15}{text}" for word, (_, text) in OWN_WORDS.items()]
     lines += ["", "words of torchtune's `tune`:"]
@@ -61,6 +60,7 @@ def run_own(word: str, rest: Sequence[str]) -> int:
     name, text = OWN_WORDS[word]
     with shown():
         module = import_module(name)
+    # With abbreviations, an option that is meant for vLLM could be taken for the beginning of one of ours.
     parser = argparse.ArgumentParser(prog=f"torchtune-ext {word}", description=text, allow_abbrev=word not in PASSED_ON)
     module.add_arguments(parser)
     if word in PASSED_ON:
@@ -72,26 +72,24 @@ def run_own(word: str, rest: Sequence[str]) -> int:
             status = module.main(*arguments) or 0
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has seen enough (`| head -1`). Python empties its buffer at its end, which has to succeed.
+        # The reader has seen enough (`| head -1`). At its end Python flushes stdout, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
 
 
 def run_tune(words: Sequence[str]) -> int:
-    """Calls torchtune's command line and returns the exit status.
-
-    torchtune reads `sys.argv` itself, also to count the options of torchrun, so the words are put there.
-    """
+    """Calls torchtune's command line and returns the exit status."""
     if find_spec("torchtune") is None:
         print('torchtune-ext: torchtune is not installed; run: pip install "torchtune==0.6.1"', file=sys.stderr)
         return 1
     plugin.install()
     words = list(words)
-    # The `tune validate` of torchtune accepts paths only, so names of configs are replaced by their paths.
+    # torchtune's `validate` takes only paths, so names of configs are replaced by theirs.
     if words[0] == "validate":
         with shown():
             words[1:] = [word if word.startswith("-") or "=" in word else config_path(word) for word in words[1:]]
+    # torchtune reads `sys.argv` itself, also to count the options of torchrun.
     sys.argv = ["tune", *words]
     from torchtune._cli.tune import main as tune_main
 

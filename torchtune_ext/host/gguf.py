@@ -1,8 +1,6 @@
 """`torchtune-ext gguf FILE OUT` makes a GGUF file a model directory in Hugging Face's format, which any config takes.
 
-    torchtune-ext gguf SmolLM2-135M-Instruct.Q4_1.gguf models/SmolLM2-135M-Instruct
-
-The weights are written in bfloat16, as nearly every model of the hub has them. What a quantized file has lost stays lost.
+torchtune-ext gguf SmolLM2-135M-Instruct.Q4_1.gguf models/SmolLM2-135M-Instruct
 """
 
 import argparse
@@ -27,20 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Converts one file and says what precision it had. Returns the exit status."""
+    """Converts one file. Returns the exit status."""
     say(convert(args.file, args.out))
     return 0
 
 
 def convert(file: Path, out: Path) -> str:
-    """Writes the model directory `out` and returns what became of the weights, for people.
+    """Writes the model directory `out` and returns what became of the weights, in words.
 
-    The model passes through main memory in float32: 4 bytes for each parameter.
+    It takes 4 bytes of main memory for each parameter.
 
     Raises:
-        ValueError: `gguf` is not installed, the file is none of GGUF or holds a model of no family here, its tokenizer cannot
-            be read, or there is something at `out`.
+        ValueError: `gguf` is missing, the file cannot be read or holds no model of a family here, or `out` is in use.
     """
+    # What is wrong with the file is said before anything is written.
     kinds = _kinds(file)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Mistake(f"{out} is there and not empty; name a new folder, or remove it")
@@ -55,7 +53,7 @@ def convert(file: Path, out: Path) -> str:
 
 
 def _kinds(file: Path) -> set[str]:
-    """Returns the kinds of tensors in the file ("Q4_1"), once it is clear that it can be read here."""
+    """Returns the kinds of tensors in the file, as "Q4_1". Raises ValueError where it cannot be converted."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -75,6 +73,8 @@ def _kinds(file: Path) -> set[str]:
             f"{file} holds a model of the architecture {architecture!r}, which is not supported; take one of these: "
             f"{', '.join(READABLE)}"
         )
+    # Long-context models stretch RoPE, by a key of the file or by a tensor of factors. Lost, it would go unnoticed: the
+    # model would run, but not as it was trained.
     scaled = [name for name in reader.fields if ".rope.scaling." in name] + [
         t.name for t in reader.tensors if "rope_freqs" in t.name
     ]
@@ -95,7 +95,7 @@ def _tokenizer(file: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:
-        # There are converters for many kinds of tokenizers, each with errors of its own.
+        # Each kind of tokenizer has a converter, with errors of its own.
         raise Mistake(
             f"the tokenizer in {file} cannot be read ({type(error).__name__}: {error}); take the model's own directory instead"
         ) from error
@@ -106,7 +106,8 @@ def _write(file: Path, tokenizer: Any, folder: Path) -> int:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     tokenizer.save_pretrained(folder)
-    # A model that was loaded so calls itself quantized and refuses to be saved. Its weights and its config are plain.
+    # transformers marks a model that it loads from GGUF as quantized, and refuses to save it. Its weights are plain, so
+    # weights and config are written here instead. bfloat16 is what nearly all models of the hub have.
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     config, ends = model.config, {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     for name in ("quantization_config", "_model_name_or_path"):
@@ -115,6 +116,7 @@ def _write(file: Path, tokenizer: Any, folder: Path) -> int:
     config.save_pretrained(folder)
     GenerationConfig(**ends).save_pretrained(folder)
     weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    # A tied output layer is the embedding itself, which a file holds once.
     if config.tie_word_embeddings:
         del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors")

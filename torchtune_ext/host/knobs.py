@@ -5,9 +5,8 @@
     torchtune-ext knobs grpo_full engine               the keys of a node
     torchtune-ext knobs max_tokens                     a key, whatever node it is in
 
-A knob is a field of `Config` in a recipe. If its type is a dataclass, it is a node, and its keys are the fields of that. If it
-has no default and any type, it is a component, which the key `_component_` names: `python -m pydoc CLASS` says what that takes.
-The text of a field is the comment behind it, or else the comment lines above it.
+A knob is a field of `Config` in a recipe. A field whose type is a dataclass is a node, and the fields of that are its
+keys. A field of type `Any` without a default is a component: its key `_component_` names a class.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from torchtune_ext.run.catalog import folder, recipe_files
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.terminal import width
 
-RECIPE = "grpo_full"  # the recipe of a word that is no recipe
+RECIPE = "grpo_full"  # where words are looked up if none names a recipe
 _LONGEST_DEFAULT = 24  # characters
 NEEDED = "(needed)"  # stands for a default where there is none
 _FIELD = re.compile(r"    (\w+): [^#]*(?:#\s*(.*))?")
@@ -42,13 +41,13 @@ class Knob:
 
 
 def is_recipe(word: str) -> bool:
-    """Tells whether a word is a recipe: one of ours by its name, or a file."""
+    """Tells whether a word is a recipe: the name of one of ours, or a file."""
     ours = {recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))}
     return word in ours or word.endswith(".py")
 
 
 def knobs_of(recipe: str) -> list[Knob]:
-    """Returns the knobs of a recipe, ours by its name or another by its file. Raises ValueError if it is none."""
+    """Returns the knobs of a recipe, ours by name or another by file. Raises ValueError if it is none."""
     from torchtune_ext.settings.components import recipe_module
 
     config = getattr(recipe_module(recipe, ""), "Config", None)
@@ -58,11 +57,7 @@ def knobs_of(recipe: str) -> list[Knob]:
 
 
 def listing(words: Sequence[str]) -> tuple[str, list[Knob]]:
-    """Returns the knobs that the words of the command line ask for, under a title.
-
-    Raises:
-        ValueError: a word means nothing; the message gives the nearest one.
-    """
+    """Returns a title and the knobs that the words ask for. Raises ValueError for an unknown word."""
     recipe, rest = RECIPE, list(words)
     if rest and is_recipe(rest[0]):
         recipe = rest.pop(0)
@@ -76,6 +71,7 @@ def listing(words: Sequence[str]) -> tuple[str, list[Knob]]:
             f"What the class takes that `_component_` names in {parts}: python -m pydoc CLASS",
             knobs,
         )
+    # A knob may be named in full, by its last part, whatever node it is in, or by its node.
     word = rest[0]
     if found := [
         knob for knob in knobs if word in (knob.name, knob.name.rpartition(".")[2], knob.name.partition(".")[0])
@@ -83,6 +79,7 @@ def listing(words: Sequence[str]) -> tuple[str, list[Knob]]:
         takes = " its class takes what `python -m pydoc CLASS` shows" if any(knob.component for knob in found) else ""
         return f"{recipe}, {word}:{takes}", found
     recipes = [each.name for each in recipe_files(folder("recipes"), folder("configs"))]
+    # Of two names that are equally near, the one that is less deep in nodes is the likelier.
     near = nearest(word, [*recipes, *sorted((knob.name for knob in knobs), key=lambda name: name.count("."))])
     of = f"{recipe} {word.partition('.')[0]}" if "." in word else recipe
     hint = f"did you mean {near}?" if near else f"`torchtune-ext knobs {of}` lists the knobs"
@@ -90,16 +87,13 @@ def listing(words: Sequence[str]) -> tuple[str, list[Knob]]:
 
 
 def rendered(title: str, knobs: Sequence[Knob], width: int | None = None) -> str:
-    """Returns knobs under their title as text.
-
-    Args:
-        width: characters of a line, for a terminal. None: a knob is one line, however long, for grep.
-    """
+    """Returns knobs under their title as text, in lines of `width` characters. None: a knob is one line, for grep."""
     lines = _wrapped(title, width) if width else [title]
     names = max(len(knob.name) for knob in knobs)
     defaults = max(len(_short(knob.default)) for knob in knobs)
     for knob in knobs:
         head = f"  {knob.name:<{names}}  {_short(knob.default):<{defaults}}  "
+        # On a narrow terminal the text overflows rather than becoming a column of single words.
         room = max(30, width - len(head)) if width else max(1, len(knob.text))
         first, *more = _wrapped(knob.text, room)
         lines += [(head + first).rstrip(), *(" " * len(head) + line for line in more)]
@@ -133,12 +127,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def fields_of(record: Any) -> list[Knob]:
-    """Returns the fields of a dataclass in their order, and those of a node behind it.
-
-    Args:
-        record: the class, or an instance with the defaults.
-    """
+    """Returns the fields of a dataclass (the class, or an instance with the defaults), those of a node behind it."""
     kind, texts, knobs = record if inspect.isclass(record) else type(record), {}, []
+    # Inherited fields have their comments in the class that declares them. From the oldest base on, later ones win.
     for base in reversed(kind.__mro__):
         if is_dataclass(base):
             texts |= _comments(base)
@@ -158,6 +149,7 @@ def fields_of(record: Any) -> list[Knob]:
 
 def _comments(kind: type) -> dict[str, str]:
     """Returns the comment behind each field of a dataclass, or else the comment lines directly above it."""
+    # Comments are not in the class at run time, only in its source.
     try:
         source = textwrap.dedent(inspect.getsource(kind))
     except (OSError, TypeError):
@@ -171,11 +163,12 @@ def _comments(kind: type) -> dict[str, str]:
 
 
 def as_yaml(value: Any) -> str:
-    """Returns a plain value in YAML's flow style."""
+    """A plain value in YAML's flow style."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(as_yaml, value)) + "]"
+    # Other strings could be read as something else in YAML. JSON's quotes, null, true and false are YAML, too.
     if isinstance(value, str) and re.fullmatch(r"[\w./+-]+", value):
         return value
     return json.dumps(value, ensure_ascii=False) if value is None or isinstance(value, bool | str) else repr(value)

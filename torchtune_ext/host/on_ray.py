@@ -2,13 +2,8 @@
 
     torchtune-ext ray --config grpo/qwen2_5_7B_full --train-gpus 4 --engine-gpus 1 max_steps=100
 
-Ray says which machines and GPUs they get, and what runs there is what a user would start by hand (cluster/driver.py). All of it
-ends with this command, and this command with any of it.
-
-Ray Train is not used. Its `TorchTrainer` calls a function in a thread of its workers, where Python delivers no signals (so a
-run could not save on SIGTERM), makes the process group itself (ours waits longer for rank 0 than for others), tries to start
-a trainer that finds no place for ever, and has a placement group of its own (so Ray could not place trainer and servers at
-once).
+Ray says which machines and GPUs they get. What runs there is what a user would start by hand (cluster/driver.py). It all
+ends with this command, and this command ends with any of it.
 """
 
 import argparse
@@ -33,7 +28,7 @@ from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_key
 from torchtune_ext.settings.config import read_config
 
-# Variables that say what a machine or a process is. All others of this shell are those of the run on every machine.
+# Variables that describe a machine or a process. The run gets all others of this shell on every machine.
 OF_THE_MACHINE = re.compile(
     r"_|PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|SHELL|SHLVL|TERM|PWD|OLDPWD|TMPDIR|TMP|TEMP|HOSTNAME|DISPLAY|VIRTUAL_ENV|"
     r"CUDA_VISIBLE_DEVICES|RANK|WORLD_SIZE|LOCAL_.*|GROUP_.*|ROLE_.*|MASTER_.*|TORCHELASTIC_.*|SSH_.*|SLURM.*|XDG_.*|DBUS_.*"
@@ -61,12 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"how long to wait for a place ({WAIT_S:g}), also for machines that join later",
     )
-    # Otherwise settings could not stand behind options.
+    # argparse would otherwise refuse settings (key=value) that come after an option.
     parser.parse_args = parser.parse_intermixed_args
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs to the end and returns the exit status of the trainer. Raises ValueError, RuntimeError."""
+    # The settings and the plan are checked here, before Ray is asked for anything.
     cfg = read_config(args.config, args.words, args.recipe)
     plan = plan_of(args, cfg)
     if find_spec("ray") is None:
@@ -80,11 +76,15 @@ def main(args: argparse.Namespace) -> int:
             )
         except Refused as refused:
             raise Mistake(f"--address={args.address}: {refused}") from None
+        # Not Ray Train: its `TorchTrainer` calls a function in a thread, where Python delivers no signals, so a run
+        # could not save on SIGTERM. It also makes the process group itself (ours waits longer for rank 0 than for the
+        # others), tries for ever to place a trainer, and has a placement group of its own, so trainer and servers could
+        # not be placed at once.
         driver = Driver(ray, plan, ray.get_runtime_context().gcs_address, out, err)
         try:
             return driver.run()
         except KeyboardInterrupt:
-            # It came before or after the run, which takes note of signals by itself.
+            # It came before or after the run. During it the driver handles signals.
             return 128 + signal.SIGINT
         except RuntimeError as error:
             error.add_note(standing(cfg.output_dir))
@@ -95,7 +95,8 @@ def main(args: argparse.Namespace) -> int:
 
 @contextmanager
 def ours_alone() -> Iterator[tuple[TextIO, TextIO]]:
-    """Gives stdout and stderr only to the block: Ray prints a page for each machine that is lost."""
+    """Gives stdout and stderr to the block, and to nobody else."""
+    # Ray prints a page for each machine that is lost.
     out, err = sys.stdout, sys.stderr
     with open(os.devnull, "w", encoding="utf-8") as null:
         sys.stdout = sys.stderr = null
@@ -106,7 +107,7 @@ def ours_alone() -> Iterator[tuple[TextIO, TextIO]]:
 
 
 def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
-    """Makes the plan from the words of the command and the settings of the run. Raises ValueError."""
+    """Makes the plan of a run. Raises ValueError."""
     if cfg.engine.address is not None:
         raise Mistake(
             f"engine.address={cfg.engine.address}: torchtune-ext ray starts servers of its own; leave it out, or start "
@@ -120,6 +121,7 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
     if not 0 < args.wait < float("inf"):
         raise Mistake(f"--wait={args.wait}: it has to be a positive number of seconds")
     request = request_of(args, cfg.engine.tensor_parallel_size)
+    # The machines have to see a config of the user's own. One of ours comes with the package, so the folder is enough.
     folder = Path.cwd()
     return Plan(
         recipe=args.recipe or owner(args.config),
@@ -135,7 +137,7 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
 
 
 def request_of(args: argparse.Namespace, each: int) -> Request:
-    """Returns what the command asks of the cluster. Args: each: GPUs of a server. Raises ValueError."""
+    """Returns what the command asks of the cluster. `each`: the GPUs of a server. Raises ValueError."""
     pairs = {kind: (getattr(args, f"train_{kind}"), getattr(args, f"engine_{kind}")) for kind in KINDS}
     given = [kind for kind, pair in pairs.items() if pair != (None, None)]
     if len(given) != 1 or None in pairs[given[0]]:
@@ -160,13 +162,14 @@ def variables_of(request: Request) -> dict[str, str]:
     """Returns the variables of this shell that the run gets on every machine, as under Slurm, and what else it needs."""
     variables = {name: value for name, value in environment().items() if not OF_THE_MACHINE.fullmatch(name)}
     if request.kind == "cpus":
-        # A rank asks Ray for one core, so it runs one thread.
+        # A rank asks Ray for one core, so it runs one thread unless the user says otherwise. GPUs stay hidden whatever
+        # the shell has set.
         variables = {"OMP_NUM_THREADS": "1", **variables, "CUDA_VISIBLE_DEVICES": ""}
     return {name: value for name, value in variables.items() if name not in SETTINGS}
 
 
 def standing(output_dir: str) -> str:
-    """Returns a line that names the newest checkpoint, seen from this machine."""
+    """A line that names the newest checkpoint, seen from this machine."""
     checkpoints = checkpoint_folders(Path(output_dir, "checkpoints"))
     if not checkpoints:
         return f"There is no checkpoint in {output_dir} yet, so the next start begins anew"

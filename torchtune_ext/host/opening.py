@@ -1,5 +1,4 @@
-"""Writes what a run says before it begins: what it trains, where, on what, into which files; and settings that do not work
-together."""
+"""What a run says before it begins: what it trains, where, on what, and into which files."""
 
 import math
 from collections.abc import Sequence
@@ -48,6 +47,7 @@ def say_opening(parts: Parts) -> None:
                 ("teacher", f"{parts.teacher_model.path}, in an engine of its own: {output}/teacher/{log_name(engine)}")
             )
     evaluated = parts.eval_task is not None and not parts.replay
+    # The best checkpoint is chosen by its accuracy, which it has only if both intervals meet at its step.
     every, evaluates = cfg.checkpoints.every, cfg.evaluation.every
     if evaluated and every < cfg.max_steps and every % evaluates:
         lines.append(
@@ -62,12 +62,13 @@ def say_opening(parts: Parts) -> None:
 
 
 def say_ready(seconds: float) -> None:
-    """Prints that the engine is ready, and how many seconds after its start."""
+    """Prints that the engine is ready, `seconds` after its start."""
     say(f"{ENGINE_READY} {seconds:.0f} s")
 
 
 def model_text(source: HFModel, model: nn.Module, trained: AllWeights | Adapters | str) -> str:
-    """Returns what is trained: "models/Q7: qwen2 of 28 layers, 7.62 billion parameters; trains all weights"."""
+    """What is trained: "models/Q7: qwen2 of 28 layers, 7.62 billion parameters; trains all weights"."""
+    # Adapters are counted by themselves: the first number is the size of the model as it is known.
     adapters, sizes = adapter_names(model), {name: param.numel() for name, param in model.named_parameters()}
     whole = sum(size for name, size in sizes.items() if name not in adapters)
     text = f"{source.path}: {source.config['model_type']} of {source.config.get('num_hidden_layers')} layers, {count(whole)}"
@@ -76,7 +77,7 @@ def model_text(source: HFModel, model: nn.Module, trained: AllWeights | Adapters
 
 
 def count(number: int) -> str:
-    """Returns a number of parameters in few digits: "7.62 billion"."""
+    """A number of parameters in few digits: "7.62 billion"."""
     if number >= 1e9:
         return f"{number / 1e9:.3g} billion"
     if number >= 1e6:
@@ -85,8 +86,7 @@ def count(number: int) -> str:
 
 
 def device_text(ranks: Ranks) -> str:
-    """Returns where the trainer computes: "16 processes on 2 machines (8 on a, 8 on b), each on NVIDIA H100 80GB HBM3; 2 copies
-    of the weights, each on 8 of them"."""
+    """Where the trainer computes: "16 processes on 2 machines (8 on a, 8 on b), each on NVIDIA H100 80GB HBM3"."""
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else str(ranks.device)
     processes = "1 process" if ranks.world_size == 1 else f"{ranks.world_size} processes"
     where, hosts = "on", list(dict.fromkeys(ranks.hosts))
@@ -98,12 +98,13 @@ def device_text(ranks: Ranks) -> str:
 
 
 def copies_text(ranks: int, shards: int) -> str:
-    """Returns how many copies of the weights there are, if several: "; 2 copies of the weights, each on 8 of them"."""
+    """How many copies of the weights there are, if several: "; 2 copies of the weights, each on 8 of them"."""
     return f"; {ranks // shards} copies of the weights, each on {shards} of them" if shards < ranks else ""
 
 
 def problems_text(cfg: Any, task: Task, held_out: Task | None, trained_too: Sequence[str] = ()) -> str:
-    """Returns what is asked: "Math, 7,473; each step takes 32 with 16 samples each; held out: ..."."""
+    """What is asked: "Math, 7,473; each step takes 32 with 16 samples each; held out: ..."."""
+    # A task of generated problems gives a length beyond this limit.
     number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "made without end"
     text = f"{_task_text(task)}, {number}; each step takes {cfg.prompts_per_step} with {cfg.samples_per_prompt} samples each"
     text += ", so some more than once" if len(task) < cfg.prompts_per_step else ""
@@ -116,8 +117,8 @@ def problems_text(cfg: Any, task: Task, held_out: Task | None, trained_too: Sequ
 
 
 def _task_text(task: Task) -> str:
-    """Returns what a task is, with its name and the user's function that grades it, where it has them: "Jsonl rows by
-    my_reward.near (my_reward.py:5)"."""
+    """A task with its name and the user's function that grades it: "Jsonl rows by my_reward.near (my_reward.py:5)"."""
+    # A function of the user's stands in the instance; a method `grade` of a task of ours is in its class.
     own = getattr(task, "__dict__", {})
     own = own.get("grade") or own.get("grade_group")
     name = getattr(task, "name", None)
@@ -126,8 +127,8 @@ def _task_text(task: Task) -> str:
 
 
 def objective_text(cfg: Any, loss: Any) -> str:
-    """Returns what describes the objective as it is, with the settings beside the preset: "clip 0.2/0.28 per token, TIS <= 2,
-    advantage mean/group_std, token mean; preset clip_higher"."""
+    """The objective: "clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset clip_higher"."""
+    # It is spelled out beside the preset, whose settings the user may have overridden.
     parts = [_text(loss), str(cfg.advantage), AGGREGATIONS[cfg.aggregation]]
     if cfg.refill_rounds:
         parts.append(f"up to {cfg.refill_rounds} refills")
@@ -135,5 +136,5 @@ def objective_text(cfg: Any, loss: Any) -> str:
 
 
 def _text(loss: Any) -> str:
-    """Returns the text of a loss. A loss of the user may have none; then it is the name of the class or function."""
+    # A loss of the user's may have no text. Then it is shown by the name of its class or function.
     return getattr(loss, "__name__", type(loss).__name__) if type(loss).__str__ is object.__str__ else str(loss)

@@ -1,5 +1,4 @@
-"""The parts of a GRPO run before it starts: made from its settings, and tried with each other. No process starts and no weights
-are loaded until the methods of `Parts` are called."""
+"""The parts of a GRPO run before it starts: made from its settings, and tried with each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts that fit together. The methods open files, and make objects around a started engine and a built learner."""
+    """Parts that fit together. Until a method is called, no process has started and no weights are loaded."""
 
     cfg: Any  # the recipe's Config
     ranks: Ranks
@@ -85,13 +84,13 @@ class Parts:
     teacher_model: HFModel | None  # the teacher's directory
 
     def check_start(self) -> None:
-        """Before the folder of a run is touched: tries the graders, and looks for the GPUs that the run asks for and for room
-        for its checkpoints. Says so if the disk is scarce.
+        """Tries the graders, and looks for the GPUs that the run asks for and for room for its checkpoints.
 
         Raises:
-            ValueError: nothing can be graded, the engine names GPUs that are not there, or that train, or there is no room for
-                a single checkpoint.
+            ValueError: nothing can be graded, the engine names GPUs that are missing or that train, or there is no room for
+                one checkpoint.
         """
+        # This comes before the folder of the run is touched, so that a run that cannot start leaves nothing behind.
         self.rehearse()
         cfg, engine = self.cfg, self.precision.engine
         if not self.replay:
@@ -100,6 +99,7 @@ class Parts:
             if self.teacher_model:
                 require_gpus(self.teacher_engine())
         else:
+            # `tune run` has begun the process of an engine, unless it saw `replay` in the command line.
             early.drop()
         sizes = {name: p.numel() for name, p in self.meta_model.named_parameters()}
         adapters = adapter_names(self.meta_model)
@@ -118,15 +118,14 @@ class Parts:
         return identify(run, self.hf_model, self.meta_model, self.trained.spec)
 
     def open_folder(self) -> RunFolder:
-        """Begins the run in its folder, or continues it. The folder is locked, so that a second run in it is refused, and an
-        earlier run may be set aside."""
+        """Begins the run in its folder, or continues it. Locks the folder, and may set an earlier run aside."""
         folder = RunFolder(self.cfg.output_dir)
         folder.begin(record(self.cfg), folder.resumes(self.cfg.resume_from_checkpoint), reads=named_paths(self.cfg))
         return folder
 
     def open_graders(self) -> list[Grader]:
-        """Starts what grades the task and the held-out task. Graders that measure programs do so on cores that the engine does
-        not use."""
+        """Starts what grades the task and the held-out task."""
+        # Where groups are sampled ahead, grading goes on while the trainer computes.
         cfg, tasks = self.cfg, [self.task, self.eval_task]
         return open_graders(tasks, cfg.grader, beside_training=cfg.staleness > 0, folder=cfg.output_dir)
 
@@ -134,14 +133,16 @@ class Parts:
         """Returns the settings of the teacher's engine.
 
         Raises:
-            ValueError: they cannot be; or it would take a GPU of the trainer or of the engine, since none is named.
+            ValueError: they are wrong, or the teacher would take a GPU of the trainer or of the engine.
         """
         cfg = self.cfg
+        # Without settings of its own it has the trainer's dtype ("torch.bfloat16" without "torch.") and the engine's
+        # threads.
         policy = cfg.engine.following(str(self.precision.dtype)[6:], self.precision.engine.threads)
         engine = cfg.teacher.engine_config(policy)
         if self.ranks.device.type == "cuda" and engine.address is None:
             taken = [*training_gpus(), *self.precision.engine.device_names]
-            # Where trainer and engine share a GPU, a teacher whose cache is bounded may be the third.
+            # Where trainer and engine share a GPU, a teacher whose KV cache has a bound may share it, too.
             shares = engine.devices is None and self.precision.engine.devices is None and engine.kv_cache_bytes
             apart = engine.device_names and not any(same_gpu(a, b) for a in engine.device_names for b in taken)
             if not shares and not apart:
@@ -153,9 +154,10 @@ class Parts:
         return engine
 
     def teacher(self) -> "Teacher | None":
-        """Returns what scores samples, not started; None without one."""
+        """Returns what scores samples, not started; None without a teacher."""
         if self.teacher_model is None:
             return None
+        # A run without a teacher does not import its module.
         from torchtune_ext.teacher import Teacher
 
         return Teacher(self.teacher_model, self.teacher_engine(), Path(self.cfg.output_dir) / "teacher")
@@ -174,7 +176,7 @@ class Parts:
         )
 
     def publisher(self, engine: Engine | None, learner: Learner) -> "tuple[Agreement, Publisher | Replay]":
-        """Returns the gate that compares trainer and engine, and what sends weights and lets a canary pass that gate."""
+        """Returns the gate that compares trainer and engine, and what sends weights and has a canary pass that gate."""
         scored = partial(
             streamed_logprobs,
             make_model=partial(instantiate, self.cfg.model),
@@ -196,13 +198,10 @@ class Parts:
 
 
 def make_parts(cfg: Any, ranks: Ranks) -> Parts:
-    """Builds the parts that cost nothing and tries them: what is wrong is said before anything is touched.
-
-    Args:
-        cfg: the settings of a GRPO recipe, typed (`load_config`).
+    """Builds the parts that cost nothing, and tries them. `cfg`: the typed settings of a GRPO recipe (`load_config`).
 
     Raises:
-        ValueError: settings that do not go together, or parts that do not fit each other; the message names key, value and fix.
+        ValueError: settings or parts do not fit each other; the message names key, value and fix.
     """
     hf_model, meta_model, trained, precision = model_parts(cfg, ranks.device, ranks.shards)
     tokenizer, task = instantiate(cfg.tokenizer), instantiate(cfg.task)
@@ -221,11 +220,13 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
     require_rows(cfg.row_tokens, precision.engine)
     check_tokenizer(tokenizer, hf_model, meta_model.tok_embeddings.num_embeddings, sampling.stop_token_ids)
     check_prompts({"task": task, "evaluation.task": eval_task}, tokenizer, sampling, precision.engine)
+    # A replay evaluates nothing.
     both = [] if cfg.replay else trained_too(task, eval_task)
     # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
     fault = prompt_fault(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
     problems = ProblemStream(task, cfg.seed, fault=fault)
-    # The canary's prompts are made before a checkpoint is loaded: a task that adapts would ask otherwise then.
+    # The canary's prompts are made before a checkpoint is loaded: a task that adapts would give other problems after
+    # it.
     canary = canary_prompts(problems, tokenizer)
     hf_model.require_fits(meta_model, new=adapters)
     replay = None
@@ -259,8 +260,8 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
 
 
 def teacher_of(cfg: Any, tokenizer: ChatTokenizer) -> HFModel:
-    """Returns the teacher's directory. Raises ValueError if there is no model in it, its engine cannot be, or it reads other
-    tokens than the policy writes."""
+    """Returns the teacher's directory. Raises ValueError if it holds no model that an engine can score the policy with."""
+    # The checks are those of the policy's model, whose messages name the policy's keys.
     try:
         teacher = HFModel(cfg.teacher.model_dir)
         check_engine(teacher, cfg.teacher.engine_config(cfg.engine))
@@ -268,6 +269,7 @@ def teacher_of(cfg: Any, tokenizer: ChatTokenizer) -> HFModel:
     except Mistake as error:
         message = f"teacher.{error}" if str(error).startswith(("model_dir", "engine")) else str(error)
         raise type(error)(message) from None
+    # The teacher scores the policy's token ids, so both need the same tokenizer.
     try:
         check_tokenizer(tokenizer, teacher)
     except Mistake:
@@ -281,8 +283,7 @@ def teacher_of(cfg: Any, tokenizer: ChatTokenizer) -> HFModel:
 def model_parts(
     cfg: Any, device: torch.device, shards: int = 1
 ) -> tuple[HFModel, TransformerDecoder, AllWeights | Adapters, Precision]:
-    """Returns the model directory, the model without weights, what is trained of it, and in which precision. The last two
-    concern the engine, too: how it is started and what it is sent.
+    """Returns the model directory, the model without weights, what is trained of it, and in which precision.
 
     Args:
         shards: into how many parts the weights are cut.
@@ -291,6 +292,7 @@ def model_parts(
         ValueError: the model, its adapters or its precision are not supported.
     """
     source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, cfg.model))
+    # What is trained and its precision also decide how the engine is started and what it is sent.
     trained = trained_part(model, source, node=cfg.model, adapters=cfg.adapters, shards=shards)
     dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
     threads = engine_threads(cfg.engine, sum(p.numel() for p in model.parameters()), beside=cfg.staleness > 0)

@@ -1,14 +1,12 @@
-"""Makes the stock `tune` know recipes/ and configs/.
+"""Makes the stock `tune` know recipes/ and configs/, by a finder that adds calls to torchtune's modules:
 
-`install` runs at every start of the interpreter (torchtune_ext_tune.pth), so this file imports only `sys`. `install`
-puts a finder on `sys.meta_path`. The finder acts only in a process that imports torchtune:
-
-    before `torchtune` is executed                   begin sets GOMP_SPINCOUNT, and lets an engine's process import vLLM
-                                                     meanwhile
-    after `torchtune._recipe_registry` is executed   register adds our recipes and configs, with absolute paths
-    after `torchtune._cli.run` is executed           guide lets `tune run` say what is wrong with a name, and how to write it
+before `torchtune` is executed                   begin prepares the process, and begins that of an engine
+after `torchtune._recipe_registry` is executed   register adds our recipes and configs
+after `torchtune._cli.run` is executed           guide makes `tune run` explain mistakes and --help
 """
 
+# torchtune_ext_tune.pth runs `install` at every start of the interpreter. So this file imports only `sys` here, and all
+# else where it is needed.
 import sys
 
 
@@ -16,6 +14,7 @@ def register(registry) -> None:
     """Adds our recipes to the module `torchtune._recipe_registry`. A name that is there already is left as it is."""
     from torchtune_ext.run.catalog import folder, recipe_files
 
+    # This is the registry's own list, so what is added to it stays there.
     entries = registry.get_all_recipes()
     known = {entry.name for entry in entries}
     ours = [each for each in recipe_files(folder("recipes"), folder("configs")) if each.name not in known]
@@ -31,21 +30,23 @@ def register(registry) -> None:
 
 
 def begin(_torchtune) -> None:
-    """Runs before torchtune is executed. From here on threads of OpenMP that wait soon sleep, Ctrl-C ends a command of
-    torchtune in one line, and the process of an engine that a recipe will want imports vLLM."""
+    """Runs before torchtune is executed: quiets it, and begins the process of an engine that a recipe will want."""
     import logging
 
     # torchao says that it skips its C++ extensions, which fit one version of torch. Nothing here uses them.
     skipped = "Skipping import of cpp extensions"
     logging.getLogger("torchao").addFilter(lambda record: skipped not in record.getMessage())
+    # A program of the user's that imports torchtune keeps its own handling of Ctrl-C and of threads.
     if sys.argv[0].rpartition("/")[2] in ("tune", "torchtune-ext", "__main__.py"):
         import os
 
         sys.excepthook = say_interrupted
-        # A thread of OpenMP that waits for work spins for microseconds, then sleeps. To spin on takes the core from the engine
-        # or from a neighbor whose turn it is, and all wait for each other; to sleep at once (OMP_WAIT_POLICY=passive)
-        # makes every small operation wait for a wake-up. OpenMP reads this when torch is imported.
+        # A thread of OpenMP that waits for work spins for microseconds, then sleeps. To spin on takes the core from the
+        # engine or from a neighbor whose turn it is, and all wait for each other; to sleep at once
+        # (OMP_WAIT_POLICY=passive) makes every small operation wait for a wake-up. OpenMP reads this when torch is
+        # imported.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+        # The engine's process imports vLLM while this one imports torchtune.
         if sys.argv[1:2] == ["run"]:
             from torchtune_ext.sampling import early
 
@@ -53,8 +54,7 @@ def begin(_torchtune) -> None:
 
 
 def guide(cli) -> None:
-    """Wraps `tune run` (the module `torchtune._cli.run`): mistakes in the words of the command are said in one line, and --help
-    lists the knobs of a recipe, where torchtune would say that --config is missing."""
+    """Wraps `tune run` (the module `torchtune._cli.run`): it explains mistakes in one line, and --help lists knobs."""
     import atexit
     import gc
 
@@ -65,6 +65,7 @@ def guide(cli) -> None:
     run = cli.Run._run_cmd
 
     def guided(self, args):
+        # torchtune would answer --help behind a recipe by saying that --config is missing.
         if {"-h", "--help"} & set(args.recipe_args) and is_recipe(args.recipe):
             print_help(args.recipe)
             return
@@ -73,7 +74,7 @@ def guide(cli) -> None:
             from torchtune_ext.settings.config import say_unset
 
             say_unset(args.recipe, args.recipe_args)
-        # At its end the interpreter would search half a million objects for cycles, which takes a second.
+        # At its end the interpreter would look through half a million objects for cycles, which takes a second.
         atexit.register(gc.freeze)
         with quiet_end():
             run(self, args)
@@ -82,7 +83,7 @@ def guide(cli) -> None:
 
 
 def say_interrupted(kind, error, trace) -> None:
-    """Shows an error that nobody caught as Python does, but Ctrl-C in one line."""
+    """An excepthook: shows an error as Python does, but Ctrl-C in one line."""
     if issubclass(kind, KeyboardInterrupt):
         print("Stopped by Ctrl-C before the run had begun", file=sys.stderr)
     else:
@@ -90,20 +91,22 @@ def say_interrupted(kind, error, trace) -> None:
 
 
 class TorchtuneFinder:
-    """Adds a call before one module of torchtune is executed and after others. It finds no modules itself."""
+    """Adds calls before and after modules of torchtune are executed. It finds no modules itself."""
 
     before = {"torchtune": begin}
     after = {"torchtune._recipe_registry": register, "torchtune._cli.run": guide}
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        """Returns the spec that the other finders give for a module, with our calls around its execution."""
+        """Returns the spec that another finder gives for a module, with our calls around its execution."""
         if name not in cls.before and name not in cls.after:
             return None
+        # Without this finder itself, which would ask again without end.
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
+        # Each spec has a loader of its own, so this one executes no other module.
         execute = spec.loader.exec_module
 
         def execute_with_calls(module):
@@ -116,9 +119,9 @@ class TorchtuneFinder:
 
     @staticmethod
     def call(function, module) -> None:
-        """Runs one of our calls. An error becomes a warning, so that torchtune stays usable if our code fails."""
         if function is None:
             return
+        # An error of ours becomes a warning, so that torchtune stays usable.
         try:
             function(module)
         except Exception as error:
@@ -135,7 +138,7 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Puts the finder on `sys.meta_path`, once. It has an effect only if this runs before torchtune is imported."""
+    """Puts the finder on `sys.meta_path`, once. It only has an effect before torchtune is imported."""
     if not installed():
         sys.meta_path.insert(0, TorchtuneFinder)
 
@@ -143,9 +146,7 @@ def install() -> None:
 def parse(recipe_main):
     """Wraps the main function of a recipe as `torchtune.config.parse` does; `--config` may also name our configs.
 
-    `tune run` replaces such names itself. This decorator does it where `tune` is not involved (`python -m
-    torchtune_ext.recipes.grpo --config grpo/tiny`, torchrun) or where Python reads no start-up files. A mistake of the user
-    ends the recipe with one message and exit status 2 (`errors.shown`).
+    A mistake of the user ends the recipe with one message and exit status 2 (`errors.shown`).
     """
     import functools
 
@@ -161,6 +162,8 @@ def parse(recipe_main):
     @functools.wraps(recipe_main)
     def wrapper(*args, **kwargs):
         with shown():
+            # `tune run` replaces the names of configs itself. Without it (`python -m torchtune_ext.recipes.grpo`,
+            # torchrun), or where Python reads no start-up files, this does.
             check_words(sys.argv, recipe_main.__globals__.get("__file__"))
             return parsed(*args, **kwargs)
 

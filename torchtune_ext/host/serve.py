@@ -1,11 +1,10 @@
 """`torchtune-ext serve` starts vLLM's own server with the flags that a run needs.
 
-    torchtune-ext serve --config grpo/qwen2_5_7B_full                          # in place of this process
+    torchtune-ext serve --config grpo/qwen2_5_7B_full
     torchtune-ext serve --config my.yaml engine.address=http://node2:8000 --print
     torchtune-ext serve --config my.yaml --tensor-parallel-size 4              # the rest goes to vLLM
 
-The run connects to it with `engine.address`. The flags follow from the config: the model, the engine's settings, adapters, the
-layers in FP8, and the way of weights (`engine.transfer`). The key that every route asks for is in TORCHTUNE_EXT_API_KEY.
+The run connects to it with `engine.address`. Every route asks for the key in TORCHTUNE_EXT_API_KEY.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from torchtune_ext.settings.config import read_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what the word takes; `cli` hands on whatever else is there."""
+    """Adds the arguments of `torchtune-ext serve`; `cli` hands on all others."""
     parser.add_argument("--config", required=True, help="a config of a GRPO recipe, by its name or path")
     parser.add_argument("--recipe", help="the recipe, if it is your own: my_grpo.py")
     parser.add_argument("--host", help="address to listen on; else 127.0.0.1, or all if engine.address is elsewhere")
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace, more: Sequence[str] = ()) -> int:
-    """Becomes the server, or prints how it is started. Args: more: settings of the config (key=value), and words for vLLM.
+    """Becomes the server, or prints how it is started. `more`: settings (key=value), then words for vLLM.
 
     Raises:
         ValueError: the config is wrong, or there is no key.
@@ -52,6 +51,8 @@ def main(arguments: argparse.Namespace, more: Sequence[str] = ()) -> int:
             f"the run starts, e.g. export {KEY_VARIABLE}=$(openssl rand -hex 32)"
         )
     say(shown_command(command, environ), sys.stderr)
+    # The server takes the place of this process, so signals and the exit status are its own. What is still in Python's
+    # buffers would be lost.
     sys.stdout.flush()
     os.execve(command[0], command, {**os.environ, **environ})
 
@@ -62,7 +63,7 @@ def engine_of(config: str, settings: Sequence[str], recipe: str | None = None) -
     Args:
         config: name or path of a config.
         settings: key=value.
-        recipe: name, file or module of the recipe; None: that for which the config is written.
+        recipe: name, file or module of the recipe; None: the one that the config names.
 
     Raises:
         ValueError: something of it is wrong.
