@@ -33,8 +33,7 @@ OWN_WORDS = {
 }
 # The main of these also takes the words that their parser does not know.
 PASSED_ON = {"serve", "sweep"}
-# These work even where another program's `tune` (Ray has one) is first on PATH, or where Python reads no start-up
-# files.
+# They work here even if another `tune` (that of Ray) is first on PATH, or Python reads no start-up files.
 TUNE_WORDS = {
     "ls": "list recipes and configs",
     "cp": "copy a recipe or a config to edit it",

@@ -50,7 +50,7 @@ def dry_run(cfg: Any) -> None:
     """Prints the plan of a run with these settings, and ends the process.
 
     Raises:
-        SystemExit: with status 0 if a start would get through its checks and the run fits, else with 2.
+        SystemExit: always, with the status above.
         ValueError: a setting is wrong, or `dry_run` names no machine.
     """
     # Under torchrun every rank is here. One plan is enough.
@@ -155,6 +155,7 @@ def this_machine(device: str) -> Machine:
     """Returns this machine: its visible GPUs, or its main memory where there are none or `device` is "cpu"."""
     host = main_memory()
     if device != "cpu" and torch.cuda.is_available():
+        # The weights are cut into equal parts, so the smallest card decides.
         sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
         name = f"the {len(sizes)} GPUs here" if len(sizes) > 1 else "the GPU here"
         return Machine(len(sizes), min(sizes), host, name, here=True)
@@ -177,6 +178,7 @@ def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
     """
     model, lines = model_of(cfg)
     trainer, sampler = sides = cfg.precision.sides
+    # The dtype follows the machine of the plan, not the one where the plan is made.
     name = chosen_dtype(cfg.dtype, "cuda" if machine.gpus else "cpu", fp8=sampler is not None)
     dtype, engine = DTYPES[name], cfg.engine.following(name)
     merged = cfg.adapters.way(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
@@ -200,6 +202,7 @@ def model_of(cfg: Any) -> tuple[TransformerDecoder, list[str]]:
     """Builds the model on the meta device, and says in a line if its sizes come from no file. Raises ValueError."""
     # A plan may come before the download. Then the name of the folder tells the public model, whose config is known.
     known = published_config(Path(cfg.model_dir).name)
+    # Only a model that is built from this directory can be built from the published config instead.
     named = cfg.model.get("model_dir") == cfg.model_dir
     if known is None or not named or (Path(cfg.model_dir) / "config.json").exists():
         return on_meta(partial(instantiate, cfg.model)), []

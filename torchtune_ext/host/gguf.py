@@ -1,6 +1,8 @@
 """`torchtune-ext gguf FILE OUT` makes a GGUF file a model directory in Hugging Face's format, which any config takes.
 
-torchtune-ext gguf SmolLM2-135M-Instruct.Q4_1.gguf models/SmolLM2-135M-Instruct
+    torchtune-ext gguf SmolLM2-135M-Instruct.Q4_1.gguf models/SmolLM2-135M-Instruct
+
+The weights are written in bfloat16. What a quantized file has lost stays lost.
 """
 
 import argparse
@@ -36,13 +38,14 @@ def convert(file: Path, out: Path) -> str:
     It takes 4 bytes of main memory for each parameter.
 
     Raises:
-        ValueError: `gguf` is missing, the file cannot be read or holds no model of a family here, or `out` is in use.
+        ValueError: `gguf` is missing, the file is damaged or of an unknown architecture, or `out` is not empty.
     """
     # What is wrong with the file is said before anything is written.
     kinds = _kinds(file)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Mistake(f"{out} is there and not empty; name a new folder, or remove it")
     tokenizer = _tokenizer(file)
+    # `out` appears only once it is whole.
     with written_aside(out, lambda: "Free space there, or choose another folder"):
         partial = partial_of(out)
         make_empty(partial)

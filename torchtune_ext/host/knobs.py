@@ -27,6 +27,7 @@ from torchtune_ext.run.terminal import width
 RECIPE = "grpo_full"  # where words are looked up if none names a recipe
 _LONGEST_DEFAULT = 24  # characters
 NEEDED = "(needed)"  # stands for a default where there is none
+# A field in the source of a dataclass: its name, type and default, and the comment behind it.
 _FIELD = re.compile(r"    (\w+): [^#]*(?:#\s*(.*))?")
 
 
@@ -142,6 +143,7 @@ def fields_of(record: Any) -> list[Knob]:
             knobs.append(Knob(spec.name, "{...}", text))
             knobs += [replace(key, name=f"{spec.name}.{key.name}") for key in keys]
         else:
+            # "???" is OmegaConf's mark for a value that has to be given.
             written = NEEDED if default is dataclasses.MISSING or default == "???" else as_yaml(default)
             knobs.append(Knob(spec.name, written, text, component=written == NEEDED and spec.type is Any))
     return knobs

@@ -2,8 +2,8 @@
 
     torchtune-ext ray --config grpo/qwen2_5_7B_full --train-gpus 4 --engine-gpus 1 max_steps=100
 
-Ray says which machines and GPUs they get. What runs there is what a user would start by hand (cluster/driver.py). It all
-ends with this command, and this command ends with any of it.
+Ray says which machines and GPUs they get. What runs there is what a user would start by hand (cluster/driver.py). It
+ends with this command, and this command ends with any part of it.
 """
 
 import argparse
@@ -123,6 +123,8 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
     request = request_of(args, cfg.engine.tensor_parallel_size)
     # The machines have to see a config of the user's own. One of ours comes with the package, so the folder is enough.
     folder = Path.cwd()
+    # Trainer and servers share a key, which is made here if the user has none. After a signal the trainer may need its
+    # time for the step, for noticing that it is over, and for closing all parts.
     return Plan(
         recipe=args.recipe or owner(args.config),
         config=args.config,

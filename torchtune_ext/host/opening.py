@@ -23,6 +23,7 @@ from torchtune_ext.training.trained import Adapters, AllWeights
 def say_opening(parts: Parts) -> None:
     """Prints what a GRPO recipe says before its engine starts."""
     cfg, output = parts.cfg, parts.cfg.output_dir
+    # The file is of our own graders. A task that grades itself starts others.
     texts = [task for task in (parts.task, parts.eval_task) if task and not isinstance(task, GradesItself)]
     printed = "; graders print into grader.log" if texts and not parts.replay else ""
     often = f"every {cfg.checkpoints.every} steps" if cfg.checkpoints.every < cfg.max_steps else "at the end"

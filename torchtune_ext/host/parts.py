@@ -87,8 +87,7 @@ class Parts:
         """Tries the graders, and looks for the GPUs that the run asks for and for room for its checkpoints.
 
         Raises:
-            ValueError: nothing can be graded, the engine names GPUs that are missing or that train, or there is no room for
-                one checkpoint.
+            ValueError: nothing can be graded, the engine's GPUs are missing or train, or no checkpoint fits on the disk.
         """
         # This comes before the folder of the run is touched, so that a run that cannot start leaves nothing behind.
         self.rehearse()
@@ -136,8 +135,7 @@ class Parts:
             ValueError: they are wrong, or the teacher would take a GPU of the trainer or of the engine.
         """
         cfg = self.cfg
-        # Without settings of its own it has the trainer's dtype ("torch.bfloat16" without "torch.") and the engine's
-        # threads.
+        # By default it has the trainer's dtype ("torch.bfloat16" without "torch.") and as many threads as the engine.
         policy = cfg.engine.following(str(self.precision.dtype)[6:], self.precision.engine.threads)
         engine = cfg.teacher.engine_config(policy)
         if self.ranks.device.type == "cuda" and engine.address is None:
@@ -225,8 +223,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
     # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.
     fault = prompt_fault(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
     problems = ProblemStream(task, cfg.seed, fault=fault)
-    # The canary's prompts are made before a checkpoint is loaded: a task that adapts would give other problems after
-    # it.
+    # The canary's prompts are made before a checkpoint is loaded: later a task that adapts gives other problems.
     canary = canary_prompts(problems, tokenizer)
     hf_model.require_fits(meta_model, new=adapters)
     replay = None
@@ -260,7 +257,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
 
 
 def teacher_of(cfg: Any, tokenizer: ChatTokenizer) -> HFModel:
-    """Returns the teacher's directory. Raises ValueError if it holds no model that an engine can score the policy with."""
+    """Returns the teacher's directory. Raises ValueError if it holds no model that can score the policy's tokens."""
     # The checks are those of the policy's model, whose messages name the policy's keys.
     try:
         teacher = HFModel(cfg.teacher.model_dir)

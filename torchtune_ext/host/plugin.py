@@ -1,8 +1,10 @@
 """Makes the stock `tune` know recipes/ and configs/, by a finder that adds calls to torchtune's modules:
 
-before `torchtune` is executed                   begin prepares the process, and begins that of an engine
-after `torchtune._recipe_registry` is executed   register adds our recipes and configs
-after `torchtune._cli.run` is executed           guide makes `tune run` explain mistakes and --help
+    before `torchtune` is executed                   begin prepares the process, and begins that of an engine
+    after `torchtune._recipe_registry` is executed   register adds our recipes and configs
+    after `torchtune._cli.run` is executed           guide makes `tune run` explain mistakes and --help
+
+A process that does not import torchtune is left as it is.
 """
 
 # torchtune_ext_tune.pth runs `install` at every start of the interpreter. So this file imports only `sys` here, and all
@@ -41,10 +43,10 @@ def begin(_torchtune) -> None:
         import os
 
         sys.excepthook = say_interrupted
-        # A thread of OpenMP that waits for work spins for microseconds, then sleeps. To spin on takes the core from the
-        # engine or from a neighbor whose turn it is, and all wait for each other; to sleep at once
-        # (OMP_WAIT_POLICY=passive) makes every small operation wait for a wake-up. OpenMP reads this when torch is
-        # imported.
+        # With this count a thread of OpenMP that waits for work spins for microseconds, then sleeps. Spinning on would
+        # take the core from the engine, or from a thread that the others wait for. Sleeping at once
+        # (OMP_WAIT_POLICY=passive) would make every small operation wait for a wake-up. OpenMP reads the variable when
+        # torch is imported.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
         # The engine's process imports vLLM while this one imports torchtune.
         if sys.argv[1:2] == ["run"]:
@@ -140,6 +142,7 @@ def installed() -> bool:
 def install() -> None:
     """Puts the finder on `sys.meta_path`, once. It only has an effect before torchtune is imported."""
     if not installed():
+        # Python takes the first finder that knows a module, so ours comes before them.
         sys.meta_path.insert(0, TorchtuneFinder)
 
 

@@ -37,6 +37,7 @@ def main(arguments: argparse.Namespace, more: Sequence[str] = ()) -> int:
     Raises:
         ValueError: the config is wrong, or there is no key.
     """
+    # Settings come first and vLLM's options after them, with or without a `--` between.
     first = next((i for i, word in enumerate(more) if word.startswith("-")), len(more))
     settings, words = more[:first], [word for word in more[first:] if word != "--"]
     model_dir, engine = engine_of(arguments.config, settings, arguments.recipe)

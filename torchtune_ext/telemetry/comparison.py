@@ -86,6 +86,7 @@ def build_comparison(paths: Sequence[str | Path], out: str | Path | None = None)
     if len(paths) == 1:
         name = sweeps[0]["name"] if sweeps else Path(paths[0]).resolve().name
         out = out or (Path(paths[0]) / "report.html" if is_several(paths[0]) else None)
+    # Several paths have no one folder that the page belongs to.
     out = Path(out or "comparison.html")
     steps, panels = curves_of(runs, ranking[:DRAWN], metric)
     overview = {
@@ -155,6 +156,7 @@ def curves_of(runs: Sequence[Run], places: Sequence[int], target: str) -> tuple[
                 counts[column[record["step"]]] += 1
         return [short(float(total / count), 5) if count else None for total, count in zip(sums, counts, strict=True)]
 
+    # The edges of the interval are a band around the accuracy, not curves of their own.
     names = {name for run in runs for record in run.records for name in record} - {"step", "nonfinite", LOW, HIGH}
     first = list(dict.fromkeys([target, *FIRST]))
     series = [(panel, metric, label) for panel in panels_for(names) for metric, label in panel.series]

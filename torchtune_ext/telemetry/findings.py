@@ -88,6 +88,7 @@ def tiles(curves: Mapping[str, Reading], panels: Sequence[Panel]) -> list[dict[s
         metric = next((metric for metric in metrics if metric in last), None)
         if metric is None:
             continue
+        # A mean of partial rewards is no accuracy.
         if metric.startswith("eval/") and partly_right(last):
             label = "Held-out reward"
         sampled = metric == "eval/accuracy_sampled" and {"eval/low", "eval/high"} <= last.keys()
@@ -201,6 +202,7 @@ def _slow_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
     if not slow:
         return []
     longest = max(slow, key=seconds.get)
+    # Not the longest phase, which may be long in every step, but the one that exceeds its own median most.
     phase = max(_PHASES, key=lambda name: steps[longest][name] - median(phases[name] for phases in steps.values()))
     text = (
         f"{_count(len(slow), 'step')} took more than {_SLOW} times the median of {median(seconds.values()):.1f} s. The longest "

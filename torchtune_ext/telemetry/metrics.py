@@ -93,6 +93,7 @@ class Metrics:
             ValueError: the step goes back, or a name is reserved.
             OSError: `metrics.jsonl` cannot be written.
         """
+        # Ranks other than 0 have no file.
         if self._fd is None:
             return
         # A step comes in parts: its numbers before its checkpoint, so that a run that resumes there has them, its
@@ -102,6 +103,7 @@ class Metrics:
         for name in _RESERVED:
             if name in values:
                 raise Mistake(f"values[{name!r}]: this name is reserved; use 'group/{name}'")
+        # An int stays one in JSON. Tensors and NumPy scalars become floats.
         numbers = {name: v if type(v) is int else float(v) for name, v in values.items()}
         record: dict[str, Any] = {"step": step}
         record.update({name: v if math.isfinite(v) else None for name, v in numbers.items()})
@@ -128,7 +130,8 @@ class Metrics:
             self._fd = None
 
     def _tell(self, tell: Callable[[Sink], None]) -> None:
-        # A sink may raise anything. The run is worth more than its copies.
+        # A sink may raise anything. The run is worth more than its copies. `_drop` takes the sink out, so the loop has
+        # a copy of the list.
         for name, sink in list(self._sinks.items()):
             try:
                 tell(sink)

@@ -203,6 +203,7 @@ PANELS = (
 def panels_for(names: Collection[str]) -> list[Panel]:
     """Returns the panels that have data among the metrics `names`, and one more for each metric that none draws."""
     known = {metric for panel in PANELS for metric, _ in panel.series}
+    # A band draws its edges, so they need no panel of their own.
     known |= {metric for panel in PANELS if panel.band for metric in panel.band}
     panels = []
     for panel in PANELS:

@@ -106,6 +106,7 @@ def _overview(
     """All of the page but the rollouts: series as columns, panels, notices, and which rollouts there are."""
     names = {name for record in records for name in record if name not in ("step", "nonfinite")}
     series = {name: [short(record.get(name)) for record in records] for name in sorted(names)}
+    # A metric without a single finite value has no curve.
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
     steps, config = [record["step"] for record in records], node_of(run, "config")
     panels = [

@@ -51,11 +51,13 @@ class RolloutStore:
         for step, path in rollout_paths(run_dir).items():
             if resume_step is None:
                 raise Mistake(f"{path} belongs to an earlier run: RunFolder.begin sets it aside, resume_step goes on")
+            # The resumed run samples these steps again.
             if step >= resume_step:
                 path.unlink()
 
     def write(self, step: int, groups: Sequence[Group]) -> Path | None:
         """Writes the groups of `step`, all or nothing. Returns the file, or None for a step that is not kept."""
+        # Sinks may show samples of a step that is not kept.
         if self._show is not None:
             self._show(step, groups)
         if self._keep_every == 0 or step % self._keep_every:
