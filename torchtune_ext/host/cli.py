@@ -69,6 +69,7 @@ def run_own(word: str, rest: Sequence[str]) -> int:
     try:
         with shown():
             status = module.main(*arguments) or 0
+        # Flushed here, a closed pipe is noticed while it can still be caught.
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has seen enough (`| head -1`). At its end Python flushes stdout, which must not fail again.

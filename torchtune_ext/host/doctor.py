@@ -75,6 +75,7 @@ def check_requirements(versions: Mapping[str, str]) -> Iterator[Finding]:
         return
     # Requirements with a marker are those of extras, which a user may leave out.
     needed = {each.name: each for each in map(Requirement, requires) if each.marker is None}
+    # Each package once, those of SHOWN first.
     for name in dict.fromkeys([*SHOWN, *needed]):
         version, requirement = versions.get(name), needed.get(name)
         if requirement is not None and not (version and requirement.specifier.contains(version, prereleases=True)):

@@ -113,11 +113,13 @@ def _write(file: Path, tokenizer: Any, folder: Path) -> int:
     # weights and config are written here instead. bfloat16 is what nearly all models of the hub have.
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
     config, ends = model.config, {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    # The config would call the model quantized, and name the folder of the GGUF file.
     for name in ("quantization_config", "_model_name_or_path"):
         vars(config).pop(name, None)
     config.update(ends | {"architectures": [type(model).__name__]})
     config.save_pretrained(folder)
     GenerationConfig(**ends).save_pretrained(folder)
+    # safetensors writes only contiguous tensors.
     weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
     # A tied output layer is the embedding itself, which a file holds once.
     if config.tie_word_embeddings:

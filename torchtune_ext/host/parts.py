@@ -87,7 +87,7 @@ class Parts:
         """Tries the graders, and looks for the GPUs that the run asks for and for room for its checkpoints.
 
         Raises:
-            ValueError: nothing can be graded, the engine's GPUs are missing or train, or no checkpoint fits on the disk.
+            ValueError: nothing can be graded, the engine's GPUs are missing or train, or the disk holds no checkpoint.
         """
         # This comes before the folder of the run is touched, so that a run that cannot start leaves nothing behind.
         self.rehearse()

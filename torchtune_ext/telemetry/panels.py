@@ -33,8 +33,7 @@ class Panel:
 
 
 # The outcomes of a check of a measured program, from the worst to the best, and the stages of the curriculum. They are
-# written out because measured/matmul, which names them, needs packages that a report does without. A test compares
-# them.
+# written out because measured/matmul needs packages that a report does without. A test compares the two.
 _OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
 _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 
