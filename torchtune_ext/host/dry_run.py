@@ -1,10 +1,9 @@
 """`dry_run=` of a GRPO recipe: does the checks of a start and says whether the run fits a machine. It loads no weights.
 
     dry_run=True   this machine
-    dry_run=4x80   a machine with 4 GPUs of 80 GB in all, for trainer and engine together; of several
-                   machines, the GPUs of all: 16x80
+    dry_run=4x80   4 GPUs of 80 GB in all, for trainer and engine together; 16x80: also those of several machines
 
-Exit status 0: a start would get through its checks, and the run fits. 2: it would not, or does not.
+The exit status is 0 if a start would get through its checks and the run fits, else 2.
 """
 
 import json
@@ -43,7 +42,7 @@ from torchtune_ext.training.start import missing_device, require_apart, require_
 SOLD = 0.985
 ASKED = re.compile(r"(\d+) ?x ?(\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
 ON_CPU = re.compile(r"CPU,? (\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
-MOST_GPUS = 72  # more are a size that stands in the wrong place, as in 80x4
+MOST_GPUS = 72  # a larger number is a size in the wrong place, as in 80x4
 
 
 def dry_run(cfg: Any) -> None:
@@ -106,10 +105,7 @@ def check_start(cfg: Any, plan: Plan, torchrun: bool) -> None:
 
 
 def machine_of(cfg: Any, ranks: int) -> Machine:
-    """Returns the machine that a dry run is for.
-
-    Args:
-        ranks: how many torchrun has started, on all machines together.
+    """Returns the machine that a dry run is for. `ranks`: how many torchrun has started, on all machines together.
 
     Raises:
         ValueError: `dry_run` names no machine, or GPUs for a run on a CPU, or there is none to be found.
@@ -131,9 +127,7 @@ def machine_of(cfg: Any, ranks: int) -> Machine:
 
 
 def asked_machine(text: Any) -> Machine:
-    """Returns the machine that a user asks for.
-
-    "4x80" has 4 GPUs that are sold as having 80 GB; "CPU 8" has none and 8 GB.
+    """Returns the machine that a user asks for: "4x80" or "CPU 8".
 
     Raises:
         ValueError: the text names no machine.

@@ -18,8 +18,7 @@ from torchtune_ext.sampling.records import EngineStats
 class Stopwatch:
     """Adds up seconds by phase: `with watch("train"): ...`.
 
-    A phase inside another one is a detail of it and is named after both: "backward" inside "train" is "train/backward". So
-    the phases without a slash add up to the step, and details to their phase except for what no detail covers.
+    A phase inside another is a detail and has both names: "train/backward". Phases without a slash add up to the step.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class Stopwatch:
         outer, begin = self._inside, time.monotonic()
         self._inside = f"{outer}/{name}" if outer else name
         try:
-            # The name stands in the traces of torch's profiler, too.
+            # `record_function` shows the name in the traces of torch's profiler.
             with torch.profiler.record_function(self._inside):
                 yield
                 # Kernels run later than they are launched. The phase that launched them waits for them, so that their
