@@ -112,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if word in TUNE_WORDS:
         return run_tune(argv)
     recipes = [recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))]
+    # A recipe needs the word `run` before it.
     near = nearest(word, [*OWN_WORDS, *TUNE_WORDS, *recipes])
     hint = f"; did you mean {'run ' * (near in recipes)}{near}?" if near else ""
     print(f"torchtune-ext: no such word: {word}{hint}\n\n{usage()}", file=sys.stderr)

@@ -115,6 +115,7 @@ def machine_of(cfg: Any, ranks: int) -> Machine:
         if machine.gpus and cfg.device == "cpu":
             raise Mistake(f"dry_run={cfg.dry_run!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
         return machine
+    # LOCAL_WORLD_SIZE is the number of ranks on this machine, the only one whose GPUs can be looked at.
     if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
         raise Mistake(
             "dry_run=True under torchrun on several machines: name the GPUs of all, for instance dry_run=16x80"
