@@ -1,7 +1,6 @@
-"""A task whose texts are programs, which the benchmark service grades by what it measures of them.
+"""A task whose texts are programs, graded by what the benchmark service measures.
 
-The service has processes, deadlines and a queue of its own, so no process of `Grader` stands between. What the machine did
-wrong (a measurement that others disturbed, a service that failed) is no grade: such a sample stays out of the baseline.
+The service has processes, deadlines and a queue of its own, so it needs no process of `Grader`.
 """
 
 from collections import Counter
@@ -35,15 +34,14 @@ def open_bench(config: BenchConfig) -> Bench | RayBench:
 
 
 def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
-    """Finds out in a second what would else go wrong when the engine has started, or at the first sample: no compiler, cores
-    that are not there, a machine that cannot lock programs in, a kernel whose own program does not compile, fit the memory or
-    end in time.
+    """Finds in a second what else would fail once the engine has started, or at the first sample.
 
-    Where a Ray cluster measures, its machines find that out themselves.
+    It checks the compiler, the cores, the lock-in of programs, and that each kernel's own program compiles and runs.
 
     Raises:
         ValueError: what `choose_cores` and `Checker` say.
     """
+    # The machines of a Ray cluster check themselves.
     if config.address is None:
         choose_cores(config.cores, config.threads)
         compiler = Compiler.find(config.compiler)
@@ -76,10 +74,10 @@ def measured_score(result: Result, reward: float) -> Score:
 
 
 class MeasuredTask:
-    """A task whose texts are programs in C. A subclass has no `grade`: it says what the benchmark service has to measure, and
-    what that is worth. Its methods are `kernel(problem)`, what the programs should compute, one of `kernels`;
-    `permitted(problem)`, the techniques that they may use, as in `Bench.submit`; and `score(problem, result)` of a program
-    whose outcome is not NOISY.
+    """A task whose texts are programs in C.
+
+    A subclass has no `grade`. It has `kernel(problem)`, one of `kernels`; `permitted(problem)`, the techniques that a
+    program may use, as in `Bench.submit`; and `score(problem, result)` of a program whose outcome is not NOISY.
 
     Args:
         bench: settings of the service, fields of `BenchConfig`. Raises ValueError for one that there is not.
@@ -111,7 +109,7 @@ class MeasuredTask:
         try:
             rehearse_bench(first.bench, self.kernels)
         except Mistake as error:
-            # It does not know under which key its settings stand.
+            # `rehearse_bench` does not know under which key its settings stand.
             raise Mistake(f"{key}.bench: {str(error).removeprefix('bench.')}") from error
 
     def open_grader(self, opened: Sequence[Any], beside_training: bool) -> "BenchGrader":
@@ -153,15 +151,17 @@ class BenchGrader:
             self._off.enter_context(kept_off(cores))
 
     def submit(self, problem: Problem, text: str) -> "Future[list[Outcome]]":
-        """Hands in a text and returns at once. Nobody waits for a slower neighbor."""
+        """Hands in a text and returns at once."""
         outcome: Future[list[Outcome]] = Future()
         measured = self.bench.submit(self._task.kernel(problem), text, permitted=self._task.permitted(problem))
         measured.add_done_callback(lambda done: self._finish(problem, done, outcome))
         return outcome
 
     def metrics(self, refill: bool = False) -> dict[str, float]:
-        """Returns what has come since the last call, and in a refill also what that call returned: the seconds of work on
-        programs, and the shares that could not be timed, and that were known before."""
+        """Returns the seconds of work on programs, and the shares of them that were noisy and that were cached.
+
+        They cover the time since the last call and, in a refill, also what that call covered.
+        """
         with self._lock:
             counts = self._step = self._step + self._counts if refill else self._counts
             self._counts = Counter()
@@ -178,7 +178,7 @@ class BenchGrader:
         self.bench.close()
 
     def _finish(self, problem: Problem, measured: "Future[Result]", outcome: "Future[list[Outcome]]") -> None:
-        """Runs in a thread of the service."""
+        # This runs in a thread of the service. The caller may have cancelled meanwhile.
         if not outcome.set_running_or_notify_cancel():
             return
         try:
@@ -193,6 +193,7 @@ class BenchGrader:
             self._counts.update(programs=1, noisy=result.outcome == NOISY, cached=result.is_cached)
             if not result.is_cached:
                 self._counts["seconds"] += sum(value for name, value in result.seconds.items() if name != "wait")
+        # The machine is at fault and not the program, so there is no score and the sample stays out of the baseline.
         if result.outcome == NOISY:
             return Outcome(NOISY, None, result.note)
         return checked(self._task.score(problem, result), self._task.score)

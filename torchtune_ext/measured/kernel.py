@@ -60,7 +60,7 @@ MAX_ARGUMENTS = 8  # ints and arrays together (sandbox.c)
 
 
 def require_sound(kernel: Kernel) -> None:
-    """Checks what can be seen without a compiler: that everything is there, and fits together for a size of all ones.
+    """Checks without a compiler that everything is there, and fits together for a size of all ones.
 
     Raises:
         ValueError: it names the class, the attribute, and what is wrong with it.
@@ -78,7 +78,7 @@ def require_sound(kernel: Kernel) -> None:
 
 
 def _fault(kernel: Kernel) -> str:
-    """Returns what is wrong with a kernel, behind the name of its class; "" if nothing is."""
+    """Returns what is wrong with a kernel, to stand behind the name of its class; "" if nothing is."""
     for name in ("name", "question", "naive"):
         if not isinstance(getattr(kernel, name), str):
             return f".{name}: is missing, or is no text"

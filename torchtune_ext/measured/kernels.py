@@ -1,9 +1,7 @@
 """The kernels that are shipped: matrix times matrix, matrix times vector, and a sum.
 
 The bounds hold for every order of the additions, with and without fused multiply-add (Higham, Accuracy and Stability of
-Numerical Algorithms, 2002, sections 3.1 and 3.5): each path from an input to the result has at most n roundings, so the
-error is at most γ_n times the same sum over absolute values. Products that underflow add half of the smallest denormal
-number each.
+Numerical Algorithms, 2002, sections 3.1 and 3.5).
 """
 
 from collections.abc import Mapping
@@ -52,6 +50,8 @@ void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {
 
     def bound(self, size: Size, inputs: Arrays) -> dict[str, np.ndarray]:
         k = size["k"]
+        # Each path from an input to the result has at most k roundings, so the error is at most γ_k times the sum over
+        # absolute values. A product that underflows adds half of the smallest denormal number.
         return {"C": gamma(k) * (np.abs(inputs["A"]) @ np.abs(inputs["B"])) + k * SMALLEST}
 
 

@@ -1,8 +1,6 @@
-"""How the machine is just now: whether somebody else is at work on it, and what it can do at best.
+"""Tells whether somebody else is at work on the machine, and what the machine can do at best.
 
-The fixed kernel is called in a process of its own, while every candidate sleeps. One part of it computes in registers: it
-is slower when somebody shares the core, or the other half of it (SMT), or when the host gives less. The other part reads
-8 MB: it is slower when somebody fills the cache or the memory bus that cores share. No candidate has a hand in either.
+A fixed kernel runs in a process of its own while every candidate sleeps, so no candidate can influence it.
 """
 
 import math
@@ -43,11 +41,9 @@ class Wild(Failure):
 
 @dataclass(slots=True)
 class Quiet:
-    """The time of a fixed piece of work while nobody disturbs.
+    """The time of a fixed piece of work while nobody disturbs: the lower quartile of the last hour's quietest chunk."""
 
-    It is the lower quartile of some times that were taken one after the other, in the quietest such chunk of the last hour.
-    So a neighbor who stays for half an hour does not become the measure of all things.
-    """
+    # The quietest chunk of an hour counts, so a neighbor who stays for half an hour does not become the norm.
 
     chunk: list[float] = field(default_factory=list)
     past: list[tuple[float, float]] = field(default_factory=list)  # when a chunk ended, and its lower quartile
@@ -58,7 +54,7 @@ class Quiet:
             self.settle(now)
 
     def settle(self, now: float | None = None) -> None:
-        """Ends the chunk, though it be short: a neighbor who comes now must not become the measure of it."""
+        """Ends the chunk, even a short one, so that a neighbor who comes later cannot spoil it."""
         now = time.monotonic() if now is None else now
         if self.chunk:
             self.past = [each for each in self.past if each[0] > now - KEPT_S] + [(now, _lower_quartile(self.chunk))]
@@ -112,7 +108,8 @@ class Probe:
         self.child.close()
 
     def measure_peak(self) -> None:
-        """Measures `peak_gflops` again. A neighbor may slow a measurement down, so the highest one counts."""
+        """Measures `peak_gflops` again."""
+        # A neighbor can only slow a measurement down, so the highest counts.
         self.peak_gflops = max(self.peak_gflops, self._peak_gflops())
 
     def look(self) -> Look:
@@ -125,15 +122,14 @@ class Probe:
 
     @property
     def peak_gbytes_s(self) -> float:
-        """The fastest that the timed cores were seen to read 8 MB that lie in the cache that cores share, in 10^9 bytes/s.
-
-        What a call takes that does nothing is not counted: programs are measured with it, so they cannot come too near.
-        """
+        """The fastest that the timed cores read the fixed kernel's 8 MB, in 10^9 bytes/s."""
+        # The time of an empty call is taken off here but not from a program's time, so the roofline errs on the safe
+        # side: a program cannot seem too fast.
         return 8e-9 * NUMBERS / max(self._best_memory_s - self._empty_s, self._best_memory_s / 4) * self.checker.threads
 
     def roofline_s(self, kernel: Kernel) -> float:
-        """Returns the seconds that a call needs at least, whatever the program: it has its operations to do, and each number
-        of its arrays to read or write once (Williams, Waterman and Patterson 2009, "Roofline")."""
+        """Returns the least seconds of a call of any program (Williams, Waterman and Patterson 2009, "Roofline")."""
+        # Every program has the kernel's operations to do, and each number of its arrays to read or write once.
         size = kernel.timed
         nbytes = 8 * sum(math.prod(shape) for shape in kernel.shapes(size).values())
         return 1e-9 * max(kernel.operations(size) / self.peak_gflops, nbytes / self.peak_gbytes_s)
@@ -154,7 +150,7 @@ class Probe:
             raise SandboxError(f"the fixed kernel has failed: {failed}") from failed
 
     def _require_calm(self) -> None:
-        """Waits for the end of a burst of other work. On a machine where it does not end, nothing can be timed."""
+        # A burst of other work may end soon, so one calm series is enough. Without one, nothing can be timed here.
         self.look()
         for _ in range(CALM_TRIES):
             looks = [self.look() for _ in range(20)]
@@ -171,14 +167,15 @@ class Probe:
         size = {**REGISTERS, "rounds": 4 * REGISTERS["rounds"]}
         calls = [self._call(size) for _ in range(10)]
         best, width = min(call.seconds for call in calls), float(calls[0].outputs["y"][1])
-        # One thread computes it; others have as much to themselves at best.
+        # One thread was measured. Every further thread does as much at best.
         return self.kernel.operations(size) * width / best / 1e9 * self.checker.threads
 
 
 class Fixed:
-    """Always the same work: `rounds` times multiply and add in registers, then the sum of n numbers of its own. No candidate is
-    asked for it."""
+    """The fixed kernel: `rounds` times multiply and add in registers, then the sum of n numbers of its own memory."""
 
+    # The part in registers slows down when somebody shares the core or its other half (SMT), or when the host gives
+    # less. The part in memory slows down when somebody fills the shared cache or the memory bus.
     name = "fixed"
     question = ""
     size_names = ("rounds", "n")
@@ -227,7 +224,7 @@ void fixed(int rounds, int n, double *y) {
 """.replace("@CHAINS@", str(CHAINS)).replace("@NUMBERS@", str(NUMBERS))
 
     def operations(self, size: Size) -> int:
-        """For vectors of 1 number; times y[1] for those of this machine. What it reads is not counted."""
+        """Counts a vector as one number; multiply by y[1], the lanes. The part in memory is not counted."""
         return 2 * CHAINS * size["rounds"]
 
     def shapes(self, size: Size) -> Mapping[str, tuple[int, ...]]:

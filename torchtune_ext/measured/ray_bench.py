@@ -1,8 +1,6 @@
 """The same service as `Bench`, on the machines of a Ray cluster: one queue of timings on each of them.
 
-The machines run `ray start --resources='{"bench_host": 1}'`, and on each lives one actor with a `Bench` of its own. Ray takes
-over the signals of its driver, and ends the whole process when its cluster is lost. A trainer shall have neither, so the driver
-is a process of its own (ray_process.py), which gives each text to a machine.
+The machines run `ray start --resources='{"bench_host": 1}'`. Each has one actor with a `Bench` of its own.
 """
 
 import logging
@@ -63,7 +61,8 @@ class RayBench(Service):
         super().__init__()
 
     async def _serve(self) -> None:
-        """Keeps Ray's process, which says when its machines are ready."""
+        # Ray takes over the signals of its driver, and ends the whole process when the cluster is lost. A trainer must
+        # not suffer that, so the driver is a process of its own (ray_process.py).
         # Ray prints a page for each machine that is lost. It is read only if the process itself ends badly.
         with tempfile.NamedTemporaryFile(prefix="ray-") as printed:
             path = Path(printed.name)
@@ -85,7 +84,7 @@ class RayBench(Service):
                 await self._process.stop()
 
     def _hear(self, kind: str, words: str) -> None:
-        """Takes what Ray's process says unasked."""
+        # Ray's process says these things unasked.
         if kind == "unreachable":
             self._refusal = words
         else:

@@ -32,7 +32,7 @@ def connect(address: str, refuse: Callable[[str], Any]) -> Any:
     """Connects to the cluster and returns the module `ray`.
 
     Args:
-        refuse: is told, in another thread, why Ray itself does not answer. Then the process ends, since Ray would try on.
+        refuse: called in another thread with the reason if Ray does not answer. Then the process ends.
 
     Raises:
         Refused: there is none, or this machine is no part of it.
@@ -53,6 +53,7 @@ def connect(address: str, refuse: Callable[[str], Any]) -> Any:
         refuse(f"Ray does not answer at {named} within {CONNECT_S:g} s. If Ray is there, {member}")
         os._exit(1)
 
+    # Where a port is open but no Ray is behind it, `ray.init` would go on trying.
     watchdog = threading.Timer(CONNECT_S, give_up)
     watchdog.daemon = True
     watchdog.start()

@@ -1,8 +1,5 @@
 """The process that is Ray's driver for `RayBench`, and the actor that runs on each machine that measures.
 
-It makes one actor on each machine, and gives each text to the machine with the least work. What a machine that is lost had goes
-to another one; it is not used again.
-
     python -P -m torchtune_ext.measured.ray_process SOCKET PARENT
 
 The first frame holds (address of the cluster, arguments of `Host.start`); then the trainer asks as
@@ -31,13 +28,10 @@ MAX_TRIES = 3  # how often a text may be lost with its machine
 
 
 class Host:
-    """The actor: a `Bench` on a machine that measures.
+    """The actor: a `Bench` on a machine that measures."""
 
-    The class travels there by value, and looks for torchtune_ext only there. So a machine that has another version, or none,
-    can say so. That is why its methods import what is ours themselves, and return what went wrong: an exception of ours may be
-    unknown where it arrives.
-    """
-
+    # The class travels there by value, and its methods import torchtune_ext only there. So a machine that has another
+    # version, or none, can say so. They return what went wrong, since our exceptions may be unknown where they arrive.
     def __init__(self) -> None:
         self.bench = None
 
@@ -64,10 +58,10 @@ class Host:
         from torchtune_ext.run.errors import text_of
         from torchtune_ext.run.parent import die_with_parent
 
-        # Ray lets an actor live on for a while when the raylet, which has started it, is gone.
+        # Ray lets an actor live for a while after the raylet that started it is gone.
         die_with_parent(os.getppid())
         try:
-            # Ray makes its workers nicer, by 15: a neighbor of ordinary priority would starve what is timed.
+            # Ray raises the niceness of its workers by 15. A neighbor of normal priority would starve what is timed.
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         except PermissionError:
             why = "programs would be measured at the low priority that Ray gives its workers: start Ray with "
@@ -99,7 +93,7 @@ class Host:
         try:
             future = self.bench.submit(kernel, text, permitted=permitted)
         except BenchError:
-            # It measures nothing any more, so the machine is lost, and others measure its texts.
+            # The Bench has failed for good. Without this process the driver gives its texts to other machines.
             os._exit(1)
         try:
             return "result", pickle.dumps(await asyncio.wrap_future(future))
@@ -219,7 +213,7 @@ class Driver:
         return f"{title} does not measure: {words}"
 
     def _lose(self, machine: Machine, why: str) -> None:
-        """Ends the actor of a machine. Whoever waits for an answer of it hears that it is lost."""
+        # Killing the actor makes every call that waits for it fail, and each then tries another machine.
         if machine in self._machines:
             self._machines.remove(machine)
             self._ray.kill(machine.actor)

@@ -121,7 +121,6 @@ class Reader:
         self.uses.append(Use(technique, self._line(node), words))
 
     def _read(self, node: Node | None) -> Value:
-        """Reads a statement or an expression, notes what it does, and returns its value."""
         if node is None:
             return Value()
         self._steps += 1
@@ -160,16 +159,18 @@ class Reader:
                 self._read(node)
 
     def _called(self, name: str, arguments: list[Value], node: Node) -> Value:
-        """Reads a function of the program itself."""
+        # A function that calls itself would be read without end. It divides its work, so it counts as blocking.
         if name in self._calls:
             self.recursions.append(Use("blocking", self._line(node), f"{name}() calls itself for a part of its work"))
             return Value()
         function, parameters = self._functions[name]
         self._obey(function)
         for each in function.children:
+            # __attribute__((optimize("unroll-loops"))) asks the compiler for what counts as blocking.
             if each.type == "attribute_specifier" and _OPTIONS.search(text_of(each)):
                 self._use("blocking", each, text_of(each))
         scope, returned = self._scope, self._returned
+        # A function sees its own names and the global ones, not those of its caller.
         self._scope, self._returned = ChainMap({}, scope.maps[-1]), []
         self._calls.append(name)
         declared = [each for each in parameters.named_children if each.type == "parameter_declaration"]
@@ -219,6 +220,7 @@ class Reader:
         self._scope = self._scope.new_child()
         value, is_dead = Value(), False
         for child in node.named_children:
+            # Behind a return or a jump, nothing runs up to the next label.
             is_dead = is_dead and child.type not in ("labeled_statement", "case_statement")
             if not is_dead:
                 value = self._read(child)
@@ -312,6 +314,7 @@ class Reader:
         before, can_repeat = self._active, self._read(condition).constant != 0
         if can_repeat or node.type == "do_statement":
             assigned, trip = self._assignments(node), self._trip(condition, update)
+            # What runs only once is no loop, such as do { ... } while (0).
             if can_repeat and trip != 1:
                 self._active = (*before, len(self.loops))
                 self.loops.append(Loop(_counter(update, condition, assigned), trip, self._line(node)))
@@ -334,7 +337,6 @@ class Reader:
         return self._assigned[loop.id]
 
     def _vary(self, assigned: set[str], loop: frozenset[int]) -> None:
-        """Notes that variables change with a loop."""
         for name in assigned:
             place = self._scope.get(name)
             if place is not None and not place.is_array:
@@ -438,7 +440,6 @@ class Reader:
                 self._keep(place, address, value._replace(items=()) if is_work else value, is_sum, node)
 
     def _keep(self, place: Place, address: Value, value: Value, is_sum: bool, node: Node) -> None:
-        """Notes what a variable of the program holds from now on."""
         if is_sum:
             place.content = join(place.content, value)._replace(constant=None, items=(), is_computed=True)
             return

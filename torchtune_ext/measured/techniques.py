@@ -1,11 +1,8 @@
-"""Finds the techniques of optimization that a program uses, in what it does and not in what it says of itself.
+"""Finds the optimization techniques that a program uses, by what it does and not by its names.
 
-The program is read as it would run (reader.py): macros are expanded, helpers are read where they are called, names mean
-nothing, and what nobody calls is not there. What remains is a list of places where a piece of the work is added to a sum, each
-with the loops around it and which number each loop chooses. A loop of C = A B that chooses rows of A and of C is the loop over
-i, however it is written. The kernel's own naive program is read in the same way, and is what others are compared with.
-
-What the compiler does by itself, such as vectors at -O3, is none of the program's techniques.
+The program is read as it would run (reader.py), which gives the places where work is added to a sum, each with the
+loops around it and the numbers that each loop chooses. The kernel's own naive program is read in the same way, for
+comparison. What the compiler does by itself, such as vectors at -O3, does not count.
 """
 
 from collections import defaultdict
@@ -37,11 +34,11 @@ def uses(preprocessed: str, kernel: Kernel, openmp: bool = True) -> list[Use]:
     Args:
         preprocessed: the program after `gcc -E`, whose marks give the lines; or as it was written, if it has no macros.
         kernel: what it computes.
-        openmp: whether it is compiled with OpenMP. Without, its pragmas are nothing but words.
+        openmp: whether it is compiled with OpenMP. Otherwise its pragmas do nothing.
 
     Raises:
-        Unreadable: it is nested too deeply, or takes too many steps to read. The text is made for that.
-        ValueError: the naive program of the kernel is such that nothing can be compared with it.
+        Unreadable: the program is nested too deeply, or takes too many steps to read.
+        ValueError: the naive program of the kernel cannot serve for comparison.
     """
     program = Reader(preprocessed, kernel, openmp)
     dimensions, items = _definition(kernel)
@@ -104,7 +101,7 @@ def _chosen(program: Reader, site: Site, loop: int) -> frozenset[str]:
 
 
 def _of_nest(known: list[frozenset[str]], program: Reader, sites: list[Site]) -> Iterator[Use]:
-    """The techniques of one nest of loops: all but those that a word gives away, and steps that are written out."""
+    # A loop of C = A B that chooses rows of A and of C is the loop over i, however it is written.
     nest = sites[0].nest
     for site in {(each.place, each.item): each for each in sites}.values():
         order: list[int] = []  # the dimensions that the loops walk

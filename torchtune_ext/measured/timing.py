@@ -1,17 +1,8 @@
-"""How fast a verified program is, such that the figure repeats.
+"""Times a verified program so that the figure repeats.
 
-Calls come in blocks: the candidate's, and right after it one of the reference (the kernel's own naive program), on the same
-cores, one process at a time. Before and after stands a look at the machine (probe.py). A block beside which somebody else
-was at work is made again. Blocks go on until the 95% intervals of the medians, of the times and of the ratios to the reference,
-are narrow enough, or the budget is used.
-
-What only the candidate suffers from is its own doing. It has no hand in what the probe and the reference see: one whose
-threads work then is refused, and threads of its own that wait for each other are no neighbors. If the machine never came to
-rest, the figure stands, with the remark that it was disturbed; only if the reference was disturbed as well, it is `noisy` and
-nothing is known.
-
-Every timed call has inputs of its own and is checked. So an answer that is kept, or is right only where it is verified,
-gains nothing. What is faster than the machine can be is not believed.
+A block is some calls of the candidate, then some of the reference (the kernel's own naive program) on the same cores.
+The probe (probe.py) looks at the machine before and after. Blocks go on until the 95% intervals of the median time and
+of the median ratio to the reference are narrow, or the budget is used.
 """
 
 import time
@@ -48,14 +39,14 @@ LOCK_S = 600.0  # seconds to wait for another timing on the same cores
 def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[float, float]:
     """Returns an interval that holds the median with at least this probability, whatever the distribution.
 
-    It lies between two order statistics (David and Nagaraja 2003, section 7.1): k of n samples lie below the median with the
-    probabilities of a fair coin. With fewer than 6 samples no interval reaches 95%; then it is all of them. The samples have to
-    be independent, which the calls of a block are not: a block is one sample.
+    It lies between two order statistics (David and Nagaraja 2003, section 7.1). With fewer than 6 samples no interval
+    reaches 95%, and it spans all of them. The samples must be independent, which the calls of one block are not.
     """
+    # Each sample lies below the median with probability 1/2, so the number of those below is binomial.
     ordered, n = sorted(samples), len(samples)
     ways = outside = 1  # of n coins: that k show heads, and that at most k do
     for k in range(n // 2):
-        # Whole numbers, since from 1030 samples on they are too large for floats.
+        # Both are whole numbers: from 1030 samples on they no longer fit a float.
         if 2 * outside / 2**n > 1 - level:
             return ordered[max(0, k - 1)], ordered[n - max(1, k)]
         ways = ways * (n - k) // (k + 1)
@@ -83,26 +74,24 @@ class _Block:
 
 
 def _spread(samples: Sequence[float]) -> float:
-    """Half of the interval of the median, as a share of it."""
+    """Half the width of the median's 95% interval, as a share of the median."""
     low, high = interval_of_median(samples)
     return (high - low) / 2 / median(samples)
 
 
 def _is_narrow(blocks: Sequence[_Block]) -> bool:
-    """Tells whether the medians of the times and of the ratios are known well enough."""
     if len(blocks) < MIN_BLOCKS:
         return False
     return max(_spread([block.seconds for block in blocks]), _spread([block.ratio for block in blocks])) <= NARROW
 
 
 class Timer:
-    """Times programs of one kernel on its own cores, one at a time.
+    """Times programs of one kernel, one at a time, and keeps this process's threads off the timed cores if it can.
 
-    It keeps all threads of this process off these cores, if there are others. OpenBLAS wants one thread here
-    (OPENBLAS_NUM_THREADS=1 before numpy is imported): others go on to spin for a while on a core that is timed on.
+    Set OPENBLAS_NUM_THREADS=1 before numpy is imported: idle threads of OpenBLAS would spin on a timed core.
 
     Args:
-        checker: compiles and locks in; its `cores` are those that are timed on.
+        checker: compiles and locks in programs. Its `cores` are the timed ones.
         budget_s: seconds for one program, reference and checks included.
 
     Raises:
@@ -138,14 +127,15 @@ class Timer:
         """Times a program that `Checker.checked` has found right.
 
         Args:
-            library: what it was compiled to.
-            begin: called as soon as nobody else times on these cores.
+            library: the compiled program.
+            begin: called once nobody else times on these cores.
 
         Raises:
-            ChildFailed: a call fails or its result is wrong, or it is faster than the machine can be.
-            SandboxError: a process of ours has failed. Nothing is known about the program, and this object is of no more use.
+            ChildFailed: a call fails, its result is wrong, or it is faster than the machine can be.
+            SandboxError: a process of ours failed. Nothing is known about the program, and this timer cannot go on.
         """
-        # A slow program ends by the deadline of a call, and not by what the first calls and a late block need.
+        # The CPU limit leaves room for the calls that the budget does not stop, so a slow program fails by the deadline
+        # of one call and not by this limit.
         cpu_s = (self.budget_s + MOST_LATE_CALLS * self.checker.deadlines.verify_s) * self.checker.threads
         with alone_on(self.checker.cores, LOCK_S):
             begin()
@@ -154,7 +144,7 @@ class Timer:
                     return self._time(child)
             except ChildFailed as failed:
                 if self._reference.has_ended() or self.probe.child.has_ended():
-                    # What also ended a process of ours was not aimed at the program's.
+                    # Whatever also ended a process of ours is not the program's fault.
                     raise SandboxError(f"processes of ours ended while a program was timed: {failed}") from failed
                 raise
 
@@ -167,8 +157,8 @@ class Timer:
             block, look = self._block(child, look)
             blocks.append(block)
             is_late = time.monotonic() > give_up_at
-            # As long as there is time, what was disturbed is made again. A few calm blocks are chance, or the program's
-            # choice; then all count, and the figure says that it was disturbed.
+            # While there is time, more blocks replace the disturbed ones. If few blocks were calm at the end, that is
+            # chance or the program's choice, so all count and the figure is marked as disturbed.
             calm = [block for block in blocks if not block.is_disturbed]
             if is_late or _is_narrow(calm):
                 is_enough = len(calm) >= MIN_BLOCKS or 2 * len(calm) >= len(blocks)
@@ -182,7 +172,7 @@ class Timer:
         except ChildFailed as failed:
             raise SandboxError(f"the naive program of {self.kernel.name} has failed: {failed}") from failed
         after = self.probe.look()
-        # Otherwise a program could slow down what it is compared with, or make every block look disturbed.
+        # A program whose threads work now could slow down the reference, or make every block look disturbed.
         if (restless_s := child.restless_s()) > RESTLESS_S:
             raise ChildFailed(
                 "runtime_error", f"its threads worked for {1e3 * restless_s:.3g} ms while others were timed"
@@ -193,6 +183,7 @@ class Timer:
         is_disturbed = (
             max(waited) > WAITED or self.probe.is_disturbed(before, after) or stolen_ticks(self.checker.cores) > stolen
         )
+        # The candidate has no hand in the reference, so only a neighbor can disturb that.
         is_reference_disturbed = waited[1] > WAITED or self._quiet.is_above(reference_s, REFERENCE_DISTURBED)
         return _Block([call.seconds for call in own], reference_s, is_disturbed, is_reference_disturbed), after
 
@@ -201,7 +192,7 @@ class Timer:
         seconds = median(own)
         gflops = self.kernel.operations(self.kernel.timed) / seconds / 1e9
         if seconds * BELIEVED < self.probe.roofline_s(self.kernel):
-            # Somebody may have shared the cores when their peak was measured.
+            # A neighbor may have slowed the measurement of the peak, so measure again before refusing.
             self.probe.measure_peak()
         roofline_s = self.probe.roofline_s(self.kernel)
         if seconds * BELIEVED < roofline_s:
@@ -221,14 +212,16 @@ class Timer:
             roofline_s / seconds,
             disturbed=sum(block.is_disturbed for block in kept) / len(kept),
             is_narrow=_is_narrow(kept),
+            # A disturbed figure stands with its remark. It is unknown only if the reference was disturbed as well.
             is_noisy=2 * sum(block.is_disturbed and block.is_reference_disturbed for block in kept) > len(kept),
         )
 
     def _calls(self, child: Child, most: int = BLOCK_CALLS) -> list[Call]:
-        """Makes some calls, each with inputs of its own, and each checked."""
         kernel, size, seconds = self.kernel, self.kernel.timed, 0.0
         calls: list[Call] = []
         child.place(lay_out(kernel, size, child.arena_bytes, bool(self.rng.integers(2)), self.rng))
+        # Every timed call has new inputs and is checked, so a cached answer, or a program that is right only while it
+        # is verified, gains nothing.
         while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(LEAST_CALLS, most)):
             inputs = draw_inputs(kernel, size, "biased", self.rng)
             call = child.call(size, inputs, self.checker.deadlines.verify_s)

@@ -27,17 +27,17 @@ def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
     """Returns the command of one run.
 
     Args:
-        further: settings that the user gave for all runs; they stand behind the command.
+        further: the user's settings for all runs, which end the command.
 
     Raises:
-        ValueError: there is a macro of W&B's which no recipe can read.
+        ValueError: the command has a macro of W&B's that no recipe can read.
     """
     words = []
     for word in map(str, sweep.command):
         if word.startswith("${") and word != ARGUMENTS:
             raise Mistake(f"command: recipes read no {word}; there is {ARGUMENTS}: {EXAMPLE}; {ELSE}")
         words += [f"{name}={value}" for name, value in point.items()] if word == ARGUMENTS else [word]
-    # The `tune` of this environment, whichever comes first on PATH.
+    # Run the `tune` of this environment, even if another one comes first on PATH.
     ours = [sys.executable, "-m", "torchtune_ext"] if words[:1] in (["tune"], ["torchtune-ext"]) else words[:1]
     return [*ours, *words[1:], *further]
 
@@ -60,7 +60,7 @@ def target_of(words: Sequence[str]) -> tuple[str, str, list[str]]:
 
 
 def check(sweep: Sweep, point: Point, further: Sequence[str], out: Path) -> Any:
-    """Reads the settings of a point the way that `tune run` reads them, and looks whether its runs will log the metric.
+    """Reads the settings of a point as `tune run` does, and checks that its runs will log the metric.
 
     Args:
         further: settings for all runs.
@@ -85,7 +85,7 @@ def check(sweep: Sweep, point: Point, further: Sequence[str], out: Path) -> Any:
     if schema is None or "output_dir" not in {field.name for field in fields(schema)}:
         raise Mistake(f"command: {recipe} is no recipe of this project: it has no class Config with an output_dir")
     cfg = load_config(schema, as_tune_reads(config, [*settings, f"output_dir={out / 'run'}"], module.__file__))
-    # A copy of a recipe may ask for something else, and log metrics of its own.
+    # Only for our own recipes are the checks and the metrics known. A copy may have others.
     if recipe in {each.name for each in recipe_files(folder("recipes"), folder("configs"))}:
         if hasattr(cfg, "optimizer"):
             check_optimizer(partial(instantiate, cfg.optimizer))

@@ -17,7 +17,7 @@ from torchtune_ext.run.errors import Mistake, nearest
 
 METHODS = ("grid", "random", "bayes")
 KEYS = ("name", "description", "program", "command", "method", "metric", "parameters", "run_cap", "early_terminate")
-# What only W&B's server reads: who owns the sweep.
+# Only W&B's server reads these: they say who owns the sweep.
 SERVER_KEYS = ("project", "entity")
 MOST = 10_000  # points of a grid
 
@@ -158,7 +158,6 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
 
 
 def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
-    """Returns how many runs there will be. Raises ValueError."""
     _require(cap is None or (type(cap) is int and cap >= 1), f"run_cap: {cap} must be a whole number, 1 or more")
     if method == "grid":
         count = len(grid(parameters))
@@ -197,7 +196,7 @@ def parameters_of(node: Any) -> list[Parameter]:
 
 
 def _parameter(name: str, given: Any) -> Parameter:
-    """Makes a parameter of what stands behind its name, where W&B chooses the distribution by the keys."""
+    # Without a `distribution`, W&B chooses it by the keys.
     node = given if isinstance(given, dict) else {}
     keys, kind = node.keys() - {"distribution"}, node.get("distribution")
     if keys == {"value"} and kind in (None, "constant"):
@@ -217,7 +216,7 @@ def _parameter(name: str, given: Any) -> Parameter:
 
 
 def _values(given: Sequence[Any]) -> list[Any]:
-    """Returns each value once. A run reads 1e-5 as a number, and YAML 1.1 as a text, because it has no dot."""
+    # YAML 1.1 reads 1e-5 as a text, because it has no dot. A run reads it as a number.
     values = [float(each) if isinstance(each, str) and _WITHOUT_DOT.fullmatch(each) else each for each in given]
     return [each for i, each in enumerate(values) if each not in values[:i]]
 

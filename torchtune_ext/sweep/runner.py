@@ -1,11 +1,8 @@
-"""The folder of a sweep, and its runs: a few at a time.
+"""The folder of a sweep, and its runs, each a process of its own.
 
-    sweep.yaml     the file as it was given
-    sweep.json     how far the sweep is
-    run_01, ...    a folder for each run, as every run has it; what it printed is in `output.log`
-
-Every run is a process of its own. It ends with this process, also by kill -9. A run that was in the middle goes on from its
-checkpoint when the sweep goes on, or begins again in its folder if it has none.
+sweep.yaml     the file as it was given
+sweep.json     how far the sweep is
+run_01, ...    the usual folder of a run, with its output in `output.log`
 """
 
 import asyncio
@@ -55,7 +52,7 @@ class SweepRun:
 
 
 class SweepFolder:
-    """The folder of a sweep. One process has it from `begin` on. A sweep that began in it goes on.
+    """The folder of a sweep, which one process owns from `begin` on. A sweep that began in it goes on.
 
     Raises:
         ValueError: the folder holds another sweep, or something else.
@@ -89,9 +86,9 @@ class SweepFolder:
                 f"{self.path}: another process runs this sweep; wait, or choose another folder (--out)"
             ) from None
         except OSError:
-            # A file system without locks.
+            # Some file systems have no locks. The sweep still runs there, without this guard.
             pass
-        # Until now another process may have gone on with it.
+        # Another process may have gone on with the sweep before this one held the lock.
         self._read()
         write_atomic(self.path / FILE, self.sweep.text.encode())
         self.save()
@@ -182,7 +179,6 @@ class Runner:
         await asyncio.gather(*(self._run_some() for _ in range(self.jobs)))
 
     async def _run_some(self) -> None:
-        """Runs one run after the other."""
         while self.stopped_by is None and (run := self._next()) is not None:
             process = self._processes[run.id] = self._start(run)
             began = time.monotonic()
@@ -199,7 +195,6 @@ class Runner:
             self._note(run, process.returncode, early)
 
     def _next(self) -> SweepRun | None:
-        """Returns the next run to start, or None."""
         if self._waiting:
             return self._waiting.pop(0)
         number = len(self.folder.runs)
@@ -208,8 +203,7 @@ class Runner:
         return self.folder.add(point_of(self.sweep, self.folder.seed, number, self._results()))
 
     def _results(self) -> list[tuple[Point, float | None]]:
-        """Returns where runs were and what they came to: None where that is not known. One that has failed counts as the worst,
-        as W&B has it."""
+        # A run that failed counts as the worst, as in W&B. None means that the value is not known yet.
         runs = self.folder.runs
         known = [run.value for run in runs if run.value is not None and run.state != "failed"]
         worst = (min if self.sweep.maximize else max)(known, default=None)
@@ -220,6 +214,7 @@ class Runner:
         place = self.folder.path / run.id
         place.mkdir(exist_ok=True)
         words, begins = [*self._command(run.parameters), f"output_dir={place}"], "starts"
+        # A run that was interrupted goes on from its checkpoint. Without one it begins again in its folder.
         if checkpoint_folders(place / "checkpoints"):
             words, begins = [*words, "resume_from_checkpoint=True"], "goes on"
         inherited = {name: value for name, value in environment().items() if name not in (SWEEP_VARIABLE, RUN_VARIABLE)}
@@ -231,8 +226,9 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C is for the sweep, which tells its runs to end well.
+                # Ctrl-C reaches only the sweep, which tells its runs to end well.
                 process_group=0,
+                # A run ends with the sweep, also where the sweep is killed by SIGKILL.
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
         run.state = "running"
@@ -262,7 +258,6 @@ class Runner:
         return early
 
     def _note(self, run: SweepRun, status: int, early: bool) -> None:
-        """Notes what became of a run."""
         place, metric = self.folder.path / run.id, self.sweep.metric
         records = history(place, metric)
         run.value = records[-1][metric] if records else None
@@ -283,7 +278,6 @@ class Runner:
             say(f"{run.id} {run.state.replace('_', ' ')} after {run.seconds:.0f} s{reads}{why}")
 
     def _is_worse(self, run: SweepRun) -> bool:
-        """Tells whether a run ends early, by the rule of the file."""
         if self._pruner is None:
             return False
         metric = self.sweep.metric
@@ -300,14 +294,15 @@ class Runner:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Ends a run and all that it has started in its group."""
+    # A run leads its own process group, which holds all that it has started.
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def history(folder: Path, metric: str) -> list[dict[str, Any]]:
     """Returns the records of a run that have a metric, in order."""
-    # A file that is not there has not begun; where a line is being cut away, the next look finds the file whole.
+    # A run that has just begun has no file yet. A run that resumes may be cutting the file, which the next look finds
+    # whole.
     with suppress(FileNotFoundError, ValueError):
         records = _records(folder / METRICS, (folder / METRICS).stat().st_size)
         return [each for each in records if isinstance(each.get(metric), int | float) and math.isfinite(each[metric])]
@@ -316,7 +311,7 @@ def history(folder: Path, metric: str) -> list[dict[str, Any]]:
 
 @lru_cache(1024)
 def _records(path: Path, size: int) -> list[dict[str, Any]]:
-    """Reads a file of metrics again only when it has another size."""
+    # The size is part of the key of the cache, so a file is read again only when its size has changed.
     return read_metrics(path)
 
 
@@ -328,6 +323,7 @@ def shown(value: object) -> str:
 def cause(output: Path, status: int) -> str:
     """Returns why a run failed, in one line: the last error that it printed, or its last line."""
     with open(output, "rb") as file:
+        # The output may be large, and the error stands at its end.
         file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
         text = file.read().decode(errors="replace")
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]

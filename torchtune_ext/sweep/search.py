@@ -1,8 +1,4 @@
-"""Which points a sweep tries, and which of its runs stop early: all of a grid, or what Optuna's samplers and pruners say.
-
-A point follows from the seed, its number and, in a search that learns, from the results until then. Nothing else is kept, so a
-sweep that was killed goes on with the points that it would have tried.
-"""
+"""Which points a sweep tries, and which of its runs stop early: a grid, or Optuna's samplers and pruners."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,20 +9,22 @@ WARM_UP = 5  # random points, at most, at the beginning of a search that learns
 
 
 def point_of(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point, float | None]] = ()) -> Point:
-    """Returns the point of a number, from 0: of the grid, or what Optuna draws or its TPE suggests, after some random ones.
+    """Returns point `number`, from 0: of the grid, drawn at random, or suggested by TPE after some random ones.
 
     Args:
-        results: of the metric at the points until then. None: the run goes on. It counts as a bad one, so that runs side by
-            side differ.
+        results: the points until then with their metric, None for a run that still goes on.
     """
     if sweep.method == "grid":
         return grid(sweep.parameters)[number]
     import optuna
 
+    # A point depends only on the seed, its number and the results until then. So a sweep that was killed goes on with
+    # the points that it would have tried.
     own_seed = (seed * 1_000_003 + number) % 2**32
     if sweep.method == "bayes":
         first = max(1, min(WARM_UP, sweep.runs // 2))
-        # Of a few tens of runs, each parameter on its own finds more of the good points than all of them together.
+        # With a few tens of runs, modeling each parameter on its own finds more good points than a joint model.
+        # `constant_liar` counts a run that still goes on as a bad one, so that runs side by side differ.
         sampler = optuna.samplers.TPESampler(
             seed=own_seed, n_startup_trials=first, multivariate=False, constant_liar=True
         )
@@ -49,7 +47,7 @@ def point_of(sweep: Sweep, seed: int, number: int, results: Sequence[tuple[Point
 
 
 class Pruner:
-    """Says which runs stop early: those that are not among the best 1/eta when Optuna's successive halving compares them."""
+    """Stops the runs that are not among the best 1/eta when Optuna's successive halving compares them."""
 
     def __init__(self, sweep: Sweep):
         import optuna
@@ -60,10 +58,11 @@ class Pruner:
         self._reported: dict[str, int] = {}  # how many values of each run
 
     def stops(self, run: str, values: Sequence[float]) -> bool:
-        """Takes what a run has logged of the metric until now, in order, and tells whether it stops."""
+        """Takes all values of the metric that a run has logged until now, in order. Tells whether it stops."""
         if run not in self._trials:
             self._trials[run] = self._study.ask()
         trial, reported, stops = self._trials[run], self._reported.get(run, 0), False
+        # Several values may be new, and the pruner decides only at certain steps, so it is asked after each.
         for step, value in enumerate(values[reported:], reported + 1):
             trial.report(value, step)
             stops = stops or trial.should_prune()
@@ -79,14 +78,14 @@ def _study(sweep: Sweep, **parts: Any) -> Any:
 
 
 def _axis(parameter: Parameter) -> Any:
-    """Returns where Optuna looks for a parameter: for the place of its value, which near ones tell of where values are numbers,
-    or for the number."""
     import optuna
 
     values = parameter.values
     if not values:
         return optuna.distributions.FloatDistribution(parameter.low, parameter.high, log=parameter.log)
     ordered = isinstance(values, range) or all(type(value) in (int, float) for value in values)
+    # Optuna searches the index of a value. Where values are numbers, a value tells something about its neighbors, so
+    # the index is an integer to Optuna and not a category.
     if ordered:
         return optuna.distributions.IntDistribution(0, len(values) - 1)
     return optuna.distributions.CategoricalDistribution(range(len(values)))

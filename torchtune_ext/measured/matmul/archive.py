@@ -1,10 +1,7 @@
 """The fastest program of each cell: of one problem on one machine, one set of techniques, and one band of speed.
 
-Quality-diversity search keeps many kinds of good solutions, since the way to the best one may lead over another kind. The
-paper (arXiv 2602.12049) names the idea and describes no archive; cells and rules are a design from it.
-
-A measured speed is an interval. The elite of a cell is replaced only by a program whose interval lies above its own, so
-noise replaces nothing.
+Quality-diversity search keeps many kinds of good solutions, since the way to the best one may lead through another
+kind. The paper (arXiv 2602.12049) names the idea but describes no archive, so cells and rules are our own design.
 """
 
 import json
@@ -31,13 +28,13 @@ class Entry:
     found: int  # when: the step of the run, or any number that grows
 
     def __post_init__(self) -> None:
-        # Whatever they were given as, so that equal entries are equal.
+        # JSON gives lists, and callers give techniques in any order. One form makes equal entries equal.
         object.__setattr__(self, "size", tuple((name, int(number)) for name, number in dict(self.size).items()))
         object.__setattr__(self, "techniques", tuple(sorted(set(self.techniques))))
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """With which programs it is compared. The band, the last, is 0 from the naive speed to twice that."""
+        """The key of its cell. The last part, the band, is 0 from the naive speed to twice that."""
         return self.machine, self.kernel, self.size, self.techniques, math.floor(math.log2(self.ratio))
 
     @property
@@ -67,7 +64,8 @@ class Archive:
         return (entry for _, entry in sorted(self._elites.items()))
 
     def add(self, entry: Entry) -> bool:
-        """Adds a program, if its cell is empty or the elite there surely slower. Returns whether it is now the elite."""
+        """Adds a program if its cell is empty or the elite there is surely slower. Returns whether it was added."""
+        # Only a program whose interval lies above the elite's replaces it, so noise replaces nothing.
         elite = self._elites.get(entry.cell)
         if elite is not None and entry.low <= elite.high:
             return False

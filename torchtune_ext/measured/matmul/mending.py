@@ -5,8 +5,8 @@
     user       compile_error: program.c:4:27: error: expected ';' before '}' token ... Write the whole program again.
     assistant  ```c ... ```
 
-A turn is checked as `Matmul` checks programs (measured/check.py), locked in, in the process of the environment. Nothing is
-timed: the reward is for a program that is right, however many turns it took.
+Programs are checked as for `Matmul` (measured/check.py), in the process of the environment, and are not timed. A right
+program is rewarded, however many turns it took.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ class Workshop:
                 CHECKERS[key] = Checker(self._kernel, self._compiler)
             verdict = CHECKERS[key].check(message["content"])
         except (SandboxError, OSError):
-            # The next turn makes another one.
+            # The checker may be broken, so the next turn makes another one.
             CHECKERS.drop(key)
             raise
         parts = {"accuracy": float(verdict.outcome == "ok"), "compiled": float(verdict.stage == "verify")}

@@ -1,12 +1,7 @@
 """The task of the warm-up: programs for C = A B, good and broken ones, each asked for by a stage that permits it.
 
-Program i of a family is a pure function of (seed, i). What becomes of it is known by construction, and so are its
-techniques. The broken ones are there since a model that has never seen an error has nothing to learn from the checker. A model
-that learned them can begin: it writes programs that mostly compile and are mostly right, and knows the names of the stages. How
-fast they are it has not seen.
-
-They have 320 characters in the median. With a tokenizer of 512 words that was made from 4,000 of them
-(`policy.scratch.make_tokenizer`), an answer has 73 tokens in the median and at most 147 (400 others).
+Program i of a family is a pure function of (seed, i). Its outcome and its techniques are known by construction. The
+median program has 320 characters, which is 73 tokens of a tokenizer with 512 words (`policy.scratch.make_tokenizer`).
 """
 
 import random
@@ -22,8 +17,7 @@ from torchtune_ext.measured.matmul.writers import WRITERS, ZERO
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Problem, Score
 
-# One program in 40 is permitted by the first stage, and none is rarer: this many draws miss all of them with a probability of
-# e^-25.
+# The first stage permits the fewest programs, one in 40. So many draws miss all of them with probability e^-25.
 MOST_DRAWS = 1000
 ENDLESS = 2**31 - 1  # the length of a family
 
@@ -41,8 +35,8 @@ class Fault:
 
 
 _HEAD = r"(void dgemm\([^)]*\)\{\n)"
-# Bounds are wrong such that too little is computed: beyond an array a program may crash or only be wrong. Where vectors do most
-# of the work, some faults would touch but the edge, which not every size has.
+# Wrong bounds compute too little, since a program that goes beyond an array may crash or only be wrong. Where vectors do
+# most of the work, some faults would only touch the edge, which not every size has.
 FAULTS = (
     Fault("a semicolon is missing", "compile_error", r";\n", r"\n"),
     Fault("the last brace is missing", "compile_error", r"\}\n$", r"\n", is_last=True),
@@ -126,7 +120,8 @@ def break_by(fault: Fault, source: str) -> str:
 
 
 def _fault(rng: random.Random, source: str) -> Fault:
-    # Compilers and wrong numbers are what a model stumbles over most; each way there is as likely as another.
+    # A model stumbles most over the compiler and over wrong numbers, so these outcomes are four times as likely. Within
+    # an outcome, each fault is equally likely.
     by_outcome: dict[str, list[Fault]] = {}
     for fault in (*FAULTS, UNCLOSED):
         if fits(fault, source):

@@ -1,13 +1,7 @@
 """The staged curriculum: each problem has its own stage, and the stage says which techniques are permitted.
 
 Staged quality-diversity (arXiv 2602.12049) "progressively varies the permitted optimisation techniques on a per-problem
-basis". How it decides is not described in what is public; these rules are a design from that idea.
-
-A *visit* is one group of samples of a problem: the share of them that is right, and how fast those are. A problem goes on when
-both have settled: what the stage permits has been learned. It never goes back: a stage permits all that the ones before it
-do, so what was right there still is.
-
-Everything is a function of what was observed: no clock, no randomness.
+basis". How it decides is not published, so these rules are our own design. They use no clock and no randomness.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from torchtune_ext.measured.techniques import TECHNIQUES
 from torchtune_ext.run.errors import Mistake
 
-# Each stage permits what the one before it does, and more. Copies pay only where the rest is there: last.
+# Each stage permits what the one before it does, and more. Packing pays only beside the others, so it comes last.
 STAGES = {
     "none": frozenset[str](),
     "loop_order": frozenset({"loop_order"}),
@@ -27,8 +21,8 @@ STAGES = {
 }
 """What each stage permits, from the first stage to the last."""
 
-# Visits that are looked at. A share of 8 samples has a standard error of up to 0.18, the mean of the 8 visits of half a
-# window one of 0.063.
+# The last visits that decide. A share of 8 samples has a standard error of up to 0.18, and the mean over half a window,
+# 8 visits, one of 0.063.
 WINDOW = 16
 # The share of right programs with which a problem may go on: with fewer, most of a group says only that it failed, and the
 # advantage of being fast is lost in that of being right.
@@ -75,20 +69,20 @@ class Curriculum:
         self._problems: dict[str, _State] = {}
 
     def stage(self, problem: str) -> str:
-        """Returns the stage of a problem; one that was never seen is at the first."""
+        """Returns the stage of a problem: the first one for a new problem."""
         return self.stages[self._problems[problem].stage if problem in self._problems else 0]
 
     def observe(self, problem: str, visit: Visit) -> str:
         """Takes in one group of a problem. Returns why it goes on to the next stage, for the log; "" if it does not.
 
-        A group that was sampled for another stage than the one its problem is at now (it was on its way when the stage
-        changed) must not be given: it says nothing of this stage.
+        Leave out a group that was sampled for another stage than the problem's present one.
         """
         state = self._problems.setdefault(problem, _State())
         state.visits += 1
         state.window = [*state.window, visit][-WINDOW:]
         if state.stage + 1 == len(self.stages) or not (reason := _settled(state)):
             return ""
+        # A problem never goes back: a stage permits all that the earlier ones do, so what was right there still is.
         state.stage, state.visits, state.window = state.stage + 1, 0, []
         return reason
 
@@ -114,7 +108,7 @@ class Curriculum:
 
 
 def _settled(state: _State) -> str:
-    """Says that the stage is learned, or that it has had its time, if so."""
+    """Returns why a problem leaves its stage, "" if it stays."""
     if len(state.window) < WINDOW:
         return ""
     half = WINDOW // 2

@@ -1,8 +1,7 @@
 """Programs in C for matrix multiplication and other kernels, rewarded by their measured speed.
 
-The techniques that a prompt permits follow a staged curriculum (stages.py), and what was found is kept in an archive of the
-fastest programs (archive.py). Both depend only on the graded groups. So a run that is resumed, or that replays stored
-rollouts, asks the same questions.
+A staged curriculum (stages.py) says which techniques a prompt permits, and an archive (archive.py) keeps the fastest
+programs. Both depend only on the graded groups, so a run that resumes or replays rollouts asks the same questions.
 """
 
 import logging
@@ -84,7 +83,7 @@ class Matmul(MeasuredTask):
             if not set(several) <= set(STAGES) or not 0 < len(set(several)) == len(several):
                 raise Mistake(f"task.stages={stages!r}: list some of {', '.join(STAGES)}, each once, or null for none")
             for kernel in self.kernels:
-                # Raises where nothing can be compared with the kernel's own program.
+                # This raises if the kernel's own program cannot serve for comparison.
                 uses(kernel.naive, kernel)
         self._readable = {kernel.name for kernel in self.kernels if _is_readable(kernel)}
         self.curriculum = Curriculum(tuple(stages)) if stages is not None else None
@@ -265,13 +264,11 @@ def _is_readable(kernel: Kernel) -> bool:
 
 
 def _visit(samples: Sequence[tuple[str, Score | None, str]]) -> Visit | None:
-    """Returns what a group says of its stage, None where the machine has failed all of it.
-
-    A program that is right counts as such where its speed could not be measured, too: others who disturb the machine would
-    else look like a model that has lost what it had learned.
-    """
+    """Returns what a group says of its stage, None if the machine failed for every sample."""
     scores = [score for _, score, _ in samples if score is not None]
     speeds = [math.log2(score.parts["speedup"]) for score in scores if score.parts.get("speedup")]
     correct = [score.parts["outcome_ok"] for score in scores]
+    # A right program counts as right even if its speed could not be measured. Otherwise a busy machine would look like
+    # a model that forgot what it had learned.
     correct += [1.0 for *_, kind in samples if kind == NOISY]
     return Visit(fmean(correct), fmean(speeds) if speeds else None) if correct else None

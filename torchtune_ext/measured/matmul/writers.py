@@ -1,8 +1,7 @@
 """Writes programs for C = A B: short ones, in the manner of people who optimize by hand.
 
-Each writer draws from a generator of random numbers, and knows which techniques its program uses. The style is terse, since a
-model of a million parameters has to write it: names of one letter, no spaces, no remark. The loops are those over
-i (rows of C), j (columns) and l (the sum), blocks have capital letters.
+Each writer draws from a random generator and knows which techniques its program uses. The style is terse, since a model
+of a million parameters has to write it. Loops run over i (rows of C), j (columns) and l (the sum). Blocks have capitals.
 """
 
 import random
@@ -64,12 +63,14 @@ def plain(rng: random.Random) -> Draft:
     """Three loops in any order."""
     order = rng.choice(ORDERS)
     techniques = {"loop_order"} if order != "ijl" else set()
+    # Threads that share the loop over l would add to the same numbers of C at once.
     outer = threaded(rng, order[0] != "l", techniques)
     loops = [loop(name, ENDS[name]) + "\n" for name in order]
     if order[2] == "l":
         return _innermost_sum(rng, order, loops, outer, techniques)
     hint = hinted(rng, techniques)
     body = f"{loops[0]}{loops[1]}{hint}{loops[2]}C[i*n+j]+=A[i*k+l]*B[l*n+j];\n"
+    # With l in the middle, one factor does not change in the inner loop, so it may be read before.
     if order[1] == "l" and rng.random() < 0.4:
         body = f"{loops[0]}{loops[1][:-1]}{{double a=A[i*k+l];\n{hint}{loops[2][:-1]}C[i*n+j]+=a*B[l*n+j];}}\n"
         body = body if order[2] == "j" else body.replace("A[i*k+l]", "B[l*n+j]").replace("a*B[l*n+j]", "A[i*k+l]*a")
