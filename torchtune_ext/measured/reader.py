@@ -257,6 +257,7 @@ class Reader:
         is_vector = self._holds_vectors(node)
         for each in node.children_by_field_name("declarator"):
             initial = each.child_by_field_name("value")
+            # The declaration of a function of the program must not hide its definition.
             if initial is None and text_of([*declarators(each)][-1]) in self._functions:
                 continue
             value = self._read(initial)
@@ -267,7 +268,6 @@ class Reader:
                 self._store(Value(frozenset((place,))), value._replace(reads=value.reads - {place}), initial)
 
     def _declared(self, declarator: Node | None, is_vector: bool) -> Place:
-        """Enters a variable in the scope."""
         chain = [*declarators(declarator)]
         name = text_of(chain[-1]) if chain else ""
         derived = [each for each in chain if each.type in ("array_declarator", "pointer_declarator")]
@@ -353,6 +353,7 @@ class Reader:
         step = 1 if added == "++" else self._read(update.child_by_field_name("right")).constant
         if first is None or last is None or step is None or step < 1:
             return None
+        # Dividing the negated distance rounds the number of steps up.
         return max(0, -(-(last + (sign == "<=") - first) // step))
 
     # Memory ----------------------------------------------------------------------------------------------------------
@@ -410,6 +411,7 @@ class Reader:
                 continue
             content, items = place.content, place.content.items
             loops = content.loops | address.loops
+            # With a single input, no product is needed: a number that is read is itself the work.
             if place.is_array and len(self.inputs) == 1 and content.origins and not content.is_computed:
                 items = (frozenset((name, loop) for name in content.origins for loop in loops),)
             parts.append(content._replace(loops=loops, items=items, reads=frozenset((place,))))
@@ -452,6 +454,7 @@ class Reader:
         if place.is_array:
             place.content = join(place.content, value)._replace(constant=None)
         else:
+            # In another branch than the declaration, the assignment may not happen, and the old content may remain.
             place.content = value if self._branch == place.branch else join(place.content, value)
 
     # Numbers ---------------------------------------------------------------------------------------------------------

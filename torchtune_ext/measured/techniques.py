@@ -46,6 +46,7 @@ def uses(preprocessed: str, kernel: Kernel, openmp: bool = True) -> list[Use]:
     if program.sites:
         used += program.recursions
     for sites in _groups(program.sites):
+        # The naive program does one step in a body. Twice its work there are several steps written out.
         if len(sites) >= 2 * items:
             used.append(Use("blocking", _line(sites), f"{len(sites) // items} steps in one body"))
         used += _of_nest(dimensions, program, sites)

@@ -158,6 +158,7 @@ class Runner:
         self._processes: dict[str, subprocess.Popen] = {}
         self._waiting = [run for run in folder.runs if run.state in TO_DO]
         self._pruner = Pruner(self.sweep) if self.sweep.early else None
+        # The pruner keeps nothing on disk, so it first hears what all runs have logged until now.
         for run in folder.runs:
             self._is_worse(run)
 
@@ -167,7 +168,7 @@ class Runner:
         return self.sweep.runs - sum(run.state not in TO_DO for run in self.folder.runs)
 
     def run(self) -> bool:
-        """Runs until all runs have ended, or a signal came. Returns whether the sweep is at its end."""
+        """Runs until all runs have ended, or a signal came. Returns whether the sweep has ended."""
         asyncio.run(self._run_all())
         return self.stopped_by is None or not self.left
 

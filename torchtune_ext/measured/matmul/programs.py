@@ -35,8 +35,8 @@ class Fault:
 
 
 _HEAD = r"(void dgemm\([^)]*\)\{\n)"
-# Wrong bounds compute too little, since a program that goes beyond an array may crash or only be wrong. Where vectors do
-# most of the work, some faults would only touch the edge, which not every size has.
+# Wrong bounds compute too little, since a program that goes beyond an array may crash or only be wrong. Where vectors
+# do most of the work, some faults would only touch the edge, which not every size has.
 FAULTS = (
     Fault("a semicolon is missing", "compile_error", r";\n", r"\n"),
     Fault("the last brace is missing", "compile_error", r"\}\n$", r"\n", is_last=True),
@@ -135,17 +135,14 @@ def _fault(rng: random.Random, source: str) -> Fault:
 class Programs:
     """Programs to learn from, asked for in the short words of `short_messages`.
 
-    Problem i depends only on the arguments and i. Each stage is equally frequent, however few programs it permits. The share
-    `new` of its programs is permitted by no earlier stage, and the others are any that it permits. So a model learns what is
-    new at each stage, and that nobody has to use it.
+    Problem i depends only on the arguments and i. Each stage is equally frequent, however few programs it permits.
 
     Args:
         sizes: of the matrices that are asked for; equally frequent.
         seed: problems of two seeds are drawn independently.
         broken: the share of the programs that is wrong in some way.
-        stages: names of `stages.STAGES`, from the first to the last. Without "threads" no program has pragmas of
-            OpenMP: a machine that gives one thread compiles without it, and they would be mere words.
-        new: the share of a stage's programs that no earlier stage permits.
+        stages: names of `stages.STAGES`, in their order. Without "threads" no program has pragmas of OpenMP.
+        new: the share of a stage's programs that no earlier stage permits. The others are any that it permits.
         weights: as in `Family`.
 
     Raises:
@@ -209,12 +206,14 @@ class Programs:
         for _ in range(MOST_DRAWS):
             program = self.family[index]
             possible = self._permitting(program)
+            # New programs teach what a stage adds. The others teach that nobody has to use it.
             if stage in possible[:1] if is_new else stage in possible:
                 return program
             index = rng.randrange(ENDLESS)
         return None
 
     def _permitting(self, program: Program) -> list[str]:
+        # A machine that gives a program one thread compiles without OpenMP, so its pragmas would do nothing.
         if "threads" not in self.stages and "#pragma omp" in program.source:
             return []
         return [stage for stage in self.stages if program.techniques <= STAGES[stage]]

@@ -1,7 +1,8 @@
 """Writes programs for C = A B: short ones, in the manner of people who optimize by hand.
 
 Each writer draws from a random generator and knows which techniques its program uses. The style is terse, since a model
-of a million parameters has to write it. Loops run over i (rows of C), j (columns) and l (the sum). Blocks have capitals.
+of a million parameters has to write it. Loops run over i (rows of C), j (columns) and l (the sum), over blocks in
+capitals.
 """
 
 import random
