@@ -1,6 +1,6 @@
-"""The lines of a candidate, out of what the preprocessor made of it, and the tree of them.
+"""The lines of a candidate, taken from the preprocessor's output, and their syntax tree.
 
-Macros are expanded; what the headers of the system say is left out. Text that stands alone is its own candidate.
+Macros are expanded, and the text of headers is left out. Text without the preprocessor's marks is all the candidate's.
 """
 
 import re

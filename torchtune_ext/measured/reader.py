@@ -1,11 +1,8 @@
 """Reads a program as it would run: from the function that is called, through every loop and helper that it reaches.
 
-A helper is read again at each call, so that its loops stand in the nest of whoever calls it. What cannot run is not read:
-functions that nobody calls, branches of a constant condition, statements behind a `return`. A loop made of `goto` is not
-seen as a loop.
-
-Of each expression a `Value` is known: which numbers of the inputs are in it, and which loops choose them. Wherever such a
-number is added to a sum or stored, that is a `Site`.
+What cannot run is not read: functions that nobody calls, dead branches, statements behind a `return`. A loop made of
+`goto` is not seen as a loop. The `Value` of an expression says which numbers of the inputs are in it, and which loops
+choose them. Each place where such a number is added to a sum or stored is a `Site`.
 """
 
 import math
@@ -163,6 +160,7 @@ class Reader:
         if name in self._calls:
             self.recursions.append(Use("blocking", self._line(node), f"{name}() calls itself for a part of its work"))
             return Value()
+        # A helper is read again at each call, so that its loops stand in the nest of its caller.
         function, parameters = self._functions[name]
         self._obey(function)
         for each in function.children:
@@ -203,7 +201,7 @@ class Reader:
         return self._computed([self._loaded(value) for value in values])
 
     def _computed(self, values: list[Value]) -> Value:
-        """The value of a function of the system: fma(a, b, c) and its like hold a product."""
+        # The program does not define the function, so fma(a, b, c) and its like count as a product.
         numbers = [value for value in values if value.origins]
         value = join(Value(), *values)
         # With one number, such as _mm256_loadu_pd(p), it is a copy.
@@ -327,7 +325,7 @@ class Reader:
     _while_statement = _do_statement = _for_statement
 
     def _assignments(self, loop: Node) -> set[str]:
-        """The variables that the steps of a loop assign."""
+        # A helper's loops are read at each call, and what they assign stays the same.
         if loop.id not in self._assigned:
             initial = loop.child_by_field_name("initializer")
             start = loop.start_byte if initial is None else initial.end_byte
@@ -524,6 +522,6 @@ def _part(node: Node | None, name: str) -> str:
 
 
 def _counter(update: Node | None, condition: Node | None, assigned: set[str]) -> str:
-    """The name of the variable that a loop counts with, as well as can be told."""
+    """The name of the variable that a loop counts with, as a guess."""
     names = re.findall(r"[A-Za-z_]\w*", f"{text_of(update)} {text_of(condition)}")
     return next((name for name in names if name in assigned), names[0] if names else "no variable")

@@ -3,9 +3,8 @@
     torchtune-ext sweep tiny_lr                               one of ours, or the path of a file in W&B's format
     torchtune-ext sweep my_lr.yaml --jobs 2 max_steps=40      two runs at a time, a setting for all runs
 
-The same command goes on with a sweep that was stopped or killed. Everything is in one folder, `runs/sweeps/NAME`: `sweep.json`,
-a folder for each run, and `report.html` at the end.
-Exit status: 0 at the end, 1 if no run has finished, 2 for bad input, 128 and the number of the signal that stopped the sweep.
+The same command goes on with a sweep that was stopped or killed. Its folder is `runs/sweeps/NAME` (runner.py).
+Exit status: 0 at the end, 1 if no run has finished, 2 for bad input, 128 plus the number of the signal that stopped it.
 """
 
 import argparse
@@ -42,7 +41,7 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
         ValueError: something is wrong that can be seen before the first run.
         OSError: as `SweepFolder.begin` says.
     """
-    # It reads recipes, which import torchtune.
+    # The check below reads recipes, which import torchtune.
     plugin.install()
     sweep = read_sweep(sweep_file(args.file))
     for word in words:
@@ -66,6 +65,7 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     goal = "maximized" if sweep.maximize else "minimized"
     what = f"{sweep.method}, {sweep.runs} runs, {sweep.metric} {goal}, {args.jobs} at a time"
     say(f"sweep {sweep.name}: {what}; files: {folder.path}")
+    # Runs on the CPU at the same time share its cores.
     variables = {} if on_gpu else {"OMP_NUM_THREADS": str(threads)}
     runner = Runner(folder, args.jobs, lambda point: words_of(sweep, point, folder.words), variables)
     ended = runner.run()

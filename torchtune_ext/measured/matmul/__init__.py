@@ -6,7 +6,7 @@ __all__ = ["CompileAndFix", "Matmul", "Programs"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the tasks when they are asked for: the archive of a run can be read without what reads programs."""
+    # The tasks are imported only on demand, so that the archive of a run can be read without the parser of programs.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from torchtune_ext.measured.matmul.mending import CompileAndFix
