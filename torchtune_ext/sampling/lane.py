@@ -1,14 +1,8 @@
-"""One engine of a run: the requests on their way to it, and its lives. It is started, watched, and started again with the
-current weights when it is lost.
+"""One engine of a run: its requests and its lives. It is started, watched, and restarted with the current weights.
 
-What can happen to the engine, and how it is noticed, is in docs/sampling.md, "When the engine fails".
-Requests that were under way are repeated, with the same seeds: by another engine, where one serves. After `max_failures`
-failures without a finished request between them the lane gives up (the engine is retired), and everybody who waits for
-the engine gets `EngineFailed`. A life serves once it has proven which weights it holds (`_prove`): one that merely answers
-may hold weights of long ago, and nobody would see it in the samples.
-
-Weights reach an engine only through `_load_buffers`. It keeps the publisher out of the buffers while the engine reads
-them, and takes the version's label from the buffers, so that a label never names other weights than those.
+docs/sampling.md, "When the engine fails", says what can happen to an engine and how it is noticed. Requests that were
+under way are repeated with the same seeds, by another engine where one serves. After `max_failures` failures without a
+finished request between them the engine is retired, and everybody who waits for it gets `EngineFailed`.
 """
 
 import asyncio
@@ -46,14 +40,14 @@ class State(Enum):
 
 
 def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., asyncio.Future]:
-    """Begins a method of an object with a set `_undisturbed`, and lets it run to its end also when its caller is
-    cancelled (Ctrl-C in the trainer, another request of the batch that failed) or does not await it. A restart or an
-    update that broke off in the middle would leave an engine that is paused, half loaded, or never announced, and nobody
-    would notice."""
+    """Makes a method run to its end, even if its caller is cancelled or does not await it."""
 
+    # A caller is cancelled by Ctrl-C in the trainer, or by another request of its batch that failed. A restart or an
+    # update that broke off there would leave an engine paused, half loaded or never announced, and nobody would notice.
     @wraps(method)
     def run(self: Any, *args: Any) -> asyncio.Future:
         task = asyncio.ensure_future(method(self, *args))
+        # asyncio keeps only weak references to tasks.
         self._undisturbed.add(task)
         task.add_done_callback(self._undisturbed.discard)
         task.add_done_callback(fetch_error)
@@ -63,12 +57,13 @@ def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...
 
 
 class Lane:
-    """Owns an engine's present life, its throttle and its counters. Which engine a group goes to is the pool's business.
-    Coroutines and `on_step` run in the asyncio thread of all engines, other methods in any; `closed` may be set from any."""
+    """Owns an engine's present life, its throttle and its counters.
+
+    Coroutines and `on_step` run in the asyncio thread of all engines, other methods in any; `closed` may be set from any.
+    """
 
     def __init__(self, pool: Any, number: int, name: str, config: EngineConfig):
-        """Args: pool: the engines of the run (`pool.Pool`), of which this one is told only whether others serve, so that nobody
-        has to wait for it; number: place among them; name: of the engine, in messages; config: of this engine."""
+        """Args: pool: the engines of the run (`pool.Pool`); number: place among them; name: of the engine, in messages."""
         self._pool, self.number, self.name, self.config = pool, number, name, config
         self._make_core, self._buffers = pool.make_core, pool.buffers
         self.counts = dict.fromkeys(COUNTS, 0)
@@ -96,16 +91,17 @@ class Lane:
 
     @property
     def serves(self) -> bool:
-        """Whether it may be given requests."""
+        """Whether it takes requests."""
         return self.state is State.SERVING
 
     @property
     def up(self) -> bool:
-        """Whether there is a life that can load weights when it is told to. One that comes up does so by itself."""
+        """Whether there is a life that can be told to load weights."""
+        # One that is coming up loads them by itself.
         return self.state in (State.SERVING, State.BEHIND)
 
     def become(self, state: State, cause: str = "") -> None:
-        """Notes a change, after which an engine that is retired stays so. Args: cause: of a change for the worse."""
+        """Changes the state; a retired engine stays retired. Args: cause: of a change for the worse."""
         if self.state is State.RETIRED:
             return
         served, self.state, self.cause = self.serves, state, cause or self.cause
@@ -117,13 +113,13 @@ class Lane:
 
     def _expect(self, group: Submission, core: Core) -> None:
         """Sets the first limit by what this group may take. Raises ValueError for ids that the model does not have."""
-        # vLLM does not look, and dies of them.
+        # vLLM does not check token ids, and dies of an id that is too large.
         if not 0 <= group.lowest <= group.highest < core.vocabulary:
             raise Mistake(
                 f"sample: prompt {group.group} holds token ids from {group.lowest} to {group.highest}, but the model has only "
                 f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
             )
-        # The few tokens of a canary say nothing of how long samples get.
+        # The few tokens of a canary say nothing about how long samples get.
         if group.priority is not Priority.CANARY and not self.throttle.controller.known:
             prompt, most = len(group.prompt), group.sampling.max_tokens
             self.throttle.controller.expect(core.cache_tokens, prompt, most, group.n, core.block)
@@ -132,8 +128,8 @@ class Lane:
     async def draw(self, group: Submission, sample: int) -> Completion:
         """Draws one completion, from as many lives of the engine as it takes.
 
-        Raises EngineFailed, WeightsIncomplete, ValueError; CoreLost when the request has to go to another engine, since
-        this one was lost and another one serves."""
+        Raises EngineFailed, WeightsIncomplete, ValueError; CoreLost when this engine was lost and another one serves.
+        """
         self._expect(group, await self.awake(elsewhere=True))
         if not await self.throttle.acquire(group.priority):
             raise CoreLost(f"{self.name} was lost")
@@ -152,6 +148,7 @@ class Lane:
                     await replaced
         finally:
             self.throttle.release()
+            # With no request left, the next ones are a new batch for the controller.
             if not self.throttle.held:
                 self.throttle.controller.start_round()
         self.report_finished()
@@ -163,7 +160,7 @@ class Lane:
         return completion
 
     def report_finished(self) -> None:
-        """Notes that a request has finished, so that the engine works: the row of failures ends."""
+        """Notes that a request has finished: the engine works, and the row of failures ends."""
         self.failures, self._moved = 0, time.monotonic()
 
     def on_step(self, step: Step) -> None:
@@ -190,8 +187,8 @@ class Lane:
         self._watching = asyncio.create_task(self._watch())
 
     async def ready(self, elsewhere: bool = False) -> Core:
-        """Waits for a working engine. Raises EngineFailed; with `elsewhere` CoreLost, once another engine serves meanwhile."""
-        # Every start is bounded by its own deadlines, so this wait needs only a distant one.
+        """Waits for a working engine. Raises EngineFailed; with `elsewhere` CoreLost as soon as another engine serves."""
+        # Every start is bounded by its own deadlines, so this one may be distant.
         limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
         give_up_at = time.monotonic() + limit
         while not self._changed.is_set():
@@ -208,11 +205,8 @@ class Lane:
         return self.core
 
     def lose(self, core: Core | None, cause: str) -> asyncio.Future:
-        """Takes a lost engine out of service at once, and replaces it, unless somebody has done so already.
-
-        Args: core: the life that was lost.
-        Returns: a future of the end of that, which need not be awaited; `ready` then tells whether there is another one.
-        """
+        """Takes a lost life out of service at once, and begins to replace it. Returns a future, which need not be awaited."""
+        # Several requests notice the same loss. Only the first one finds `core` still in place.
         if core is not None and core is self.core and self.up:
             self.become(State.COMING, cause)
         return self._replace(core, cause)
@@ -221,11 +215,12 @@ class Lane:
     async def load(self) -> tuple[float, float]:
         """Brings newly published weights into the engine. Returns the seconds of pause and of loading.
 
-        When the update fails, the engine is started again, and takes the weights then. Raises EngineFailed; CoreLost when it
-        is lost and another one serves; ValueError when the engine refuses them and goes on with what it has.
+        Raises EngineFailed; CoreLost when it is lost and another one serves; ValueError when the engine refuses the
+        weights and goes on with what it has.
         """
         started = time.monotonic()
-        if self.state is not State.BEHIND:  # which is ready once this is over
+        # An engine that is behind becomes ready only by this load.
+        if self.state is not State.BEHIND:
             await self.ready(elsewhere=True)
         async with self._control:
             core = self.core
@@ -243,7 +238,7 @@ class Lane:
 
     @undisturbed
     async def sleep(self) -> None:
-        """Makes the engine give its GPU memory back, until weights are loaded or somebody samples. Raises EngineFailed."""
+        """Makes the engine free its GPU memory, until weights are loaded or somebody samples. Raises EngineFailed."""
         while True:
             core = self.core if self.up and not self.closed else await self.ready()
             try:
@@ -251,7 +246,8 @@ class Lane:
                     if core is self.core and not core.asleep:
                         model = self._buffers.model
                         async with self._buffers.reading():
-                            # With whole weights in host memory already, the engine need not keep a copy.
+                            # Level 1 keeps a copy of the weights in host memory. If ours are complete there, level 2
+                            # saves that copy.
                             await core.sleep(2 if model.manifest is not None and model.complete else 1)
                     if core is self.core:
                         return
@@ -259,8 +255,7 @@ class Lane:
                 await self.lose(core, str(error))  # the new one is awake: once more
 
     async def checksums(self) -> list[dict[str, int | None]]:
-        """Returns what each worker of the engine says of the weights that it has taken. Raises EngineFailed; CoreLost when it
-        is lost and another one serves."""
+        """The checksums of each worker. Raises EngineFailed; CoreLost when it is lost and another one serves."""
         while True:
             core = await self.awake(elsewhere=True)
             try:
@@ -269,8 +264,7 @@ class Lane:
                 self.lose(core, str(error))
 
     async def awake(self, elsewhere: bool = False) -> Core:
-        """Waits for an engine that can sample. Raises what `ready` does; WeightsIncomplete when it sleeps and there are none to
-        wake it with."""
+        """Waits for an engine that can sample. Raises as `ready`; WeightsIncomplete when there are none to wake it with."""
         while True:
             core = await self.ready(elsewhere)
             if not core.asleep:
@@ -302,11 +296,11 @@ class Lane:
 
     @undisturbed
     async def _replace(self, core: Core | None, cause: str) -> None:
-        """Ends `core`, if it still is the present life, and makes lives until one has come up with the current weights, or
-        until `max_failures` have failed in a row. Raises nothing: those who wait in `ready` get the error."""
+        """Ends `core` and makes new lives until one comes up, or `max_failures` have failed in a row."""
+        # It raises nothing, since nobody need await it: those who wait in `ready` get the error.
         async with self._control:
             if core is not self.core or self.closed or self.failed is not None:
-                return  # somebody else has seen to it already
+                return  # somebody else has done it already
             self.become(State.COMING, cause)
             while True:
                 self.failures += 1
@@ -321,7 +315,7 @@ class Lane:
                     if core is not None:
                         await core.stop()
                     core = self.core = None
-                    # This comes before minutes are spent on an engine that could load nothing.
+                    # Checked first, before minutes go into an engine that could load nothing.
                     self._buffers.check_complete()
                     if not self.closed:
                         core = self.core = self._make_core(self)
@@ -329,11 +323,11 @@ class Lane:
                         self.restarts += 1
                         return
                 except WeightsIncomplete as error:
-                    # Another life would not help.
+                    # Another life would find the same incomplete weights.
                     why = f"{self.name} was lost ({cause}) and cannot be replaced: {error}"
                     return await self._give_up(why, tail, error)
                 except Exception as error:
-                    # Whatever it is, it is counted, and the last one is in EngineFailed.
+                    # Any error counts as a failure, and EngineFailed names the last one.
                     cause = self.cause = str(error) or repr(error)
                 if self.closed:
                     if core is not None:
@@ -341,10 +335,9 @@ class Lane:
                     return  # `close` has told everybody who waits
 
     async def _bring_up(self, core: Core) -> None:
-        """Launches a life that was just made and gives it the current weights. Raises CoreLost, WeightsIncomplete, and what
-        `launch` raises."""
+        """Launches a life and gives it the current weights. Raises CoreLost, WeightsIncomplete, and as `launch`."""
         self._held = {}
-        # `close` may have looked for an engine to kill before there was this one.
+        # `close` ends the life that it finds, and may have looked before there was this one.
         if self.closed:
             raise CoreLost("the engine is closed")
         self._counts_steps = False
@@ -352,15 +345,18 @@ class Lane:
         await self._load_buffers(core)
 
     async def _load_buffers(self, core: Core) -> tuple[float, float]:
-        """Brings the engine to what the buffers hold, and labels it so. One that does not serve proves that, and serves.
-        Returns the seconds of pause and of loading. Raises WeightsIncomplete, and what `load` raises."""
+        """Brings the engine to what the buffers hold, the only way by which weights reach it.
+
+        Returns the seconds of pause and of loading. Raises WeightsIncomplete, and as `Core.load`.
+        """
         was_up = self.up
+        # The publisher is kept out until the weights are loaded and labeled. The label comes from the buffers, too, so it
+        # never names other weights than those.
         async with self._buffers.reading():
             published = self._buffers.published
             stale = [buffer for buffer in published if self._held.get(buffer) != buffer.version]
             if self._buffers.model in stale or core.asleep == 2:
-                # An adapter comes over the model that is there. A new model takes the adapter away (vLLM drops it), and
-                # after a sleep of level 2 there is neither.
+                # vLLM drops the adapter when a new model comes, and a sleep of level 2 keeps neither.
                 stale = published
             version = max((buffer.version for buffer in published), default=self.version)
             times = await core.load(stale, version)
@@ -370,14 +366,15 @@ class Lane:
             if was_up and not self.up:
                 raise CoreLost(self.cause)  # somebody has found it lost meanwhile
             if not self.serves:
-                # Nobody publishes meanwhile: what is proven is current when this engine begins to serve.
+                # An engine that answers may still hold old weights, which no sample would show. So it proves them first;
+                # nobody can publish meanwhile, so they are still current when it begins to serve.
                 await self._prove(core, published, version)
                 self.become(State.SERVING)
             return times
 
     async def _prove(self, core: Core, published: list[WeightBuffer], version: int) -> None:
-        """Raises CoreLost unless a life holds the version of the last completed publication, and every tensor is the one that
-        was sent. (Before the first publication the current weights are those of the disk, which each life reads by itself.)"""
+        """Raises CoreLost unless a life holds the current version, and every tensor is the one that was sent."""
+        # Before the first publication there is nothing to compare: each life reads the weights from the disk.
         wrong = await wrong_tensors(published, core) if published else None
         held = await core.weight_version()
         if held != version:
@@ -398,7 +395,8 @@ class Lane:
             self.become(State.RETIRED, why)
 
     async def _watch(self) -> None:
-        """Looks after the engine until the end of the run. Nobody waits for this task, so its own errors end the run."""
+        """Looks after the engine until the end of the run."""
+        # Nobody awaits this task, so an error of our own would end the watch unseen. It ends the run instead.
         try:
             while not self.closed and self.failed is None:
                 await asyncio.sleep(self._tick_s)
@@ -417,13 +415,14 @@ class Lane:
                 why = f"{self.name}'s counters could not be taken in: {core.broken!r}"
                 await self._give_up(why, cause=core.broken)
         elif core.dead and not core.asleep:
-            # One that dies in its sleep is replaced when it is needed: a new one would take the memory of the trainer.
+            # One that dies asleep is replaced when it is needed: a new one would take the trainer's GPU memory now.
             await self.lose(core, core.ending())
         else:
             await self._ask_for_signs(core, time.monotonic())
 
     async def _ask_for_signs(self, core: Core, now: float) -> None:
-        """Asks an engine that has requests, and gives no sign of life, for one. An answer does not yet clear it."""
+        """Finds an engine that has requests, and neither answers nor moves on, to be lost."""
+        # A ping proves that the process answers, not that it computes: `_moved` is the time of the last step.
         config, still_s = self.config, now - self._moved
         if not core.calls:
             self._moved = now
@@ -431,7 +430,7 @@ class Lane:
             try:
                 await core.ping(config.probe_deadline_s)
             except (CoreLost, ValueError) as error:
-                # After a ValueError, where it refuses the ping, `launch` of the next life says why.
+                # A ValueError means that it refuses the ping. `launch` of the next life will say why.
                 await self.lose(core, str(error))
         elif self._counts_steps and still_s > WEDGED * config.probe_deadline_s:
             await self.lose(core, f"it answers, but has made no step for {still_s:.0f} s in spite of requests")

@@ -1,8 +1,7 @@
-"""Code that runs inside vLLM's process: takes weights out of the trainer's shared memory, or out of a group with its sender.
+"""Runs inside vLLM's process and takes weights from the trainer: from its shared memory, or by gloo or NCCL.
 
-Named in the engine's arguments as `worker_extension_cls="torchtune_ext.sampling.worker.WeightLoader"`; importing it
-registers the weight-transfer backends "shm" and "gloo", and puts our checks around vLLM's own "nccl". The same two arguments
-make any vLLM server able to take our weights. Whichever way they come, they are checked, loaded layer by layer, and noted.
+vLLM imports it for `worker_extension_cls="torchtune_ext.sampling.worker.WeightLoader"`. The import registers the
+weight-transfer backends "shm" and "gloo", and replaces vLLM's own "nccl" by one with our checks.
 """
 
 import os
@@ -37,7 +36,7 @@ from torchtune_ext.sampling.weight_buffer import ADAPTER_ID, UNREADABLE, checksu
 
 KV_SCALES = (".attn.q_scale", ".attn.k_scale", ".attn.v_scale", ".attn.prob_scale")
 SCALE = "weight_scale_inv"  # the block scales of a weight, multipliers in spite of the name
-# These are the checksums of the tensors that this process has taken, by name; None stands for one that came in two forms.
+# Checksums of the tensors that this process has taken, by name. None stands for a tensor that came in two forms.
 TAKEN: dict[str, dict[str, int | None]] = {"model": {}, "adapter": {}}
 UNFINISHED = "(an update that was not finished)"  # stands there for a model that may be half loaded
 
@@ -45,23 +44,20 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class Arrivals(TorchDispatchMode):
-    """Takes the checksum of every published tensor at the moment when it is copied into a parameter. Its bytes are copied once,
-    whether the layer is fused, packed or cut for tensor parallelism.
+    """Takes the checksum of every published tensor when it is copied into a parameter.
 
-    A whole tensor is checked where it has arrived, in the parameter and on its device. Of one that is cut or changes its dtype
-    on the way the source is checked, since the parameter holds other bytes. A tensor that vLLM takes and never copies is not in
-    `checksums`.
+    A tensor that vLLM takes and never copies is not in `checksums`.
     """
 
     def __init__(self):
         super().__init__()
         self.checksums: dict[str, int | None] = {}
-        # For each storage, what begins at which offset in bytes. The weak reference lets its memory be freed, but keeps another
-        # storage from getting its number.
+        # For each storage, what begins at which offset in bytes. The weak reference lets the memory be freed, but keeps
+        # another storage from getting the same number.
         self._lent: dict[int, tuple[StorageWeakRef, dict[int, tuple[str, torch.dtype, torch.Size]]]] = {}
 
     def watch(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
-        """Returns the tensors, and knows them again when they are copied."""
+        """Returns the tensors, and from now on recognizes them when they are copied."""
         named = list(named)
         self._lent = {key: value for key, value in self._lent.items() if not value[0].expired()}
         for name, tensor in named:
@@ -72,6 +68,7 @@ class Arrivals(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # Every weight ends in one `copy_`, whether its layer is fused, packed or cut for tensor parallelism.
         if func is torch.ops.aten.copy_.default and not args[0].is_meta and not args[1].is_meta:
             lent = self._lent.get(args[1].untyped_storage()._cdata)
             if lent is not None:
@@ -81,9 +78,12 @@ class Arrivals(TorchDispatchMode):
     def _note(
         self, lent: dict[int, tuple[str, torch.dtype, torch.Size]], target: torch.Tensor, source: torch.Tensor
     ) -> None:
+        # The source may be a slice of a published tensor: that is the last one that begins at or before it.
         begins = sorted(lent)
         begin = begins[bisect_right(begins, source.storage_offset() * source.itemsize) - 1]
         name, dtype, shape = lent[begin]
+        # A whole tensor is checked where it arrived, in the parameter and on its device. Of one that is cut, or changes
+        # its dtype on the way, the source is checked: the parameter holds other bytes.
         entire = source.numel() == shape.numel() and source.is_contiguous() and target.dtype == source.dtype
         whole = torch.empty(0, dtype=dtype, device=source.device)
         whole.set_(source.untyped_storage(), begin // dtype.itemsize, shape)
@@ -92,8 +92,7 @@ class Arrivals(TorchDispatchMode):
 
 
 def _parts(name: str, packed: Mapping[str, list[str]]) -> list[str]:
-    """Returns the published names that a parameter of the engine is made of. Args: packed: the model's fused layers, "qkv_proj"
-    -> ["q_proj", "k_proj", "v_proj"]."""
+    """The published names that a parameter is made of. Args: packed: "qkv_proj" -> ["q_proj", "k_proj", "v_proj"], ..."""
     stem, _, kind = name.rpartition(".")
     head, _, layer = stem.rpartition(".")
     return [f"{head}.{part}.{kind}".lstrip(".") for part in packed.get(layer, [layer])]
@@ -105,12 +104,12 @@ def check_shapes(
     packed: Mapping[str, list[str]],
     workers: int,
 ) -> None:
-    """Raises ValueError when published weights leave parameters out, or have other shapes: vLLM would only say that something
-    is wrong, and only after they were sent.
+    """Raises ValueError when published weights leave parameters out, or have other shapes.
 
     Args: shapes: of what was published, by name; expected: the parameters; packed: as in `_parts`; workers: among which
     tensor parallelism cuts a parameter.
     """
+    # vLLM would say only that something is wrong, and only after all bytes were sent.
     missing, wrong = [], []
     for name, parameter in expected.items():
         parts = [name] if name in shapes else _parts(name, packed)
@@ -128,14 +127,13 @@ def check_shapes(
 
 
 def _fits(parts: Sequence[Sequence[int]], shape: Sequence[int], workers: int, padded: bool) -> bool:
-    """Whether tensors, one behind the other, fill the parameter that one of `workers` workers holds. Args: parts: their shapes;
-    shape: of the parameter; padded: it may have more rows."""
+    """Whether tensors of the shapes `parts`, concatenated, fill one worker's parameter. With `padded` it may have more rows."""
     if any(len(part) != len(shape) for part in parts):
         return False
     for axis, size in enumerate(shape):
         whole = sum(part[0] for part in parts) if axis == 0 else parts[0][axis]
         same = axis == 0 or all(part[axis] == whole for part in parts)
-        # A cut is rounded up, and heads of keys and values may be held more than once.
+        # A cut is rounded up, and heads of keys and values may be held by more than one worker.
         if not same or not (size <= whole <= size * workers or (padded and axis == 0 and whole <= size * workers)):
             return False
     return True
@@ -147,12 +145,12 @@ def check_quantized(
     parameters: Mapping[str, torch.Tensor],
     packed: Mapping[str, list[str]],
 ) -> None:
-    """Raises ValueError for the first weight that does not come as the engine holds it.
+    """Raises ValueError for the first weight that does not come in the precision in which the engine holds it.
 
-    vLLM copies bfloat16 into an FP8 weight without an error, and scales that are left out keep their last values: nobody would
-    notice either.
     Args: names, dtypes: of what was published; parameters: those of the engine's model, by name; packed: as in `_parts`.
     """
+    # vLLM would notice neither mistake: it copies bfloat16 into an FP8 weight without an error, and scales that are left
+    # out keep their last values.
     fused = {part: whole for whole, parts in packed.items() for part in parts}
     sent = dict(zip(names, dtypes, strict=True))
     for name, dtype in sent.items():
@@ -172,8 +170,8 @@ def check_quantized(
 
 @contextmanager
 def without_lora(model: torch.nn.Module) -> Iterator[None]:
-    """Puts the layers that vLLM wrapped for LoRA back into their old places while the body runs, so that weights find their
-    names."""
+    """Takes vLLM's LoRA wrappers out of the model while the body runs."""
+    # With a wrapper in between, parameters are called `...base_layer.weight`, and published names would not match.
     wrapped = [
         (parent, name, child)
         for parent in model.modules()
@@ -190,8 +188,9 @@ def without_lora(model: torch.nn.Module) -> Iterator[None]:
 
 
 def retie_lm_head(model: torch.nn.Module) -> None:
-    """Packs a tied output head again. On CPU vLLM 0.32 copies linear weights into oneDNN's own layout, and its reload, layer
-    by layer, skips a head that shares its weight with the embedding: the head would go on with the old weights."""
+    """Packs a tied output head again, on a CPU."""
+    # There vLLM 0.32 copies linear weights into oneDNN's own layout. Its layerwise reload skips a head that shares its
+    # weight with the embedding, so the head would go on with the old weights.
     if not current_platform.is_cpu():
         return
     inner, head = getattr(model, "model", None), getattr(model, "lm_head", None)
@@ -203,31 +202,32 @@ def retie_lm_head(model: torch.nn.Module) -> None:
 
 
 class CheckedTransfer(WeightTransferEngine):
-    """What our weight-transfer backends have in common: all but the way by which tensors come. vLLM calls the methods, in the
-    order in which they stand here."""
+    """What our weight-transfer backends share: all but how tensors arrive. vLLM calls the methods in this order."""
 
     def start_weight_update(self) -> None:
-        TAKEN["model"], TAKEN["adapter"] = {UNFINISHED: None}, {}  # a new model takes the adapter away
+        # A new model takes the adapter away. Until the update is finished, no checksum matches: a model that is half
+        # loaded proves nothing.
+        TAKEN["model"], TAKEN["adapter"] = {UNFINISHED: None}, {}
         self.arrivals = Arrivals()
         with without_lora(self.model):
             if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
-                # The last update was refused in its midst, or broke off. vLLM would go on with the layers that it left waiting
-                # for the rest of their weights, and count the new ones to the old.
+                # The last update was refused halfway, or broke off, and left layers waiting for the rest of their
+                # weights. vLLM would count the new weights to the old ones.
                 finalize_layerwise_reload(self.model, self.model_config)
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Loads what comes, which `receive` of the backend hands over part by part. Raises ValueError before
-        that for what this model cannot take.
+        """Loads the tensors that the backend's `receive` hands over. Raises ValueError for what the model cannot take.
 
         Args: update_info: `names`, `dtype_names` (torch's) and `shapes` of the tensors.
         """
+        # All checks come before the first byte, while the old weights are still whole.
         names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
         with without_lora(self.model), self.arrivals, disable_mtp_completeness_check():
             parameters = dict(self.model.named_parameters())
             packed = getattr(self.model, "packed_modules_mapping", {})
             check_quantized(names, dtypes, parameters, packed)
-            # A quantized model has scales of an FP8 KV cache, whether its cache is FP8 or not; nobody publishes any.
+            # A quantized model has scales for an FP8 KV cache, even if its cache is not FP8. Nobody publishes those.
             expected = {name for name in parameters if not name.endswith(KV_SCALES)}
             if self.model_config.hf_text_config.tie_word_embeddings:
                 expected.discard("lm_head.weight")
@@ -246,7 +246,7 @@ class CheckedTransfer(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         with without_lora(self.model):
-            # vLLM has kept layers until they are complete.
+            # vLLM buffers a layer until it is complete, so some copies happen only here.
             with self.arrivals:
                 finalize_layerwise_reload(self.model, self.model_config)
             retie_lm_head(self.model)
@@ -259,7 +259,7 @@ class CheckedTransfer(WeightTransferEngine):
 
 @dataclass
 class SharedMemory(WeightTransferInitInfo):
-    """Says where the weights lie."""
+    """Where the weights lie."""
 
     path: str  # a memory file of the trainer: /proc/<pid>/fd/<number>
     token: str  # the bytes with which the file begins, in hexadecimal
@@ -267,7 +267,7 @@ class SharedMemory(WeightTransferInitInfo):
 
 @dataclass
 class Manifest(WeightTransferUpdateInfo):
-    """Says what lies there, tensor by tensor."""
+    """What lies there, tensor by tensor."""
 
     names: list[str]  # Hugging Face names
     dtype_names: list[str]  # torch's names of them: "bfloat16", ...
@@ -277,6 +277,7 @@ class Manifest(WeightTransferUpdateInfo):
 
 def check_memory(path: str, token: str) -> None:
     """Raises ValueError when the file is not the trainer's memory."""
+    # In another PID namespace the same path may name another process, with another file. The token tells them apart.
     expected = bytes.fromhex(token)
     try:
         with open(path, "rb") as file:
@@ -291,7 +292,7 @@ def check_memory(path: str, token: str) -> None:
 
 
 class SharedMemoryTransfer(CheckedTransfer):
-    """Takes publications out of the trainer's memory, which stays mapped between them, and for a GPU pinned."""
+    """Takes publications from the trainer's memory."""
 
     init_info_cls = SharedMemory
     update_info_cls = Manifest
@@ -299,6 +300,7 @@ class SharedMemoryTransfer(CheckedTransfer):
 
     def init_transfer_engine(self, init_info: SharedMemory) -> None:
         check_memory(init_info.path, init_info.token)
+        # The memory stays mapped, and for a GPU pinned, between publications: pinning all of it anew is slow.
         now = init_info, os.stat(init_info.path).st_size
         if self.mapped != now:
             self.shutdown()
@@ -317,14 +319,13 @@ class SharedMemoryTransfer(CheckedTransfer):
             self.memory = self.mapped = None
 
 
-# Weights out of a group with the trainer's sender. Every wait ends by itself: a sender that was killed closes its connections,
-# and one that cannot be heard any more is given up after `deadline_s`. The engine is then free for the next trainer, or for the
-# next group of this one.
+# In the two backends below, every wait ends by itself: a sender that was killed closes its connections, and a silent one
+# is given up after `deadline_s`. The engine is then free for the next trainer, or for the next group of this one.
 NO_GROUP = "this server is in no group with the trainer's sender"
 
 
 class GlooTransfer(CheckedTransfer):
-    """Takes publications by gloo, chunk by chunk, on a CPU or on the way to a GPU."""
+    """Takes publications by gloo, chunk by chunk, into CPU memory."""
 
     init_info_cls = GlooInit
     update_info_cls = Manifest
@@ -338,7 +339,7 @@ class GlooTransfer(CheckedTransfer):
         self.group = GlooGroup(init_info, rank)
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
-        """Takes what the sender broadcasts. Raises RuntimeError when it does not, and the group is over then."""
+        """Takes what the sender broadcasts. Raises RuntimeError when nothing comes; after any error the group is over."""
         if self.group is None:
             raise RuntimeError(NO_GROUP)
         give_up_at = time.monotonic() + self.init.deadline_s
@@ -348,7 +349,7 @@ class GlooTransfer(CheckedTransfer):
                 self.group.broadcast(chunk, give_up_at)
                 take(list(views(chunk, manifest)))
         except BaseException:
-            # Also when the model refuses a tensor: the sender is in the midst of an update that nobody takes.
+            # This holds for a tensor that the model refuses, too: the sender goes on with an update that nobody takes.
             self.shutdown()
             raise
 
@@ -360,7 +361,7 @@ class GlooTransfer(CheckedTransfer):
 
 @dataclass(kw_only=True)
 class NcclInit(NCCLWeightTransferInitInfo):
-    """vLLM's message with a deadline, which it lacks."""
+    """vLLM's message, with the deadline that it lacks."""
 
     deadline_s: float = 300.0  # seconds until a worker gives up an update that does not come
 
@@ -377,7 +378,8 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
         NCCLWeightTransferEngine.init_transfer_engine(self, init_info)
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
-        """As `GlooTransfer.receive`. NCCL itself would wait for ever: at the deadline the communicator is aborted."""
+        """As `GlooTransfer.receive`."""
+        # NCCL itself would wait for ever, so a timer aborts the communicator at the deadline.
         group = self.model_update_group
         if group is None:
             raise RuntimeError(NO_GROUP)
@@ -392,7 +394,7 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
                 raise RuntimeError(f"the weights did not come within {self.deadline_s:g} s")
 
         def take_received(named: Named) -> None:
-            # The bytes are on their way still. An abort ends that wait, too, and they are then anything.
+            # The bytes are still on their way. An abort ends this wait, too, and leaves garbage in the buffer.
             torch.cuda.current_stream(self.device).synchronize()
             require_in_time()
             take(named)
@@ -424,7 +426,7 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
 
 
 def _register(name: str, backend: type[CheckedTransfer]) -> None:
-    """Makes vLLM find a backend of ours; its own `nccl` gets our checks and checksums."""
+    # vLLM refuses a name that is taken, as its own "nccl" is.
     WeightTransferEngineFactory._registry.pop(name, None)
     WeightTransferEngineFactory.register_engine(name, backend)
 
@@ -435,17 +437,18 @@ _register("nccl", NcclTransfer)
 
 
 class WeightLoader:
-    """Adds our methods to vLLM's workers, into which vLLM mixes this class; its import has registered the backend."""
+    """Our methods of vLLM's workers, into which vLLM mixes this class."""
 
     def checksums(self) -> dict[str, int | None]:
-        """Returns the checksum (`weight_buffer.checksum`) of every tensor of the last published model and adapter, as this
-        worker has taken it, by name. None stands for a tensor that came in two forms."""
+        """The `weight_buffer.checksum` of every tensor that this worker took of the last publications, by name.
+
+        None stands for a tensor that came in two forms.
+        """
         return {name: value for part in TAKEN.values() for name, value in part.items()}
 
     def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
-        """Puts an adapter out of the trainer's memory where every request with `ADAPTER_ID` finds it, in place of the last.
+        """Replaces the adapter `ADAPTER_ID` by the one in the trainer's memory.
 
-        vLLM's own way would read a directory.
         Args: address: that of the `WeightBuffer`; manifest: the fields of `Manifest`; config: PEFT's.
         Raises: ValueError when this engine cannot read or apply the adapter.
         """
@@ -455,13 +458,10 @@ class WeightLoader:
         self._use_adapter({name: tensor.clone() for name, tensor in views(memory, manifest)}, config)
 
     def receive_adapter(self, manifest: dict[str, list], config: dict[str, Any]) -> None:
-        """As `load_adapter`, out of the broadcast of the sender's group, which this call is a part of.
-
-        Args: manifest: the fields of `Manifest`; config: PEFT's.
-        """
+        """As `load_adapter`, from a broadcast of the sender, in which this call takes part."""
         self._require_lora()
         engine, weights = self.weight_transfer_engine, {}
-        # The tensors are views of chunks, and live longer than these.
+        # The tensors are views of chunks and outlive them, so they are cloned.
         engine.receive(
             engine.parse_update_info(manifest),
             lambda named: weights.update((name, t.cpu().clone()) for name, t in named),
@@ -474,8 +474,9 @@ class WeightLoader:
 
     def _use_adapter(self, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         TAKEN["adapter"] = {}
+        # vLLM's public way to load an adapter reads a directory, so this goes to its manager.
         manager = self.model_runner.lora_manager._adapter_manager
-        # This is the moment for it: later vLLM scales them in place.
+        # The checksums come first: later vLLM scales the tensors in place.
         sums = {name: checksum(tensor) for name, tensor in weights.items()}
         peft = PEFTHelper.from_dict(config)
         peft.validate_legal(self.model_runner.lora_config)
@@ -505,17 +506,16 @@ def add_one_adapter(
     output_slices: Sequence[int],
     **_: Any,
 ) -> None:
-    """Adds scale * x A' B' to y [T, out], for each slice of a packed layer, in place.
+    """Adds scale * x A' B' to y [T, out] in place, for each slice of a packed layer.
 
     Args: x: [T, in]; lora_a_stacked: A for each slice, [slots, 1, rank, in]; lora_b_stacked: B, [slots, 1, out, rank];
     output_slices: features of each slice, in their order in y.
-
-    On CPU vLLM 0.32 copies A and B once for each token, [T, rank, in], since tokens may have different adapters. Ours all
-    have the same one, in slot 0. The product is made in float64: in float32 its last bits would depend on how many requests
-    happen to share the step, and a run would not repeat itself.
     """
     if wrapper.no_lora:
         return
+    # On a CPU vLLM 0.32 copies A and B once for each token, [T, rank, in], since tokens may have different adapters. Ours
+    # all have the one in slot 0. The product is in float64: in float32 its last bits would depend on how many requests
+    # happen to share the step, and a run would not repeat itself.
     start, y, x = 0, y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]).double()
     for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
         y[:, start : start + size] += (scale * (x @ a[0, 0].T.double() @ b[0, 0].T.double())).to(y.dtype)
