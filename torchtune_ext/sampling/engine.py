@@ -5,10 +5,9 @@
     groups = engine.sample([[1, 2, 3], [4, 5]], n=16, sampling=SamplingConfig(max_tokens=256, seed=1))
     engine.publish(model.named_parameters(), version=1)
 
-docs/sampling.md says what all of it does. Inside lives one thread with an asyncio loop. It shares groups out among the engines
-(`pool.py`; one is the usual case), feeds each (vLLM by default) as many requests as its throttle allows, and keeps it alive
-(`lane.py`). vLLM's client is in a process of its own (`vllm_core.py`). All methods may be called from any thread, also at the
-same time.
+docs/sampling.md says what all of it does. One thread with an asyncio loop shares groups out among the engines (`pool.py`),
+feeds each as many requests as its throttle allows, and keeps it alive (`lane.py`). All methods may be called from any
+thread, also at the same time.
 """
 
 import asyncio
@@ -49,6 +48,7 @@ from torchtune_ext.sampling.weight_buffer import Buffers
 log = logging.getLogger(__name__)
 
 CLOSE_S = 30.0  # seconds that the engine's thread has to end everything
+
 # A backend is called with the model's directory, the config, the file that takes the engine's log, a folder for temporary
 # files, and the function that takes the counters of each step. It returns at once; `Core.launch` then waits.
 Backend = Callable[[str, EngineConfig, Path, str, Callable[[Step], None]], Core]
@@ -63,35 +63,36 @@ class LoopThread(threading.Thread):
     """An asyncio loop in a thread of its own, which runs coroutines for other threads."""
 
     def __init__(self, name: str):
-        """Args: name: the thread's."""
         super().__init__(name=name, daemon=True)
         self._loop = asyncio.new_event_loop()
         self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
 
     def refuse_itself(self) -> None:
-        """Raises RuntimeError in the loop's own thread, which would wait for itself for ever."""
+        """Raises RuntimeError in the loop's own thread."""
+        # There a call would wait for its own thread, for ever.
         if threading.current_thread() is self:
             raise Failure("on_completion may not call the engine: it runs in the engine's own thread")
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
-        """Begins `work` and returns. What has not ended when the thread does is cancelled. Raises EngineFailed when the thread
-        does not run."""
+        """Begins `work` and returns. It is cancelled when the thread ends. Raises EngineFailed when the thread does not run."""
         attended = _attended(work)
         try:
             if self.is_alive():
                 future = asyncio.run_coroutine_threadsafe(attended, self._loop)
                 self._futures.add(future)
+                # The thread may have ended since the first look, without a look at the work.
                 if not self.is_alive():
-                    future.cancel()  # the thread ended in this moment, perhaps without a look at the work
+                    future.cancel()
                 return future
         except RuntimeError:
-            pass  # the loop has been closed in this moment
+            pass  # the loop was closed since that look
+        # Python would warn of coroutines that were never awaited.
         attended.close()
         work.close()
         raise EngineFailed("the engine is not running: call start() first, and nothing after close()")
 
     def call(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
-        """Runs `work` and waits for its result. The work bounds its own waits; this one ends when the thread does.
+        """Runs `work` and waits for its result, without a timeout as long as the work itself and the thread take.
 
         Raises: EngineFailed when the thread does not run; TimeoutError; RuntimeError in the loop's own thread.
         """
@@ -103,9 +104,10 @@ class LoopThread(threading.Thread):
         return self.result(self.submit(work), timeout)
 
     def result(self, future: Future, timeout: float | None = None) -> Any:
-        """Waits for work that was submitted, and cancels it where the wait ends first. Raises as `call` does."""
+        """Waits for submitted work, and cancels it if the wait ends first. Raises as `call` does."""
         give_up_at = time.monotonic() + (float("inf") if timeout is None else timeout)
         try:
+            # A future whose loop has died never ends, so the thread is looked at twice a second.
             while not wait([future], timeout=0.5).done:
                 late = time.monotonic() > give_up_at
                 if (late or not self.is_alive()) and not future.done():
@@ -114,7 +116,7 @@ class LoopThread(threading.Thread):
         except CancelledError:
             raise EngineFailed("the engine was closed") from None
         finally:
-            # It does nothing when the work is done; else the caller is going away (Ctrl-C).
+            # On work that is done this has no effect. Otherwise the caller is leaving (Ctrl-C).
             future.cancel()
 
     def stop(self) -> None:
@@ -124,19 +126,18 @@ class LoopThread(threading.Thread):
             self.join(5.0)
             if self.is_alive():
                 raise Late(f"the thread {self.name} did not end")
-        # A loop that has stopped no longer tells anybody what became of the work.
+        # A loop that has stopped tells nobody what became of the work.
         for future in list(self._futures):
             future.cancel()
 
     def run(self) -> None:
-        """Lives as the thread."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         give_up_at = time.monotonic() + 2.0
-        # What ends may begin more.
+        # A task that ends may begin others.
         while (rest := asyncio.all_tasks(self._loop)) and time.monotonic() < give_up_at:
             for task in rest:
-                # A task may make its first step before that: Python complains of work that never began.
+                # Cancelled a turn later, a new task makes its first step before. Python complains of work that never began.
                 self._loop.call_soon(task.cancel)
             self._loop.run_until_complete(asyncio.wait(rest, timeout=give_up_at - time.monotonic()))
         self._loop.close()
@@ -173,34 +174,37 @@ class Engine:
     def start(self) -> None:
         """Begins to bring the engine up and returns; with `engine.sleep` it returns once the engine is up and sleeps.
 
-        Before that the engine's client imports vLLM in its own process (5 s) and takes the config, so that one which vLLM
-        refuses is an error of this call.
         Raises: EngineFailed when the engine refuses its config; RuntimeError when it was started before.
         """
         if self._started is not None or self._closed:
             raise Failure("Engine.start: an engine is started once; make a new one")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._janitor = Janitor()
+        # A strong reference in atexit would keep the engine alive until the trainer ends.
         close = weakref.WeakMethod(self.close)
         atexit.register(lambda: (method := close()) and method())
         self._thread.start()
         self._thread.call(self._pool.prepare(), timeout=30.0)
         early.drop()  # engines of another kind have not taken it
         try:
-            # The others have the same settings: they find out by themselves.
+            # The client imports vLLM (5 s) and takes the config, so that a config which vLLM refuses is an error of this
+            # call. The other engines have the same settings and configure themselves later.
             self._pool.lanes[0].core.configure()
         except (ValueError, OSError) as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
         self._started = self._thread.submit(self._pool.start())
         if self.config.sleep:
-            # So the engine measures the GPU before the trainer has taken its part, and the trainer then finds it free.
+            # The engine measures the GPU before the trainer has taken its part, and the trainer then finds it free.
             self.wait_ready()
             self.sleep()
 
     def wait_ready(self, timeout: float | None = None) -> float:
-        """Waits until the engine can sample, and returns the seconds that its start took. Raises EngineFailed when it cannot
-        start, TimeoutError after `timeout` seconds (None stands for `start_deadline_s`), RuntimeError before `start`."""
+        """Waits until the engine can sample, and returns the seconds that its start took.
+
+        Raises EngineFailed when it cannot start, TimeoutError after `timeout` seconds (None: `start_deadline_s`),
+        RuntimeError before `start`.
+        """
         if self._started is None:
             raise Failure("Engine.wait_ready: call start() first")
         timeout = self.config.start_deadline_s if timeout is None else timeout
@@ -209,14 +213,15 @@ class Engine:
         return self._thread.result(self._started)
 
     def close(self) -> None:
-        """Ends the engine and all that belongs to it, also in the midst of a restart or a publication. May be called twice.
+        """Ends the engine and all that belongs to it, even during a restart or a publication. May be called twice.
 
-        Calls that are under way in other threads end with EngineFailed. What goes wrong in here is logged, and the rest is
-        done; an error is raised only when a process of the engine is left."""
+        Calls under way in other threads end with EngineFailed. Raises EngineFailed when a process of the engine is left.
+        """
         if self._closed:
             return
         self._thread.refuse_itself()
         self._closed = True
+        # The pool forgets its cores as they end, and they are looked at once more at the bottom.
         cores = self._pool.cores
         self._pool.refuse()
         if self._thread.is_alive():
@@ -231,9 +236,9 @@ class Engine:
             raise EngineFailed(f"Engine.close: process {groups[0]} of the engine did not end")
 
     def _attempt(self, what: str, step: Callable[[], None]) -> None:
-        """Takes one step of `close`. An error is logged, since the other steps have to be taken all the same."""
         try:
             step()
+        # One step that fails must not keep `close` from the others.
         except Exception:
             log.warning("Engine.close: %s was not closed properly", what, exc_info=True)
 
@@ -247,7 +252,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """The version of the weights that the engine holds. A new one counts once it is loaded."""
+        """The version of the weights that the engine has loaded."""
         return self._pool.version
 
     def sample(
@@ -255,8 +260,7 @@ class Engine:
     ) -> list[list[Completion]]:
         """Draws `n` completions of each prompt, and waits for them. The prompts are groups 0, 1, ... (see `submit`).
 
-        Args: prompts: P lists of token ids; n: completions of each; sampling: how they are drawn; priority: who goes first
-        where others wait, too.
+        Args: prompts: P lists of token ids; n: completions of each; priority: who goes first where others wait, too.
         Returns: P lists of n completions, in the order of the prompts.
         Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond
         help; WeightsIncomplete when the engine sleeps and the last publication broke off (publish again).
@@ -274,10 +278,10 @@ class Engine:
         return groups
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Asks how likely texts are under the weights as they are, at temperature 1 and over the whole vocabulary.
+        """Scores texts under the current weights, at temperature 1 and over the whole vocabulary.
 
-        Args: texts: token ids, two at least of each and fewer than `max_model_len`.
-        Returns: for each text the log-probs, in nats, of its tokens from the second on, float32.
+        Args: texts: lists of token ids, each of at least two and fewer than `max_model_len`.
+        Returns: for each text the log-probs of its tokens from the second on, in nats, float32.
         Raises: as `sample`.
         """
         one = SamplingConfig(max_tokens=1, temperature=0.0)  # vLLM samples one token at least
@@ -293,15 +297,13 @@ class Engine:
         priority: Priority = Priority.SAMPLE,
         home: object = None,
     ) -> "Future[list[Completion]]":
-        """Begins to draw one group, `n` completions of a prompt, and returns. Of equal priority, groups are served in the
-        order in which they were submitted.
+        """Begins to draw one group, `n` completions of a prompt, and returns. Groups of equal priority are served in order.
 
-        Args: prompt: token ids; n: completions; sampling: how they are drawn; on_completion: called with (sample index,
-        completion) as each one is done, in the engine's thread, from where it may not call the engine; group: number of the
-        group among those with the same `sampling.seed`. The seeds of its completions follow from (sampling.seed, group, sample
-        index), whenever it is submitted; priority: who goes first where others wait, too; home: what conversations have in
-        common whose turns go to one engine, which has what was before them in its prefix cache.
-        Returns: a future of the n completions, or of what `sample` raises. Cancelling it ends what is still sampled for this
+        Args: prompt: token ids; on_completion: called with (sample index, completion) as each one is done, in the engine's
+        thread, from where it may not call the engine; group: number of the group among those with the same `sampling.seed`:
+        the seeds of its completions follow from (sampling.seed, group, sample index); priority: who goes first where others
+        wait, too; home: an object that conversations share whose turns go to one engine, for its prefix cache.
+        Returns: a future of the n completions, or of what `sample` raises. Cancelling it ends what is still sampled for the
         group; closing the engine cancels it.
         Raises: ValueError for a prompt that does not fit.
         """
@@ -313,7 +315,8 @@ class Engine:
     def _begin(self, work: Coroutine[Any, Any, Any], priority: Priority) -> Future:
         if priority is not Priority.EVALUATION:
             return self._thread.submit(work)
-        with self._publish_lock:  # a publication under way is waited for: the evaluation begins with its version
+        # An evaluation belongs to one version, so it waits for a publication under way and begins with its weights.
+        with self._publish_lock:
             future = self._thread.submit(work)
             self._evaluation.add(future)
         future.add_done_callback(self._evaluation.discard)
@@ -324,13 +327,12 @@ class Engine:
     ) -> PublishReport:
         """Gives the engine new weights. Requests in flight go on with them, from their next token.
 
-        Args: named_tensors: pairs of Hugging Face name and tensor, of any dtype on any device, for the whole model without tied
-        copies; it may be a generator; version: the policy's version, larger than the last one; adapter: PEFT's config when the
-        tensors are those of an adapter (the engine then needs `lora_rank`), which all requests use from now on, over the model
-        as it is.
+        Args: named_tensors: (Hugging Face name, tensor) of the whole model without tied copies, of any dtype on any device;
+        may be a generator; version: of the policy, larger than the last one; adapter: PEFT's config, if the tensors are those
+        of an adapter (the engine then needs `lora_rank`), which all requests use from now on.
         Returns: what it took, in bytes and seconds.
-        Raises: ValueError for tensors or a version that cannot be; RuntimeError while an evaluation is drawn; EngineFailed when
-        the engine takes the weights neither now nor after a restart.
+        Raises: ValueError for tensors or a version that cannot be; RuntimeError while an evaluation is drawn; EngineFailed
+        when the engine takes the weights neither now nor after a restart.
         """
         if adapter is not None and self.config.lora_rank is None:
             raise Mistake("publish: an adapter, but the engine was started without engine.lora_rank")
@@ -345,56 +347,54 @@ class Engine:
             return PublishReport(buffer.bytes, buffer.sums, copy_s, pause_s, load_s)
 
     def checksums(self) -> list[dict[str, int | None]]:
-        """Proves which weights the engine has taken.
+        """Proves which weights the engine has taken. Raises EngineFailed.
 
-        Returns: for each worker of each engine that serves, the checksum of every tensor of the last published model and
-        adapter, by the name under which it was published. It should be `weight_buffer.checksum` of what was published; None
-        stands for a tensor that came in two forms.
-        Raises: EngineFailed.
+        Returns: for each worker of each engine that serves, the `weight_buffer.checksum` of every tensor of the last
+        published model and adapter, by name. None stands for a tensor that came in two forms.
         """
         return self._thread.call(self._pool.checksums())
 
     def canary(self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig) -> list[CanaryAnswer]:
-        """Asks every engine that serves for the same few samples, before all others that wait, and which weights it has taken.
+        """Asks every engine that serves for the same few samples, ahead of all that wait, and for its checksums.
 
-        Args: as `sample` takes them.
-        Returns: one answer of each engine; one that is lost meanwhile is left out, since it serves again only with weights that
-        it has proven.
-        Raises: as `sample`.
+        Arguments and errors are those of `sample`. Returns one answer of each engine, none of one that is lost meanwhile.
         """
+        # An engine that was lost serves again only with weights that it has proven, so its answer is not missed.
         return self._thread.call(self._pool.ask_each(self._groups(prompts, n, sampling, Priority.CANARY)))
 
     def require_own_model(self) -> None:
-        """Raises ValueError when a server holds weights that a run has published there, and not those of its folder."""
+        """Raises ValueError when a server holds weights that a run has published there, in place of those of its folder."""
         for core in self._pool.cores if self.config.address is not None else ():
             if core.replaced:
                 raise Mistake(f"engine.address: {core.other_model()}")
 
     def sleep(self) -> None:
-        """Gives the engine's memory back on a GPU that it shares with the trainer; without `engine.sleep` nothing happens.
-        `publish` and `sample` wake the engine. Raises EngineFailed."""
+        """Frees the engine's memory on a GPU that it shares with the trainer. `publish` and `sample` wake it.
+
+        Without `engine.sleep` nothing happens. Raises EngineFailed.
+        """
         if self.config.sleep:
             self._thread.call(self._pool.sleep())
 
     def stats(self) -> EngineStats:
-        """Returns the counters of the run until now."""
+        """The counters of the run until now."""
         return self._pool.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run should know: the throttle's findings."""
+        """What a resumed run should know: the throttle's findings."""
         return self._pool.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` of an earlier run has returned."""
+        """Goes on from an earlier run's `state_dict`."""
         self._pool.load_state_dict(state)
 
     # -- inside the loop's thread -------------------------------------------------------------------------------------
 
     def _make_core(self, lane: Lane) -> Core:
-        """Makes a life of an engine, the first one or a later one. Raises OSError when nobody could clean up after it."""
+        """Makes a life of an engine. Raises OSError when the janitor could not clean up after it."""
         log_path = self.log_path.with_name(self.log_path.name.replace("*", str(lane.number)))
         if lane.config.address is not None and self._backend is RemoteCore:
-            # Connections to servers, and how weights travel there, are of no use to a run with an engine of its own.
+            # Imported here, since a run with an engine of its own needs none of it.
             from torchtune_ext.sampling.server import Courier, ServerCore
 
             self._courier = self._courier or Courier(self.log_path)
@@ -402,6 +402,7 @@ class Engine:
             core.peers, core.courier = self._servers, self._courier
         else:
             core = self._backend(self.model_dir, lane.config, log_path, self._janitor.folder, lane.on_step)
+        # The janitor kills these process groups when the trainer dies.
         try:
             self._janitor.guard([other.group for other in self._pool.cores] + [core.group])
         except BaseException:
@@ -414,7 +415,7 @@ BACKENDS: dict[str, Backend] = {"vllm": RemoteCore}
 
 
 def find_backend(name: str) -> Backend:
-    """Returns the backend of that name, or that a dotted path names. Raises ValueError where there is none."""
+    """The backend of that name or dotted path. Raises ValueError where there is none."""
     if name in BACKENDS:
         return BACKENDS[name]
     if "." not in name:

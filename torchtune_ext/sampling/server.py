@@ -1,11 +1,8 @@
 """Uses a vLLM server that somebody else started, behind the same interface as an engine of our own.
 
-Completions go over HTTP (`/inference/v1/generate`: token ids in, token ids, log-probs and versions out). Weights do
-not: a server on the trainer's machine may read them out of its memory, one anywhere is in a group with the trainer's sender
-(`courier.py`). Either has to know our loader. `server_command` gives the command line that starts such a server.
-
-Anyone who reaches the server's weight routes can replace the model, so every request carries a key. It lives in an
-environment variable on both sides (`KEY_VARIABLE`), never in a config, a log or a command line.
+Completions go over HTTP (`/inference/v1/generate`: token ids in; token ids, log-probs and versions out). Weights do not: a
+server on the trainer's machine reads them from its memory, any other gets them from the trainer's sender (`courier.py`).
+`server_command` gives the command line that starts such a server.
 """
 
 import asyncio
@@ -38,7 +35,7 @@ SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "interm
 ADAPTER_NAME = "policy"  # by which requests ask a server for the adapter
 ADAPTER_PATH = "/nowhere/the-adapter-is-in-memory"  # vLLM wants one, and reads nothing there
 HAS_ADAPTER = "already been loaded"
-# Routes of those methods of `AsyncLLM` whose names they do not have, and what the answer calls the result.
+# The routes whose name is not that of the method of `AsyncLLM`, and the key of the result in the answer.
 ROUTES = {
     "is_paused": ("GET", "/is_paused", None),
     "get_weight_version": ("GET", "/weight_info", "weight_version"),
@@ -61,18 +58,18 @@ METRICS = {  # names on vLLM's Prometheus page -> our names
 
 
 def _message(error: Exception) -> str:
-    """Returns the text of an error of aiohttp. Its `repr` would hold the headers of the request, and so the key."""
+    # The `repr` of an error of aiohttp would hold the headers of the request, and so the key.
     return f"{type(error).__name__}: {error}"
 
 
 def _unlike(has: dict[str, Any], needs: dict[str, Any]) -> list[str] | None:
-    """Returns those facts that differ, of the one and of the other, in words; None: none does."""
+    """The facts that differ, in words: those of `has` and those of `needs`. None: all are the same."""
     keys = [key for key in {**needs, **has} if has.get(key) != needs.get(key)]
     return [", ".join(f"{key}={each.get(key)}" for key in keys) for each in (has, needs)] if keys else None
 
 
 class ServerCore(VLLMCore):
-    """Holds one connection to a server. It ends (`CoreLost`) with the first thing that goes wrong, and another one is tried."""
+    """One connection to a server. It ends (`CoreLost`) with the first error, and the lane tries another one."""
 
     group = 0
 
@@ -96,7 +93,9 @@ class ServerCore(VLLMCore):
         self._last: dict[str, float] | None = None
 
     def configure(self) -> None:
-        """Reads the key; who starts the server configures all else. Raises ValueError without a key."""
+        """Reads the key. Raises ValueError without one."""
+        # Whoever reaches the server's weight routes can replace the model, so every request carries a key. It lives only
+        # in an environment variable on both sides, never in a config, a log or a command line.
         key = server_key()
         if key is None:
             raise Mistake(
@@ -108,8 +107,7 @@ class ServerCore(VLLMCore):
         import aiohttp  # noqa: F401  (imported here, it is not imported beside the trainer's own modules)
 
     async def launch(self) -> None:
-        """Waits until the server answers. Raises CoreLost when it does not; ValueError when it is the wrong kind, or
-        its key is not ours."""
+        """Waits for the server. Raises CoreLost when it does not answer; ValueError for a wrong kind of server or key."""
         import aiohttp
 
         self.configure()
@@ -132,8 +130,8 @@ class ServerCore(VLLMCore):
         self.learn(info["vllm_config"])
         if self.transfer != "shm":
             self.courier.start()
-        # A trainer before us may have died in a publication, or lost this server in one. Its requests would go on with weights
-        # that are half loaded.
+        # An earlier trainer may have died, or lost this server, during a publication. Its requests would go on with
+        # half-loaded weights.
         await self.slow("abort_requests")
         await self.slow("resume_generation")
         self.replaced = any(".lora_" not in name for worker in await self.checksums() for name in worker)
@@ -141,8 +139,10 @@ class ServerCore(VLLMCore):
         self.sign_of_life = time.monotonic()
 
     def learn(self, info: dict[str, Any]) -> None:
-        """Takes what a server says of itself that is of the kind which the run needs. Args: info: vLLM's configuration, as its
-        route `/server_info` returns it. Raises ValueError, which says what differs and how to start the server."""
+        """Checks and takes what a server says of itself. Args: info: vLLM's configuration, from the route `/server_info`.
+
+        Raises ValueError, which says what differs from the run's needs and how to start the server.
+        """
         model, cache, parallel = info["model_config"], info["cache_config"], info["parallel_config"]
         config, self._model = self.config, model["model"]
         transfer = (info.get("weight_transfer_config") or {}).get("backend")
@@ -181,7 +181,7 @@ class ServerCore(VLLMCore):
                 f"none; use engine.transfer=gloo, and start the server like this: {self.how()}"
             )
         text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
-        # Its folder may lie elsewhere on another machine.
+        # Only the folder's name is compared: its path may differ on another machine.
         facts = {"model": Path(model["model"]).name, "max_model_len": model["max_model_len"], "dtype": has["dtype"]}
         self.require_alike(facts | {name: text[name] for name in SIZES if name in text})
         self.transfer, self.workers = transfer, parallel.get("world_size") or 1
@@ -190,7 +190,7 @@ class ServerCore(VLLMCore):
         self.vocabulary = text.get("vocab_size") or sys.maxsize  # else the server refuses what is too large
 
     def require_alike(self, facts: dict[str, Any]) -> None:
-        """Raises ValueError where the server differs from what it was before, or else from the first one of the run."""
+        """Raises ValueError where the server differs from what it was before, or from the first one of the run."""
         first = self.address if self.address in self.peers else next(iter(self.peers), self.address)
         if unlike := _unlike(facts, self.peers.get(first, facts)):
             raise Mistake(
@@ -201,21 +201,20 @@ class ServerCore(VLLMCore):
         self.peers[self.address] = facts
 
     def other_model(self) -> str:
-        """Says that the server holds another model than that of its folder."""
         return (
             f"{self.address} does not hold the model of its folder any more: a run has published another one there; start it "
             f"again: {self.how()}"
         )
 
     def how(self) -> str:
-        """Returns the command that starts the server right."""
         command = shown_command(*server_command(self._model, self.config))
         return f"torchtune-ext serve --config CONFIG, with the config and the settings of this run; in full: {command}"
 
     async def _check_guard(self) -> None:
-        """Raises ValueError when the server does not ask for a key, so that others come in, too; CoreLost."""
+        """Raises ValueError when the server answers without a key; CoreLost when it does not answer."""
         import aiohttp
 
+        # This request carries no key, so a guarded server has to refuse it.
         try:
             async with self._session.get(self.address + "/is_paused") as response:
                 status = response.status
@@ -251,7 +250,7 @@ class ServerCore(VLLMCore):
                 raise CoreLost(f"{self.address} failed in a request: {part['error']}")
             details = (part.get("usage") or {}).get("prompt_tokens_details") or {}
             cached = details.get("cached_tokens") or cached
-            # The first token has none. The others have a dict with the one entry of the token.
+            # The first token has no log-prob. Each other one has a dict with a single entry.
             scores += [next(iter(entry.values()))["logprob"] for entry in (part.get("prompt_logprobs") or ())[1:]]
             for choice in part["choices"]:
                 logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -279,6 +278,7 @@ class ServerCore(VLLMCore):
 
     async def load(self, buffers: Sequence[WeightBuffer], version: int) -> tuple[float, float]:
         only_adapter = all(buffer.adapter is not None for buffer in buffers)
+        # An adapter was trained over the model of the folder, and would be applied to another one.
         if self.replaced and buffers and only_adapter:
             raise Mistake(f"publish: an adapter, but {self.other_model()}")
         times = await super().load(buffers, version)
@@ -303,7 +303,7 @@ class ServerCore(VLLMCore):
     async def bring(self, buffer: WeightBuffer, version: int) -> None:
         if self.transfer == "shm":
             return await super().bring(buffer, version)
-        # The courier keeps its own deadline for each server; this one is for a courier that does not.
+        # The courier serves one server after the other, each with a deadline. Their sum is for a courier that hangs.
         limit_s = (1 + len(self.peers)) * (self.config.rpc_deadline_s + START_S)
         await bounded(self, self.courier.deliver(self, buffer, version), limit_s, "deliver")
 
@@ -312,7 +312,7 @@ class ServerCore(VLLMCore):
         if buffer.adapter is None:
             return
         try:
-            # The first adapter that a server is told of gets the id that ours has in its memory.
+            # vLLM gives the first adapter that it is told of the id 1, which is `ADAPTER_ID`.
             await self.quick("add_lora", lora_name=ADAPTER_NAME, lora_path=ADAPTER_PATH)
         except (CoreLost, ValueError) as error:
             if HAS_ADAPTER not in str(error):
@@ -328,7 +328,7 @@ class ServerCore(VLLMCore):
         return f"(in the log of the server {self.address})"
 
     async def stop(self) -> None:
-        """Ends the connection and everything that waits for it; the server ends the requests when we hang up."""
+        """Ends the connection and all that waits for it. The server ends its requests when we hang up."""
         self.dead = True
         if self._poll is not None:
             self._poll.cancel()
@@ -354,8 +354,7 @@ class ServerCore(VLLMCore):
                 return
 
     def _step(self, text: str) -> Step | None:
-        """Returns what has changed since the last look; None where the engine has requests and has made no step. Args: text:
-        vLLM's Prometheus page."""
+        """What has changed since the last look, from vLLM's Prometheus page; None if a busy engine has made no step."""
         now = dict.fromkeys(METRICS.values(), 0.0)
         for line in text.splitlines():
             name = METRICS.get(line.split("{")[0].split(" ")[0])
@@ -363,6 +362,7 @@ class ServerCore(VLLMCore):
                 now[name] += float(line.rsplit(" ", 1)[1])
         last = self._last or now
         busy = now["running"] or now["waiting"] or self.calls
+        # None is no sign of life, so that an engine that hangs with requests is noticed.
         if self._last is not None and busy and now["steps"] and now["steps"] == last["steps"]:
             return None
         self._last = now
@@ -380,7 +380,7 @@ class ServerCore(VLLMCore):
             return part
 
     async def _open(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        """Yields the answer: one JSON object or text, or the objects of an event stream. Raises CoreLost, ValueError."""
+        """Yields one JSON object or text, or the objects of an event stream. Raises CoreLost, ValueError."""
         import aiohttp
 
         try:
