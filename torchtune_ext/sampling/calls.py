@@ -20,8 +20,9 @@ OnCompletion = Callable[[int, Completion], None]  # it takes the index of the sa
 
 
 def mixed_seed(seed: int, *parts: int) -> int:
-    """Returns a seed of 63 bits for a part of what a seed stands for, for instance step 3 of a run. One part after the other is
-    mixed in by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), so that neighbors have nothing in common."""
+    """A seed of 63 bits for a part of what `seed` stands for, for instance step 3 of a run."""
+    # SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) mixes in one part after the other, so that neighboring parts have
+    # seeds with nothing in common.
     mask = (1 << 64) - 1
     value = seed & mask
     for part in parts:
@@ -33,14 +34,14 @@ def mixed_seed(seed: int, *parts: int) -> int:
 
 
 def group_seeds(seed: int | None, group: int, n: int) -> list[int | None]:
-    """Returns the seeds of a group's `n` completions. They follow only from one seed and the number of the group, so that a
-    group has the same seeds whatever is submitted with it; with None they stay None."""
+    """The seeds of a group's `n` completions; None stays None."""
+    # They follow only from the seed and the group's number, so a group has the same seeds whatever is submitted with it.
     return [None if seed is None else mixed_seed(seed, group, s) for s in range(n)]
 
 
 @dataclass(eq=False, slots=True)
 class Submission:
-    """Holds what the requests of one group share. The first fields are what `Engine.submit` takes."""
+    """What the requests of one group share. The first fields are what `Engine.submit` takes."""
 
     prompt: Sequence[int]
     n: int
@@ -80,7 +81,7 @@ class CoreLost(Failure):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Holds the engine's counters after one of its steps."""
+    """The engine's counters after one of its steps."""
 
     usage: float  # share of the KV cache in use
     running: int  # requests
@@ -92,7 +93,7 @@ class Step:
 
 @dataclass(slots=True)
 class Call:
-    """Follows one request through one life of the engine."""
+    """One request in one life of the engine."""
 
     id: str  # unique in the run
     prompt: list[int]
@@ -113,7 +114,7 @@ class Call:
         return self.sampling.early_stop_logprob is not None
 
     def vllm_params(self) -> dict[str, Any]:
-        """Returns what vLLM's `SamplingParams` take, here and on a server."""
+        """The arguments of vLLM's `SamplingParams`, here and on a server."""
         sampling = self.sampling
         return {
             "max_tokens": sampling.max_tokens,
@@ -122,7 +123,7 @@ class Call:
             "top_k": sampling.top_k,
             "seed": self.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
-            # The tokenizer's end token is one of these, or is meant not to end a completion.
+            # A completion ends only with these stops. The tokenizer's end token is one of them where it should end one.
             "ignore_eos": True,
             # Only the log-prob of the sampled token is returned.
             "logprobs": 0,
@@ -132,12 +133,12 @@ class Call:
 
     @contextmanager
     def running(self, calls: dict[str, "Call"]) -> Iterator[None]:
-        """Inside, a backend runs the request, which stands in `calls` meanwhile; `lose` ends that with CoreLost."""
+        """Keeps the request in `calls` while a backend runs it in the body, which `lose` ends with CoreLost."""
         self.task, calls[self.id] = asyncio.current_task(), self
         try:
             yield
         except asyncio.CancelledError:
-            # Only one that came from `lose`, and from nobody else, is a loss.
+            # The caller may have cancelled the task, too. Only a cancellation by `lose` and nobody else is a loss.
             if self.lost and self.task.uncancel() == 0:
                 raise CoreLost(self.lost) from None
             raise
@@ -151,13 +152,9 @@ class Call:
             self.task.cancel()
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
-        """Takes what was sampled; returns whether the request shall end now.
+        """Takes what was sampled. Returns whether the early stop ends the request now.
 
-        An early stop ends a completion that has lost the thread: a running mean of its log-probs falls below a threshold,
-        or one is not a number. The mean is an exponentially weighted one, started at zero and divided by `1 - decay^t`, so
-        that it is a true weighted mean from the first token on (without the division the zero it starts from hides the
-        first hundred tokens). The rule depends only on the tokens, not on when they arrive: the completion is cut at the
-        token where it fired.
+        It does when an exponentially weighted mean of the log-probs falls below the threshold, or one is not a number.
         """
         sampling, before = self.sampling, len(self.tokens)
         self.tokens.extend(tokens)
@@ -166,9 +163,12 @@ class Call:
             return False
         decay = sampling.early_stop_decay
         for count, logprob in enumerate(logprobs, before + 1):
+            # The sum starts at zero, which would hide the first hundred tokens. Divided by 1 - decay^t it is a true
+            # weighted mean from the first token on.
             self._sum = decay * self._sum + (1.0 - decay) * logprob
             low = self._sum / (1.0 - decay**count) < sampling.early_stop_logprob
             if math.isnan(logprob) or (low and count >= sampling.early_stop_min_tokens):
+                # Cut here, the completion does not depend on how many tokens arrive at a time.
                 self.keep = count
                 return True
         return False
@@ -176,14 +176,15 @@ class Call:
     def completion(
         self, reason: str, spans: Iterable[tuple[str, int, int]], cached: int, prompt_logprobs: Sequence[float] = ()
     ) -> Completion:
-        """Puts the result together.
+        """The result.
 
-        Args: reason: the finish reason that the engine gives; spans: (version, first token, last token + 1) for each stretch of
-        tokens from the same weights; cached: prompt tokens that came out of the prefix cache; prompt_logprobs: of its tokens
-        from the second on, where the request asks for them.
+        Args: reason: the engine's finish reason; spans: (version, first token, last token + 1) of each stretch of tokens
+        from the same weights; cached: prompt tokens from the prefix cache; prompt_logprobs: of its tokens from the second on,
+        where the request asks for them.
         """
         versions = np.full(len(self.tokens), self.first_version, np.int32)
         for version, start, end in spans:
+            # vLLM calls the weights "default" until they get a label.
             versions[start:end] = self.first_version if version == "default" else int(version)
         return Completion(
             tokens=np.array(self.tokens[: self.keep], np.int32),
@@ -198,17 +199,16 @@ class Call:
 class Core(Protocol):
     """One life of an engine, as its lane sees it: what a backend (`engine.BACKENDS`) makes.
 
-    A life ends with the first method that raises CoreLost; the lane then calls `stop` and lets the backend make another
-    one, which gets the published weights through `load`. All coroutines run in the engine's asyncio thread. Each of them
-    bounds its own waits by the deadlines of the config. ValueError says that the engine refuses what was asked and lives on.
+    A life ends with the first method that raises CoreLost: the lane then calls `stop`, and the backend makes another one,
+    which gets the published weights through `load`. All coroutines run in the engine's asyncio thread and bound their own
+    waits by the deadlines of the config. ValueError says that the engine refuses what was asked and lives on.
     """
 
     # The requests under way, by their ids.
     calls: dict[str, Call]
-    # The moment of the last sign of life, on time.monotonic(). The lane pings an engine that has requests and gives none.
+    # When it last gave a sign of life, on time.monotonic(). The lane pings an engine that has requests and gives none.
     sign_of_life: float
-    # The next three are known after `launch`: tokens that the KV cache holds, tokens of a block of it, and token ids that the
-    # model has.
+    # Known after `launch`: tokens that the KV cache holds, tokens of one of its blocks, and token ids of the model.
     cache_tokens: int
     block: int
     vocabulary: int
@@ -237,8 +237,10 @@ class Core(Protocol):
         """Returns once the engine can work. Raises CoreLost; ValueError when the engine refuses the config."""
 
     async def generate(self, call: Call) -> Completion:
-        """Runs one request to its end: inside of `call.running`, `call.add` for tokens as they come, `call.completion` for the
-        result. Raises CoreLost; ValueError when the engine refuses the request."""
+        """Runs one request to its end. Raises CoreLost; ValueError when the engine refuses the request.
+
+        It does so inside `call.running`, gives `call.add` the tokens as they come, and returns `call.completion`.
+        """
 
     async def ping(self, deadline_s: float) -> None:
         """Returns once the engine has answered. Raises CoreLost after `deadline_s` seconds; ValueError."""
@@ -259,8 +261,10 @@ class Core(Protocol):
         """Returns the label of what it samples, from the engine itself. Raises CoreLost."""
 
     async def sleep(self, level: int) -> None:
-        """Gives the GPU's memory back and sets `asleep`; an engine that has a GPU of its own may ignore it. Level 1 keeps the
-        weights in host memory, level 2 drops them; `load` wakes it from either. Raises CoreLost."""
+        """Frees the GPU's memory and sets `asleep`; an engine with a GPU of its own may ignore it. Raises CoreLost.
+
+        Level 1 keeps the weights in host memory, level 2 drops them. `load` wakes the engine from either.
+        """
 
     def kill(self) -> None:
         """Ends the engine at once, from any thread and without a wait."""
@@ -273,8 +277,9 @@ class Core(Protocol):
 
 
 def fetch_error(task: asyncio.Future) -> None:
-    """Fetches the error of a task that is done. It is the callback of tasks whose caller may go away before they end (Ctrl-C,
-    a deadline) and has said why: asyncio prints an error that nobody fetches, with its traceback."""
+    """Marks the error of a task that is done as seen."""
+    # asyncio prints an error that nobody fetches, with its traceback. The caller of such a task may leave before it ends
+    # (Ctrl-C, a deadline), and has then said why.
     if not task.cancelled():
         task.exception()
 
@@ -292,7 +297,7 @@ async def together(*work: Awaitable[T]) -> list[T]:
 
 @asynccontextmanager
 async def within(limit_s: float, what: str) -> AsyncIterator[None]:
-    """Raises CoreLost where the body takes longer. Args: what: did not happen."""
+    """Raises CoreLost if the body takes longer. Args: what: did not happen then, for the message."""
     try:
         async with asyncio.timeout(limit_s):
             yield
@@ -301,11 +306,11 @@ async def within(limit_s: float, what: str) -> AsyncIterator[None]:
 
 
 async def bounded(core: Core, call: Awaitable[Any], deadline_s: float, name: str) -> Any:
-    """Awaits a call into the engine, which by itself would never return when the engine dies meanwhile.
+    """Awaits a call into the engine for at most `deadline_s` seconds. Args: name: of the call, in messages.
 
-    Args: core: asked whether it is dead; deadline_s: seconds that the call may take; name: of the call, in messages.
     Raises: CoreLost, after which this life is over; ValueError, as the call raises it.
     """
+    # By itself the call would never return when the engine dies meanwhile, so `core.dead` is asked again and again.
     give_up_at = time.monotonic() + deadline_s
     task = asyncio.ensure_future(call)
     task.add_done_callback(fetch_error)

@@ -1,17 +1,13 @@
-"""The process of vLLM's client: `AsyncLLM`, with all that a request and a token cost outside of the engine's own process.
-
-That is most of what sampling asks of Python (0.7 ms for a request of eleven tokens), and in the trainer's interpreter it
-would take the lock from training, which then took twice as long. So the client lives here.
-`vllm_core.RemoteCore` is the trainer's end.
+"""The process of vLLM's client, `AsyncLLM`, which `vllm_core.RemoteCore` starts in the trainer.
 
     python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
 
-The first frame holds (directory of the model, EngineConfig, path of the log, environment), and may come when vLLM has long been
-imported (`early.py`). After that come messages, as `child_process.ChildProcess` sends them. Unasked it says (0, "step", Step),
-and (0, "dead", how the engine ended).
+In the trainer's interpreter the client would take the lock from training, which then took twice as long: a request of eleven
+tokens costs 0.7 ms of Python.
 
-The engine's process is a fork of this one, so vLLM is imported once for both, and it and its workers belong to our session.
-It ends when this one ends, and this one when the trainer does.
+The first frame holds (directory of the model, EngineConfig, path of the log, environment). After that come messages, as
+`child_process.ChildProcess` sends them. Unasked it says (0, "step", Step), and (0, "dead", how the engine ended). The
+engine's process ends when this one ends, and this one when the trainer does.
 """
 
 import asyncio
@@ -87,8 +83,8 @@ class Client:
         except asyncio.CancelledError:
             return  # the trainer does not wait for it any more
         except BaseException as error:
-            # Nobody sees this process: the trainer has to hear of it, and the log keeps the traceback. vLLM wraps what
-            # happened in the engine's process in a bare Exception.
+            # Nobody sees this process, so the trainer gets the message and the log the traceback. The net is wide, since
+            # vLLM wraps what happened in the engine's process in a bare Exception.
             method = arguments[0] if method == "engine" else method
             logging.getLogger(__name__).exception("%s failed", method)
             answer = ("lost", self.ending() if self.dead else f"the engine failed in {method}: {error!r}")
@@ -96,18 +92,16 @@ class Client:
 
     @property
     def dead(self) -> bool:
-        """Whether the engine has ended."""
         ended = self.process is not None and not self.process.is_alive()
         return ended or (self._llm is not None and self._llm.errored)
 
     def ending(self) -> str:
-        """Says how the engine ended."""
         return how_it_ended(self.process.exitcode, "the engine's process")
 
     # -- what the trainer asks for ------------------------------------------------------------------------------------
 
     async def configure(self) -> None:
-        """Lets vLLM take its configuration. Raises ValueError when it refuses it."""
+        """Makes vLLM's configuration. Raises ValueError when vLLM refuses it."""
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         # vLLM's default loggers are not needed; ours counts.
@@ -115,11 +109,14 @@ class Client:
         self._vllm_config = AsyncEngineArgs(**args).create_engine_config()
 
     async def launch(self) -> tuple[int, int, int]:
-        """Brings the engine up. Returns tokens of its KV cache, tokens of a block of it, and token ids of the model. Raises
-        CoreLost; ValueError when vLLM refuses the configuration."""
+        """Brings the engine up. Returns tokens of its KV cache, tokens of a block of it, and token ids of the model.
+
+        Raises CoreLost; ValueError when vLLM refuses the configuration.
+        """
         import vllm.v1.engine.utils as engine_utils
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        # Our context makes the engine's process a fork of this one where it can, and keeps a handle to it.
         make_context = engine_utils.get_mp_context
         engine_utils.get_mp_context = lambda: EngineContext(self, make_context())
         try:
@@ -131,7 +128,7 @@ class Client:
             raise CoreLost(f"its process did not come up: {error}{how}") from error
         finally:
             engine_utils.get_mp_context = make_context
-        # Only ours stays; vLLM has added one for Prometheus.
+        # vLLM has added a logger for Prometheus, which nobody reads. Only ours stays.
         self._llm.logger_manager.stat_loggers = self._llm.logger_manager.stat_loggers[:1]
         cache = self._llm.vllm_config.cache_config
         block = cache.block_size
@@ -143,8 +140,6 @@ class Client:
         frames = self._frames
 
         class StepLogger(StatLoggerBase):
-            """Hands the counters of every scheduler step on."""
-
             def __init__(self):
                 pass
 
@@ -178,7 +173,7 @@ class Client:
 
         prompt = {"type": "token", "prompt_token_ids": call.prompt}
         prompt |= {"cache_salt": salt} if salt is not None else {}
-        # A path has to be named; nothing is read there, since the adapter is in the engine already.
+        # vLLM wants a path, but reads nothing there, since the adapter is in the engine already.
         lora = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory") if adapted else None
         try:
             with call.running(self.calls):
@@ -223,7 +218,8 @@ class EngineContext:
     """Stands in for the `multiprocessing` context in which vLLM makes its engine's process."""
 
     def __init__(self, client: Client, context: Any):
-        # vLLM says "spawn" on a CPU, since OpenMP's threads do not survive a fork; this process has none.
+        # A fork imports vLLM only once for both processes. On a CPU vLLM would spawn, since OpenMP's threads do not
+        # survive a fork, but this process has none.
         self._client, self._context = client, multiprocessing.get_context("fork") if on_cpu() else context
 
     def Process(self, target: Callable, kwargs: dict[str, Any], name: str) -> Any:  # noqa: N802 (their name)
@@ -238,8 +234,7 @@ class EngineContext:
 
 
 def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str, Any]) -> None:
-    """Lives as the engine's process. Args: parent: process id of the client; end: descriptor of the client's socket, which a
-    fork has inherited; target, kwargs: the function that vLLM runs in it, and its arguments."""
+    """The engine's process. Args: parent: process id of the client; end: descriptor of the client's socket after a fork."""
     die_with_parent(parent)
     if end is not None:
         os.close(end)  # else the trainer would not see that the client has died
@@ -249,15 +244,15 @@ def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str,
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP may have read another number
     Path("/proc/self/comm").write_text("vllm-engine")  # what `top` shows
     logging.basicConfig(level=LOG_LEVEL, format=f"(engine) {LOG_FORMAT}", force=True)
-    # A publication has what a checkpoint has: no buffers of RoPE, and no second copy of a tied output layer. vLLM calls that a
-    # failure, ten times in each; whether every tensor has arrived is what its checksum says.
+    # Like a checkpoint, a publication has no RoPE buffers and no second copy of a tied output layer. vLLM logs that as a
+    # failure, ten times each. Whether every tensor has arrived is what the checksums say.
     reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     reload.addFilter(lambda record: record.msg != "%s: Failed to load weights")
     target(**kwargs)
 
 
 def _settle(log: str, environ: dict[str, str]) -> None:
-    """Takes the place of a process that was started with this log and this environment."""
+    """Gives a process that was begun early (`early.py`) the log and the environment that it would have started with."""
     with open(log, "ab", buffering=0) as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
@@ -267,7 +262,7 @@ def _settle(log: str, environ: dict[str, str]) -> None:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Lives as the client of one engine. Args: descriptor: of the socket; parent: process id of the trainer."""
+    """The client of one engine. Args: descriptor: of the socket; parent: process id of the trainer."""
     die_with_parent(parent)
     logging.basicConfig(level=LOG_LEVEL, format=f"(client) {LOG_FORMAT}")
     end = socket.socket(fileno=descriptor)
@@ -282,7 +277,7 @@ def main(descriptor: int, parent: int) -> None:
         import vllm.v1.engine.core  # noqa: F401
     finally:
         imported_s = time.monotonic() - started
-        # An error of the import is for the log, which the first frame names.
+        # In `finally`, since an error of the import belongs in the log, which only the first frame names.
         model_dir, config, log, environ = receive(end)
         _settle(log, environ)
     print(f"engine {os.getpid()}: vLLM imported in {imported_s:.1f} s", file=sys.stderr, flush=True)

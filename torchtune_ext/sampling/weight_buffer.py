@@ -1,8 +1,4 @@
-"""Holds the last published weights in an anonymous file in memory, which vLLM's process opens through /proc.
-
-Nothing has a name in a file system, so nothing is left when the trainer dies; and an engine that had to be started
-again finds the current weights there, not those of the disk.
-"""
+"""Holds the last published weights in an anonymous file in memory, which vLLM's process opens through /proc."""
 
 import asyncio
 import math
@@ -33,23 +29,21 @@ LINES = {"cpu": 16, "cuda": 1 << 12}  # lines in one go: they stay in a core's c
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> int:
-    """Returns 64 bits that tell the bytes of a tensor from others. They are computed where it lies: only they leave a GPU.
-
-    A line of 32-bit words x_i becomes the sum of w_i x_i modulo 2^64, with odd w_i that look random; the sums of all lines
-    are words again, until one sum is left. A change of one word always shows. Any other change, for instance two words or
-    tensors that were swapped, is overlooked with a chance of 2^-32 for each round. It is no defence against forgery.
-    """
+    """A checksum of the bytes of a tensor, 64 bits, computed on its device. It is no defense against forgery."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size, weights = data.numel(), _checksum_weights(tensor.device)
+    # Each line of 32-bit words x_i becomes the sum of w_i x_i modulo 2^64. The sums are words again, until one is left.
+    # The w_i are odd, so a change of one word always shows. They look random, so any other change, for instance two words
+    # that were swapped, is overlooked with a chance of 2^-32 in each round.
     while True:
         whole = data.numel() // (4 * LINE) * (4 * LINE)
         rest = torch.zeros(4 * LINE, dtype=torch.uint8, device=tensor.device)
         rest[: data.numel() - whole] = data[whole:]
-        # A view as words has to be aligned.
+        # A view as words has to be aligned to four bytes.
         body = data[:whole] if data.storage_offset() % 4 == 0 else data[:whole].clone()
         lines = [*body.view(torch.int32).view(-1, LINE).split(LINES.get(tensor.device.type, LINES["cuda"]))]
         lines.append(rest.view(torch.int32)[None])
-        # It is made once, since fresh pages are dear.
+        # All products use one buffer: fresh pages for each would be slow.
         room = torch.empty(max(map(len, lines)), LINE, dtype=torch.int64, device=tensor.device)
         sums = [torch.mul(part, weights, out=room[: len(part)]).sum(1) for part in lines]
         data = torch.cat(sums).view(torch.uint8)
@@ -59,7 +53,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 @lru_cache
 def _checksum_weights(device: torch.device) -> torch.Tensor:
-    """Returns [LINE] odd numbers, int64: the mixer of SplitMix64 (Steele et al. 2014) over 1, 2, 3, ..."""
+    """[LINE] odd numbers, int64: the mixer of SplitMix64 (Steele et al. 2014) over 1, 2, 3, ..."""
     mask = (1 << 64) - 1
     weights = []
     for i in range(1, LINE + 1):
@@ -72,8 +66,7 @@ def _checksum_weights(device: torch.device) -> torch.Tensor:
 
 
 def differences(sent: Mapping[str, int], taken: Mapping[str, int | None], engine: str, worker: int) -> str | None:
-    """Says which tensors of a worker of an engine are not those that were sent; None: all are. Args: sent, taken: checksums by
-    name."""
+    """Says which tensors of a worker are not those that were sent; None: all are. Args: sent, taken: checksums by name."""
     wrong = sorted(name for name in sent.keys() | taken.keys() if sent.get(name) != taken.get(name))
     if not wrong:
         return None
@@ -85,20 +78,23 @@ def differences(sent: Mapping[str, int], taken: Mapping[str, int | None], engine
 
 
 async def wrong_tensors(published: "Sequence[WeightBuffer]", core: Core) -> str | None:
-    """Compares the checksums of each worker of an engine with what was published. Returns None when they are the same. Raises
-    CoreLost. The caller has to keep writers out."""
+    """What `differences` says of the first worker that has any; None: no one has. Raises CoreLost.
+
+    The caller has to keep writers out.
+    """
     sent = {name: value for buffer in published for name, value in buffer.sums.items()}
     messages = [differences(sent, taken, "it", worker) for worker, taken in enumerate(await core.checksums())]
     return next(filter(None, messages), None)
 
 
 class WeightBuffer:
-    """Holds one set of weights, of a model or of an adapter, and the list of what lies where."""
+    """One set of weights, of a model or of an adapter, and the list of what lies where."""
 
     def __init__(self):
         self.adapter: dict[str, Any] | None = None  # PEFT's config, when the tensors are those of an adapter
         self.version = -1  # version of the policy whose weights these are; -1: never published
         self.loaded = -1  # last version of these weights that an engine has taken
+        # The file has no name in a file system, so nothing is left when the trainer dies.
         self._fd = os.memfd_create("torchtune-ext-weights", os.MFD_CLOEXEC)
         self._token = os.urandom(TOKEN)
         self.manifest: dict[str, list] | None = None  # None before the first publication
@@ -108,19 +104,18 @@ class WeightBuffer:
         self._pinned: torch.Tensor | None = None  # all of it [bytes], once weights came from a GPU
 
     def address(self) -> dict[str, str]:
-        """Says where another process of this user, on this machine, opens the memory, and by which token it knows that it is
-        the right one."""
+        """Where another process of this user on this machine opens the memory, and the token with which it begins."""
         return {"path": f"/proc/{os.getpid()}/fd/{self._fd}", "token": self._token.hex()}
 
     def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
-        """Copies the tensors, one after the other, so that they may come out of a generator that gathers each of them.
+        """Copies tensors of any dtype from any device, with their Hugging Face names. Returns the seconds that it took.
 
-        Args: named_tensors: pairs of Hugging Face name and tensor, of any dtype on any device.
-        Returns: the seconds that it took. Raises ValueError when there are no tensors, or two of one name.
+        Raises ValueError when there are no tensors, or two of one name.
         """
         started = time.monotonic()
         names, dtypes, shapes, offsets, sums, end, size = [], [], [], [], {}, TOKEN, 0
         self._write(memoryview(self._token), 0)
+        # One tensor after the other, so that a generator may gather each one when it is asked for it.
         for name, tensor in named_tensors:
             # From here on the last publication is overwritten.
             self.complete = False
@@ -146,7 +141,8 @@ class WeightBuffer:
         if self._pinned is None or self._pinned.numel() < end:
             self._unpin()
             os.ftruncate(self._fd, end)
-            if tensor.is_cuda:  # so the first publication, whose size nobody knew, is the slow one
+            # Pinning needs the size, which the first publication tells only at its end. So only that one is slow.
+            if tensor.is_cuda:
                 self._pinned = pin(memory_of(self.address()["path"]))
         self.manifest = {"names": names, "dtype_names": dtypes, "shapes": shapes, "offsets": offsets}
         self.bytes, self.sums, self.complete = size, sums, True
@@ -171,51 +167,45 @@ class WeightBuffer:
 
 
 def memory_of(path: str) -> torch.Tensor:
-    """Returns the memory of a `WeightBuffer` [bytes], uint8, mapped and not copied. Any process of this user on this
-    machine can read it. Args: path: `WeightBuffer.address()["path"]`."""
+    """The memory of a `WeightBuffer` [bytes], uint8, mapped and not copied. Args: path: that of its `address()`."""
     return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
 
 
 def pin(memory: torch.Tensor) -> torch.Tensor:
-    """Lets a GPU copy to and from mapped memory [bytes] by itself: the 15 GB of a 7B model in 0.3 s on an H100, where the
-    driver, by way of buffers of its own, takes 11 and 3 s. To be undone by `unpin`, while it is mapped. Raises
-    torch.cuda.CudaError."""
+    """Lets a GPU copy directly to and from mapped memory [bytes], until `unpin`. Raises torch.cuda.CudaError."""
+    # The 15 GB of a 7B model then take 0.3 s on an H100. Through the driver's own buffers they take 11 s one way and 3 s
+    # the other.
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     return memory
 
 
 def unpin(memory: torch.Tensor) -> None:
     """Ends what `pin` began."""
-    # An error would only repeat that the GPU has failed before, and hide what told so.
+    # Unchecked: an error would only repeat that the GPU has failed before, and hide the first message.
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) from the memory of a `WeightBuffer`: views of it, so that those that are kept have to be copied.
-    Args: path: as in `memory_of`; manifest: `WeightBuffer.manifest`."""
+    """Yields (name, tensor): views of the memory of a `WeightBuffer`. Args: path: as in `memory_of`; manifest: its list."""
     return views(memory_of(path), manifest)
 
 
 def views(memory: torch.Tensor, manifest: Mapping[str, Sequence]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) from bytes in which tensors lie as a manifest says. Args: memory: [bytes], uint8."""
+    """Yields (name, tensor): views of memory [bytes], uint8, in which tensors lie as a manifest says."""
     for name, dtype_name, shape, offset in zip(*(manifest[key] for key in MANIFEST), strict=True):
         dtype = getattr(torch, dtype_name)
         yield name, memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 class Buffers:
-    """Holds the buffers of a run, the model's and the adapter's, and the lock between the thread that writes them and the
-    engines that read them.
-
-    The publisher holds the lock while it copies and gives it back before it waits for the engines; their loop holds it while
-    any of them loads, and waits for it without standing still. So neither waits for the other for ever, and no engine loads
-    what is half written. Engines read at the same time; none begins to while the publisher waits.
-    """
+    """The buffers of a run, the model's and the adapter's, which one thread writes and all engines read."""
 
     def __init__(self, deadline_s: float):
         """Args: deadline_s: seconds that one call into the engine may take, and a copy that the engine waits for."""
         self.model, self.adapter = WeightBuffer(), WeightBuffer()
         self.deadline_s = deadline_s
+        # No engine may load what is half written. The publisher holds the lock while it copies, and gives it back before
+        # it waits for the engines. Their loop holds it while any of them loads. So neither waits for the other for ever.
         self._lock = threading.Lock()
         self._readers = 0  # engines that load now; they share the lock
         self._writer_waits = False
@@ -232,7 +222,8 @@ class Buffers:
         return buffers
 
     def check_complete(self) -> None:
-        """Raises WeightsIncomplete, unless somebody is writing now, who may complete them."""
+        """Raises WeightsIncomplete, unless somebody is writing now and may complete them."""
+        # The lock is held by readers or by the writer. Without readers it is the writer.
         if self._readers or not self._lock.locked():
             self.published  # noqa: B018  (it raises)
 
@@ -243,11 +234,10 @@ class Buffers:
         adapter: dict[str, Any] | None,
         current: int,
     ) -> tuple[WeightBuffer, float]:
-        """Copies a publication.
+        """Copies a publication. Returns the buffer that was written, and the seconds that it took.
 
         Args: named_tensors, version, adapter: as `Engine.publish` takes them; current: the version that the engine holds.
-        Returns: the buffer that was written, and the seconds that it took.
-        Raises: ValueError; EngineFailed when the engine was closed or reads on and on.
+        Raises: ValueError; EngineFailed when the engine was closed or does not stop reading.
         """
         buffer, other, kind = (
             (self.model, self.adapter, "adapter") if adapter is None else (self.adapter, self.model, "model")
@@ -256,7 +246,7 @@ class Buffers:
         try:
             if self._closed:
                 raise EngineFailed("the engine was closed")
-            # A version counts once an engine has loaded it; one that none would take may be tried again.
+            # A version counts once an engine has loaded it. One that no engine took may be tried again.
             if version < current or version <= buffer.loaded:
                 raise Mistake(f"publish: version {version} after {max(current, buffer.loaded)}; versions grow")
             if other.manifest is not None and not other.complete:
@@ -268,7 +258,7 @@ class Buffers:
             self._lock.release()
 
     def _acquire(self) -> None:
-        # The calls of one load may not take as long together.
+        # More than all calls of one load may take together.
         limit = 6 * self.deadline_s
         give_up_at = time.monotonic() + limit
         self._writer_waits = True
@@ -293,6 +283,8 @@ class Buffers:
     async def reading(self) -> AsyncIterator[None]:
         """Keeps writers out while the body runs. Only one thread may use it. Raises CoreLost after `deadline_s` seconds."""
         give_up_at = time.monotonic() + self.deadline_s
+        # The first reader takes the lock, and others join it unless the writer waits, who would otherwise starve. The wait
+        # polls, since a blocked `acquire` would stop the loop of all engines.
         while not ((self._readers and not self._writer_waits) or self._lock.acquire(blocking=False)):
             if self._closed:
                 raise CoreLost("the engine is closed")
@@ -308,9 +300,9 @@ class Buffers:
                 self._lock.release()
 
     def close(self) -> None:
-        """Frees the memory. Ends a copy that is under way; raises TimeoutError when it does not end: a file that is still
-        written has to keep its number."""
+        """Ends a copy that is under way, and frees the memory. Raises TimeoutError when the copy does not end."""
         self._closed = True
+        # A file that is still written has to keep its descriptor: a file opened later could get the same number.
         if not self._lock.acquire(timeout=5.0):
             raise Late("a publication is still copying; its memory is freed with this process")
         try:
