@@ -1,10 +1,9 @@
-"""The engines of a run, behind one set of calls: groups are shared out, weights go to all, and who is lost is done without.
+"""The engines of a run behind one set of calls: groups are shared out, and weights go to all.
 
     pool = Pool(config, make_core, buffers, version=0)
     completions = await pool.draw(submission)
 
-One engine is a pool of one lane, and nothing in here asks how many there are. A pool goes on with the engines that are left,
-and says so; it fails when none is.
+One engine is a pool of one lane. A pool goes on with the engines that are left, and fails when none is.
 """
 
 import asyncio
@@ -31,9 +30,8 @@ class Pool:
     """Owns the lanes of a run. Coroutines run in the asyncio thread of the engines, all other methods in any."""
 
     def __init__(self, config: EngineConfig, make_core: Callable[[Lane], Core], buffers: Buffers, version: int):
-        """Args: config: of the engines together (`engine_configs`); make_core: begins a life of one of them; buffers: hold the
-        current weights; version: label of weights that were never published. Raises ValueError for more engines than
-        devices."""
+        """Args: make_core: begins a life of a lane; buffers: hold the current weights; version: label of weights that were
+        never published. Raises ValueError for more engines than devices."""
         self.make_core, self.buffers, self.first_version = make_core, buffers, version
         self.ids = itertools.count()  # of requests
         self.lanes: list[Lane] = []
@@ -47,7 +45,7 @@ class Pool:
 
     @property
     def serving(self) -> list[Lane]:
-        """The engines that may be given requests."""
+        """The engines that take requests."""
         return [lane for lane in self.lanes if lane.serves]
 
     @property
@@ -75,7 +73,7 @@ class Pool:
         return any(other is not lane for other in self.serving)
 
     def changed(self, lane: Lane, served: bool) -> None:
-        """An engine is in another state. What waits for a lost one goes to others. Args: served: before that."""
+        """Says what became of an engine, and sends what waits for it to others. Args: served: whether it did until now."""
         others = self.others_serve(lane)
         if lane.closed:
             return
@@ -98,8 +96,8 @@ class Pool:
             lane.core = self.make_core(lane)
 
     async def start(self) -> float:
-        """Brings all engines up at the same time. Returns the seconds that it took since `prepare`. Raises EngineFailed for the
-        first that cannot come up: here that is a mistake of the config, mostly."""
+        """Brings all engines up at once, and returns the seconds since `prepare`. Raises EngineFailed."""
+        # Nothing goes on with fewer engines yet: one that cannot come up at the start is mostly a mistake of the config.
         await asyncio.gather(*(lane.start() for lane in self.lanes))
         for lane in self.lanes:
             await lane.ready()
@@ -107,14 +105,15 @@ class Pool:
         return time.monotonic() - self._prepared
 
     def refuse(self) -> None:
-        """Ends all engines at once, from any thread: those that come up, too, and there will be no others."""
+        """Kills all engines at once, from any thread, and lets no others come up."""
         for lane in self.lanes:
             lane.closed = True
+        # The loop's thread may stand still while an engine comes up. It goes on once that engine is dead.
         for core in self.cores:
-            core.kill()  # the loop's thread may stand still while an engine comes up, and goes on once that is dead
+            core.kill()
 
     async def close(self) -> None:
-        """Ends the present lives and every wait for an engine. The error of the first that could not be ended is raised."""
+        """Ends the present lives and every wait for an engine. Raises the first error."""
         ends = await asyncio.gather(*(lane.close() for lane in self.lanes), return_exceptions=True)
         for error in ends:
             if error is not None:
@@ -124,7 +123,9 @@ class Pool:
 
     async def draw(self, group: Submission, to: Lane | None = None) -> list[Completion]:
         """Draws the completions of a group. Args: to: the engine that has to do it; None: any.
-        Raises ValueError, EngineFailed, WeightsIncomplete; CoreLost when `to` is lost and others serve."""
+
+        Raises ValueError, EngineFailed, WeightsIncomplete; CoreLost when `to` is lost and others serve.
+        """
         self._send(group, to or self._home(group) or self._choose())
         self._groups.add(group)
         try:
@@ -133,7 +134,6 @@ class Pool:
             self._groups.remove(group)
 
     async def _one(self, group: Submission, sample: int, to: Lane | None) -> Completion:
-        """Draws one completion, by as many engines as it takes."""
         while True:
             lane = group.lane
             try:
@@ -142,7 +142,7 @@ class Pool:
             except (CoreLost, EngineFailed):
                 if to is not None or lane.closed or not self.left:
                     raise  # no other engine can do what this one could not
-            # The first of its requests that learns of the loss finds the group another engine. The others follow it there.
+            # The first request that learns of the loss finds the group another engine. The others follow it there.
             if group.lane is lane:
                 self._send(group, self._choose())
         group.left -= 1
@@ -152,24 +152,23 @@ class Pool:
 
     # -- routing ------------------------------------------------------------------------------------------------------
     #
-    # A group goes as a whole to the engine with the fewest requests that have not ended, so that its prompt is computed
-    # once, by that engine, and the others keep their caches for their own groups. It stays there, unless that engine is
-    # lost, and so do the later turns of its conversations, which begin with what that engine has computed.
+    # A whole group goes to the engine with the fewest unfinished requests: its prompt is computed only once, and the other
+    # engines keep their caches for their own groups. The group stays there unless that engine is lost. So do the later turns
+    # of its conversations, which begin with what that engine has computed.
     #
-    # Hashing the prompt would look at no load: published runs with it had one engine whose cache fell from 98% to 5% hits
-    # while three were idle.
+    # Routing by a hash of the prompt would ignore the load: in published runs with it, the cache of one engine fell from 98%
+    # to 5% hits while three were idle.
 
     def _home(self, group: Submission) -> Lane | None:
-        """Returns the engine that drew the turns before, if it serves; None for the first one."""
+        """The engine that drew the turns before, if it serves."""
         lane = self._homes.get(group.home) if group.home is not None else None
         return lane if lane is not None and lane.serves else None
 
     def _choose(self) -> Lane:
-        """Returns the engine with the fewest requests: one that serves, or else one that may do so later."""
+        """The engine with the fewest requests: one that serves, or else one that may do so later."""
         return min(self.serving or self.left or self.lanes, key=self._load)
 
     def _load(self, lane: Lane) -> int:
-        """Returns how many requests at an engine have not ended."""
         return sum(group.left for group in self._groups if group.lane is lane)
 
     def _send(self, group: Submission, lane: Lane) -> None:
@@ -199,9 +198,11 @@ class Pool:
             lanes = self.left  # the others were lost after it, and somebody comes back
 
     async def load(self, version: int) -> tuple[float, float]:
-        """Brings newly published weights into every engine. Returns the longest pause and the longest loading among them, in
-        seconds. Raises EngineFailed when none takes them, or when one that serves was not told of them; ValueError when one
-        refuses them."""
+        """Brings newly published weights into every engine. Returns the longest pause and the longest loading, in seconds.
+
+        Raises EngineFailed when none takes them, or when one that serves was not told of them; ValueError when one refuses
+        them.
+        """
         try:
             times = await self._each(lambda lane: lane.load(), self.up)
         finally:
@@ -219,7 +220,7 @@ class Pool:
         return [worker for lane in self.lanes if lane in sums for worker in sums[lane]]
 
     async def sleep(self) -> None:
-        """Makes all engines give their GPU memory back, those that just come up, too. Raises EngineFailed when none is left."""
+        """Makes all engines free their GPU memory, even those that just come up. Raises EngineFailed when none is left."""
         work = [lane.sleep() for lane in self.left or self.lanes]
         errors = [error for error in await asyncio.gather(*work, return_exceptions=True) if error is not None]
         refused = [error for error in errors if not isinstance(error, EngineFailed)]
@@ -239,7 +240,8 @@ class Pool:
                 return None
 
         answers: list[CanaryAnswer] = []
-        while not answers:  # each was lost while another one served: those that have come back are asked
+        # Without an answer, each engine was lost while another one served. Those that have come back are asked.
+        while not answers:
             of_lane = await self._each(ask, self.up)
             answers = [of_lane[lane] for lane in self.lanes if of_lane.get(lane) is not None]
         return answers
@@ -247,7 +249,7 @@ class Pool:
     # -- what it knows ------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Returns the counters of the run until now, of all engines."""
+        """The counters of the run until now, of all engines."""
         lanes, serving = self.lanes, self.serving
         return EngineStats(
             **{name: sum(lane.counts[name] for lane in lanes) for name in COUNTS},
@@ -261,12 +263,12 @@ class Pool:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run should know: the throttles' findings, one engine after the other."""
+        """What a resumed run should know: the throttles' findings, one engine after the other."""
         return {"engines": [lane.throttle.controller.state_dict() for lane in self.lanes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` of an earlier run has returned, before anything is sampled. With more engines now,
-        those findings count for several."""
+        """Goes on from an earlier run's `state_dict`. To be called before anything is sampled."""
         states = state["engines"]
+        # If there are more engines now, several share one finding.
         for lane in self.lanes:
             lane.throttle.controller.load_state_dict(states[lane.number % len(states)])

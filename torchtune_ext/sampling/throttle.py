@@ -1,20 +1,8 @@
 """Decides how many requests may be in flight: as many as the KV cache holds, so that it is full and nothing is preempted.
 
-Too few requests leave the hardware idle. Too many fill the KV cache: vLLM then throws requests out and computes them
-again later, and the ones that wait inside the engine gain nothing over waiting outside. The right number depends on the
-lengths of prompts and completions, which change as the policy learns, so it is measured.
-
-`Controller` is the pure part: it sees the engine's counters, step by step, and says how many. `Throttle` is the
-semaphore of that size.
-
-The rule. Requests that have just begun use little, so the use at one moment says nothing; but over a *round* (as many
-completions as the limit allows requests, so every one of them was new once and finished once) the highest use does. If
-`n` requests used at most a share `u` of the cache, then about `n * target / u` use the share `target`. Growth is
-bounded by `MAX_GROWTH` a round, since the first rounds have seen only the first prompts. When chance brings many long
-completions together, a brake holds: when the cache is nearly full, places that become free are not given away. How
-nearly depends on how many requests there are, since the use of many fluctuates less. A preemption shows a limit that
-was too high: it falls at once, and the target falls a little and comes back slowly, so that the same is not tried again
-soon.
+Too few leave the hardware idle. Too many fill the cache, and vLLM throws requests out and computes them again later. The
+right number depends on the lengths of prompts and completions, which change as the policy learns, so it is measured:
+`Controller` reads it from the engine's counters, and `Throttle` is a semaphore of that size.
 """
 
 import asyncio
@@ -23,14 +11,16 @@ from collections import deque
 
 from torchtune_ext.sampling.records import Priority
 
-MAX_GROWTH = 4.0  # factor by which the limit grows in one round, at most
+# The limit grows at most by this factor in one round: the first rounds have seen only the first prompts.
+MAX_GROWTH = 4.0
 SHRINK = 0.85  # the next limit, as a share of the requests that ran when one was preempted
 TARGET = 0.92  # share of the KV cache to use
 TARGET_MIN = 0.7  # the lowest target, after many preemptions
 TARGET_DOWN = 0.04  # what a preemption takes from the target
 TARGET_UP = 0.0005  # what a round without a preemption gives back
 MEMORY = 4  # rounds whose worst decides
-# Divided by the square root of the requests it is the share of the cache that is left free for the growth of those inside.
+# Divided by the square root of the number of requests, this is the share of the cache that stays free for their growth:
+# the use of many requests fluctuates less.
 HEADROOM = 1.2
 HEADROOM_MIN, HEADROOM_MAX = 0.05, 0.2
 TOLERANCE = 0.05  # changes of the limit by a smaller share are not made
@@ -40,8 +30,7 @@ class Controller:
     """Follows the engine's counters. It has no clock and no I/O: the same observations give the same limits."""
 
     def __init__(self, ceiling: int, limit: int | None = None):
-        """Args: ceiling: most requests that the engine takes into one step (`max_num_seqs`); limit: the first one, in requests;
-        with None the first call of `expect` sets it."""
+        """Args: ceiling: most requests of one engine step (`max_num_seqs`); limit: the first one; None: `expect` sets it."""
         self.ceiling = ceiling
         self.limit = min(limit or 1, ceiling)
         self.known = limit is not None  # whether the limit was measured; until then `expect` sets it
@@ -54,8 +43,9 @@ class Controller:
         self.start_round()
 
     def start_round(self) -> None:
-        """Forgets the observations of this round. Also called when nothing is in flight any more: the requests that come then
-        are all new."""
+        """Forgets the observations of this round. To be called, too, when no request is in flight any more."""
+        # Requests that have just begun use little, so the use at one moment says nothing. A round has as many completions
+        # as the limit allows requests, so each of them was new once and finished once, and its highest use counts.
         self.finished = 0  # completions in this round
         self.peak = 0.0  # highest KV-cache use
         self.in_flight = 0  # most requests running at one time
@@ -63,8 +53,7 @@ class Controller:
         self.crowded = False  # whether requests waited inside the engine because the cache was full
 
     def expect(self, cache_tokens: int, prompt_tokens: int, max_tokens: int, samples: int, block: int) -> None:
-        """Sets a first limit, on the safe side: every completion takes its longest possible length. Until a limit was
-        measured, the lowest one counts, of whatever group.
+        """Sets a first limit, as if every completion took its longest possible length.
 
         Args: cache_tokens: size of the KV cache; prompt_tokens: of the group's prompt; max_tokens: of a completion;
         samples: requests that share the prompt; block: tokens of a block of the cache.
@@ -73,20 +62,21 @@ class Controller:
             # Whole blocks are shared; the rest of the prompt is not.
             shared = prompt_tokens // block * block
             own = -(-(prompt_tokens - shared + max_tokens) // block) * block
-            # There is one prompt more, whose first samples come while others still run.
+            # The next group's prompt is in the cache, too, when its first samples come while others still run.
             room = TARGET * cache_tokens - shared
             limit = max(1, min(self.ceiling, int(room / (own + shared / samples))))
+            # Until a limit is measured, the lowest one of all groups counts.
             if self.expected is None or limit < self.expected:
                 self.expected = self.limit = self.allowed = limit
                 self.start_round()
 
     def step(self, usage: float, running: int, waiting: int, preempted: int, blocked: bool) -> None:
-        """One step of the engine.
+        """Takes one step of the engine.
 
         Args: usage: share of the KV cache in use; running, waiting: requests in the step and in the engine's queue;
         preempted: requests thrown out in it; blocked: whether requests wait for this throttle.
         """
-        # After a pause, or when the last requests left in this step, there is nothing to learn, whatever else it says.
+        # After a pause, or when the last requests left in this step, there is nothing to learn.
         if not running:
             return
         if running + waiting <= self.limit:
@@ -95,7 +85,9 @@ class Controller:
         self.in_flight = max(self.in_flight, running)
         self.binding = self.binding or blocked
         self.crowded = self.crowded or (waiting > 0 and usage >= self.target)
-        # A preemption that follows from the same excess teaches nothing new.
+        # A preemption shows that the limit was too high: it falls at once. The target falls a little and comes back
+        # slowly, so that the same limit is not tried again soon. While requests above the new limit are still in flight,
+        # further preemptions follow from the same excess and teach nothing.
         if preempted and not self.settling:
             self.target = max(TARGET_MIN, self.target - TARGET_DOWN)
             self.costs.append((running, 1.0 / running))
@@ -103,6 +95,7 @@ class Controller:
             self.known = self.settling = True
         if self.settling:
             self.start_round()
+        # The brake: chance may bring many long completions together, so a nearly full cache gets no new requests.
         free = min(HEADROOM_MAX, max(HEADROOM_MIN, HEADROOM / math.sqrt(max(running, 1))))
         self.allowed = min(self.limit, max(1, running + waiting)) if usage >= 1.0 - free else self.limit
 
@@ -116,7 +109,8 @@ class Controller:
         self.known = True
         self.target = min(TARGET, self.target + TARGET_UP)
         self.costs.append((self.in_flight, self.peak / self.in_flight))
-        # What few requests cost says little about many: they share fewer prompts, and chance weighs more.
+        # If n requests used at most a share u of the cache, about n * target / u use the share `target`. Rounds with far
+        # fewer requests say little about the present ones: they share fewer prompts, and chance weighs more.
         cost = max(cost for in_flight, cost in self.costs if 2 * in_flight >= self.in_flight)
         requests = math.floor(self.target / max(cost, 1e-9))
         limit = max(1, min(requests, self.ceiling, math.floor(self.limit * MAX_GROWTH)))
@@ -127,11 +121,11 @@ class Controller:
         self.start_round()
 
     def state_dict(self) -> dict[str, float | int | bool]:
-        """Returns what a resumed run needs to go on with the limit of this one."""
+        """What a resumed run needs to go on with this limit."""
         return {"limit": self.limit, "known": self.known, "target": self.target}
 
     def load_state_dict(self, state: dict[str, float | int | bool]) -> None:
-        """Goes on from what `state_dict` of an earlier run has returned."""
+        """Goes on from an earlier run's `state_dict`."""
         self.limit = max(1, min(int(state["limit"]), self.ceiling))
         self.known = bool(state["known"])
         self.target = min(TARGET, max(TARGET_MIN, float(state["target"])))
@@ -140,16 +134,14 @@ class Controller:
 
 
 class Throttle:
-    """Is a semaphore whose size may change while it is in use. An evaluation goes before every sample; among equals, the first
-    to come is the first served, so that the samples of a group go to the engine together and share their prompt. The canary
-    does not wait: its requests are few, fit into the free part of the KV cache, and hold places that samples then wait for. All
-    calls come from one asyncio loop."""
+    """A semaphore whose size may change while it is in use. All calls come from one asyncio loop."""
 
     def __init__(self, controller: Controller, fixed: int | None = None):
         """Args: controller: says how many places there are; fixed: their number, whatever the controller says."""
         self.controller, self.fixed = controller, fixed
         self.held = 0
-        # Those who wait: futures of whether a place was given.
+        # Those who wait, by priority: futures of whether a place was given. Equals are served in order, so that the
+        # samples of a group go to the engine together and share their prompt.
         self._queues: dict[Priority, deque[asyncio.Future[bool]]] = {priority: deque() for priority in Priority}
 
     @property
@@ -168,7 +160,7 @@ class Throttle:
         return self.fixed or self.controller.limit
 
     def admit(self) -> None:
-        """Lets in for whom there are places, once there are more. With fewer, those who hold one keep it."""
+        """Lets those in for whom there are places. Nobody who holds one loses it."""
         size = self.size
         for queue in self._queues.values():
             while queue and self.held < size:
@@ -178,8 +170,8 @@ class Throttle:
                     turn.set_result(True)
 
     async def acquire(self, priority: Priority) -> bool:
-        """Waits for a place, and returns whether there was one: False after `withdraw`. The caller bounds the wait (every
-        request in front has its own supervision)."""
+        """Waits for a place, without a limit. Returns whether there was one: False after `withdraw`."""
+        # The canary does not wait: its requests are few and fit into the free part of the KV cache.
         if priority is Priority.CANARY or (self.held < self.size and not self.blocked):
             self.held += 1
             return True

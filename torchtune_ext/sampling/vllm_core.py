@@ -1,9 +1,8 @@
 """Lives of vLLM engines: what an engine of our own and a server have in common, and the engine of our own.
 
-`VLLMCore` holds the calls of vLLM's `AsyncLLM` that bring weights, prove them, and let the engine sleep. How a call
-travels is the business of its two kinds: `server.ServerCore` sends it by HTTP, `RemoteCore` to a process of its own
-(`client_process.py`). Training and the client of sampling then share no interpreter, so that neither waits for the
-other's lock."""
+`VLLMCore` holds the calls of vLLM's `AsyncLLM` that bring weights, prove them, and let the engine sleep.
+`server.ServerCore` sends them by HTTP, `RemoteCore` to a process of its own (`client_process.py`).
+"""
 
 import asyncio
 import time
@@ -27,8 +26,7 @@ class VLLMCore:
     """The half of a `Core` that speaks of weights. `Core` says what its methods promise."""
 
     def __init__(self, config: EngineConfig, on_step: Callable[[Step], None], life: str = ""):
-        """Args: on_step: takes the counters of each step; life: stands before the versions in salts, where others use the
-        engine, too."""
+        """Args: on_step: takes the counters of each step; life: prefix of the salts, where others use the engine, too."""
         self.config, self.on_step, self._life = config, on_step, life
         self.thrown_out = 0  # requests that our own pauses have thrown out, and that have not come again yet
         self._waiting = 0  # requests that wait in the engine's own queue, as of its last step
@@ -44,18 +42,19 @@ class VLLMCore:
         raise NotImplementedError
 
     def count(self, step: Step) -> None:
-        """Hands the counters of a step on, without the preemptions of our own pauses. A pause that clears the cache throws out
-        every running request as a full cache would, and vLLM counts that with the request's next token."""
+        """Hands the counters of a step on, without the preemptions by our own pauses."""
+        # A pause that clears the cache throws out every running request, as a full cache would. vLLM counts that with the
+        # request's next token. The throttle would take it for a limit that was too high.
         forgiven = min(step.preempted, self.thrown_out)
         self.thrown_out, self._waiting = self.thrown_out - forgiven, step.waiting
         self.on_step(replace(step, preempted=step.preempted - forgiven))
 
     async def quick(self, method: str, /, **arguments: Any) -> Any:
-        """Makes a call that the engine answers between two steps. Raises CoreLost, ValueError."""
+        """A call that the engine answers between two steps. Raises CoreLost, ValueError."""
         return await bounded(self, self.rpc(method, **arguments), self.config.probe_deadline_s, method)
 
     async def slow(self, method: str, /, **arguments: Any) -> Any:
-        """Makes a call that moves weights, and may take long. Raises CoreLost, ValueError."""
+        """A call that moves weights, and may take long. Raises CoreLost, ValueError."""
         return await bounded(self, self.rpc(method, **arguments), self.config.rpc_deadline_s, method)
 
     async def ping(self, deadline_s: float) -> None:
@@ -76,14 +75,14 @@ class VLLMCore:
         try:
             await self.quick("pause_generation", mode="keep", clear_cache=False)
             if self.config.kv_on_publish == "recompute":
-                # It throws out all requests in flight, whose keys and values are then computed again.
+                # This throws out all requests in flight, and their keys and values are computed again.
                 self.thrown_out = max(0, len(self.calls) - self._waiting)
                 if not await self.quick("reset_prefix_cache", reset_running_requests=True):
                     raise CoreLost(
                         "the engine refused to clear its KV cache, and would go on with keys and values of the old weights"
                     )
             else:
-                # The old keys and values stay for those who have them; requests that come from now on never find them.
+                # Requests in flight keep their old keys and values. New ones have another salt and never find them.
                 self.salt = f"{self._life}-{version}"
             loading = time.monotonic()
             for buffer in buffers:
@@ -94,23 +93,22 @@ class VLLMCore:
                 self.asleep = 0
             await self.quick("resume_generation")
         except ValueError as error:
-            # It stands still with weights that may be half loaded: this life is over.
+            # The engine is paused with weights that may be half loaded, so this life is over.
             raise CoreLost(f"the engine refused an update that had begun: {error}") from error
         return time.monotonic() - started, loaded - loading
 
     async def prepare(self, buffers: Sequence[WeightBuffer]) -> None:
-        """Lets the engine find the trainer's memory, and on a GPU pin it, before anything stands still for it."""
+        """Lets the engine open, and on a GPU pin, the trainer's memory. It samples meanwhile."""
         await self.slow("init_weight_transfer_engine", init_info=buffers[0].address())
 
     async def bring(self, buffer: WeightBuffer, version: int) -> None:
-        """Loads a buffer while the engine stands still."""
+        """Loads a buffer while the engine is paused."""
         await self.begin_update(buffer)
         await self.take(buffer)
         await self.finish_update(buffer, version)
 
     async def begin_update(self, buffer: WeightBuffer) -> None:
-        """Begins an update; for an adapter nothing has to be begun. One that a trainer before us began, and died in, is
-        finished first: that gives every layer a whole set of tensors, whatever they hold, and ours then overwrites them."""
+        """Begins an update. For an adapter there is nothing to begin."""
         if buffer.adapter is not None:
             return
         try:
@@ -118,6 +116,8 @@ class VLLMCore:
         except CoreLost as error:
             if ALREADY_ACTIVE not in str(error):
                 raise
+        # A trainer before us died in an update. Finishing it gives every layer a whole set of tensors, whatever they hold,
+        # and ours then overwrite them.
         try:
             await self.slow("finish_weight_update")
             await self.slow("start_weight_update")
@@ -127,7 +127,7 @@ class VLLMCore:
             ) from error
 
     async def take(self, buffer: WeightBuffer, broadcast: bool = False) -> None:
-        """Lets the engine take the tensors out of the trainer's memory, or out of the broadcast of its group."""
+        """Lets the engine take the tensors from the trainer's memory, or from a broadcast of the sender."""
         if buffer.adapter is None:
             await self.slow("update_weights", update_info=buffer.manifest)
         elif broadcast:
@@ -158,8 +158,7 @@ class VLLMCore:
 
 
 class RemoteCore(ChildProcess, VLLMCore):
-    """Is the process of the client of a vLLM engine of our own. `Core` says what its methods promise. What the client says
-    without being asked comes from the engine, and is a sign of its life."""
+    """The process of the client of our own vLLM engine. `Core` says what its methods promise."""
 
     def __init__(
         self, model_dir: str, config: EngineConfig, log_path: Path, temp_dir: str, on_step: Callable[[Step], None]
@@ -175,8 +174,8 @@ class RemoteCore(ChildProcess, VLLMCore):
         ChildProcess.__init__(self, "the engine's client", early.CLIENT, log_path, self._hear, first, environ, begun)
 
     def configure(self) -> None:
-        """Lets the client import vLLM and make its configuration, and waits for that. Raises ValueError when vLLM refuses the
-        config, OSError when the client is lost."""
+        """Waits until the client has made vLLM's configuration. Raises ValueError when vLLM refuses it; OSError when the
+        client is lost."""
         try:
             asyncio.run_coroutine_threadsafe(self._configure(), self._loop).result()
         except CoreLost as error:
@@ -187,7 +186,6 @@ class RemoteCore(ChildProcess, VLLMCore):
         self._configured = True
 
     async def launch(self) -> None:
-        """Brings the engine up, in 8 to 15 s with a small model, and until `start_deadline_s` at most."""
         if not self._configured:
             await self._configure()
         self.cache_tokens, self.block, self.vocabulary = await bounded(
@@ -196,6 +194,7 @@ class RemoteCore(ChildProcess, VLLMCore):
 
     async def generate(self, call: Call) -> Completion:
         with call.running(self.calls):
+            # The task lives in this process, and cannot be pickled.
             return await self.ask("generate", replace(call, task=None), self.salt, self.adapted)
 
     def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
