@@ -1,18 +1,16 @@
-"""Weights over a network, by vLLM's weight-transfer protocol: from the trainer's memory to servers that share none with it.
+"""Weights over a network, from the trainer's memory to servers on other machines, by vLLM's weight-transfer protocol.
 
     trainer                                          server, in vLLM's process
     server.py ── HTTP ─────────────────────────────▶ worker.py (begins, takes, finishes an update)
     courier.py ── asks ──▶ this module, the sender ▶ the bytes by gloo or NCCL, piece by piece
 
-The trainer only writes its weights into memory, as for an engine of its own. A process beside it, the sender, opens that
-memory and does all that may wait for another machine, in a group with the workers of each server that it is told of. When it
-is late it is killed, and no collective of ours ever runs in the trainer. In here is what both ends of the broadcast share, and
-then the sender:
+The trainer only writes its weights into memory. A process beside it, the sender, opens that memory and broadcasts it in a group
+with the workers of each server. Only the sender waits for other machines, and it is killed when it is late. This module holds
+what both ends of the broadcast share, and then the sender:
 
     python -P -m torchtune_ext.sampling.broadcast SOCKET PARENT
 
-It is asked to `listen` for a server, to `join` that group, and to `send`, as `child_process.ChildProcess` asks. After an error
-it ends: nobody knows in which state a group is whose collective broke off.
+`child_process.ChildProcess` asks it to `listen` for a server, to `join` that group, and to `send`.
 """
 
 import logging
@@ -36,12 +34,13 @@ from torchtune_ext.sampling.weight_buffer import MANIFEST, memory_of, tensors
 
 log = logging.getLogger(__name__)
 
-SHORTEST_S = 0.001  # gloo takes a timeout of 0 for none
+SHORTEST_S = 0.001  # for gloo, a timeout of 0 is none
 CHUNK_BYTES = 64 << 20  # of one broadcast by gloo; a larger tensor is a chunk of its own
 
 
 def own_address(host: str, port: int) -> str:
-    """Returns the address of this machine from which packets to another one leave. Nothing is sent. Raises OSError."""
+    """The address of this machine from which packets to another one leave. Raises OSError."""
+    # Connecting a UDP socket only looks the route up. Nothing is sent.
     (family, kind, protocol, _, target), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
@@ -49,13 +48,13 @@ def own_address(host: str, port: int) -> str:
 
 
 def listen(address: str) -> socket.socket:
-    """Returns a socket that listens only on one address of this machine, at a free port. Raises OSError."""
+    """A socket that listens on one address of this machine only, at a free port. Raises OSError."""
     return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 @dataclass(kw_only=True)
 class GlooInit:
-    """How a server's workers find the group: the fields of vLLM's `NCCLWeightTransferInitInfo`, and what gloo needs besides."""
+    """How a server's workers find the group: the fields of vLLM's `NCCLWeightTransferInitInfo`, and gloo's own."""
 
     master_address: str  # of the sender, as the server sees it
     master_port: int
@@ -67,17 +66,12 @@ class GlooInit:
 
 
 class GlooGroup:
-    """A gloo group between the sender and the workers of a server, apart from every other group of either side. After any
-    error it is of no more use: close it.
-
-    It binds to the one address that faces the other end, whatever `GLOO_SOCKET_IFNAME` says: that variable keeps an engine's
-    own groups on its machine.
-    """
+    """A gloo group of the sender and the workers of a server, apart from every other group. After any error, close it."""
 
     def __init__(self, init: GlooInit, rank: int, listener: socket.socket | None = None):
-        """Waits until all are there. Raises RuntimeError (of torch) after `init.deadline_s` seconds.
+        """Waits until all have joined. Raises RuntimeError (of torch) after `init.deadline_s` seconds.
 
-        Args: rank: 0 is the sender; listener: the socket of the sender, which `listen` returned; it is closed with the group.
+        Args: rank: 0 is the sender; listener: the sender's socket from `listen`, which is closed with the group.
         """
         address, port, world_size = init.master_address, init.master_port, init.world_size
         limit = timedelta(seconds=init.deadline_s)
@@ -86,6 +80,8 @@ class GlooGroup:
             address, port, world_size, listener is not None, limit, wait_for_workers=False, **ours
         )
         options = dist.ProcessGroupGloo._Options()
+        # The group binds to the one address that faces the other end, whatever `GLOO_SOCKET_IFNAME` says: that variable
+        # keeps an engine's own groups on its machine.
         here = address if listener is not None else own_address(address, port)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
         options._timeout = limit
@@ -108,12 +104,12 @@ class GlooGroup:
 
 
 def chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, int, dict[str, list]]]:
-    """Cuts the memory of a `WeightBuffer` into pieces that are broadcast one after the other. Both ends compute them by
-    themselves.
+    """Cuts the memory of a `WeightBuffer` into pieces that are broadcast one after the other.
 
     Args: manifest: of the buffer; limit: bytes; a piece ends with the tensor that reaches them.
-    Yields: where a piece begins and ends, bytes from the start of the file, and the manifest of what lies in it.
+    Yields: begin and end of a piece, in bytes from the start of the file, and the manifest of what lies in it.
     """
+    # Both ends compute the pieces by themselves, so these must follow from the arguments only.
     rows: list[tuple] = []
     begin = 0
     for name, dtype, shape, offset in zip(*(manifest[column] for column in MANIFEST), strict=True):
@@ -143,7 +139,7 @@ class GlooSender:
         self.init = asdict(self._init)
 
     def join(self) -> None:
-        """Waits until all are there. Raises RuntimeError (of torch)."""
+        """Waits until all have joined. Raises RuntimeError (of torch)."""
         self._group = GlooGroup(self._init, 0, self._listener)
 
     def send(self, path: str, manifest: dict[str, list], deadline_s: float) -> None:
@@ -155,8 +151,7 @@ class GlooSender:
 
 
 class NcclSender:
-    """Sends by NCCL as vLLM's own trainer side does, from the first GPU that this process sees. The trainer holds the
-    deadline, and kills this process; so does each server."""
+    """Sends by NCCL, as vLLM's own trainer side does, from the first GPU that this process sees."""
 
     def __init__(self, address: str, world_size: int, deadline_s: float):
         from vllm.distributed.weight_transfer.packed_tensor import (
@@ -186,6 +181,7 @@ class NcclSender:
     def send(self, path: str, manifest: dict[str, list], deadline_s: float) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
+        # NCCL has no deadline, so the trainer keeps it, and kills this process when it has passed.
         packed_nccl_broadcast_producer(
             iterator=((name, tensor.to("cuda")) for name, tensor in tensors(path, manifest)),
             group=self._group,
@@ -195,7 +191,7 @@ class NcclSender:
             num_buffers=self.init["packed_num_buffers"],
         )
         torch.cuda.synchronize()
-        # The trainer has the same GPU, and needs the memory until the next publication.
+        # The trainer is on the same GPU, and needs the memory until the next publication.
         torch.cuda.empty_cache()
 
 
@@ -225,6 +221,7 @@ def serve(end: socket.socket) -> None:
                 log.error("%s: %s", method, error)
                 answer = ("lost", f"the sender failed in {method}: {error}")
             end.sendall(pack([(number, *answer)]))
+            # Nobody knows the state of a group whose collective broke off, so the sender ends.
             if answer[0] == "lost":
                 return
 

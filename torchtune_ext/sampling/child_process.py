@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def log_tail(log: Path, start: int, lines: int = 30) -> str:
-    """Returns the last lines of a log from the byte `start` on."""
+    """The last lines of a log, none of them before the byte `start`."""
     try:
         with open(log, "rb") as file:
             file.seek(max(start, log.stat().st_size - 16384))
@@ -31,15 +31,16 @@ def log_tail(log: Path, start: int, lines: int = 30) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-# Messages between two processes of the sampler are pickled lists with their length before them, over a socket pair.
+# Messages between two processes of the sampler are pickled lists behind their length, over a socket pair.
 def pack(messages: list[Any]) -> bytes:
-    """Returns the bytes that carry some messages."""
+    """The frame that carries some messages."""
     data = pickle.dumps(messages, protocol=5)
     return _LENGTH.pack(len(data)) + data
 
 
 def receive(end: socket.socket) -> list[Any]:
-    """Reads one frame before a loop runs, and not a byte behind it. Returns its messages. Raises EOFError, OSError."""
+    """Reads one frame without an asyncio loop, and returns its messages. Raises EOFError, OSError."""
+    # Not a byte more is read: what follows is for the loop that runs later.
     (length,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
     return pickle.loads(_exactly(end, length))
 
@@ -52,10 +53,7 @@ def _exactly(end: socket.socket, count: int) -> bytes:
 
 
 class Frames(asyncio.Protocol):
-    """One end of the socket pair in an asyncio loop.
-
-    The messages of one turn of the loop leave as one frame: the other end is woken once, not for each message.
-    """
+    """One end of the socket pair in an asyncio loop."""
 
     def __init__(self, on_messages: Callable[[list[Any]], None], on_end: Callable[[], None]) -> None:
         """Args: on_messages: takes what has arrived; on_end: called once when the other end is gone."""
@@ -68,13 +66,14 @@ class Frames(asyncio.Protocol):
 
     def say(self, message: Any) -> None:
         """Sends a message, unless the other end is gone."""
+        # All messages of one turn of the loop leave as one frame, which wakes the other end only once.
         self._waiting.append(message)
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Ends the connection without calling `on_end`. Messages that were sent before still leave."""
+        """Ends the connection without calling `on_end`. Messages sent before still leave."""
         self._flush()
         self._on_end = lambda: None
         if self._transport is not None:
@@ -111,11 +110,9 @@ class Frames(asyncio.Protocol):
 class ChildProcess:
     """One life of a process of the sampler, and those who wait for its answers.
 
-    It leads a session of its own, finds the modules that we find, and has no variable of torchrun's.
-
-    A message to it is (number, method, arguments), or (number, "cancel", ()) for an answer that nobody waits for any
-    more. An answer is (number, "value", value), (number, "refused", message) or (number, "lost", message). All else it
-    says unasked."""
+    A message to it is (number, method, arguments), or (number, "cancel", ()) when nobody waits for the answer any more. An
+    answer is (number, "value", value), (number, "refused", message) or (number, "lost", message). All else is news.
+    """
 
     def __init__(
         self,
@@ -127,11 +124,12 @@ class ChildProcess:
         environ: Mapping[str, str] | None = None,
         begun: Begun | None = None,
     ):
-        """Starts the process; nobody waits for it. Raises OSError.
+        """Starts the process and returns at once. Raises OSError.
 
-        Args: name: in messages; module: its program (`spawn`); log: its output is appended to it; on_news: takes kind and value
-        of what it says unasked; first: a frame before all messages; environ: of the process, None: ours; begun: a process that
-        runs already, whose first frame brings log and environment."""
+        Args: name: in messages; module: its program (`spawn`); log: its output is appended; on_news: takes kind and value of
+        news; first: a frame before all messages; environ: of the process, None: ours; begun: a process that runs already,
+        whose first frame brings log and environment.
+        """
         self.name = name
         self.ended: str | None = None  # how this life ended, as soon as anybody knows
         self.sign_of_life = time.monotonic()  # when its last message came
@@ -157,7 +155,6 @@ class ChildProcess:
         return self.ended is not None or self._process.poll() is not None
 
     def ending(self) -> str:
-        """Says how it ended."""
         return self.ended or how_it_ended(self._process.poll(), self.name)
 
     async def ask(self, method: str, *arguments: Any) -> Any:
@@ -176,7 +173,7 @@ class ChildProcess:
             del self._answers[number]
 
     def kill(self) -> None:
-        """Kills it and all that it has started, from any thread and without a wait."""
+        """Kills it and all that it has started, from any thread, without a wait."""
         janitor.kill(self.group)
 
     async def stop(self) -> None:
@@ -205,7 +202,7 @@ class ChildProcess:
                     answer.set_exception(ValueError(value) if kind == "refused" else CoreLost(value))
 
     def _end(self) -> None:
-        """The process is gone."""
+        # The connection ends a moment before the process does.
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -217,4 +214,5 @@ class ChildProcess:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(CoreLost(self.ended))
-                answer.exception()  # it is fetched here, since the one who waited may be gone
+                # Whoever waited may be gone, and asyncio prints an error that nobody fetches.
+                answer.exception()

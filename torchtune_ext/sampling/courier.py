@@ -1,7 +1,4 @@
-"""The trainer's end of the sender: carries weights to servers, one after the other, and never waits longer than a deadline.
-
-The sender is in a group of its own with each server, so that none waits for another's network. Where a transfer fails, or is
-late, the sender is killed; the connection to that server is over, and the next server meets a new sender."""
+"""The trainer's end of the sender: brings weights to servers, one after the other, each within a deadline."""
 
 import asyncio
 import logging
@@ -26,6 +23,7 @@ class Courier:
         """Starts nothing yet. Args: log_path: takes what the sender says."""
         self._log_path = log_path
         self._sender: ChildProcess | None = None
+        # The sender is in a group of its own with each server, so that none waits for another's network.
         self._joined: dict[str, str] = {}  # address of a server -> life of the connection whose group the sender is in
         self._turn = asyncio.Lock()  # one transfer at a time
         self._closed = False
@@ -43,13 +41,15 @@ class Courier:
         await self._kill()
 
     async def deliver(self, core: Any, buffer: WeightBuffer, version: int) -> None:
-        """Brings weights to a server; returns once it has finished the update. Args: core: the connection to it, a
-        `ServerCore`; version: the label of what is sampled from then on. Raises CoreLost."""
+        """Brings weights to a server, and returns once it has finished the update. Raises CoreLost.
+
+        Args: core: the connection to it, a `ServerCore`; version: the label of what is sampled from then on.
+        """
         async with self._turn:
             try:
                 await self._send(core, buffer, version)
             except BaseException as error:
-                # Nobody knows what a sender is worth whose transfer broke off.
+                # After a transfer that broke off, the sender's group may be in any state. The next server gets a new one.
                 await self._kill()
                 if not isinstance(error, Exception):
                     raise
@@ -58,10 +58,10 @@ class Courier:
                 raise CoreLost(message) from error
 
     async def _send(self, core: Any, buffer: WeightBuffer, version: int) -> None:
-        """Makes a group of sender and server, if they are none yet, and broadcasts. Raises CoreLost, ValueError, OSError."""
         limit_s, address = core.config.rpc_deadline_s, core.address
         self.start()
         sender, init = self._sender, None
+        # A server that was connected anew is not in the group of its last connection.
         if self._joined.get(address) != core.life:
             parts = urlsplit(address)
             async with within(START_S, "the sender did not start"):
@@ -73,7 +73,7 @@ class Courier:
                 await together(sender.ask("join", address), joins)
                 self._joined[address] = core.life
             await core.begin_update(buffer)
-            # The server takes what is broadcast meanwhile.
+            # A broadcast ends only when both ends take part, so they run at the same time.
             sending = sender.ask("send", address, buffer.address()["path"], buffer.manifest, limit_s)
             await together(sending, core.take(buffer, broadcast=True))
             await core.finish_update(buffer, version)

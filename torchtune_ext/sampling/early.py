@@ -1,8 +1,7 @@
 """Begins the process of an engine's client before the recipe: it imports vLLM while the trainer imports torchtune.
 
-Each takes some five seconds, and neither needs the other. `begin` runs at the start of `tune run`, so this file imports only
-what Python brings. The first engine of the run takes the process (`take`), which learns only then what it is for; without
-one it is ended.
+Each import takes about five seconds. `begin` runs at the start of `tune run`, so this file imports only what Python brings.
+The first engine of the run takes the process, which learns only then what it is for.
 """
 
 import os
@@ -20,7 +19,7 @@ CLIENT = "torchtune_ext.sampling.client_process"
 ENGINE = "torchtune_ext.sampling.engine"  # a recipe that imports it samples
 # Words of `tune run` without which the engine is one of our own.
 OTHERWISE = ("-h", "--help", "dry_run", "replay", "engine.address", "engine.backend")
-# Variables that begin so tell the trainer its place among its ranks; a process of the sampler has none.
+# Variables with these prefixes tell the trainer its place among its ranks. A process of the sampler has no such place.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 # An engine on a CPU keeps freed memory, as the trainer does (`keep_memory`).
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -33,15 +32,16 @@ _waiting: Begun | None = None  # for the engine that takes it
 
 
 def child_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a process of the sampler: ours without torchrun's variables, the modules that we find, and
-    `more`."""
+    """The environment of a process of the sampler: ours without torchrun's variables, our `sys.path`, and `more`."""
     env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
     return env | {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry or ".") for entry in sys.path), **more}
 
 
 def spawn(module: str, out: int, environ: Mapping[str, str]) -> Begun:
-    """Starts a program that leads a session of its own. Its arguments are a descriptor of its socket, and our process id, to
-    whose life it binds itself. Args: out: descriptor that takes its output. Raises OSError."""
+    """Starts a program in a session of its own. Args: out: descriptor that takes its output. Raises OSError.
+
+    Its arguments are the descriptor of its socket and our process id: it dies when we do.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -57,17 +57,17 @@ def spawn(module: str, out: int, environ: Mapping[str, str]) -> Begun:
 
 
 def begin(words: Sequence[str]) -> None:
-    """Begins a client where a recipe will want one. On a GPU, where vLLM may look at its variables sooner, nothing is begun.
-    Args: words: of the command line, behind `tune run`."""
+    """Begins a client if the recipe will want one. Args: words: of the command line, behind `tune run`."""
     global _waiting
+    # Only on a CPU: on a GPU vLLM may read its variables before the first frame brings them.
     if words and not any(word.startswith(OTHERWISE) for word in words) and _samples(words[0]) and vllm_cpu():
-        # Where no process can be started, the engine tries it once more, and the run says what is wrong.
+        # If no process can be started here, the engine tries again, and the run then says what is wrong.
         with suppress(OSError):
             _waiting = spawn(CLIENT, subprocess.DEVNULL, child_environment(CPU))
 
 
 def _samples(recipe: str) -> bool:
-    """Whether a recipe, by the name or the file that `tune run` takes, has an engine."""
+    """Whether a recipe, by its name or file, has an engine."""
     from torchtune_ext.run.catalog import folder, recipe_files
 
     named = {each.name: each.path for each in recipe_files(folder("recipes"), folder("configs"))}
@@ -76,7 +76,7 @@ def _samples(recipe: str) -> bool:
 
 
 def vllm_cpu() -> bool:
-    """Whether the vLLM that is installed is vllm-cpu."""
+    """Whether the installed vLLM is vllm-cpu."""
     try:
         return bool(version("vllm-cpu"))
     except PackageNotFoundError:
@@ -84,9 +84,10 @@ def vllm_cpu() -> bool:
 
 
 def take() -> Begun | None:
-    """Hands out the process that was begun; None where there is none, or not any more: a new one says in its log why."""
+    """Hands out the process that was begun, once; None if there is none or it has ended."""
     global _waiting
     begun, _waiting = _waiting, None
+    # Its output went to /dev/null. The process that replaces it says in its log what went wrong.
     if begun is not None and begun[0].poll() is not None:
         begun[1].close()
         return None

@@ -179,11 +179,12 @@ class Pool:
     # -- all engines --------------------------------------------------------------------------------------------------
 
     async def _each(self, work: Callable[[Lane], Awaitable[T]], lanes: Sequence[Lane]) -> dict[Lane, T]:
-        """Asks some engines, or, where there is none, those that come up. One that is lost while another one serves raises
-        CoreLost, and is not waited for: it comes back by itself, and only with the current weights.
+        """Asks some engines, or else those that come up. Returns the answers, without those of engines that are lost.
 
         Raises: ValueError when one refuses; when none answers, the error of the first.
         """
+        # An engine that is lost while another one serves raises CoreLost. It is not waited for: it comes back by itself,
+        # and only with the current weights.
         while True:
             lanes = lanes or self.left or self.lanes
             results = await asyncio.gather(*map(work, lanes), return_exceptions=True)
@@ -195,7 +196,8 @@ class Pool:
                 return answers
             if not any(isinstance(error, CoreLost) for error in errors):
                 raise errors[0]
-            lanes = self.left  # the others were lost after it, and somebody comes back
+            # All were lost, each while another one still served. Some of them come back.
+            lanes = self.left
 
     async def load(self, version: int) -> tuple[float, float]:
         """Brings newly published weights into every engine. Returns the longest pause and the longest loading, in seconds.
