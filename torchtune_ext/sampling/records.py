@@ -1,4 +1,4 @@
-"""The records of the sampling stage: configs go in; completions, reports and counters come out; two errors may be raised."""
+"""The records of the sampling stage: configs go in, completions, reports and counters come out, and its two errors."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ CANARY_REQUESTS = 32  # at most in flight; a step of an engine has rows for them
 
 
 class Priority(IntEnum):
-    """Says who goes first where requests wait: in front of the throttle, and in vLLM's own queue. The name is vLLM's."""
+    """Who goes first where requests wait: at the throttle, and in vLLM's own queue."""
 
     CANARY = 0  # waits for no place of the throttle: all wait for it, and it is few and short (CANARY_REQUESTS)
     EVALUATION = 1  # gets the next places; it belongs to one version, so nothing may be published while one is drawn
@@ -36,8 +36,7 @@ class WeightsIncomplete(Failure):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Says how the engine is built. What changes from one call to the next is in `SamplingConfig`. Raises ValueError for a
-    value that cannot be."""
+    """How the engine is built. Raises ValueError for a value that cannot be."""
 
     backend: str = "vllm"  # what samples: "vllm", or the dotted path of a class of your own
     dtype: str = "auto"  # of weights and KV cache inside the engine; "auto": the trainer's `dtype`
@@ -75,10 +74,11 @@ class EngineConfig:
     extra_args: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
 
     def following(self, dtype: str, threads: int | None = None) -> "EngineConfig":
-        """Returns a copy with the trainer's dtype and `threads`, where nothing else is set."""
+        """A copy with the trainer's dtype and `threads`, where nothing else is set."""
         return replace(self, dtype=dtype if self.dtype == "auto" else self.dtype, threads=self.threads or threads)
 
     def __post_init__(self):
+        # YAML gives one address or a list, and the command line one text with commas. From here on it is such a text.
         if self.address is not None:
             several = self.address if isinstance(self.address, list | tuple) else [self.address]
             words = [word.strip().rstrip("/") for each in several for word in str(each).split(",")]
@@ -155,7 +155,7 @@ def _is_address(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """Says how completions are drawn in one call of `sample`. Raises ValueError for a value that cannot be."""
+    """How completions are drawn in one call of `sample`. Raises ValueError for a value that cannot be."""
 
     max_tokens: int  # tokens of a completion at most
     temperature: float = 1.0  # 0: greedy
@@ -168,7 +168,7 @@ class SamplingConfig:
     early_stop_min_tokens: int = 64  # tokens before which there is no early stop
 
     def stopping_at(self, ids: Sequence[int]) -> "SamplingConfig":
-        """Returns a copy with these stops, where no others are set."""
+        """A copy with these stops, where no others are set."""
         return self if self.stop_token_ids else replace(self, stop_token_ids=tuple(ids))
 
     def __post_init__(self):
@@ -194,7 +194,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Holds one sampled completion of R tokens."""
+    """One sampled completion of R tokens."""
 
     tokens: np.ndarray  # [R] int32, ids as sampled, with the stop token when it was sampled
     logprobs: np.ndarray  # [R] float32, nats: of the sampled tokens under the sampling temperature
@@ -203,16 +203,16 @@ class Completion:
     cached_prompt_tokens: int = 0  # prompt tokens that came out of the prefix cache
     # [P - 1] float32, nats: of the prompt's tokens from the second on, where they were asked for (`Priority.SCORE`)
     prompt_logprobs: np.ndarray | None = None
-    # [start, stop) of each turn of a conversation in `tokens`. Between two turns stands what the environment answered, which
-    # was not sampled: its log-probs are 0. Empty: all of `tokens` was sampled.
+    # [start, stop) of each turn of a conversation in `tokens`. Between two turns stands the environment's answer, which was
+    # not sampled: its log-probs are 0. Empty: all of `tokens` was sampled.
     turns: tuple[tuple[int, int], ...] = ()
-    # Of each turn, how many tokens of the path before it its context begins with: of the prompt, or of the turn before it with
-    # that one's context. The rest of the context stands before the turn in `tokens`. Empty: every turn goes on from all.
+    # For each turn, how many tokens its context keeps of the path before it (the prompt, or the turn before it with that
+    # turn's context). The rest of its context stands before the turn in `tokens`. Empty: every turn keeps all.
     kept: tuple[int, ...] = ()
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The turns; a completion that is no conversation is one."""
+        """The turns. A completion that is no conversation has one."""
         return self.turns or ((0, len(self.tokens)),)
 
     @property
@@ -221,7 +221,7 @@ class Completion:
         return np.concatenate([np.arange(*span) for span in self.spans])
 
     def paths(self, prompt: int) -> Iterator[np.ndarray]:
-        """Yields the path of each turn, its context and itself, as indices in `prompt` tokens and `tokens` behind them."""
+        """Yields the path of each turn, its context and itself, as indices into the `prompt` tokens followed by `tokens`."""
         path, begin = np.arange(prompt), prompt
         for (_, stop), keeps in zip(self.spans, self.kept or (None,) * len(self.spans), strict=True):
             path = np.concatenate([path[:keeps], np.arange(begin, prompt + stop)])
@@ -231,7 +231,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """Says what one publication of weights took, and what was sent."""
+    """What one publication of weights took, and what was sent."""
 
     bytes: int  # size of the published tensors
     sums: dict[str, int]  # checksum of each of them, by name
@@ -242,7 +242,7 @@ class PublishReport:
 
 @dataclass(frozen=True, slots=True)
 class CanaryAnswer:
-    """Holds what one engine says when it is asked what it samples with."""
+    """What one engine says when it is asked what it samples with."""
 
     engine: str  # its name in messages
     completions: list[list[Completion]]  # of each prompt
@@ -251,7 +251,7 @@ class CanaryAnswer:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Holds the counters since the start of the run, of all engines together; they go on over a restart of an engine."""
+    """The counters of all engines since the start of the run. A restart of an engine does not reset them."""
 
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # prompt tokens that were found there

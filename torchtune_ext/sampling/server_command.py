@@ -1,8 +1,4 @@
-"""The command that starts a server of vLLM's, and who may reach it: a server asks for a key.
-
-vLLM names `KeyGuard` in its command line (`--middleware torchtune_ext.sampling.server_command.KeyGuard`) and imports it in the
-server's process.
-"""
+"""The command that starts a vLLM server, and the guard in the server's process that lets in only who has the key."""
 
 import hmac
 import json
@@ -38,14 +34,15 @@ OPEN_PATH = "/health"  # it says only whether the server lives
 def server_command(
     model_dir: str, config: EngineConfig, host: str | None = None, port: int | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns the command line that starts a server which `ServerCore` can use, and the environment variables to add.
+    """The command line that starts a server which `ServerCore` can use, and the environment variables to add.
 
-    The server gets the arguments of an engine of our own. The variables hold the key that it will ask for: the one of our own
-    environment (`KEY_VARIABLE`), or else a fresh random one, which then has to get into the trainer's. Raises ValueError
-    for a key that no header can carry, for addresses of several ports, and for devices of several engines.
+    The variables hold the key that the server will ask for: that of our environment (`KEY_VARIABLE`), or else a random one,
+    which the trainer then needs.
+
     Args: model_dir: directory of a Hugging Face model; config: how its engine is built; host: address to listen on; None:
-    127.0.0.1, or all addresses when `config.address` names another machine, and the key then travels in the clear; port: its
-    number; None: that of the first of `config.addresses`, or 8000.
+    127.0.0.1, or all addresses when `config.address` names another machine, and the key then travels in the clear; port:
+    None: that of the first of `config.addresses`, or 8000.
+    Raises: ValueError for a key that no header can carry, for addresses of several ports, and for devices of several engines.
     """
     elsewhere = not serves_here(config)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -59,8 +56,8 @@ def server_command(
     environ |= {"VLLM_SERVER_DEV_MODE": "1"}  # the weight routes are in the "dev mode"
     if config.lora_rank:
         environ |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # so that requests can name the adapter
-    # What `devices` names are GPUs of the trainer's machine (on a CPU: cores for an engine of the run). CUDA_VISIBLE_DEVICES of
-    # the shell in which the server starts goes before them.
+    # `devices` names GPUs of the trainer's machine (on a CPU: cores for an engine of the run), so they count only there.
+    # CUDA_VISIBLE_DEVICES of the shell that starts the server goes before them.
     own = serves_here(config) and not on_cpu() and "CUDA_VISIBLE_DEVICES" not in os.environ
     if own and len(device_shares(config)) > 1:
         raise Mistake(
@@ -69,7 +66,7 @@ def server_command(
         )
     environ |= engine_environment(config if own else replace(config, devices=None)) | ONE_MACHINE
     if transfer_of(config) == "nccl":
-        # It keeps NCCL on loopback, and the group with the sender is to leave this machine.
+        # It would keep NCCL on loopback, but the group with the sender reaches other machines.
         del environ["NCCL_SOCKET_IFNAME"]
     return command, environ
 
@@ -85,14 +82,14 @@ def _port(config: EngineConfig) -> int:
 
 
 def shown_command(command: list[str], environ: dict[str, str]) -> str:
-    """Returns a command line for a log: it starts the same server, and does not show the key."""
+    """The command line for a log: it starts the same server without showing the key."""
     secret = environ[KEY_VARIABLE]
     pairs = {name: f'"${KEY_VARIABLE}"' if value == secret else value for name, value in environ.items()}
     return " ".join([f"{name}={value}" for name, value in pairs.items()] + [shlex.quote(word) for word in command])
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """Writes an argument of AsyncEngineArgs as words of vLLM's command line."""
+    """An argument of AsyncEngineArgs as words of vLLM's command line."""
     word = f"--{name.replace('_', '-')}"
     if value is None:
         return []
@@ -104,7 +101,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def server_key() -> str | None:
-    """Returns the key in the environment, None when there is none. Raises ValueError when it cannot travel in a header."""
+    """The key in the environment, or None. Raises ValueError when it cannot travel in a header."""
     key = os.environ.get(KEY_VARIABLE)
     if not key:
         return None
@@ -117,17 +114,17 @@ def server_key() -> str | None:
 
 
 def authorization(key: str) -> str:
-    """Returns the value of the header `Authorization`."""
+    """The value of the header `Authorization`."""
     return f"Bearer {key}"
 
 
 class KeyGuard:
-    """Answers a request without the key with 401, on every route but `/health`. It is an ASGI middleware.
+    """An ASGI middleware that answers 401 to a request without the key, on every route but `/health`.
 
-    vLLM's own `--api-key` leaves the routes open that pause the engine, replace its weights and call its methods. A server
-    that was started without a key lets nobody in.
+    A server that was started without a key lets nobody in.
     """
 
+    # vLLM's own `--api-key` leaves the routes open that pause the engine, replace its weights and call its methods.
     def __init__(self, app: Callable[..., Awaitable[None]]):
         key = server_key()
         self.app, self.expected = app, authorization(key).encode() if key else b""
@@ -147,5 +144,6 @@ class KeyGuard:
             await send({"type": "http.response.body", "body": self.answer.encode()})
 
     def _has_key(self, scope: dict[str, Any]) -> bool:
+        # `compare_digest` takes the same time for every wrong key, so that nobody guesses the right one letter by letter.
         keys = [value for name, value in scope["headers"] if name == b"authorization"]
         return bool(self.expected) and len(keys) == 1 and hmac.compare_digest(keys[0], self.expected)
