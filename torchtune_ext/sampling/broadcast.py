@@ -4,9 +4,9 @@
     server.py ── HTTP ─────────────────────────────▶ worker.py (begins, takes, finishes an update)
     courier.py ── asks ──▶ this module, the sender ▶ the bytes by gloo or NCCL, piece by piece
 
-The trainer only writes its weights into memory. A process beside it, the sender, opens that memory and broadcasts it in a group
-with the workers of each server. Only the sender waits for other machines, and it is killed when it is late. This module holds
-what both ends of the broadcast share, and then the sender:
+The trainer only writes its weights into memory. A process beside it, the sender, opens that memory and broadcasts it in
+a group with the workers of each server. Only the sender waits for other machines, and it is killed when it is late.
+This module holds what both ends of the broadcast share, and then the sender:
 
     python -P -m torchtune_ext.sampling.broadcast SOCKET PARENT
 
@@ -66,7 +66,10 @@ class GlooInit:
 
 
 class GlooGroup:
-    """A gloo group of the sender and the workers of a server, apart from every other group. After any error, close it."""
+    """A gloo group of the sender and the workers of a server, apart from every other group.
+
+    After any error, close it.
+    """
 
     def __init__(self, init: GlooInit, rank: int, listener: socket.socket | None = None):
         """Waits until all have joined. Raises RuntimeError (of torch) after `init.deadline_s` seconds.
@@ -90,7 +93,10 @@ class GlooGroup:
         )
 
     def broadcast(self, data: torch.Tensor, give_up_at: float) -> None:
-        """Sends `data` [bytes] from rank 0 to all, in place. Args: give_up_at: on time.monotonic(). Raises RuntimeError."""
+        """Sends `data` [bytes] from rank 0 to all, in place. Args: give_up_at: on time.monotonic().
+
+        Raises RuntimeError.
+        """
         if self._group is None:
             raise Failure("the group is closed")
         options = dist.BroadcastOptions()

@@ -1,4 +1,4 @@
-"""What all sampler backends share: the protocol `Core`, a request and its result, a step's counters, the ways to fail."""
+"""What all sampler backends share: the protocol `Core`, a request and its result, a step's counters, and errors."""
 
 import asyncio
 import math
@@ -35,7 +35,7 @@ def mixed_seed(seed: int, *parts: int) -> int:
 
 def group_seeds(seed: int | None, group: int, n: int) -> list[int | None]:
     """The seeds of a group's `n` completions; None stays None."""
-    # They follow only from the seed and the group's number, so a group has the same seeds whatever is submitted with it.
+    # They follow only from the seed and the group's number, whatever else is submitted.
     return [None if seed is None else mixed_seed(seed, group, s) for s in range(n)]
 
 
@@ -178,9 +178,9 @@ class Call:
     ) -> Completion:
         """The result.
 
-        Args: reason: the engine's finish reason; spans: (version, first token, last token + 1) of each stretch of tokens
-        from the same weights; cached: prompt tokens from the prefix cache; prompt_logprobs: of its tokens from the second on,
-        where the request asks for them.
+        Args: reason: the engine's finish reason; spans: (version, first token, last token + 1) of each stretch of
+        tokens from the same weights; cached: prompt tokens from the prefix cache; prompt_logprobs: of its tokens from
+        the second on, where the request asks for them.
         """
         versions = np.full(len(self.tokens), self.first_version, np.int32)
         for version, start, end in spans:
@@ -199,9 +199,9 @@ class Call:
 class Core(Protocol):
     """One life of an engine, as its lane sees it: what a backend (`engine.BACKENDS`) makes.
 
-    A life ends with the first method that raises CoreLost: the lane then calls `stop`, and the backend makes another one,
-    which gets the published weights through `load`. All coroutines run in the engine's asyncio thread and bound their own
-    waits by the deadlines of the config. ValueError says that the engine refuses what was asked and lives on.
+    A life ends with the first method that raises CoreLost: the lane then calls `stop`, and the backend makes another
+    one, which gets the published weights through `load`. All coroutines run in the engine's asyncio thread and bound
+    their own waits by the deadlines of the config. ValueError says that the engine refuses what was asked and lives on.
     """
 
     # The requests under way, by their ids.
@@ -229,8 +229,8 @@ class Core(Protocol):
     def configure(self) -> None:
         """Imports what is slow to import and checks the config, in the thread that called `Engine.start`.
 
-        Only the first life is configured from there; `launch` calls it for every other one. Raises ValueError for a config
-        that the engine cannot have.
+        Only the first life is configured from there; `launch` calls it for every other one. Raises ValueError for a
+        config that the engine cannot have.
         """
 
     async def launch(self) -> None:
@@ -248,10 +248,10 @@ class Core(Protocol):
     async def load(self, buffers: Sequence[Any], version: int) -> tuple[float, float]:
         """Replaces weights between two steps, wakes the engine if it sleeps, and labels what it samples from then on.
 
-        Args: buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's; with none, these stay; version: the
-        label.
-        Returns: seconds in which nothing was sampled, and seconds of loading among them. Raises CoreLost; ValueError when
-        the engine refuses the weights and goes on with the old ones.
+        Args: buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's; with none, these stay; version:
+        the label.
+        Returns: seconds in which nothing was sampled, and seconds of loading among them. Raises CoreLost; ValueError
+        when the engine refuses the weights and goes on with the old ones.
         """
 
     async def checksums(self) -> list[dict[str, int | None]]:
@@ -273,13 +273,13 @@ class Core(Protocol):
         """Returns the last lines of the engine's log, for the message of an error."""
 
     async def stop(self) -> None:
-        """Ends this life, which may be over already, and every request in `calls` (`Call.lose`). It may be called twice."""
+        """Ends this life, which may be over already, and every request in `calls` (`Call.lose`). May be called twice."""
 
 
 def fetch_error(task: asyncio.Future) -> None:
     """Marks the error of a task that is done as seen."""
-    # asyncio prints an error that nobody fetches, with its traceback. The caller of such a task may leave before it ends
-    # (Ctrl-C, a deadline), and has then said why.
+    # asyncio prints an error that nobody fetches, with its traceback. The caller of such a task may leave before it
+    # ends (Ctrl-C, a deadline), and has then said why.
     if not task.cancelled():
         task.exception()
 

@@ -110,8 +110,8 @@ class Frames(asyncio.Protocol):
 class ChildProcess:
     """One life of a process of the sampler, and those who wait for its answers.
 
-    A message to it is (number, method, arguments), or (number, "cancel", ()) when nobody waits for the answer any more. An
-    answer is (number, "value", value), (number, "refused", message) or (number, "lost", message). All else is news.
+    A message to it is (number, method, arguments), or (number, "cancel", ()) when nobody waits for the answer any more.
+    An answer is (number, "value", value), (number, "refused", message) or (number, "lost", message). All else is news.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class ChildProcess:
     ):
         """Starts the process and returns at once. Raises OSError.
 
-        Args: name: in messages; module: its program (`spawn`); log: its output is appended; on_news: takes kind and value of
-        news; first: a frame before all messages; environ: of the process, None: ours; begun: a process that runs already,
-        whose first frame brings log and environment.
+        Args: name: in messages; module: its program (`spawn`); log: its output is appended; on_news: takes kind and
+        value of news; first: a frame before all messages; environ: of the process, None: ours; begun: a process that
+        runs already, whose first frame brings log and environment.
         """
         self.name = name
         self.ended: str | None = None  # how this life ended, as soon as anybody knows

@@ -2,8 +2,8 @@
 
     python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
 
-In the trainer's interpreter the client would take the lock from training, which then took twice as long: a request of eleven
-tokens costs 0.7 ms of Python.
+In the trainer's interpreter the client would take the lock from training, which then took twice as long: a request of
+eleven tokens costs 0.7 ms of Python.
 
 The first frame holds (directory of the model, EngineConfig, path of the log, environment). After that come messages, as
 `child_process.ChildProcess` sends them. Unasked it says (0, "step", Step), and (0, "dead", how the engine ended). The
@@ -83,8 +83,8 @@ class Client:
         except asyncio.CancelledError:
             return  # the trainer does not wait for it any more
         except BaseException as error:
-            # Nobody sees this process, so the trainer gets the message and the log the traceback. The net is wide, since
-            # vLLM wraps what happened in the engine's process in a bare Exception.
+            # Nobody sees this process, so the trainer gets the message and the log the traceback. The net is wide,
+            # since vLLM wraps what happened in the engine's process in a bare Exception.
             method = arguments[0] if method == "engine" else method
             logging.getLogger(__name__).exception("%s failed", method)
             answer = ("lost", self.ending() if self.dead else f"the engine failed in {method}: {error!r}")
@@ -234,7 +234,10 @@ class EngineContext:
 
 
 def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str, Any]) -> None:
-    """The engine's process. Args: parent: process id of the client; end: descriptor of the client's socket after a fork."""
+    """The engine's process.
+
+    Args: parent: process id of the client; end: descriptor of the client's socket after a fork.
+    """
     die_with_parent(parent)
     if end is not None:
         os.close(end)  # else the trainer would not see that the client has died
@@ -244,8 +247,8 @@ def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str,
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP may have read another number
     Path("/proc/self/comm").write_text("vllm-engine")  # what `top` shows
     logging.basicConfig(level=LOG_LEVEL, format=f"(engine) {LOG_FORMAT}", force=True)
-    # Like a checkpoint, a publication has no RoPE buffers and no second copy of a tied output layer. vLLM logs that as a
-    # failure, ten times each. Whether every tensor has arrived is what the checksums say.
+    # Like a checkpoint, a publication has no RoPE buffers and no second copy of a tied output layer. vLLM logs that as
+    # a failure, ten times each. Whether every tensor has arrived is what the checksums say.
     reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     reload.addFilter(lambda record: record.msg != "%s: Failed to load weights")
     target(**kwargs)

@@ -49,7 +49,7 @@ class Courier:
             try:
                 await self._send(core, buffer, version)
             except BaseException as error:
-                # After a transfer that broke off, the sender's group may be in any state. The next server gets a new one.
+                # After a transfer that broke off, the sender's group may be in any state. The next gets a new one.
                 await self._kill()
                 if not isinstance(error, Exception):
                     raise

@@ -1,7 +1,7 @@
 """Begins the process of an engine's client before the recipe: it imports vLLM while the trainer imports torchtune.
 
-Each import takes about five seconds. `begin` runs at the start of `tune run`, so this file imports only what Python brings.
-The first engine of the run takes the process, which learns only then what it is for.
+Each import takes about five seconds. `begin` runs at the start of `tune run`, so this file imports only what Python
+brings. The first engine of the run takes the process, which learns only then what it is for.
 """
 
 import os

@@ -5,9 +5,9 @@
     groups = engine.sample([[1, 2, 3], [4, 5]], n=16, sampling=SamplingConfig(max_tokens=256, seed=1))
     engine.publish(model.named_parameters(), version=1)
 
-docs/sampling.md says what all of it does. One thread with an asyncio loop shares groups out among the engines (`pool.py`),
-feeds each as many requests as its throttle allows, and keeps it alive (`lane.py`). All methods may be called from any
-thread, also at the same time.
+docs/sampling.md says what all of it does. One thread with an asyncio loop shares groups out among the engines
+(`pool.py`), feeds each as many requests as its throttle allows, and keeps it alive (`lane.py`). All methods may be
+called from any thread, also at the same time.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 30.0  # seconds that the engine's thread has to end everything
 
-# A backend is called with the model's directory, the config, the file that takes the engine's log, a folder for temporary
-# files, and the function that takes the counters of each step. It returns at once; `Core.launch` then waits.
+# A backend is called with the model's directory, the config, the file that takes the engine's log, a folder for
+# temporary files, and the function that takes the counters of each step. It returns at once; `Core.launch` then waits.
 Backend = Callable[[str, EngineConfig, Path, str, Callable[[Step], None]], Core]
 
 
@@ -74,7 +74,10 @@ class LoopThread(threading.Thread):
             raise Failure("on_completion may not call the engine: it runs in the engine's own thread")
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
-        """Begins `work` and returns. It is cancelled when the thread ends. Raises EngineFailed when the thread does not run."""
+        """Begins `work` and returns. It is cancelled when the thread ends.
+
+        Raises EngineFailed when the thread does not run.
+        """
         attended = _attended(work)
         try:
             if self.is_alive():
@@ -137,7 +140,7 @@ class LoopThread(threading.Thread):
         # A task that ends may begin others.
         while (rest := asyncio.all_tasks(self._loop)) and time.monotonic() < give_up_at:
             for task in rest:
-                # Cancelled a turn later, a new task makes its first step before. Python complains of work that never began.
+                # Cancelled a turn later, a new task makes its first step before: Python warns of work that never began.
                 self._loop.call_soon(task.cancel)
             self._loop.run_until_complete(asyncio.wait(rest, timeout=give_up_at - time.monotonic()))
         self._loop.close()
@@ -149,9 +152,9 @@ class Engine:
     def __init__(self, model_dir: str, config: EngineConfig, run_dir: str, version: int = 0):
         """Starts nothing yet.
 
-        Args: model_dir: directory of a Hugging Face model; config: how the engine is built; run_dir: directory that takes the
-        engine's log, `engine.log` (of several engines: `engine_0.log`, `engine_1.log`, ...); version: policy version of the
-        weights in `model_dir`.
+        Args: model_dir: directory of a Hugging Face model; config: how the engine is built; run_dir: directory that
+        takes the engine's log, `engine.log` (of several engines: `engine_0.log`, `engine_1.log`, ...); version: policy
+        version of the weights in `model_dir`.
         Raises: ValueError for a backend that nobody knows, and for more engines than devices.
         """
         self.config = config
@@ -187,8 +190,8 @@ class Engine:
         self._thread.call(self._pool.prepare(), timeout=30.0)
         early.drop()  # engines of another kind have not taken it
         try:
-            # The client imports vLLM (5 s) and takes the config, so that a config which vLLM refuses is an error of this
-            # call. The other engines have the same settings and configure themselves later.
+            # The client imports vLLM (5 s) and takes the config, so that a config which vLLM refuses is an error of
+            # this call. The other engines have the same settings and configure themselves later.
             self._pool.lanes[0].core.configure()
         except (ValueError, OSError) as error:
             self.close()
@@ -215,7 +218,7 @@ class Engine:
     def close(self) -> None:
         """Ends the engine and all that belongs to it, even during a restart or a publication. May be called twice.
 
-        Calls under way in other threads end with EngineFailed. Raises EngineFailed when a process of the engine is left.
+        Calls under way in other threads end with EngineFailed. Raises EngineFailed when a process is left.
         """
         if self._closed:
             return
@@ -297,14 +300,17 @@ class Engine:
         priority: Priority = Priority.SAMPLE,
         home: object = None,
     ) -> "Future[list[Completion]]":
-        """Begins to draw one group, `n` completions of a prompt, and returns. Groups of equal priority are served in order.
+        """Begins to draw one group, `n` completions of a prompt, and returns.
 
-        Args: prompt: token ids; on_completion: called with (sample index, completion) as each one is done, in the engine's
-        thread, from where it may not call the engine; group: number of the group among those with the same `sampling.seed`:
-        the seeds of its completions follow from (sampling.seed, group, sample index); priority: who goes first where others
-        wait, too; home: an object that conversations share whose turns go to one engine, for its prefix cache.
-        Returns: a future of the n completions, or of what `sample` raises. Cancelling it ends what is still sampled for the
-        group; closing the engine cancels it.
+        Groups of equal priority are served in order.
+
+        Args: prompt: token ids; on_completion: called with (sample index, completion) as each one is done, in the
+        engine's thread, from where it may not call the engine; group: number of the group among those with the same
+        `sampling.seed`: the seeds of its completions follow from (sampling.seed, group, sample index); priority: who
+        goes first where others wait, too; home: an object that conversations share whose turns go to one engine, for
+        its prefix cache.
+        Returns: a future of the n completions, or of what `sample` raises. Cancelling it ends what is still sampled for
+        the group; closing the engine cancels it.
         Raises: ValueError for a prompt that does not fit.
         """
         self._thread.refuse_itself()
@@ -327,12 +333,12 @@ class Engine:
     ) -> PublishReport:
         """Gives the engine new weights. Requests in flight go on with them, from their next token.
 
-        Args: named_tensors: (Hugging Face name, tensor) of the whole model without tied copies, of any dtype on any device;
-        may be a generator; version: of the policy, larger than the last one; adapter: PEFT's config, if the tensors are those
-        of an adapter (the engine then needs `lora_rank`), which all requests use from now on.
+        Args: named_tensors: (Hugging Face name, tensor) of the whole model without tied copies, of any dtype on any
+        device; may be a generator; version: of the policy, larger than the last one; adapter: PEFT's config, if the
+        tensors are those of an adapter (the engine then needs `lora_rank`), which all requests use from now on.
         Returns: what it took, in bytes and seconds.
-        Raises: ValueError for tensors or a version that cannot be; RuntimeError while an evaluation is drawn; EngineFailed
-        when the engine takes the weights neither now nor after a restart.
+        Raises: ValueError for tensors or a version that cannot be; RuntimeError while an evaluation is drawn;
+        EngineFailed when the engine takes the weights neither now nor after a restart.
         """
         if adapter is not None and self.config.lora_rank is None:
             raise Mistake("publish: an adapter, but the engine was started without engine.lora_rank")
@@ -357,13 +363,13 @@ class Engine:
     def canary(self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig) -> list[CanaryAnswer]:
         """Asks every engine that serves for the same few samples, ahead of all that wait, and for its checksums.
 
-        Arguments and errors are those of `sample`. Returns one answer of each engine, none of one that is lost meanwhile.
+        Arguments and errors are those of `sample`. Returns one answer of each engine that is not lost meanwhile.
         """
         # An engine that was lost serves again only with weights that it has proven, so its answer is not missed.
         return self._thread.call(self._pool.ask_each(self._groups(prompts, n, sampling, Priority.CANARY)))
 
     def require_own_model(self) -> None:
-        """Raises ValueError when a server holds weights that a run has published there, in place of those of its folder."""
+        """Raises ValueError when a server holds weights that a run has published there."""
         for core in self._pool.cores if self.config.address is not None else ():
             if core.replaced:
                 raise Mistake(f"engine.address: {core.other_model()}")

@@ -14,9 +14,9 @@ from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineCo
 
 HERE = ("127.0.0.1", "localhost", "::1")
 CORES = "TORCHTUNE_EXT_CORES"  # variable that holds the cores which one of several engines on a CPU may use
-# They keep an engine's sockets on this machine, where all its processes are. Otherwise gloo listens on whatever address the
-# host's name has, NCCL on the first network card, and neither asks who is there. The user's own settings are meant for the
-# trainer's ranks.
+# They keep an engine's sockets on this machine, where all its processes are. Otherwise gloo listens on whatever address
+# the host's name has, NCCL on the first network card, and neither asks who is there. The user's own settings are meant
+# for the trainer's ranks.
 ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": "127.0.0.1"}
 # The full name, since from the short one vLLM makes two processes on a CPU.
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -58,7 +58,7 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "seed": config.seed,
-        # A Mistral folder may hold the weights a second time, under Mistral's own names, to which nothing can be published.
+        # A Mistral folder may hold the weights a second time, under names to which nothing is published.
         "config_format": "hf",
         "load_format": "hf",
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -133,8 +133,8 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
     if on_cpu():
         environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": str(config.threads or 1)} | KEPT
     if config.quantization:
-        # This leaves CUTLASS. DeepGEMM would round the scales to powers of two, and a DeepGEMM that vLLM found beside it
-        # sampled nonsense on an H100.
+        # This leaves CUTLASS. DeepGEMM would round the scales to powers of two, and a DeepGEMM that vLLM found beside
+        # it sampled nonsense on an H100.
         environ |= {"VLLM_USE_DEEP_GEMM": "0", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}
     if config.devices is not None:
         environ[CORES if on_cpu() else "CUDA_VISIBLE_DEVICES"] = config.devices
@@ -148,7 +148,10 @@ def log_name(config: EngineConfig) -> str:
 
 
 def device_shares(config: EngineConfig) -> list[list[str]]:
-    """The devices of each engine from `engine.devices`; empty if it is null. Raises ValueError if they do not divide up."""
+    """The devices of each engine from `engine.devices`; empty if it is null.
+
+    Raises ValueError if they do not divide up.
+    """
     size, names = config.tensor_parallel_size, config.device_names
     if len(names) % size:
         below, above = len(names) // size * size, (len(names) // size + 1) * size
@@ -192,8 +195,8 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
             f"engine.count={count}: this process may use {len(cores)} cores, and each engine needs one; set "
             f"engine.count={len(cores)} or less"
         )
-    # On a CPU `devices` are cores. The process of each engine is bound to its share of ours, so that no two engines fight
-    # for the same core. A single engine is not bound.
+    # On a CPU `devices` are cores. The process of each engine is bound to its share of ours, so that no two engines
+    # fight for the same core. A single engine is not bound.
     bounds = [len(cores) * i // count for i in range(count + 1)]
     shares = [cores[low:high] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
     return [replace(config, devices=",".join(map(str, share)), count=None) for share in shares]

@@ -59,11 +59,11 @@ def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...
 class Lane:
     """Owns an engine's present life, its throttle and its counters.
 
-    Coroutines and `on_step` run in the asyncio thread of all engines, other methods in any; `closed` may be set from any.
+    Coroutines and `on_step` run in the asyncio thread of all engines, other methods in any, which may set `closed`, too.
     """
 
     def __init__(self, pool: Any, number: int, name: str, config: EngineConfig):
-        """Args: pool: the engines of the run (`pool.Pool`); number: place among them; name: of the engine, in messages."""
+        """Args: pool: the engines of the run (`pool.Pool`); number: place among them; name: in messages."""
         self._pool, self.number, self.name, self.config = pool, number, name, config
         self._make_core, self._buffers = pool.make_core, pool.buffers
         self.counts = dict.fromkeys(COUNTS, 0)
@@ -187,7 +187,10 @@ class Lane:
         self._watching = asyncio.create_task(self._watch())
 
     async def ready(self, elsewhere: bool = False) -> Core:
-        """Waits for a working engine. Raises EngineFailed; with `elsewhere` CoreLost as soon as another engine serves."""
+        """Waits for a working engine.
+
+        Raises EngineFailed; with `elsewhere` CoreLost as soon as another engine serves.
+        """
         # Every start is bounded by its own deadlines, so this one may be distant.
         limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
         give_up_at = time.monotonic() + limit
@@ -205,7 +208,10 @@ class Lane:
         return self.core
 
     def lose(self, core: Core | None, cause: str) -> asyncio.Future:
-        """Takes a lost life out of service at once, and begins to replace it. Returns a future, which need not be awaited."""
+        """Takes a lost life out of service at once, and begins to replace it.
+
+        Returns a future, which need not be awaited.
+        """
         # Several requests notice the same loss. Only the first one finds `core` still in place.
         if core is not None and core is self.core and self.up:
             self.become(State.COMING, cause)
@@ -264,7 +270,10 @@ class Lane:
                 self.lose(core, str(error))
 
     async def awake(self, elsewhere: bool = False) -> Core:
-        """Waits for an engine that can sample. Raises as `ready`; WeightsIncomplete when there are none to wake it with."""
+        """Waits for an engine that can sample.
+
+        Raises as `ready`; WeightsIncomplete when there are none to wake it with.
+        """
         while True:
             core = await self.ready(elsewhere)
             if not core.asleep:
@@ -350,8 +359,8 @@ class Lane:
         Returns the seconds of pause and of loading. Raises WeightsIncomplete, and as `Core.load`.
         """
         was_up = self.up
-        # The publisher is kept out until the weights are loaded and labeled. The label comes from the buffers, too, so it
-        # never names other weights than those.
+        # The publisher is kept out until the weights are loaded and labeled. The label comes from the buffers, too, so
+        # it never names other weights than those.
         async with self._buffers.reading():
             published = self._buffers.published
             stale = [buffer for buffer in published if self._held.get(buffer) != buffer.version]
@@ -366,8 +375,8 @@ class Lane:
             if was_up and not self.up:
                 raise CoreLost(self.cause)  # somebody has found it lost meanwhile
             if not self.serves:
-                # An engine that answers may still hold old weights, which no sample would show. So it proves them first;
-                # nobody can publish meanwhile, so they are still current when it begins to serve.
+                # An engine that answers may still hold old weights, which no sample would show. So it proves them
+                # first; nobody can publish meanwhile, so they are still current when it begins to serve.
                 await self._prove(core, published, version)
                 self.become(State.SERVING)
             return times
@@ -383,7 +392,10 @@ class Lane:
             raise CoreLost(f"it does not hold the weights of version {version} as they were published: {wrong}")
 
     async def _give_up(self, why: str, tail: str | None = None, cause: Exception | None = None) -> None:
-        """Ends the present life for good, and tells all who wait. Args: tail: end of its log; cause: the error behind it."""
+        """Ends the present life for good, and tells all who wait.
+
+        Args: tail: end of its log; cause: the error behind it.
+        """
         core, self.core = self.core, None
         tail = core.log_tail() if tail is None and core is not None else tail
         self.failed = EngineFailed(f"{why}\n--- end of the engine's log ---\n{tail or '(empty)'}")

@@ -30,8 +30,11 @@ class Pool:
     """Owns the lanes of a run. Coroutines run in the asyncio thread of the engines, all other methods in any."""
 
     def __init__(self, config: EngineConfig, make_core: Callable[[Lane], Core], buffers: Buffers, version: int):
-        """Args: make_core: begins a life of a lane; buffers: hold the current weights; version: label of weights that were
-        never published. Raises ValueError for more engines than devices."""
+        """Raises ValueError for more engines than devices.
+
+        Args: make_core: begins a life of a lane; buffers: hold the current weights; version: label of weights that were
+        never published.
+        """
         self.make_core, self.buffers, self.first_version = make_core, buffers, version
         self.ids = itertools.count()  # of requests
         self.lanes: list[Lane] = []
@@ -73,7 +76,10 @@ class Pool:
         return any(other is not lane for other in self.serving)
 
     def changed(self, lane: Lane, served: bool) -> None:
-        """Says what became of an engine, and sends what waits for it to others. Args: served: whether it did until now."""
+        """Says what became of an engine, and sends what waits for it to others.
+
+        Args: served: whether it did until now.
+        """
         others = self.others_serve(lane)
         if lane.closed:
             return
@@ -97,7 +103,7 @@ class Pool:
 
     async def start(self) -> float:
         """Brings all engines up at once, and returns the seconds since `prepare`. Raises EngineFailed."""
-        # Nothing goes on with fewer engines yet: one that cannot come up at the start is mostly a mistake of the config.
+        # Nothing goes on with fewer engines yet: one that cannot come up at the start mostly means a wrong config.
         await asyncio.gather(*(lane.start() for lane in self.lanes))
         for lane in self.lanes:
             await lane.ready()
@@ -152,12 +158,12 @@ class Pool:
 
     # -- routing ------------------------------------------------------------------------------------------------------
     #
-    # A whole group goes to the engine with the fewest unfinished requests: its prompt is computed only once, and the other
-    # engines keep their caches for their own groups. The group stays there unless that engine is lost. So do the later turns
-    # of its conversations, which begin with what that engine has computed.
+    # A whole group goes to the engine with the fewest unfinished requests: its prompt is computed only once, and the
+    # other engines keep their caches for their own groups. The group stays there unless that engine is lost. So do the
+    # later turns of its conversations, which begin with what that engine has computed.
     #
-    # Routing by a hash of the prompt would ignore the load: in published runs with it, the cache of one engine fell from 98%
-    # to 5% hits while three were idle.
+    # Routing by a hash of the prompt would ignore the load: in published runs with it, the cache of one engine fell
+    # from 98% to 5% hits while three were idle.
 
     def _home(self, group: Submission) -> Lane | None:
         """The engine that drew the turns before, if it serves."""
@@ -183,8 +189,8 @@ class Pool:
 
         Raises: ValueError when one refuses; when none answers, the error of the first.
         """
-        # An engine that is lost while another one serves raises CoreLost. It is not waited for: it comes back by itself,
-        # and only with the current weights.
+        # An engine that is lost while another one serves raises CoreLost. It is not waited for: it comes back by
+        # itself, and only with the current weights.
         while True:
             lanes = lanes or self.left or self.lanes
             results = await asyncio.gather(*map(work, lanes), return_exceptions=True)
@@ -200,10 +206,12 @@ class Pool:
             lanes = self.left
 
     async def load(self, version: int) -> tuple[float, float]:
-        """Brings newly published weights into every engine. Returns the longest pause and the longest loading, in seconds.
+        """Brings newly published weights into every engine.
 
-        Raises EngineFailed when none takes them, or when one that serves was not told of them; ValueError when one refuses
-        them.
+        Returns the longest pause and the longest loading, in seconds.
+
+        Raises EngineFailed when none takes them, or when one that serves was not told of them; ValueError when one
+        refuses them.
         """
         try:
             times = await self._each(lambda lane: lane.load(), self.up)
@@ -222,7 +230,10 @@ class Pool:
         return [worker for lane in self.lanes if lane in sums for worker in sums[lane]]
 
     async def sleep(self) -> None:
-        """Makes all engines free their GPU memory, even those that just come up. Raises EngineFailed when none is left."""
+        """Makes all engines free their GPU memory, even those that just come up.
+
+        Raises EngineFailed when none is left.
+        """
         work = [lane.sleep() for lane in self.left or self.lanes]
         errors = [error for error in await asyncio.gather(*work, return_exceptions=True) if error is not None]
         refused = [error for error in errors if not isinstance(error, EngineFailed)]

@@ -48,17 +48,18 @@ class EngineConfig:
     max_num_seqs: int | None = None  # requests in one engine step, canary aside; None: 256 on CPU, 1024 on GPU
     max_num_batched_tokens: int | None = None  # tokens of one engine step; None: vLLM's choice
     block_size: int | None = None  # tokens in a KV block; None: 32 on CPU, vLLM's choice on GPU
-    # GPUs, as in CUDA_VISIBLE_DEVICES: each `tensor_parallel_size` of them are an engine with a process of its own; None:
-    # inherited
+    # GPUs, as in CUDA_VISIBLE_DEVICES: each `tensor_parallel_size` of them are an engine with a process of its own;
+    # None: inherited
     devices: str | None = None
     count: int | None = None  # engines on a CPU; None: as many as devices or address say, else one
-    # of each engine on a CPU; None: the trainer's, where it waits for the engine and the model is large enough, else one
+    # of each engine on a CPU; None: the trainer's, where it waits for the engine and the model is large enough, else
+    # one
     threads: int | None = None
     # keys and values of requests in flight at a publication: "recompute" under the new weights, or "keep" the old ones
     kv_on_publish: str = "recompute"
     sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
-    # "http://host:port" of a running vLLM server, or a list of several (with commas between them in one text), whose key is in
-    # TORCHTUNE_EXT_API_KEY; None: engines of our own
+    # "http://host:port" of a running vLLM server, or a list of several (with commas between them in one text), whose
+    # key is in TORCHTUNE_EXT_API_KEY; None: engines of our own
     address: Any = None
     # how weights reach a server: "shm" (this machine's memory), "nccl" or "gloo" (network); "auto": as it was started
     transfer: str = "auto"
@@ -203,11 +204,11 @@ class Completion:
     cached_prompt_tokens: int = 0  # prompt tokens that came out of the prefix cache
     # [P - 1] float32, nats: of the prompt's tokens from the second on, where they were asked for (`Priority.SCORE`)
     prompt_logprobs: np.ndarray | None = None
-    # [start, stop) of each turn of a conversation in `tokens`. Between two turns stands the environment's answer, which was
-    # not sampled: its log-probs are 0. Empty: all of `tokens` was sampled.
+    # [start, stop) of each turn of a conversation in `tokens`. Between two turns stands the environment's answer, which
+    # was not sampled: its log-probs are 0. Empty: all of `tokens` was sampled.
     turns: tuple[tuple[int, int], ...] = ()
-    # For each turn, how many tokens its context keeps of the path before it (the prompt, or the turn before it with that
-    # turn's context). The rest of its context stands before the turn in `tokens`. Empty: every turn keeps all.
+    # For each turn, how many tokens its context keeps of the path before it (the prompt, or the turn before it with
+    # that turn's context). The rest of its context stands before the turn in `tokens`. Empty: every turn keeps all.
     kept: tuple[int, ...] = ()
 
     @property
@@ -221,7 +222,7 @@ class Completion:
         return np.concatenate([np.arange(*span) for span in self.spans])
 
     def paths(self, prompt: int) -> Iterator[np.ndarray]:
-        """Yields the path of each turn, its context and itself, as indices into the `prompt` tokens followed by `tokens`."""
+        """Yields the path of each turn, its context and itself, as indices into `prompt` tokens and then `tokens`."""
         path, begin = np.arange(prompt), prompt
         for (_, stop), keeps in zip(self.spans, self.kept or (None,) * len(self.spans), strict=True):
             path = np.concatenate([path[:keeps], np.arange(begin, prompt + stop)])

@@ -1,8 +1,8 @@
 """Uses a vLLM server that somebody else started, behind the same interface as an engine of our own.
 
-Completions go over HTTP (`/inference/v1/generate`: token ids in; token ids, log-probs and versions out). Weights do not: a
-server on the trainer's machine reads them from its memory, any other gets them from the trainer's sender (`courier.py`).
-`server_command` gives the command line that starts such a server.
+Completions go over HTTP (`/inference/v1/generate`: token ids in; token ids, log-probs and versions out). Weights do
+not: a server on the trainer's machine reads them from its memory, any other gets them from the trainer's sender
+(`courier.py`). `server_command` gives the command line that starts such a server.
 """
 
 import asyncio
@@ -94,8 +94,8 @@ class ServerCore(VLLMCore):
 
     def configure(self) -> None:
         """Reads the key. Raises ValueError without one."""
-        # Whoever reaches the server's weight routes can replace the model, so every request carries a key. It lives only
-        # in an environment variable on both sides, never in a config, a log or a command line.
+        # Whoever reaches the server's weight routes can replace the model, so every request carries a key. It lives
+        # only in an environment variable on both sides, never in a config, a log or a command line.
         key = server_key()
         if key is None:
             raise Mistake(
@@ -107,7 +107,10 @@ class ServerCore(VLLMCore):
         import aiohttp  # noqa: F401  (imported here, it is not imported beside the trainer's own modules)
 
     async def launch(self) -> None:
-        """Waits for the server. Raises CoreLost when it does not answer; ValueError for a wrong kind of server or key."""
+        """Waits for the server.
+
+        Raises CoreLost when it does not answer; ValueError for a wrong kind of server or key.
+        """
         import aiohttp
 
         self.configure()
@@ -139,7 +142,9 @@ class ServerCore(VLLMCore):
         self.sign_of_life = time.monotonic()
 
     def learn(self, info: dict[str, Any]) -> None:
-        """Checks and takes what a server says of itself. Args: info: vLLM's configuration, from the route `/server_info`.
+        """Checks and takes what a server says of itself.
+
+        Args: info: vLLM's configuration, from the route `/server_info`.
 
         Raises ValueError, which says what differs from the run's needs and how to start the server.
         """

@@ -36,13 +36,14 @@ def server_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line that starts a server which `ServerCore` can use, and the environment variables to add.
 
-    The variables hold the key that the server will ask for: that of our environment (`KEY_VARIABLE`), or else a random one,
-    which the trainer then needs.
+    The variables hold the key that the server will ask for: that of our environment (`KEY_VARIABLE`), or else a random
+    one, which the trainer then needs.
 
-    Args: model_dir: directory of a Hugging Face model; config: how its engine is built; host: address to listen on; None:
-    127.0.0.1, or all addresses when `config.address` names another machine, and the key then travels in the clear; port:
-    None: that of the first of `config.addresses`, or 8000.
-    Raises: ValueError for a key that no header can carry, for addresses of several ports, and for devices of several engines.
+    Args: model_dir: directory of a Hugging Face model; config: how its engine is built; host: address to listen on;
+    None: 127.0.0.1, or all addresses when `config.address` names another machine, and the key then travels in the
+    clear; port: None: that of the first of `config.addresses`, or 8000.
+    Raises: ValueError for a key that no header can carry, for addresses of several ports, and for devices of several
+    engines.
     """
     elsewhere = not serves_here(config)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -56,8 +57,8 @@ def server_command(
     environ |= {"VLLM_SERVER_DEV_MODE": "1"}  # the weight routes are in the "dev mode"
     if config.lora_rank:
         environ |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}  # so that requests can name the adapter
-    # `devices` names GPUs of the trainer's machine (on a CPU: cores for an engine of the run), so they count only there.
-    # CUDA_VISIBLE_DEVICES of the shell that starts the server goes before them.
+    # `devices` names GPUs of the trainer's machine (on a CPU: cores for an engine of the run), so they count only
+    # there. CUDA_VISIBLE_DEVICES of the shell that starts the server goes before them.
     own = serves_here(config) and not on_cpu() and "CUDA_VISIBLE_DEVICES" not in os.environ
     if own and len(device_shares(config)) > 1:
         raise Mistake(
@@ -144,6 +145,6 @@ class KeyGuard:
             await send({"type": "http.response.body", "body": self.answer.encode()})
 
     def _has_key(self, scope: dict[str, Any]) -> bool:
-        # `compare_digest` takes the same time for every wrong key, so that nobody guesses the right one letter by letter.
+        # `compare_digest` takes the same time for every wrong key, so nobody can guess letter by letter.
         keys = [value for name, value in scope["headers"] if name == b"authorization"]
         return bool(self.expected) and len(keys) == 1 and hmac.compare_digest(keys[0], self.expected)

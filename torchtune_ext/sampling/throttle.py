@@ -1,8 +1,8 @@
-"""Decides how many requests may be in flight: as many as the KV cache holds, so that it is full and nothing is preempted.
+"""Decides how many requests may be in flight: so many that the KV cache is full and nothing is preempted.
 
-Too few leave the hardware idle. Too many fill the cache, and vLLM throws requests out and computes them again later. The
-right number depends on the lengths of prompts and completions, which change as the policy learns, so it is measured:
-`Controller` reads it from the engine's counters, and `Throttle` is a semaphore of that size.
+Too few leave the hardware idle. Too many fill the cache, and vLLM throws requests out and computes them again later.
+The right number depends on the lengths of prompts and completions, which change as the policy learns, so it is
+measured: `Controller` reads it from the engine's counters, and `Throttle` is a semaphore of that size.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class Controller:
     """Follows the engine's counters. It has no clock and no I/O: the same observations give the same limits."""
 
     def __init__(self, ceiling: int, limit: int | None = None):
-        """Args: ceiling: most requests of one engine step (`max_num_seqs`); limit: the first one; None: `expect` sets it."""
+        """Args: ceiling: most requests of one engine step (`max_num_seqs`); limit: the first; None: `expect` sets it."""
         self.ceiling = ceiling
         self.limit = min(limit or 1, ceiling)
         self.known = limit is not None  # whether the limit was measured; until then `expect` sets it
@@ -44,8 +44,9 @@ class Controller:
 
     def start_round(self) -> None:
         """Forgets the observations of this round. To be called, too, when no request is in flight any more."""
-        # Requests that have just begun use little, so the use at one moment says nothing. A round has as many completions
-        # as the limit allows requests, so each of them was new once and finished once, and its highest use counts.
+        # Requests that have just begun use little, so the use at one moment says nothing. A round has as many
+        # completions as the limit allows requests, so each of them was new once and finished once, and its highest use
+        # counts.
         self.finished = 0  # completions in this round
         self.peak = 0.0  # highest KV-cache use
         self.in_flight = 0  # most requests running at one time
@@ -86,8 +87,8 @@ class Controller:
         self.binding = self.binding or blocked
         self.crowded = self.crowded or (waiting > 0 and usage >= self.target)
         # A preemption shows that the limit was too high: it falls at once. The target falls a little and comes back
-        # slowly, so that the same limit is not tried again soon. While requests above the new limit are still in flight,
-        # further preemptions follow from the same excess and teach nothing.
+        # slowly, so that the same limit is not tried again soon. While requests above the new limit are still in
+        # flight, further preemptions follow from the same excess and teach nothing.
         if preempted and not self.settling:
             self.target = max(TARGET_MIN, self.target - TARGET_DOWN)
             self.costs.append((running, 1.0 / running))
@@ -109,8 +110,8 @@ class Controller:
         self.known = True
         self.target = min(TARGET, self.target + TARGET_UP)
         self.costs.append((self.in_flight, self.peak / self.in_flight))
-        # If n requests used at most a share u of the cache, about n * target / u use the share `target`. Rounds with far
-        # fewer requests say little about the present ones: they share fewer prompts, and chance weighs more.
+        # If n requests used at most a share u of the cache, about n * target / u use the share `target`. Rounds with
+        # far fewer requests say little about the present ones: they share fewer prompts, and chance weighs more.
         cost = max(cost for in_flight, cost in self.costs if 2 * in_flight >= self.in_flight)
         requests = math.floor(self.target / max(cost, 1e-9))
         limit = max(1, min(requests, self.ceiling, math.floor(self.limit * MAX_GROWTH)))

@@ -26,7 +26,7 @@ class VLLMCore:
     """The half of a `Core` that speaks of weights. `Core` says what its methods promise."""
 
     def __init__(self, config: EngineConfig, on_step: Callable[[Step], None], life: str = ""):
-        """Args: on_step: takes the counters of each step; life: prefix of the salts, where others use the engine, too."""
+        """Args: on_step: takes the counters of each step; life: prefix of salts, where others use the engine."""
         self.config, self.on_step, self._life = config, on_step, life
         self.thrown_out = 0  # requests that our own pauses have thrown out, and that have not come again yet
         self._waiting = 0  # requests that wait in the engine's own queue, as of its last step
@@ -43,8 +43,8 @@ class VLLMCore:
 
     def count(self, step: Step) -> None:
         """Hands the counters of a step on, without the preemptions by our own pauses."""
-        # A pause that clears the cache throws out every running request, as a full cache would. vLLM counts that with the
-        # request's next token. The throttle would take it for a limit that was too high.
+        # A pause that clears the cache throws out every running request, as a full cache would. vLLM counts that with
+        # the request's next token. The throttle would take it for a limit that was too high.
         forgiven = min(step.preempted, self.thrown_out)
         self.thrown_out, self._waiting = self.thrown_out - forgiven, step.waiting
         self.on_step(replace(step, preempted=step.preempted - forgiven))
@@ -116,8 +116,8 @@ class VLLMCore:
         except CoreLost as error:
             if ALREADY_ACTIVE not in str(error):
                 raise
-        # A trainer before us died in an update. Finishing it gives every layer a whole set of tensors, whatever they hold,
-        # and ours then overwrite them.
+        # A trainer before us died in an update. Finishing it gives every layer a whole set of tensors, whatever they
+        # hold, and ours then overwrite them.
         try:
             await self.slow("finish_weight_update")
             await self.slow("start_weight_update")
@@ -174,8 +174,10 @@ class RemoteCore(ChildProcess, VLLMCore):
         ChildProcess.__init__(self, "the engine's client", early.CLIENT, log_path, self._hear, first, environ, begun)
 
     def configure(self) -> None:
-        """Waits until the client has made vLLM's configuration. Raises ValueError when vLLM refuses it; OSError when the
-        client is lost."""
+        """Waits until the client has made vLLM's configuration.
+
+        Raises ValueError when vLLM refuses it; OSError when the client is lost.
+        """
         try:
             asyncio.run_coroutine_threadsafe(self._configure(), self._loop).result()
         except CoreLost as error:

@@ -33,8 +33,8 @@ def checksum(tensor: torch.Tensor) -> int:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size, weights = data.numel(), _checksum_weights(tensor.device)
     # Each line of 32-bit words x_i becomes the sum of w_i x_i modulo 2^64. The sums are words again, until one is left.
-    # The w_i are odd, so a change of one word always shows. They look random, so any other change, for instance two words
-    # that were swapped, is overlooked with a chance of 2^-32 in each round.
+    # The w_i are odd, so a change of one word always shows. They look random, so any other change, for instance two
+    # words that were swapped, is overlooked with a chance of 2^-32 in each round.
     while True:
         whole = data.numel() // (4 * LINE) * (4 * LINE)
         rest = torch.zeros(4 * LINE, dtype=torch.uint8, device=tensor.device)
@@ -66,7 +66,10 @@ def _checksum_weights(device: torch.device) -> torch.Tensor:
 
 
 def differences(sent: Mapping[str, int], taken: Mapping[str, int | None], engine: str, worker: int) -> str | None:
-    """Says which tensors of a worker are not those that were sent; None: all are. Args: sent, taken: checksums by name."""
+    """Says which tensors of a worker are not those that were sent; None: all are.
+
+    Args: sent, taken: checksums by name.
+    """
     wrong = sorted(name for name in sent.keys() | taken.keys() if sent.get(name) != taken.get(name))
     if not wrong:
         return None
@@ -173,8 +176,8 @@ def memory_of(path: str) -> torch.Tensor:
 
 def pin(memory: torch.Tensor) -> torch.Tensor:
     """Lets a GPU copy directly to and from mapped memory [bytes], until `unpin`. Raises torch.cuda.CudaError."""
-    # The 15 GB of a 7B model then take 0.3 s on an H100. Through the driver's own buffers they take 11 s one way and 3 s
-    # the other.
+    # The 15 GB of a 7B model then take 0.3 s on an H100. Through the driver's own buffers they take 11 s one way and 3
+    # s the other.
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     return memory
 
@@ -186,7 +189,10 @@ def unpin(memory: torch.Tensor) -> None:
 
 
 def tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor): views of the memory of a `WeightBuffer`. Args: path: as in `memory_of`; manifest: its list."""
+    """Yields (name, tensor): views of the memory of a `WeightBuffer`.
+
+    Args: path: as in `memory_of`; manifest: its list.
+    """
     return views(memory_of(path), manifest)
 
 
@@ -204,8 +210,9 @@ class Buffers:
         """Args: deadline_s: seconds that one call into the engine may take, and a copy that the engine waits for."""
         self.model, self.adapter = WeightBuffer(), WeightBuffer()
         self.deadline_s = deadline_s
-        # No engine may load what is half written. The publisher holds the lock while it copies, and gives it back before
-        # it waits for the engines. Their loop holds it while any of them loads. So neither waits for the other for ever.
+        # No engine may load what is half written. The publisher holds the lock while it copies, and gives it back
+        # before it waits for the engines. Their loop holds it while any of them loads. So neither waits for the other
+        # for ever.
         self._lock = threading.Lock()
         self._readers = 0  # engines that load now; they share the lock
         self._writer_waits = False
@@ -236,7 +243,8 @@ class Buffers:
     ) -> tuple[WeightBuffer, float]:
         """Copies a publication. Returns the buffer that was written, and the seconds that it took.
 
-        Args: named_tensors, version, adapter: as `Engine.publish` takes them; current: the version that the engine holds.
+        Args: named_tensors, version, adapter: as `Engine.publish` takes them; current: the version that the engine
+        holds.
         Raises: ValueError; EngineFailed when the engine was closed or does not stop reading.
         """
         buffer, other, kind = (
@@ -281,10 +289,13 @@ class Buffers:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Keeps writers out while the body runs. Only one thread may use it. Raises CoreLost after `deadline_s` seconds."""
+        """Keeps writers out while the body runs. Only one thread may use it.
+
+        Raises CoreLost after `deadline_s` seconds.
+        """
         give_up_at = time.monotonic() + self.deadline_s
-        # The first reader takes the lock, and others join it unless the writer waits, who would otherwise starve. The wait
-        # polls, since a blocked `acquire` would stop the loop of all engines.
+        # The first reader takes the lock, and others join it unless the writer waits, who would otherwise starve. The
+        # wait polls, since a blocked `acquire` would stop the loop of all engines.
         while not ((self._readers and not self._writer_waits) or self._lock.acquire(blocking=False)):
             if self._closed:
                 raise CoreLost("the engine is closed")

@@ -92,7 +92,10 @@ class Arrivals(TorchDispatchMode):
 
 
 def _parts(name: str, packed: Mapping[str, list[str]]) -> list[str]:
-    """The published names that a parameter is made of. Args: packed: "qkv_proj" -> ["q_proj", "k_proj", "v_proj"], ..."""
+    """The published names that a parameter is made of.
+
+    Args: packed: "qkv_proj" -> ["q_proj", "k_proj", "v_proj"], ...
+    """
     stem, _, kind = name.rpartition(".")
     head, _, layer = stem.rpartition(".")
     return [f"{head}.{part}.{kind}".lstrip(".") for part in packed.get(layer, [layer])]
@@ -127,7 +130,10 @@ def check_shapes(
 
 
 def _fits(parts: Sequence[Sequence[int]], shape: Sequence[int], workers: int, padded: bool) -> bool:
-    """Whether tensors of the shapes `parts`, concatenated, fill one worker's parameter. With `padded` it may have more rows."""
+    """Whether tensors of the shapes `parts`, concatenated, fill one worker's parameter.
+
+    With `padded` it may have more rows.
+    """
     if any(len(part) != len(shape) for part in parts):
         return False
     for axis, size in enumerate(shape):
@@ -147,10 +153,11 @@ def check_quantized(
 ) -> None:
     """Raises ValueError for the first weight that does not come in the precision in which the engine holds it.
 
-    Args: names, dtypes: of what was published; parameters: those of the engine's model, by name; packed: as in `_parts`.
+    Args: names, dtypes: of what was published; parameters: those of the engine's model, by name; packed: as in
+    `_parts`.
     """
-    # vLLM would notice neither mistake: it copies bfloat16 into an FP8 weight without an error, and scales that are left
-    # out keep their last values.
+    # vLLM would notice neither mistake: it copies bfloat16 into an FP8 weight without an error, and scales that are
+    # left out keep their last values.
     fused = {part: whole for whole, parts in packed.items() for part in parts}
     sent = dict(zip(names, dtypes, strict=True))
     for name, dtype in sent.items():
@@ -319,8 +326,8 @@ class SharedMemoryTransfer(CheckedTransfer):
             self.memory = self.mapped = None
 
 
-# In the two backends below, every wait ends by itself: a sender that was killed closes its connections, and a silent one
-# is given up after `deadline_s`. The engine is then free for the next trainer, or for the next group of this one.
+# In the two backends below, every wait ends by itself: a sender that was killed closes its connections, and a silent
+# one is given up after `deadline_s`. The engine is then free for the next trainer, or for the next group of this one.
 NO_GROUP = "this server is in no group with the trainer's sender"
 
 
@@ -339,7 +346,10 @@ class GlooTransfer(CheckedTransfer):
         self.group = GlooGroup(init_info, rank)
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
-        """Takes what the sender broadcasts. Raises RuntimeError when nothing comes; after any error the group is over."""
+        """Takes what the sender broadcasts.
+
+        Raises RuntimeError when nothing comes; after any error the group is over.
+        """
         if self.group is None:
             raise RuntimeError(NO_GROUP)
         give_up_at = time.monotonic() + self.init.deadline_s
@@ -513,9 +523,9 @@ def add_one_adapter(
     """
     if wrapper.no_lora:
         return
-    # On a CPU vLLM 0.32 copies A and B once for each token, [T, rank, in], since tokens may have different adapters. Ours
-    # all have the one in slot 0. The product is in float64: in float32 its last bits would depend on how many requests
-    # happen to share the step, and a run would not repeat itself.
+    # On a CPU vLLM 0.32 copies A and B once for each token, [T, rank, in], since tokens may have different adapters.
+    # Ours all have the one in slot 0. The product is in float64: in float32 its last bits would depend on how many
+    # requests happen to share the step, and a run would not repeat itself.
     start, y, x = 0, y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]).double()
     for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
         y[:, start : start + size] += (scale * (x @ a[0, 0].T.double() @ b[0, 0].T.double())).to(y.dtype)
