@@ -273,7 +273,7 @@ class Core(Protocol):
         """Returns the last lines of the engine's log, for the message of an error."""
 
     async def stop(self) -> None:
-        """Ends this life, which may be over already, and every request in `calls` (`Call.lose`). May be called twice."""
+        """Ends this life, which may be over already, and all requests in `calls` (`Call.lose`). May be called twice."""
 
 
 def fetch_error(task: asyncio.Future) -> None:

@@ -59,7 +59,7 @@ def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...
 class Lane:
     """Owns an engine's present life, its throttle and its counters.
 
-    Coroutines and `on_step` run in the asyncio thread of all engines, other methods in any, which may set `closed`, too.
+    Coroutines and `on_step` run in the asyncio thread of all engines, other methods in any. Any may set `closed`.
     """
 
     def __init__(self, pool: Any, number: int, name: str, config: EngineConfig):

@@ -30,7 +30,7 @@ class Controller:
     """Follows the engine's counters. It has no clock and no I/O: the same observations give the same limits."""
 
     def __init__(self, ceiling: int, limit: int | None = None):
-        """Args: ceiling: most requests of one engine step (`max_num_seqs`); limit: the first; None: `expect` sets it."""
+        """Args: ceiling: most requests of an engine step (`max_num_seqs`); limit: the first; None: `expect` sets it."""
         self.ceiling = ceiling
         self.limit = min(limit or 1, ceiling)
         self.known = limit is not None  # whether the limit was measured; until then `expect` sets it
