@@ -167,5 +167,5 @@ def test_a_machine_with_another_version_is_refused_by_name(cluster, tmp_path):
 
 
 def test_what_a_machine_cannot_do_is_said_with_its_name(cluster):
-    with pytest.raises(BenchError, match=r"no machine can measure: .*\): .*4711"):
+    with pytest.raises(BenchError, match=r"no machine can measure: .*\) does not measure: .*4711"):
         RayBench(cluster.address, cores=[4711])

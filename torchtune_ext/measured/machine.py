@@ -90,7 +90,7 @@ def kept_off(cores: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         _kept_off.pop()
-        if others and not _kept_off:
+        if not _kept_off:
             pin(usable)
 
 

@@ -85,6 +85,8 @@ def _metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / METRICS
     if records := read_metrics(path) if path.exists() else []:
         return records
+    if ((above := run_dir.absolute().parent) / METRICS).exists():
+        raise Mistake(f"{run_dir} is a folder of a run, not the run; name {above}")
     if not (run_dir / "run.json").exists():
         raise Mistake(f"{run_dir} is no folder of a run: it has no run.json; name one, an output_dir")
     raise Mistake(

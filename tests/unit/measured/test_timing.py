@@ -173,6 +173,9 @@ def test_all_threads_keep_off_the_cores_and_come_back():
         assert [os.sched_getaffinity(thread) for thread in threads] == before
         with kept_off(sorted(usable_cores())):  # there are no others
             assert [os.sched_getaffinity(thread) for thread in threads] == before
+            with kept_off([core]):
+                pass
+        assert [os.sched_getaffinity(thread) for thread in threads] == before
     finally:
         end.set()
         other.join()
