@@ -4,13 +4,8 @@
     server.py ── HTTP ─────────────────────────────▶ worker.py (begins, takes, finishes an update)
     courier.py ── asks ──▶ this module, the sender ▶ the bytes by gloo or NCCL, piece by piece
 
-The trainer only writes its weights into memory. A process beside it, the sender, opens that memory and broadcasts it in
-a group with the workers of each server. Only the sender waits for other machines, and it is killed when it is late.
-This module holds what both ends of the broadcast share, and then the sender:
-
-    python -P -m torchtune_ext.sampling.broadcast SOCKET PARENT
-
-`child_process.ChildProcess` asks it to `listen` for a server, to `join` that group, and to `send`.
+The sender is a process beside the trainer (python -P -m torchtune_ext.sampling.broadcast SOCKET PARENT). It opens the
+trainer's memory and broadcasts it in a group with the workers of each server. Only the sender waits for other machines.
 """
 
 import logging
@@ -66,18 +61,13 @@ class GlooInit:
 
 
 class GlooGroup:
-    """A gloo group of the sender and the workers of a server, apart from every other group.
-
-    After any error, close it.
-    """
+    """A gloo group of the sender and a server's workers, apart from every other group. After any error, close it."""
 
     def __init__(self, init: GlooInit, rank: int, listener: socket.socket | None = None):
-        """Waits until all have joined. Raises RuntimeError (of torch) after `init.deadline_s` seconds.
-
-        Args: rank: 0 is the sender; listener: the sender's socket from `listen`, which is closed with the group.
-        """
+        """Waits until all have joined; rank 0 is the sender. Raises RuntimeError after `init.deadline_s` seconds."""
         address, port, world_size = init.master_address, init.master_port, init.world_size
         limit = timedelta(seconds=init.deadline_s)
+        # The store owns the descriptor from here on, and closes it with the group.
         ours = {} if listener is None else {"master_listen_fd": listener.detach()}
         self._store = dist.TCPStore(
             address, port, world_size, listener is not None, limit, wait_for_workers=False, **ours
@@ -93,10 +83,7 @@ class GlooGroup:
         )
 
     def broadcast(self, data: torch.Tensor, give_up_at: float) -> None:
-        """Sends `data` [bytes] from rank 0 to all, in place. Args: give_up_at: on time.monotonic().
-
-        Raises RuntimeError.
-        """
+        """Sends `data` [bytes] from rank 0 to all, in place. Raises RuntimeError at `give_up_at` (time.monotonic())."""
         if self._group is None:
             raise Failure("the group is closed")
         options = dist.BroadcastOptions()
@@ -110,11 +97,7 @@ class GlooGroup:
 
 
 def chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, int, dict[str, list]]]:
-    """Cuts the memory of a `WeightBuffer` into pieces that are broadcast one after the other.
-
-    Args: manifest: of the buffer; limit: bytes; a piece ends with the tensor that reaches them.
-    Yields: begin and end of a piece, in bytes from the start of the file, and the manifest of what lies in it.
-    """
+    """Yields begin and end, in bytes, and the manifest of each piece: it ends with the tensor that reaches `limit`."""
     # Both ends compute the pieces by themselves, so these must follow from the arguments only.
     rows: list[tuple] = []
     begin = 0

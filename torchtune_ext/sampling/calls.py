@@ -152,10 +152,7 @@ class Call:
             self.task.cancel()
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
-        """Takes what was sampled. Returns whether the early stop ends the request now.
-
-        It does when an exponentially weighted mean of the log-probs falls below the threshold, or one is not a number.
-        """
+        """Takes what was sampled. Returns whether the early stop ends the request now."""
         sampling, before = self.sampling, len(self.tokens)
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
@@ -178,9 +175,7 @@ class Call:
     ) -> Completion:
         """The result.
 
-        Args: reason: the engine's finish reason; spans: (version, first token, last token + 1) of each stretch of
-        tokens from the same weights; cached: prompt tokens from the prefix cache; prompt_logprobs: of its tokens from
-        the second on, where the request asks for them.
+        Args: spans: (version, first token, last token + 1) of each stretch; cached: prompt tokens from the cache.
         """
         versions = np.full(len(self.tokens), self.first_version, np.int32)
         for version, start, end in spans:
@@ -199,9 +194,9 @@ class Call:
 class Core(Protocol):
     """One life of an engine, as its lane sees it: what a backend (`engine.BACKENDS`) makes.
 
-    A life ends with the first method that raises CoreLost: the lane then calls `stop`, and the backend makes another
-    one, which gets the published weights through `load`. All coroutines run in the engine's asyncio thread and bound
-    their own waits by the deadlines of the config. ValueError says that the engine refuses what was asked and lives on.
+    CoreLost ends a life: the lane calls `stop`, and the backend makes another life, which gets the weights by `load`.
+    After a ValueError the engine lives on. Coroutines run in the engine's asyncio thread and bound their own waits by
+    the deadlines of the config.
     """
 
     # The requests under way, by their ids.
@@ -227,31 +222,26 @@ class Core(Protocol):
         """Says how a dead engine ended, in words that fit into a message."""
 
     def configure(self) -> None:
-        """Imports what is slow to import and checks the config, in the thread that called `Engine.start`.
-
-        Only the first life is configured from there; `launch` calls it for every other one. Raises ValueError for a
-        config that the engine cannot have.
-        """
+        """Imports what is slow and checks the config, in the thread of `Engine.start`. Raises ValueError."""
 
     async def launch(self) -> None:
-        """Returns once the engine can work. Raises CoreLost; ValueError when the engine refuses the config."""
+        """Returns once the engine can work. Calls `configure` if nobody has. Raises CoreLost, and as `configure`."""
 
     async def generate(self, call: Call) -> Completion:
-        """Runs one request to its end. Raises CoreLost; ValueError when the engine refuses the request.
+        """Runs one request inside `call.running`, gives `call.add` its tokens as they come, returns `call.completion`.
 
-        It does so inside `call.running`, gives `call.add` the tokens as they come, and returns `call.completion`.
+        Raises CoreLost; ValueError when the engine refuses the request.
         """
 
     async def ping(self, deadline_s: float) -> None:
         """Returns once the engine has answered. Raises CoreLost after `deadline_s` seconds; ValueError."""
 
     async def load(self, buffers: Sequence[Any], version: int) -> tuple[float, float]:
-        """Replaces weights between two steps, wakes the engine if it sleeps, and labels what it samples from then on.
+        """Replaces weights between two steps, wakes the engine if it sleeps, and labels what it samples as `version`.
 
-        Args: buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's; with none, these stay; version:
-        the label.
-        Returns: seconds in which nothing was sampled, and seconds of loading among them. Raises CoreLost; ValueError
-        when the engine refuses the weights and goes on with the old ones.
+        Args: buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's; with none, the weights stay.
+        Returns: seconds in which nothing was sampled, and seconds of loading among them.
+        Raises: CoreLost; ValueError when the engine refuses the weights and goes on with the old ones.
         """
 
     async def checksums(self) -> list[dict[str, int | None]]:
@@ -261,9 +251,9 @@ class Core(Protocol):
         """Returns the label of what it samples, from the engine itself. Raises CoreLost."""
 
     async def sleep(self, level: int) -> None:
-        """Frees the GPU's memory and sets `asleep`; an engine with a GPU of its own may ignore it. Raises CoreLost.
+        """Frees GPU memory. Level 1 keeps the weights in host memory, level 2 drops them. Raises CoreLost.
 
-        Level 1 keeps the weights in host memory, level 2 drops them. `load` wakes the engine from either.
+        `load` wakes the engine from either. An engine with a GPU of its own may ignore the call.
         """
 
     def kill(self) -> None:
@@ -306,10 +296,7 @@ async def within(limit_s: float, what: str) -> AsyncIterator[None]:
 
 
 async def bounded(core: Core, call: Awaitable[Any], deadline_s: float, name: str) -> Any:
-    """Awaits a call into the engine for at most `deadline_s` seconds. Args: name: of the call, in messages.
-
-    Raises: CoreLost, after which this life is over; ValueError, as the call raises it.
-    """
+    """Awaits a call into the engine. Raises CoreLost after `deadline_s` seconds, and what the call raises."""
     # By itself the call would never return when the engine dies meanwhile, so `core.dead` is asked again and again.
     give_up_at = time.monotonic() + deadline_s
     task = asyncio.ensure_future(call)

@@ -108,11 +108,7 @@ class Frames(asyncio.Protocol):
 
 
 class ChildProcess:
-    """One life of a process of the sampler, and those who wait for its answers.
-
-    A message to it is (number, method, arguments), or (number, "cancel", ()) when nobody waits for the answer any more.
-    An answer is (number, "value", value), (number, "refused", message) or (number, "lost", message). All else is news.
-    """
+    """One life of a process of the sampler, and those who wait for its answers."""
 
     def __init__(
         self,
@@ -126,9 +122,8 @@ class ChildProcess:
     ):
         """Starts the process and returns at once. Raises OSError.
 
-        Args: name: in messages; module: its program (`spawn`); log: its output is appended; on_news: takes kind and
-        value of news; first: a frame before all messages; environ: of the process, None: ours; begun: a process that
-        runs already, whose first frame brings log and environment.
+        Args: module: its program (`spawn`); log: takes its output; on_news: takes kind and value; first: a frame before
+        all messages; begun: a process that runs already, whose first frame brings log and environment.
         """
         self.name = name
         self.ended: str | None = None  # how this life ended, as soon as anybody knows
@@ -159,6 +154,8 @@ class ChildProcess:
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         """Sends a message, and returns the answer. The caller bounds the wait. Raises CoreLost, ValueError."""
+        # A message is (number, method, arguments), or (number, "cancel", ()) when nobody waits for the answer any more.
+        # An answer is (number, kind, value), where the kind is "value", "refused" or "lost". All else is news.
         if self.ended is not None:
             raise CoreLost(self.ended)
         number, answer = next(self._numbers), self._loop.create_future()

@@ -1,13 +1,9 @@
-"""The process of vLLM's client, `AsyncLLM`, which `vllm_core.RemoteCore` starts in the trainer.
-
-    python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
+"""The process of vLLM's client: python -P -m torchtune_ext.sampling.client_process SOCKET PARENT
 
 In the trainer's interpreter the client would take the lock from training, which then took twice as long: a request of
-eleven tokens costs 0.7 ms of Python.
-
-The first frame holds (directory of the model, EngineConfig, path of the log, environment). After that come messages, as
-`child_process.ChildProcess` sends them. Unasked it says (0, "step", Step), and (0, "dead", how the engine ended). The
-engine's process ends when this one ends, and this one when the trainer does.
+eleven tokens costs 0.7 ms of Python. The first frame holds (directory of the model, EngineConfig, path of the log,
+environment). After it come messages of `child_process.ChildProcess`. The news are (0, "step", Step) and (0, "dead",
+how the engine ended). The engine's process ends when this one ends, and this one when the trainer does.
 """
 
 import asyncio
@@ -163,10 +159,7 @@ class Client:
         return StepLogger()
 
     async def generate(self, call: Call, salt: str | None, adapted: bool) -> Completion:
-        """Runs one request to its end. Raises CoreLost, or ValueError when vLLM refuses it.
-
-        Args: salt: only requests of the same salt share a prefix; adapted: whether it uses the adapter.
-        """
+        """Runs one request. Only requests of one `salt` share a prefix. Raises CoreLost; ValueError: vLLM refuses."""
         from vllm.exceptions import VLLMClientError
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -234,10 +227,7 @@ class EngineContext:
 
 
 def run_engine(parent: int, end: int | None, target: Callable, kwargs: dict[str, Any]) -> None:
-    """The engine's process.
-
-    Args: parent: process id of the client; end: descriptor of the client's socket after a fork.
-    """
+    """The engine's process. Args: parent: process id of the client; end: descriptor of its socket after a fork."""
     die_with_parent(parent)
     if end is not None:
         os.close(end)  # else the trainer would not see that the client has died

@@ -41,10 +41,7 @@ class Courier:
         await self._kill()
 
     async def deliver(self, core: Any, buffer: WeightBuffer, version: int) -> None:
-        """Brings weights to a server, and returns once it has finished the update. Raises CoreLost.
-
-        Args: core: the connection to it, a `ServerCore`; version: the label of what is sampled from then on.
-        """
+        """Updates the server of `core`, a `ServerCore`, and labels what it samples as `version`. Raises CoreLost."""
         async with self._turn:
             try:
                 await self._send(core, buffer, version)

@@ -1,9 +1,6 @@
-"""Begins the process of an engine's client before the recipe: it imports vLLM while the trainer imports torchtune.
+"""Begins the process of an engine's client before the recipe: it imports vLLM while the trainer imports torchtune."""
 
-Each import takes about five seconds. `begin` runs at the start of `tune run`, so this file imports only what Python
-brings. The first engine of the run takes the process, which learns only then what it is for.
-"""
-
+# Each import takes about five seconds. This file runs when `tune run` starts, so it imports only what Python brings.
 import os
 import socket
 import subprocess
@@ -38,10 +35,7 @@ def child_environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def spawn(module: str, out: int, environ: Mapping[str, str]) -> Begun:
-    """Starts a program in a session of its own. Args: out: descriptor that takes its output. Raises OSError.
-
-    Its arguments are the descriptor of its socket and our process id: it dies when we do.
-    """
+    """Starts a program in a session of its own, which dies when we do. `out`: takes its output. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -67,7 +61,6 @@ def begin(words: Sequence[str]) -> None:
 
 
 def _samples(recipe: str) -> bool:
-    """Whether a recipe, by its name or file, has an engine."""
     from torchtune_ext.run.catalog import folder, recipe_files
 
     named = {each.name: each.path for each in recipe_files(folder("recipes"), folder("configs"))}

@@ -5,9 +5,8 @@
     groups = engine.sample([[1, 2, 3], [4, 5]], n=16, sampling=SamplingConfig(max_tokens=256, seed=1))
     engine.publish(model.named_parameters(), version=1)
 
-docs/sampling.md says what all of it does. One thread with an asyncio loop shares groups out among the engines
-(`pool.py`), feeds each as many requests as its throttle allows, and keeps it alive (`lane.py`). All methods may be
-called from any thread, also at the same time.
+One asyncio thread serves all engines (`pool.py`, `lane.py`). All methods may be called from any thread, also at the
+same time. See docs/sampling.md.
 """
 
 import asyncio
@@ -74,10 +73,7 @@ class LoopThread(threading.Thread):
             raise Failure("on_completion may not call the engine: it runs in the engine's own thread")
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future:
-        """Begins `work` and returns. It is cancelled when the thread ends.
-
-        Raises EngineFailed when the thread does not run.
-        """
+        """Begins `work` and returns. It is cancelled when the thread ends. Raises EngineFailed when none runs."""
         attended = _attended(work)
         try:
             if self.is_alive():
@@ -95,10 +91,7 @@ class LoopThread(threading.Thread):
         raise EngineFailed("the engine is not running: call start() first, and nothing after close()")
 
     def call(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
-        """Runs `work` and waits for its result, without a timeout as long as the work itself and the thread take.
-
-        Raises: EngineFailed when the thread does not run; TimeoutError; RuntimeError in the loop's own thread.
-        """
+        """Runs `work` and returns its result. Raises EngineFailed, TimeoutError; RuntimeError in the thread itself."""
         try:
             self.refuse_itself()
         except RuntimeError:
@@ -150,12 +143,10 @@ class Engine:
     """Owns the sampling engines and everything around them: their thread, their janitor, the published weights."""
 
     def __init__(self, model_dir: str, config: EngineConfig, run_dir: str, version: int = 0):
-        """Starts nothing yet.
+        """Starts nothing yet. Raises ValueError for a backend that nobody knows, and for more engines than devices.
 
-        Args: model_dir: directory of a Hugging Face model; config: how the engine is built; run_dir: directory that
-        takes the engine's log, `engine.log` (of several engines: `engine_0.log`, `engine_1.log`, ...); version: policy
-        version of the weights in `model_dir`.
-        Raises: ValueError for a backend that nobody knows, and for more engines than devices.
+        Args: model_dir: of a Hugging Face model; run_dir: takes `engine.log` (of several engines: `engine_0.log`, ...);
+        version: policy version of the weights in `model_dir`.
         """
         self.config = config
         self._backend = find_backend(config.backend)
@@ -177,7 +168,7 @@ class Engine:
     def start(self) -> None:
         """Begins to bring the engine up and returns; with `engine.sleep` it returns once the engine is up and sleeps.
 
-        Raises: EngineFailed when the engine refuses its config; RuntimeError when it was started before.
+        Raises EngineFailed when the engine refuses its config; RuntimeError when it was started before.
         """
         if self._started is not None or self._closed:
             raise Failure("Engine.start: an engine is started once; make a new one")
@@ -203,10 +194,9 @@ class Engine:
             self.sleep()
 
     def wait_ready(self, timeout: float | None = None) -> float:
-        """Waits until the engine can sample, and returns the seconds that its start took.
+        """Waits until the engine can sample. Returns the seconds that its start took.
 
-        Raises EngineFailed when it cannot start, TimeoutError after `timeout` seconds (None: `start_deadline_s`),
-        RuntimeError before `start`.
+        Raises EngineFailed; TimeoutError after `timeout` seconds (or `start_deadline_s`); RuntimeError before `start`.
         """
         if self._started is None:
             raise Failure("Engine.wait_ready: call start() first")
@@ -216,7 +206,7 @@ class Engine:
         return self._thread.result(self._started)
 
     def close(self) -> None:
-        """Ends the engine and all that belongs to it, even during a restart or a publication. May be called twice.
+        """Ends the engine, also during a restart or a publication. May be called twice.
 
         Calls under way in other threads end with EngineFailed. Raises EngineFailed when a process is left.
         """
@@ -263,10 +253,10 @@ class Engine:
     ) -> list[list[Completion]]:
         """Draws `n` completions of each prompt, and waits for them. The prompts are groups 0, 1, ... (see `submit`).
 
-        Args: prompts: P lists of token ids; n: completions of each; priority: who goes first where others wait, too.
+        Args: prompts: P lists of token ids; priority: who goes first where others wait, too.
         Returns: P lists of n completions, in the order of the prompts.
-        Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed when the engine is beyond
-        help; WeightsIncomplete when the engine sleeps and the last publication broke off (publish again).
+        Raises: ValueError for prompts that do not fit, before anything is sent; EngineFailed; WeightsIncomplete when
+        the engine sleeps and the last publication broke off (publish again).
         """
         self._thread.refuse_itself()
         groups = self._groups(prompts, n, sampling, priority)
@@ -281,11 +271,10 @@ class Engine:
         return groups
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Scores texts under the current weights, at temperature 1 and over the whole vocabulary.
+        """Scores texts under the current weights, at temperature 1 and over the whole vocabulary. Raises as `sample`.
 
         Args: texts: lists of token ids, each of at least two and fewer than `max_model_len`.
         Returns: for each text the log-probs of its tokens from the second on, in nats, float32.
-        Raises: as `sample`.
         """
         one = SamplingConfig(max_tokens=1, temperature=0.0)  # vLLM samples one token at least
         return [row[0].prompt_logprobs for row in self.sample(texts, 1, one, priority=Priority.SCORE)]
@@ -300,17 +289,12 @@ class Engine:
         priority: Priority = Priority.SAMPLE,
         home: object = None,
     ) -> "Future[list[Completion]]":
-        """Begins to draw one group, `n` completions of a prompt, and returns.
+        """Begins to draw one group, `n` completions of a prompt, and returns. Groups of equal priority go in order.
 
-        Groups of equal priority are served in order.
-
-        Args: prompt: token ids; on_completion: called with (sample index, completion) as each one is done, in the
-        engine's thread, from where it may not call the engine; group: number of the group among those with the same
-        `sampling.seed`: the seeds of its completions follow from (sampling.seed, group, sample index); priority: who
-        goes first where others wait, too; home: an object that conversations share whose turns go to one engine, for
-        its prefix cache.
-        Returns: a future of the n completions, or of what `sample` raises. Cancelling it ends what is still sampled for
-        the group; closing the engine cancels it.
+        Args: on_completion: called with (sample index, completion) in the engine's thread, may not call the engine;
+        group: number, from which the seeds follow, with `sampling.seed` and the sample index; priority: who goes first
+        where others wait, too; home: an object that conversations share whose turns go to one engine (prefix cache).
+        Returns: a future of the completions, or of what `sample` raises. Cancelling it, or `close`, ends the sampling.
         Raises: ValueError for a prompt that does not fit.
         """
         self._thread.refuse_itself()
@@ -334,9 +318,8 @@ class Engine:
         """Gives the engine new weights. Requests in flight go on with them, from their next token.
 
         Args: named_tensors: (Hugging Face name, tensor) of the whole model without tied copies, of any dtype on any
-        device; may be a generator; version: of the policy, larger than the last one; adapter: PEFT's config, if the
-        tensors are those of an adapter (the engine then needs `lora_rank`), which all requests use from now on.
-        Returns: what it took, in bytes and seconds.
+        device, may be a generator; version: larger than the last one; adapter: PEFT's config, if the tensors are those
+        of an adapter (this needs `engine.lora_rank`), which all requests use from now on.
         Raises: ValueError for tensors or a version that cannot be; RuntimeError while an evaluation is drawn;
         EngineFailed when the engine takes the weights neither now nor after a restart.
         """
@@ -353,17 +336,16 @@ class Engine:
             return PublishReport(buffer.bytes, buffer.sums, copy_s, pause_s, load_s)
 
     def checksums(self) -> list[dict[str, int | None]]:
-        """Proves which weights the engine has taken. Raises EngineFailed.
+        """The `weight_buffer.checksum` of every tensor of the last publications, by name, for each worker.
 
-        Returns: for each worker of each engine that serves, the `weight_buffer.checksum` of every tensor of the last
-        published model and adapter, by name. None stands for a tensor that came in two forms.
+        None stands for a tensor that came in two forms. Raises EngineFailed.
         """
         return self._thread.call(self._pool.checksums())
 
     def canary(self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig) -> list[CanaryAnswer]:
-        """Asks every engine that serves for the same few samples, ahead of all that wait, and for its checksums.
+        """Asks every engine that serves for the same samples, ahead of all others, and for checksums.
 
-        Arguments and errors are those of `sample`. Returns one answer of each engine that is not lost meanwhile.
+        Raises as `sample`. Returns one answer of each engine that is not lost meanwhile.
         """
         # An engine that was lost serves again only with weights that it has proven, so its answer is not missed.
         return self._thread.call(self._pool.ask_each(self._groups(prompts, n, sampling, Priority.CANARY)))
@@ -375,10 +357,7 @@ class Engine:
                 raise Mistake(f"engine.address: {core.other_model()}")
 
     def sleep(self) -> None:
-        """Frees the engine's memory on a GPU that it shares with the trainer. `publish` and `sample` wake it.
-
-        Without `engine.sleep` nothing happens. Raises EngineFailed.
-        """
+        """With `engine.sleep`, frees GPU memory until `publish` or `sample` wakes the engine. Raises EngineFailed."""
         if self.config.sleep:
             self._thread.call(self._pool.sleep())
 

@@ -112,9 +112,7 @@ def engine_args(model_dir: str, config: EngineConfig, transfer: str = "shm") -> 
 def engine_threads(config: EngineConfig, parameters: int, beside: bool) -> int | None:
     """The threads of each engine on a CPU; None on GPUs.
 
-    Args:
-        parameters: of the model.
-        beside: whether the trainer computes while the engine does.
+    Args: parameters: of the model; beside: whether the trainer computes while the engine does.
     """
     if not on_cpu():
         return None
@@ -148,10 +146,7 @@ def log_name(config: EngineConfig) -> str:
 
 
 def device_shares(config: EngineConfig) -> list[list[str]]:
-    """The devices of each engine from `engine.devices`; empty if it is null.
-
-    Raises ValueError if they do not divide up.
-    """
+    """The devices of each engine, from `engine.devices`; empty if null. Raises ValueError if they do not divide up."""
     size, names = config.tensor_parallel_size, config.device_names
     if len(names) % size:
         below, above = len(names) // size * size, (len(names) // size + 1) * size
@@ -165,10 +160,9 @@ def device_shares(config: EngineConfig) -> list[list[str]]:
 
 
 def engine_configs(config: EngineConfig) -> list[EngineConfig]:
-    """The config of each engine: one for each address, for each `tensor_parallel_size` devices, or, on a CPU, `count`.
+    """The config of each engine: for each address, each share of devices, or, on a CPU, `count`.
 
-    Raises:
-        ValueError: more engines than there are devices for them.
+    Raises ValueError for more engines than devices.
     """
     if config.address is not None:
         return [replace(config, address=each, devices=None, count=None) for each in config.addresses]

@@ -1,8 +1,7 @@
 """One engine of a run: its requests and its lives. It is started, watched, and restarted with the current weights.
 
-docs/sampling.md, "When the engine fails", says what can happen to an engine and how it is noticed. Requests that were
-under way are repeated with the same seeds, by another engine where one serves. After `max_failures` failures without a
-finished request between them the engine is retired, and everybody who waits for it gets `EngineFailed`.
+Requests under way are repeated with the same seeds, by another engine where one serves. After `max_failures` failures
+in a row the engine is retired (docs/sampling.md, "When the engine fails").
 """
 
 import asyncio
@@ -187,10 +186,7 @@ class Lane:
         self._watching = asyncio.create_task(self._watch())
 
     async def ready(self, elsewhere: bool = False) -> Core:
-        """Waits for a working engine.
-
-        Raises EngineFailed; with `elsewhere` CoreLost as soon as another engine serves.
-        """
+        """Waits for a working engine. Raises EngineFailed; with `elsewhere` CoreLost as soon as another one serves."""
         # Every start is bounded by its own deadlines, so this one may be distant.
         limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
         give_up_at = time.monotonic() + limit
@@ -208,10 +204,7 @@ class Lane:
         return self.core
 
     def lose(self, core: Core | None, cause: str) -> asyncio.Future:
-        """Takes a lost life out of service at once, and begins to replace it.
-
-        Returns a future, which need not be awaited.
-        """
+        """Takes a lost life out of service at once, and begins to replace it. The future need not be awaited."""
         # Several requests notice the same loss. Only the first one finds `core` still in place.
         if core is not None and core is self.core and self.up:
             self.become(State.COMING, cause)
@@ -221,8 +214,8 @@ class Lane:
     async def load(self) -> tuple[float, float]:
         """Brings newly published weights into the engine. Returns the seconds of pause and of loading.
 
-        Raises EngineFailed; CoreLost when it is lost and another one serves; ValueError when the engine refuses the
-        weights and goes on with what it has.
+        Raises EngineFailed; CoreLost when it is lost and another one serves; ValueError when it refuses the weights and
+        goes on with what it has.
         """
         started = time.monotonic()
         # An engine that is behind becomes ready only by this load.
@@ -270,10 +263,7 @@ class Lane:
                 self.lose(core, str(error))
 
     async def awake(self, elsewhere: bool = False) -> Core:
-        """Waits for an engine that can sample.
-
-        Raises as `ready`; WeightsIncomplete when there are none to wake it with.
-        """
+        """Waits for an engine that can sample. Raises as `ready`; WeightsIncomplete when no weights can wake it."""
         while True:
             core = await self.ready(elsewhere)
             if not core.asleep:
@@ -354,7 +344,7 @@ class Lane:
         await self._load_buffers(core)
 
     async def _load_buffers(self, core: Core) -> tuple[float, float]:
-        """Brings the engine to what the buffers hold, the only way by which weights reach it.
+        """Brings the engine to what the buffers hold, and is the only way by which weights reach it.
 
         Returns the seconds of pause and of loading. Raises WeightsIncomplete, and as `Core.load`.
         """
@@ -392,10 +382,7 @@ class Lane:
             raise CoreLost(f"it does not hold the weights of version {version} as they were published: {wrong}")
 
     async def _give_up(self, why: str, tail: str | None = None, cause: Exception | None = None) -> None:
-        """Ends the present life for good, and tells all who wait.
-
-        Args: tail: end of its log; cause: the error behind it.
-        """
+        """Ends the present life for good, and tells all who wait."""
         core, self.core = self.core, None
         tail = core.log_tail() if tail is None and core is not None else tail
         self.failed = EngineFailed(f"{why}\n--- end of the engine's log ---\n{tail or '(empty)'}")
@@ -407,7 +394,6 @@ class Lane:
             self.become(State.RETIRED, why)
 
     async def _watch(self) -> None:
-        """Looks after the engine until the end of the run."""
         # Nobody awaits this task, so an error of our own would end the watch unseen. It ends the run instead.
         try:
             while not self.closed and self.failed is None:

@@ -1,8 +1,5 @@
 """The engines of a run behind one set of calls: groups are shared out, and weights go to all.
 
-    pool = Pool(config, make_core, buffers, version=0)
-    completions = await pool.draw(submission)
-
 One engine is a pool of one lane. A pool goes on with the engines that are left, and fails when none is.
 """
 
@@ -32,8 +29,7 @@ class Pool:
     def __init__(self, config: EngineConfig, make_core: Callable[[Lane], Core], buffers: Buffers, version: int):
         """Raises ValueError for more engines than devices.
 
-        Args: make_core: begins a life of a lane; buffers: hold the current weights; version: label of weights that were
-        never published.
+        Args: make_core: begins a life of a lane; version: label of weights that were never published.
         """
         self.make_core, self.buffers, self.first_version = make_core, buffers, version
         self.ids = itertools.count()  # of requests
@@ -76,10 +72,7 @@ class Pool:
         return any(other is not lane for other in self.serving)
 
     def changed(self, lane: Lane, served: bool) -> None:
-        """Says what became of an engine, and sends what waits for it to others.
-
-        Args: served: whether it did until now.
-        """
+        """Says what became of an engine, which `served` or not, and sends what waits for it to others."""
         others = self.others_serve(lane)
         if lane.closed:
             return
@@ -128,7 +121,7 @@ class Pool:
     # -- work ---------------------------------------------------------------------------------------------------------
 
     async def draw(self, group: Submission, to: Lane | None = None) -> list[Completion]:
-        """Draws the completions of a group. Args: to: the engine that has to do it; None: any.
+        """Draws a group's completions. Args: to: the engine that has to do it; None: any.
 
         Raises ValueError, EngineFailed, WeightsIncomplete; CoreLost when `to` is lost and others serve.
         """
@@ -187,7 +180,7 @@ class Pool:
     async def _each(self, work: Callable[[Lane], Awaitable[T]], lanes: Sequence[Lane]) -> dict[Lane, T]:
         """Asks some engines, or else those that come up. Returns the answers, without those of engines that are lost.
 
-        Raises: ValueError when one refuses; when none answers, the error of the first.
+        Raises ValueError when one refuses; when none answers, the error of the first.
         """
         # An engine that is lost while another one serves raises CoreLost. It is not waited for: it comes back by
         # itself, and only with the current weights.
@@ -206,12 +199,9 @@ class Pool:
             lanes = self.left
 
     async def load(self, version: int) -> tuple[float, float]:
-        """Brings newly published weights into every engine.
+        """Brings newly published weights into every engine. Returns the longest pause and loading, in seconds.
 
-        Returns the longest pause and the longest loading, in seconds.
-
-        Raises EngineFailed when none takes them, or when one that serves was not told of them; ValueError when one
-        refuses them.
+        Raises EngineFailed when none takes them, or one that serves was not told; ValueError when one refuses them.
         """
         try:
             times = await self._each(lambda lane: lane.load(), self.up)
@@ -230,10 +220,7 @@ class Pool:
         return [worker for lane in self.lanes if lane in sums for worker in sums[lane]]
 
     async def sleep(self) -> None:
-        """Makes all engines free their GPU memory, even those that just come up.
-
-        Raises EngineFailed when none is left.
-        """
+        """Makes all engines free GPU memory, even those that just come up. Raises EngineFailed when none is left."""
         work = [lane.sleep() for lane in self.left or self.lanes]
         errors = [error for error in await asyncio.gather(*work, return_exceptions=True) if error is not None]
         refused = [error for error in errors if not isinstance(error, EngineFailed)]

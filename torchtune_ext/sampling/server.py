@@ -1,8 +1,7 @@
-"""Uses a vLLM server that somebody else started, behind the same interface as an engine of our own.
+"""Uses a vLLM server that somebody else started (`server_command`), behind the same interface as an engine of our own.
 
-Completions go over HTTP (`/inference/v1/generate`: token ids in; token ids, log-probs and versions out). Weights do
-not: a server on the trainer's machine reads them from its memory, any other gets them from the trainer's sender
-(`courier.py`). `server_command` gives the command line that starts such a server.
+Completions go over HTTP (`/inference/v1/generate`). Weights do not: a server on the trainer's machine reads them from
+its memory, any other gets them from the trainer's sender (`courier.py`).
 """
 
 import asyncio
@@ -107,10 +106,7 @@ class ServerCore(VLLMCore):
         import aiohttp  # noqa: F401  (imported here, it is not imported beside the trainer's own modules)
 
     async def launch(self) -> None:
-        """Waits for the server.
-
-        Raises CoreLost when it does not answer; ValueError for a wrong kind of server or key.
-        """
+        """Waits for the server. Raises CoreLost when it does not answer; ValueError for a wrong server or key."""
         import aiohttp
 
         self.configure()
@@ -142,12 +138,7 @@ class ServerCore(VLLMCore):
         self.sign_of_life = time.monotonic()
 
     def learn(self, info: dict[str, Any]) -> None:
-        """Checks and takes what a server says of itself.
-
-        Args: info: vLLM's configuration, from the route `/server_info`.
-
-        Raises ValueError, which says what differs from the run's needs and how to start the server.
-        """
+        """Checks and takes what `/server_info` says. Raises ValueError: what differs, and how to start the server."""
         model, cache, parallel = info["model_config"], info["cache_config"], info["parallel_config"]
         config, self._model = self.config, model["model"]
         transfer = (info.get("weight_transfer_config") or {}).get("backend")

@@ -36,14 +36,12 @@ def server_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line that starts a server which `ServerCore` can use, and the environment variables to add.
 
-    The variables hold the key that the server will ask for: that of our environment (`KEY_VARIABLE`), or else a random
-    one, which the trainer then needs.
+    The variables hold the key that the server will ask for: ours (`KEY_VARIABLE`), or a random one, which the trainer
+    then needs.
 
-    Args: model_dir: directory of a Hugging Face model; config: how its engine is built; host: address to listen on;
-    None: 127.0.0.1, or all addresses when `config.address` names another machine, and the key then travels in the
-    clear; port: None: that of the first of `config.addresses`, or 8000.
-    Raises: ValueError for a key that no header can carry, for addresses of several ports, and for devices of several
-    engines.
+    Args: host: address to listen on; None: 127.0.0.1, or all addresses when `config.address` names another machine (the
+    key then travels in the clear); port: None: that of the first of `config.addresses`, or 8000.
+    Raises: ValueError for a key that no header can carry, addresses of several ports, or devices of several engines.
     """
     elsewhere = not serves_here(config)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -120,10 +118,7 @@ def authorization(key: str) -> str:
 
 
 class KeyGuard:
-    """An ASGI middleware that answers 401 to a request without the key, on every route but `/health`.
-
-    A server that was started without a key lets nobody in.
-    """
+    """An ASGI middleware: 401 without the key, on every route but `/health`. A server without a key lets nobody in."""
 
     # vLLM's own `--api-key` leaves the routes open that pause the engine, replace its weights and call its methods.
     def __init__(self, app: Callable[..., Awaitable[None]]):

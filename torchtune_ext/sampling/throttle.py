@@ -1,8 +1,8 @@
 """Decides how many requests may be in flight: so many that the KV cache is full and nothing is preempted.
 
 Too few leave the hardware idle. Too many fill the cache, and vLLM throws requests out and computes them again later.
-The right number depends on the lengths of prompts and completions, which change as the policy learns, so it is
-measured: `Controller` reads it from the engine's counters, and `Throttle` is a semaphore of that size.
+The right number changes with the lengths of prompts and completions as the policy learns. `Controller` measures it by
+the engine's counters, and `Throttle` is a semaphore of that size.
 """
 
 import asyncio
@@ -56,8 +56,7 @@ class Controller:
     def expect(self, cache_tokens: int, prompt_tokens: int, max_tokens: int, samples: int, block: int) -> None:
         """Sets a first limit, as if every completion took its longest possible length.
 
-        Args: cache_tokens: size of the KV cache; prompt_tokens: of the group's prompt; max_tokens: of a completion;
-        samples: requests that share the prompt; block: tokens of a block of the cache.
+        Args: cache_tokens: size of the KV cache; samples: requests that share the prompt; block: tokens of its blocks.
         """
         if not self.known:
             # Whole blocks are shared; the rest of the prompt is not.

@@ -1,8 +1,4 @@
-"""Lives of vLLM engines: what an engine of our own and a server have in common, and the engine of our own.
-
-`VLLMCore` holds the calls of vLLM's `AsyncLLM` that bring weights, prove them, and let the engine sleep.
-`server.ServerCore` sends them by HTTP, `RemoteCore` to a process of its own (`client_process.py`).
-"""
+"""vLLM engines: what all share (`VLLMCore`, also of `server.ServerCore`), and the engine of our own (`RemoteCore`)."""
 
 import asyncio
 import time
@@ -174,10 +170,7 @@ class RemoteCore(ChildProcess, VLLMCore):
         ChildProcess.__init__(self, "the engine's client", early.CLIENT, log_path, self._hear, first, environ, begun)
 
     def configure(self) -> None:
-        """Waits until the client has made vLLM's configuration.
-
-        Raises ValueError when vLLM refuses it; OSError when the client is lost.
-        """
+        """Waits for vLLM's configuration. Raises ValueError when vLLM refuses it; OSError when the client is lost."""
         try:
             asyncio.run_coroutine_threadsafe(self._configure(), self._loop).result()
         except CoreLost as error:

@@ -66,10 +66,7 @@ def _checksum_weights(device: torch.device) -> torch.Tensor:
 
 
 def differences(sent: Mapping[str, int], taken: Mapping[str, int | None], engine: str, worker: int) -> str | None:
-    """Says which tensors of a worker are not those that were sent; None: all are.
-
-    Args: sent, taken: checksums by name.
-    """
+    """Says which tensors of a worker differ from those that were sent, by their checksums; None: all are the same."""
     wrong = sorted(name for name in sent.keys() | taken.keys() if sent.get(name) != taken.get(name))
     if not wrong:
         return None
@@ -81,7 +78,7 @@ def differences(sent: Mapping[str, int], taken: Mapping[str, int | None], engine
 
 
 async def wrong_tensors(published: "Sequence[WeightBuffer]", core: Core) -> str | None:
-    """What `differences` says of the first worker that has any; None: no one has. Raises CoreLost.
+    """What `differences` says of the first worker that has any, or None. Raises CoreLost.
 
     The caller has to keep writers out.
     """
@@ -189,10 +186,7 @@ def unpin(memory: torch.Tensor) -> None:
 
 
 def tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor): views of the memory of a `WeightBuffer`.
-
-    Args: path: as in `memory_of`; manifest: its list.
-    """
+    """Yields (name, tensor): views of the memory of a `WeightBuffer`. Args: path: as in `memory_of`."""
     return views(memory_of(path), manifest)
 
 
@@ -241,10 +235,9 @@ class Buffers:
         adapter: dict[str, Any] | None,
         current: int,
     ) -> tuple[WeightBuffer, float]:
-        """Copies a publication. Returns the buffer that was written, and the seconds that it took.
+        """Copies a publication (`Engine.publish`). Returns the buffer that was written, and the seconds that it took.
 
-        Args: named_tensors, version, adapter: as `Engine.publish` takes them; current: the version that the engine
-        holds.
+        Args: current: the version that the engine holds.
         Raises: ValueError; EngineFailed when the engine was closed or does not stop reading.
         """
         buffer, other, kind = (
@@ -289,10 +282,7 @@ class Buffers:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Keeps writers out while the body runs. Only one thread may use it.
-
-        Raises CoreLost after `deadline_s` seconds.
-        """
+        """Keeps writers out while the body runs. One thread only. Raises CoreLost after `deadline_s` seconds."""
         give_up_at = time.monotonic() + self.deadline_s
         # The first reader takes the lock, and others join it unless the writer waits, who would otherwise starve. The
         # wait polls, since a blocked `acquire` would stop the loop of all engines.

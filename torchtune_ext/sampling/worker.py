@@ -1,7 +1,6 @@
-"""Runs inside vLLM's process and takes weights from the trainer: from its shared memory, or by gloo or NCCL.
+"""Runs in vLLM's process and takes weights from the trainer: from its shared memory, or by gloo or NCCL.
 
-vLLM imports it for `worker_extension_cls="torchtune_ext.sampling.worker.WeightLoader"`. The import registers the
-weight-transfer backends "shm" and "gloo", and replaces vLLM's own "nccl" by one with our checks.
+vLLM imports it as its `worker_extension_cls`, and the import registers the weight-transfer backends.
 """
 
 import os
@@ -44,10 +43,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class Arrivals(TorchDispatchMode):
-    """Takes the checksum of every published tensor when it is copied into a parameter.
-
-    A tensor that vLLM takes and never copies is not in `checksums`.
-    """
+    """Takes the checksum of every published tensor that is copied into a parameter. A tensor never copied has none."""
 
     def __init__(self):
         super().__init__()
@@ -92,10 +88,7 @@ class Arrivals(TorchDispatchMode):
 
 
 def _parts(name: str, packed: Mapping[str, list[str]]) -> list[str]:
-    """The published names that a parameter is made of.
-
-    Args: packed: "qkv_proj" -> ["q_proj", "k_proj", "v_proj"], ...
-    """
+    """The published names of a parameter. Args: packed: "qkv_proj" -> ["q_proj", "k_proj", "v_proj"], ..."""
     stem, _, kind = name.rpartition(".")
     head, _, layer = stem.rpartition(".")
     return [f"{head}.{part}.{kind}".lstrip(".") for part in packed.get(layer, [layer])]
@@ -109,8 +102,8 @@ def check_shapes(
 ) -> None:
     """Raises ValueError when published weights leave parameters out, or have other shapes.
 
-    Args: shapes: of what was published, by name; expected: the parameters; packed: as in `_parts`; workers: among which
-    tensor parallelism cuts a parameter.
+    Args: shapes: of what was published; expected: the parameters; packed: as in `_parts`; workers: among which tensor
+    parallelism cuts a parameter.
     """
     # vLLM would say only that something is wrong, and only after all bytes were sent.
     missing, wrong = [], []
@@ -151,11 +144,7 @@ def check_quantized(
     parameters: Mapping[str, torch.Tensor],
     packed: Mapping[str, list[str]],
 ) -> None:
-    """Raises ValueError for the first weight that does not come in the precision in which the engine holds it.
-
-    Args: names, dtypes: of what was published; parameters: those of the engine's model, by name; packed: as in
-    `_parts`.
-    """
+    """Raises ValueError for the first weight that does not come in the precision in which the engine holds it."""
     # vLLM would notice neither mistake: it copies bfloat16 into an FP8 weight without an error, and scales that are
     # left out keep their last values.
     fused = {part: whole for whole, parts in packed.items() for part in parts}
@@ -224,10 +213,7 @@ class CheckedTransfer(WeightTransferEngine):
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Loads the tensors that the backend's `receive` hands over. Raises ValueError for what the model cannot take.
-
-        Args: update_info: `names`, `dtype_names` (torch's) and `shapes` of the tensors.
-        """
+        """Loads what the backend's `receive` hands over. Raises ValueError for what the model cannot take."""
         # All checks come before the first byte, while the old weights are still whole.
         names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
         with without_lora(self.model), self.arrivals, disable_mtp_completeness_check():
@@ -346,10 +332,7 @@ class GlooTransfer(CheckedTransfer):
         self.group = GlooGroup(init_info, rank)
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
-        """Takes what the sender broadcasts.
-
-        Raises RuntimeError when nothing comes; after any error the group is over.
-        """
+        """Takes what the sender broadcasts. Raises RuntimeError when nothing comes. Any error ends the group."""
         if self.group is None:
             raise RuntimeError(NO_GROUP)
         give_up_at = time.monotonic() + self.init.deadline_s
@@ -450,17 +433,13 @@ class WeightLoader:
     """Our methods of vLLM's workers, into which vLLM mixes this class."""
 
     def checksums(self) -> dict[str, int | None]:
-        """The `weight_buffer.checksum` of every tensor that this worker took of the last publications, by name.
-
-        None stands for a tensor that came in two forms.
-        """
+        """The checksum of every tensor of the last publications, by name; None: it came in two forms."""
         return {name: value for part in TAKEN.values() for name, value in part.items()}
 
     def load_adapter(self, address: dict[str, str], manifest: dict[str, list], config: dict[str, Any]) -> None:
-        """Replaces the adapter `ADAPTER_ID` by the one in the trainer's memory.
+        """Replaces the adapter by the one at `address` in the trainer's memory. Args: config: PEFT's.
 
-        Args: address: that of the `WeightBuffer`; manifest: the fields of `Manifest`; config: PEFT's.
-        Raises: ValueError when this engine cannot read or apply the adapter.
+        Raises ValueError when this engine cannot read or apply the adapter.
         """
         self._require_lora()
         check_memory(**address)
@@ -516,9 +495,9 @@ def add_one_adapter(
     output_slices: Sequence[int],
     **_: Any,
 ) -> None:
-    """Adds scale * x A' B' to y [T, out] in place, for each slice of a packed layer.
+    """Adds scale * x A' B' to y [T, out] in place, for each slice of a packed layer. x is [T, in].
 
-    Args: x: [T, in]; lora_a_stacked: A for each slice, [slots, 1, rank, in]; lora_b_stacked: B, [slots, 1, out, rank];
+    Args: lora_a_stacked: A of each slice, [slots, 1, rank, in]; lora_b_stacked: B, [slots, 1, out, rank];
     output_slices: features of each slice, in their order in y.
     """
     if wrapper.no_lora:
