@@ -1,24 +1,4 @@
-"""Whether a compiled candidate computes what it should: on sizes and inputs that nobody knew when it was compiled.
-
-The bound. A kernel's `bound` says how far a float64 result may be from the exact one, whatever the order of its operations:
-γ_n times the sum of absolute values, γ_n = n u / (1 - n u), u = 2^-53 (see kernels.py). What a result is compared with has an
-error of its own. Where that takes no time it is computed in `long double`, whose roundings are u_long/u times as large (x87:
-2^-11, quadruple precision: 2^-60), so that it lies within bound * u_long/u of the exact result. A result passes if
-`|c - r| <= bound * (1 + 2 u_long/u)`; the second half is for the roundings of the bound and of the comparison. At large sizes
-r is computed in float64 and may be as wrong as c, hence twice the bound. The comparison is written so that NaN never passes.
-
-The inputs. Rounding errors of random signs cancel: a sum of two million float32 numbers is off by less than γ_n. So some inputs
-are `biased`: positive numbers k 2^-22 + j 2^-30 in [1, 2) with 0 < j < 64, each of which float32 rounds down to k 2^-22. What
-is lost adds up to 2^-26 of the result or more (the mean of j is drawn, and is at least 32), which is above γ_n for every n
-below 2^27. It differs from call to call, so that nobody can add it again without reading numbers in double precision. (The mean
-could be guessed from a few thousand of a million numbers, within γ_n of so long a sum. But doubles add such numbers without any
-rounding, whatever the order, so the bound of `Reduction` is then 0.) `wide` inputs have exponents that float32 lacks, and
-`denormal` ones are for programs that flush them to zero.
-
-The places. Of each size come: inputs; the same with one number changed, in the same place; the first ones once more, in a new
-place. So an answer that was kept by address, by size or by a part of the content is wrong, and so is what the call before
-has left. Arrays lie at the ends of their pages first, then at the starts (see child.lay_out).
-"""
+"""Whether a compiled candidate computes what it should, on sizes and inputs that nobody knew when it was compiled."""
 
 import math
 from collections.abc import Iterator
@@ -31,7 +11,7 @@ from torchtune_ext.measured.kernel import UNIT_ROUNDOFF, Arrays, Kernel, Size, i
 
 KINDS = ("normal", "biased", "wide", "denormal")
 EXACT_WORK = 1 << 20  # numbers and operations up to which the reference is computed in long double
-DRAWN_WORK = 1 << 16  # the same, of the sizes that are drawn: there are many calls of them
+DRAWN_WORK = 1 << 16  # numbers and operations of a drawn size at most, since there are many calls of them
 WIDEST = 250  # binary exponents of "wide" inputs lie between -WIDEST and WIDEST: no product overflows or underflows
 # Mostly odd and prime, around the widths of vectors.
 SMALL = (1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16, 17, 19, 23, 29, 31, 33)
@@ -43,7 +23,7 @@ class Comparison:
     """How far a result is from the reference."""
 
     ok: bool  # every error is allowed
-    worst: float  # the largest error in units of what is allowed; inf if it is infinite, no number, or where none is allowed
+    worst: float  # the largest error in units of the allowed one; inf if it is not finite, or none is allowed
     where: str  # "C[3, 4]"
     got: float
     expected: float
@@ -51,28 +31,37 @@ class Comparison:
 
 def draw(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
     """Draws the content of one array."""
+    # Rounding errors of random signs cancel: a float32 sum of two million of them is off by less than the bound γ_n. So
+    # these are positive numbers k 2^-22 + j 2^-30 in [1, 2) with 0 < j < 64, which float32 rounds down to k 2^-22. The
+    # mean of j is at least 32, so the losses add up to 2^-26 of the result or more: above γ_n for every n below 2^27.
+    # That mean differs from call to call, so no program can add a constant for it. A program could estimate it from a
+    # few thousand numbers, within γ_n of a long sum. But doubles add such numbers without rounding, so the bound of
+    # `Reduction` is 0 then.
     if kind == "biased":
         least = rng.integers(1, 48)
         low = rng.integers(least, 64, shape, np.uint8) * 2.0**-30
         return rng.integers(1 << 22, 1 << 23, shape, np.uint32) * 2.0**-22 + low
+    # float32 lacks these exponents.
     if kind == "wide":
         return np.ldexp(rng.uniform(1, 2, shape) * rng.choice([-1.0, 1.0], shape), rng.integers(-WIDEST, WIDEST, shape))
+    # Programs that flush denormal numbers to zero fail here.
     if kind == "denormal":
         return np.ldexp(rng.integers(1, 1 << 52, shape).astype(np.float64), -1074) * rng.choice([-1.0, 1.0], shape)
     return rng.standard_normal(shape)
 
 
 def draw_inputs(kernel: Kernel, size: Size, kind: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Draws all inputs. Products of two denormal numbers are 0, so only one array has them, and the others "biased" numbers."""
+    """Draws all inputs."""
     shapes = kernel.shapes(size)
     parameters = inputs_of(kernel)
+    # The product of two denormal numbers is 0, so only one array holds them, and the others "biased" numbers.
     chosen = parameters[rng.integers(len(parameters))].name
     kinds = {p.name: "biased" if kind == "denormal" and p.name != chosen else kind for p in parameters}
     return {p.name: draw(shapes[p.name], kinds[p.name], rng) for p in parameters}
 
 
 def change_one(inputs: Arrays, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Returns the inputs with one number of one array changed, by about its own size."""
+    """Returns the inputs with one number of one array multiplied by -0.5."""
     changed = dict(inputs)
     name = list(inputs)[rng.integers(len(inputs))]
     changed[name] = inputs[name].copy()
@@ -87,6 +76,7 @@ def draw_size(kernel: Kernel, rng: np.random.Generator, small: bool) -> dict[str
         size = {}
         for name in kernel.size_names:
             top = kernel.timed[name]
+            # The logarithm is uniform, so that all magnitudes are as likely.
             drawn = rng.choice(SMALL) if small else math.exp(rng.uniform(0, math.log(top + 1)))
             size[name] = max(1, min(top, int(drawn)))
         if work(kernel, size) <= DRAWN_WORK:
@@ -109,11 +99,15 @@ def sizes(kernel: Kernel, rng: np.random.Generator) -> Iterator[dict[str, int]]:
 
 
 def expect(kernel: Kernel, size: Size, inputs: Arrays) -> tuple[Arrays, Arrays]:
-    """Computes what the outputs should be, and how far from it they may be: by the bound of the operation, and by the error of
-    this computation itself."""
+    """Computes the outputs and the error that each number of them may have."""
     exact = work(kernel, size) <= EXACT_WORK
     kind = np.longdouble if exact else np.float64
     precise = {name: np.asarray(value, kind) for name, value in inputs.items()}
+    # `bound` holds for a float64 result in any order of operations: γ_n times the sum of absolute values, where
+    # γ_n = n u / (1 - n u) and u = 2^-53. The reference has an error of its own. In long double its roundings are
+    # u_long / u as large (x87: 2^-11, quadruple precision: 2^-60), so it lies within bound * u_long / u of the exact
+    # result. The factor 2 leaves as much again for the roundings of the bound and of the comparison. A float64
+    # reference may be as wrong as the candidate, hence twice the bound.
     slack = (1 if exact else 2) * (1 + 2 * _LONG_ROUNDOFF / UNIT_ROUNDOFF)
     references, bounds = kernel.reference(size, precise), kernel.bound(size, precise)
     with np.errstate(all="ignore"):
@@ -129,9 +123,12 @@ def compare(kernel: Kernel, expected: tuple[Arrays, Arrays], outputs: Arrays) ->
         with np.errstate(all="ignore"):
             error = output - reference
             np.abs(error, out=error)
+            # NaN <= x is False, so NaN never passes.
             ok = ok and bool((error <= allowed).all())
+            # Where nothing is wrong and nothing is allowed, 0 / 0 would be NaN: an error of 0 is not divided.
             units = np.divide(error, allowed, out=error, where=error > 0)
-        index = np.unravel_index(int(np.argmax(units)), units.shape)  # the first one that is NaN, if there is one
+        # argmax finds the first NaN, if there is one.
+        index = np.unravel_index(int(np.argmax(units)), units.shape)
         units_there = math.inf if np.isnan(units[index]) else float(units[index])
         if units_there >= worst.worst:
             where = f"{parameter.name}[{', '.join(map(str, index))}]"
@@ -147,12 +144,15 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
     """
     spent_s = computed_s = 0.0
     for number, size in enumerate(sizes(kernel, rng)):
+        # Every size but the timed one gets one of the two ordinary kinds and one of the two extreme ones.
         kinds = ["biased"] if size == kernel.timed else [KINDS[number % 2], KINDS[2 + number % 2]]
         for kind in kinds:
             first = draw_inputs(kernel, size, kind, rng)
             changed = change_one(first, rng)
             expected = expect(kernel, size, first)
-            # The second inputs come to the place of the first.
+            # An answer may be kept by address, by size or by part of the content. So the second inputs differ in one
+            # number and lie in the same place, and the first come once more in a new place. This also finds results
+            # that an earlier call left. `lay_out` puts arrays at the ends of their pages, then at the starts.
             for at_end, inputs in ((True, first), (None, changed), (False, first)):
                 if at_end is not None:
                     child.place(lay_out(kernel, size, child.arena_bytes, at_end, rng))
@@ -165,7 +165,8 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
                 except ChildFailed as failed:
                     note = f"{failed} ({described(size)}, {kind} inputs)"
                     raise ChildFailed(failed.outcome, note, failed.cpu_s) from None
-                spent_s += call.seconds  # what drawing and comparing takes is not the program's fault
+                # Drawing and comparing take time too, but that is not the program's fault.
+                spent_s += call.seconds
                 computed_s += call.cpu_s
                 result = compare(kernel, expected if inputs is first else expect(kernel, size, inputs), call.outputs)
                 if not result.ok:
