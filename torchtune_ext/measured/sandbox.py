@@ -1,8 +1,7 @@
 """The layers that keep a compiler and a candidate's code away from the rest of the machine.
 
-`sandbox.c` is the floor: limits, Landlock, seccomp, a clean environment. It works in containers that forbid namespaces, and
-as an ordinary user. Where bubblewrap may make namespaces, it stands around that: then no process, no network and no file
-of the machine is even visible. docs/measured.md says what this protects from, and what not.
+The floor is `sandbox.c` (limits, Landlock, seccomp) and a clean environment, which need no namespaces or privileges.
+Where namespaces are allowed, bubblewrap goes around them. docs/measured.md says what this protects from, and what not.
 """
 
 import os
@@ -26,7 +25,8 @@ PASSING_USERS = range(61184, 65520)
 PROBE_S = 20.0  # seconds that a probe may take
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # where compilers, their headers and libraries are
 SYSTEM_FILES = ("/etc/ld.so.cache",)
-MORE_THREADS = 256  # an ordinary user's limit counts all threads of the user: these may come on top of those that run
+# RLIMIT_NPROC counts all threads of a user. For an ordinary user it is set this far above those that run.
+MORE_THREADS = 256
 
 
 class SandboxError(Failure):
@@ -55,8 +55,9 @@ class Limits:
 
 
 class Sandbox:
-    """Makes the command lines of locked-in children. Its folder holds the compiled sandbox, and goes with `close`, or with
-    this process if that is killed.
+    """Makes the command lines of locked-in children.
+
+    Its folder is removed by `close`, or when this process is killed.
 
     Args:
         compiler: path of a C compiler.
@@ -72,7 +73,8 @@ class Sandbox:
         self._groups: set[int] = set()  # that the janitor kills when this process is killed
         self.folder = Path(self._janitor.folder)
         try:
-            self.folder.chmod(0o711)  # root's children are other users, who may pass but not look around
+            # Root's children are other users. They may pass through the folder, but not list it.
+            self.folder.chmod(0o711)
             self.program = compile_sandbox(compiler, self.folder)
             self.layers = probe(self.program)
             layers = {layer.name: layer.support for layer in self.layers}
@@ -90,7 +92,7 @@ class Sandbox:
             raise
 
     def close(self) -> None:
-        """Removes the folder and all folders in it."""
+        """Removes the folder and all that is in it."""
         self._janitor.close()
 
     def __enter__(self) -> "Sandbox":
@@ -101,7 +103,7 @@ class Sandbox:
 
     @contextmanager
     def ended_with_us(self, group: int) -> Iterator[None]:
-        """Has a process group killed if this process is, as long as the block lasts."""
+        """Within the block, the process group is killed if this process is."""
         with self._lock:
             self._groups.add(group)
             self._janitor.guard([*self._groups])
@@ -110,10 +112,11 @@ class Sandbox:
         finally:
             with self._lock:
                 self._groups.discard(group)
+                # 0 tells the janitor that there is none.
                 self._janitor.guard([*self._groups] or [0])
 
     def new_folder(self) -> Path:
-        """Makes a folder for one candidate. Its owner is the user that works on the candidate, and nobody else may look."""
+        """Makes a folder for one candidate, which only the user who works on the candidate can read."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         if self.other_users:
             user = secrets.choice(PASSING_USERS)
@@ -121,9 +124,9 @@ class Sandbox:
         return folder
 
     def run_compiler(self, command: Sequence[str], folder: Path, limits: Limits, started: int) -> list[str]:
-        """Returns the command line of a compiler that may read the system's folders and write below `folder` only.
+        """Returns the command line of a compiler that may read the system's folders and write only below `folder`.
 
-        A byte comes out of the file descriptor `started` when it is locked in. Without it, nothing has run.
+        The sandbox writes a byte to the file descriptor `started` when it is locked in, before the compiler runs.
         """
         read = [*SYSTEM_FOLDERS, *SYSTEM_FILES, *_prefix_of(command[0])]
         words = ["--started", str(started), *_each("--read", read), *_each("--write", [str(folder), "/dev/null"])]
@@ -139,10 +142,11 @@ class Sandbox:
         cores: Sequence[int],
         limits: Limits,
     ) -> list[str]:
-        """Returns the command line of the process that calls `function` of `library`, on these cores.
+        """Returns the command line of the process that calls `function` of `library`.
 
-        `files` are the file descriptors of the socket, the inputs and the outputs. It may open no file but the library.
+        `files` are the file descriptors of the socket, the inputs and the outputs.
         """
+        # The process may open no file but the library: the system's libraries that it may need are loaded before.
         words = ["--cores", ",".join(map(str, cores)), "--read", str(library)]
         visible = _each("--ro-bind", [str(library)], 2)
         locked_in = self._locked_in("call", words, library.parent, limits, arena_bytes, SYSTEM_FOLDERS, visible)
@@ -158,43 +162,43 @@ class Sandbox:
         read: Sequence[str],
         visible: Sequence[str],
     ) -> list[str]:
-        """The command line up to `--`; `read` and `visible` say what there is inside of namespaces."""
+        """The command line up to `--`. `read` and `visible` are the paths that exist inside namespaces."""
         words = ["--memory", str(limits.memory_bytes + more_bytes), "--seconds", str(limits.cpu_s), *words]
         words += ["--file", str(limits.file_bytes), *self.without]
         processes = limits.processes if self.other_users else _threads_of_user() + MORE_THREADS
         words += ["--processes", str(processes)]
         owner = folder.stat().st_uid
+        # The child becomes the owner of its folder, who must not be root or a real user.
         if self.other_users and owner not in PASSING_USERS:
             raise SandboxError(f"{folder} does not belong to a passing user: make it with new_folder")
         enter = ["--user", str(owner)] if self.other_users else []
         if not self.namespaces:
             return [str(self.program), mode, *enter, *words]
-        # In a namespace of its own root cannot become somebody else, so that comes first.
+        # In a user namespace, root cannot become another user, so the change comes before bubblewrap.
         before = [str(self.program), "enter", *enter, "--"] if enter else []
         return [*before, *_bubblewrap(read, self.program), *visible, "--", str(self.program), mode, *words]
 
 
 def clean_environment(threads: int = 1) -> dict[str, str]:
-    """Returns the environment of a child: no key, no path and no name of ours is in it.
-
-    libgomp's threads spin after a parallel region; what they burn then would count as work of the call.
-    """
+    """Returns the environment of a child, in which no key, path or name of ours is left."""
     return {
         "PATH": "/usr/bin:/bin",
         "LC_ALL": "C",
         "OMP_NUM_THREADS": str(threads),
         "OMP_DYNAMIC": "false",
+        # libgomp's threads spin after a parallel region. A call lasts until they sleep, so it would take longer.
         "GOMP_SPINCOUNT": "1000",
         "KMP_BLOCKTIME": "0",
     }
 
 
 def compile_sandbox(compiler: str, folder: Path) -> Path:
-    """Compiles sandbox.c, which is ours, into `folder`. Raises SandboxError if the compiler fails."""
+    """Compiles sandbox.c into `folder`. Raises SandboxError if the compiler fails."""
     program = folder / "sandbox"
     command = [compiler, "-O1", "-std=gnu11", str(Path(__file__).with_name("sandbox.c")), "-o", str(program), "-ldl"]
     done = _ended(command)
-    if done.returncode != 0 or not program.exists():  # a program that is no compiler may exit with 0 and make nothing
+    # A program that is no compiler may exit with 0 and make nothing.
+    if done.returncode != 0 or not program.exists():
         raise SandboxError(
             f"{compiler} cannot compile the sandbox: {done.stderr.strip()[-1000:] or exit_cause(done.returncode)}"
         )
@@ -203,11 +207,12 @@ def compile_sandbox(compiler: str, folder: Path) -> Path:
 
 
 def probe(program: Path) -> list[Layer]:
-    """Finds out which layers this machine has. Raises SandboxError if that does not end."""
+    """Finds out which layers this machine has. Raises SandboxError at a timeout."""
     done = _ended([str(program), "probe"])
     answers = dict(line.split() for line in done.stdout.splitlines())
     version = int(answers.get("landlock", -1))
     change = [str(program), "enter", "--user", str(PASSING_USERS[0]), "--"]
+    # A container may forbid root to change the user, or bubblewrap to make namespaces, so both are tried.
     other_users = os.geteuid() == 0 and _succeeds([*change, "/bin/true"])
     bwrap = [*(change if other_users else []), *_bubblewrap(SYSTEM_FOLDERS, program), "--"]
     namespaces = shutil.which("bwrap") is not None and _succeeds([*bwrap, str(program), "probe"])
@@ -243,12 +248,9 @@ def probe(program: Path) -> list[Layer]:
 
 
 def layers_here(compiler: str) -> list[Layer]:
-    """Finds out which layers this machine has, and leaves nothing behind.
-
-    Raises:
-        SandboxError: the sandbox cannot be compiled.
-    """
+    """As `probe`, but leaves nothing behind. Raises SandboxError if the sandbox cannot be compiled."""
     with tempfile.TemporaryDirectory() as folder:
+        # As in `Sandbox`: another user must be able to pass.
         os.chmod(folder, 0o711)
         return probe(compile_sandbox(compiler, Path(folder)))
 
@@ -268,7 +270,7 @@ def _succeeds(command: Sequence[str]) -> bool:
 
 
 def _bubblewrap(read: Sequence[str], program: Path) -> list[str]:
-    """The command line that makes namespaces in which only these paths of the machine exist, up to further paths."""
+    """The command line that makes namespaces in which only these paths exist. Further paths may follow."""
     words = [
         shutil.which("bwrap") or "bwrap",
         "--unshare-all",
@@ -278,7 +280,7 @@ def _bubblewrap(read: Sequence[str], program: Path) -> list[str]:
         "ALL",
     ]
     for path in [*read, str(program)]:
-        # Where /lib is a link to usr/lib it can be one inside, too, which costs less than another mount.
+        # Where /lib is a link to usr/lib, it can be a link inside too, which costs less than another mount.
         if os.path.islink(path) and any(Path(path).resolve().is_relative_to(other) for other in read if other != path):
             words += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
@@ -287,18 +289,18 @@ def _bubblewrap(read: Sequence[str], program: Path) -> list[str]:
 
 
 def _each(option: str, values: Sequence[str], times: int = 1) -> list[str]:
-    """Puts the option before each value, which may stand there twice (its path outside and inside)."""
+    """Puts the option before each value, repeated `times` times (a path outside and inside)."""
     return [word for value in values for word in (option, *[value] * times)]
 
 
 def _prefix_of(compiler: str) -> list[str]:
-    """The folder above the compiler's own, where its parts are, when it is not one of the system's."""
+    """The folder above the compiler's own, unless it is one of the system's."""
+    # A compiler keeps its other programs, headers and libraries there.
     prefix = Path(compiler).resolve().parent.parent
     return [] if str(prefix) in ("/", *SYSTEM_FOLDERS) or str(prefix).startswith("/usr/") else [str(prefix)]
 
 
 def _threads_of_user() -> int:
-    """Counts the threads of this user, since the kernel's limit counts them all."""
     user, count = os.getuid(), 0
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
