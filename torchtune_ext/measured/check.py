@@ -1,7 +1,4 @@
-"""One candidate from its text to its verdict: extract -> screen -> compile -> verify.
-
-Each stage has a deadline and outcomes of its own. What the machine does wrong is a SandboxError and no verdict.
-"""
+"""One candidate from its text to its verdict: extract -> screen -> compile -> verify."""
 
 import math
 import re
@@ -34,14 +31,14 @@ STAGES = ("extract", "screen", "compile", "verify")
 MAX_SOURCE = 200_000  # characters of a program
 MAX_NOTE = 1500  # characters of a note
 KILLED = "SIGKILL"  # how a note begins where something was killed, perhaps because the machine's memory was full
-FULL = "No space left on device"  # what compilers say where there is none, in the language that they run in here
+FULL = "No space left on device"  # in the language of LC_ALL=C, which compilers run with here
 # How gcc and clang say that a part of them was killed.
 _KILLED = re.compile(
     r"^\S+: (fatal )?error: (Killed signal terminated program|ld terminated with signal 9|unable to execute command: Killed)",
     re.MULTILINE,
 )
 C_NAMES = ("", "c", "c99", "c11", "c17", "cpp", "c++")  # what stands behind the fence of a C program
-# Nothing is given back once it is taken (`*+`): a long line would be tried in all ways to divide it.
+# The quantifiers are possessive (`*+`), because backtracking would try all ways to divide a long line.
 _FENCE = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([^`\s]*+)(?:\s[^`]*+)?")
 
 
@@ -62,10 +59,10 @@ class _Refused(Exception):
 
 
 class Checker:
-    """Checks programs for one kernel, in a sandbox and with a compiler that it shares among them.
+    """Checks programs for one kernel, in one sandbox and with one compiler.
 
-    `check` may be called by several threads at a time, though they wait for each other's interpreter. Processes do not; each
-    needs a checker of its own.
+    Several threads may call `check` at a time, though they share one interpreter lock. Each process needs its own
+    checker.
 
     Args:
         kernel: what the programs should compute.
@@ -74,12 +71,11 @@ class Checker:
         threads: how many threads a program may use; OpenMP is compiled in from 2 on.
         cores: the cores that programs run on; None: all that this process may use.
         namespaces: whether bubblewrap is used; None: wherever it works.
-        screened: whether the source is screened; the layers behind must hold without it.
+        screened: whether the source is screened.
 
     Raises:
-        ValueError: there is no compiler, a core does not exist, the kernel lacks something, or its own
-            program does not pass.
-        SandboxError: this machine cannot lock programs in, kills the kernel's own program, or is too busy to run it in time.
+        ValueError: no compiler, a core that does not exist, or a kernel that is incomplete or whose own program fails.
+        SandboxError: the machine cannot lock programs in, kills the kernel's own program, or is too busy for it.
     """
 
     def __init__(
@@ -94,6 +90,7 @@ class Checker:
         screened: bool = True,
     ) -> None:
         require_sound(kernel)
+        # Made only for its checks, which refuse values that cannot be.
         BenchConfig(threads=threads, namespaces=namespaces)
         usable = usable_cores()
         self.cores = sorted(usable if cores is None else cores)
@@ -106,6 +103,7 @@ class Checker:
         self.screened = screened
         self.sandbox = Sandbox(self.compiler.path, namespaces)
         try:
+            # If the kernel's own program fails, every candidate would: the kernel or the machine is at fault.
             own = self.check_source(kernel.naive)
             if own.note.startswith(KILLED):
                 raise SandboxError(f"the program of {kernel.name} was killed while it was checked: {own.note}")
@@ -123,7 +121,7 @@ class Checker:
             raise
 
     def close(self) -> None:
-        """Removes all folders."""
+        """Removes all folders of the sandbox."""
         self.sandbox.close()
 
     def __enter__(self) -> "Checker":
@@ -142,7 +140,7 @@ class Checker:
             return result
 
     def check_source(self, source: str) -> Result:
-        """Checks a program that stands alone."""
+        """Checks a program that is not part of an answer."""
         with self.checked(source, extracted=True) as (result, _):
             return result
 
@@ -153,9 +151,8 @@ class Checker:
         """Checks a program and keeps its library, if it is ok, until the block ends.
 
         Args:
-            extracted: the text is the program itself, and no answer that holds one.
-            permitted: the techniques (`techniques.TECHNIQUES`) that it may use: another one is forbidden. None: they are not
-                looked for.
+            extracted: the text is the program itself, not an answer that holds one.
+            permitted: the techniques (`techniques.TECHNIQUES`) that it may use; None: any.
         """
         seconds: dict[str, float] = {}
         stage, techniques = "extract", ()
@@ -178,18 +175,19 @@ class Checker:
                 with _timed(seconds, stage):
                     self._compile(folder)
                 if permitted is not None and self.screened:
-                    # What does not compile is not read: nobody could say what it does.
+                    # Nobody could say what a program does that does not compile, so it is not read before.
                     stage = "screen"
                     with _timed(seconds, stage):
                         techniques = self._techniques(preprocessed, permitted)
                 stage = "verify"
                 with _timed(seconds, stage):
-                    # Nobody can know these numbers while the program is compiled.
+                    # The seed comes from the operating system only now, so nobody knows the numbers at compile time.
                     self._verify(folder / compilers.LIBRARY, np.random.default_rng())
             except _Refused as failed:
                 outcome, note, library = failed.outcome, _plain(str(failed)), None
             else:
                 outcome, note, library = "ok", "", folder / compilers.LIBRARY
+            # A SandboxError passes through: what the machine does wrong is no verdict.
             yield (
                 Result(self.kernel.name, outcome, stage, note, None, seconds, techniques=techniques),
                 library,
@@ -199,11 +197,7 @@ class Checker:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def compile_own(self, kernel: Kernel) -> Path:
-        """Compiles the kernel's naive program, which is ours, as well as the compiler can. The library goes with this object.
-
-        Raises:
-            SandboxError: the compiler fails.
-        """
+        """Compiles the kernel's naive program with -O3. `close` removes the library. Raises SandboxError."""
         folder = self.sandbox.new_folder()
         compilers.write_source(kernel, kernel.naive, folder)
         flags = compilers.flags_of(kernel, "-O3", self.threads)
@@ -215,10 +209,10 @@ class Checker:
         return folder / compilers.LIBRARY
 
     def child(self, kernel: Kernel, library: Path, cpu_s: float = 0.0) -> Child:
-        """Starts a locked-in process that has loaded the library. Its arrays may be as large as those of the timed size.
+        """Starts a locked-in process that has loaded the library, with room for arrays of the timed size.
 
         Args:
-            cpu_s: CPU seconds that all its threads may use, if that is more than its limit says.
+            cpu_s: CPU seconds that its threads may use together, if more than the default limit.
 
         Raises:
             SandboxError: the process could not be locked in.
@@ -231,7 +225,7 @@ class Checker:
         )
 
     def _screen(self, source: str, folder: Path) -> str:
-        """Returns the preprocessed text of a program that may be compiled."""
+        """Returns the preprocessed text. Refuses what is forbidden."""
         deadline_s = self.deadlines.screen_s
         done = compilers.preprocess(self.sandbox, self.compiler, self.flags, folder, deadline_s)
         _require_end(done)
@@ -241,13 +235,13 @@ class Checker:
             raise _Refused("timeout", f"the screen: {error}") from None
         if reason:
             raise _Refused("forbidden", reason)
-        # The screen comes first: an #include of what nobody may read is forbidden, and not merely missing.
+        # The screen comes first: an #include of a file that nobody may read is forbidden, not only missing.
         if done.status != 0:
             raise _Refused("compile_error", done.errors.strip())
         return done.output
 
     def _techniques(self, preprocessed: str, permitted: Collection[str]) -> tuple[str, ...]:
-        """Returns the techniques of a program that uses none but these."""
+        """Returns the techniques that the program uses. Refuses others than `permitted`."""
         try:
             techniques = uses(preprocessed, self.kernel, openmp=self.threads > 1)
         except Unreadable as error:
@@ -260,7 +254,7 @@ class Checker:
         done = compilers.compile_library(self.sandbox, self.compiler, self.flags, folder, self.deadlines.compile_s)
         _require_end(done)
         if done.status != 0:
-            # Only the disk tells: the words may be the candidate's.
+            # The candidate may print these words (#error), so the disk decides.
             if FULL in done.errors and shutil.disk_usage(folder).free < compilers.LIMITS.file_bytes:
                 raise SandboxError(f"the disk of {folder} is full: {done.errors.strip()[-300:]}")
             raise _Refused("compile_error", done.errors.strip() or exit_cause(done.status))
@@ -275,12 +269,13 @@ class Checker:
 
 
 def _plain(text: str) -> str:
-    """Shortens a note and takes out what a terminal would obey: much of it are the candidate's words."""
+    # Much of a note is the candidate's words, which may hold control characters for a terminal.
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text[:MAX_NOTE])
 
 
 def _require_end(done: Finished) -> None:
     """Refuses a program whose compiler was killed, by us or by somebody else."""
+    # bubblewrap exits with 128 and the number of the signal that killed its child.
     was_killed = done.status in (-signal.SIGKILL, 128 + signal.SIGKILL)
     if was_killed or (done.status and _KILLED.search(done.errors)):
         raise _Refused("compile_error", f"{KILLED}: the compiler was killed, perhaps for memory\n{done.errors.strip()}")
@@ -298,19 +293,16 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def extract(text: str) -> str | None:
-    """Returns the C source in an answer: the content of its last closed block that is fenced as C, or as nothing.
+    """Returns the content of the last closed block of an answer that is fenced as C or without a language, or None.
 
-    A model's thoughts are no part of its answer. A fence with a language always begins a block, so
-    a block that was never closed (the model changed its mind) swallows nothing.
-
-    Returns:
-        The lines between the fences, or None if there is no such block, or none that says anything.
+    Empty blocks and the model's thoughts do not count.
     """
     source, fence, language, lines = None, "", "", []
     for line in (line.removesuffix("\r") for line in spoken(text).split("\n")):
         match = _FENCE.fullmatch(line)
         if match is None:
             lines.append(line)
+        # A fence with a language always begins a block: a model that changed its mind may leave the last one open.
         elif not fence or match[2]:
             fence, language, lines = match[1], match[2].lower(), []
         elif match[1].startswith(fence):
