@@ -1,13 +1,8 @@
 """Reads a candidate before it is compiled, and refuses what no program that computes has a use for.
 
-It filters; it is never the defence. A name can be hidden from every reader: an address found by arithmetic needs no name at
-all. What it does: an answer that tries to cheat openly is told so, with the line, and costs no compiler and no core. The
-sandbox holds what it lets through, and tests/integration/test_bench_hostile.py runs every exploit with the screen off too.
-
-tree-sitter reads the preprocessed text, so macros are expanded. Only lines of the candidate itself are read: what
-the headers of the system expand to is nobody's fault. (pycparser would be stricter, but it cannot read the text of
-<stdlib.h> or <immintrin.h>, so it could never be the one that decides.) Text that is no C is not forbidden; the
-compiler decides.
+It is a filter and not the defense, since an address found by arithmetic needs no name. An answer that cheats openly is
+told the line, and costs no compiler and no core. The sandbox holds the rest: tests/integration/test_bench_hostile.py
+runs every exploit with the screen off too.
 """
 
 import re
@@ -88,13 +83,14 @@ LIBRARY = tuple(
         "kmp_* __kmpc_* _init _fini _start __*_chk"
     ).split()
 )
+# Most of these run code that nobody called, or give a name another meaning.
 ATTRIBUTES = frozenset("constructor destructor init_priority ifunc alias weak weakref section cleanup naked".split())
 _PRAGMAS = re.compile(r"\b(redefine_extname|weak|init|fini|section|attribute|pch_preprocess)\b")
 _ASSEMBLY = frozenset(("asm", "__asm", "__asm__"))
 _RAW_STRINGS = frozenset(("R", "LR", "uR", "UR", "u8R"))
-# A directive that says where the next lines come from. It may stand behind a comment, so all of the text is searched, also
-# comments and strings. `a##1` is something else. No honest directive has a comment before its name, and a pattern that
-# followed comments could be made to run for hours.
+# A directive that says where the next lines come from. A comment may precede it, so all of the text is searched, also
+# comments and strings. `a##1` is something else. A comment before the name of the directive is refused outright: nobody
+# honest writes one, and a pattern that followed comments could be made to run for hours.
 _SPACE = r"[ \t\v\f\r\0]*"
 _LINE_DIRECTIVE = re.compile(rf'(?<![#%:])(?:#|%:){_SPACE}(?:line\b|\d+{_SPACE}(?:"|/\*)|/\*)')
 _PATH_INCLUDE = re.compile(rf'(?:#|%:){_SPACE}include{_SPACE}["<](?:/|[^">\n]{{0,200}}?\.\./)')
@@ -103,18 +99,20 @@ _BLOCKS = ("compound_statement", "for_statement", "function_definition", "parame
 
 
 def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5.0) -> str:
-    """Says what is forbidden in a candidate, with its line, or "" if nothing is.
+    """Returns what is forbidden in a candidate, with its line, or "" if nothing is.
 
     Args:
         preprocessed: the candidate after `gcc -E`, with its marks of lines (# 7 "candidate.c").
         source: the candidate as it was written.
-        kernel: what it should compute; `kernel.forbidden` holds patterns of names, as in fnmatch.
-        deadline_s: seconds that it may take.
+        kernel: what it should compute. `kernel.forbidden` holds fnmatch patterns of names.
+        deadline_s: seconds that reading may take.
 
     Raises:
-        TimeoutError: it takes longer. The text is made for that.
+        TimeoutError: reading takes longer, as it does for a text that was made for that.
     """
     end = time.monotonic() + deadline_s
+    # The preprocessor's marks tell the candidate's lines from those of headers. A directive could forge these marks, so
+    # the source is searched first.
     for pattern, what in (
         (_LINE_DIRECTIVE, "may say that its lines are those of another file"),
         (_PATH_INCLUDE, "includes a file by its path"),
@@ -122,6 +120,8 @@ def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5
         if match := pattern.search(_CONTINUED.sub("", source)):
             line = source.count("\n", 0, source.find(match[0])) + 1 if match[0] in source else 1
             return f"line {line}: {what}"
+    # Macros are expanded here. What the system's headers expand to is nobody's fault, so only the candidate's own lines
+    # are read.
     text = own_text(preprocessed)
     if (length := sum(map(len, text.lines))) > MAX_TEXT:
         return f"its macros expand to {length} characters, at most {MAX_TEXT} are read"
@@ -132,31 +132,34 @@ def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5
     for pragma in text.pragmas:
         if match := _PRAGMAS.search(pragma.text):
             return f"line {pragma.line}: #pragma {match[1]} is forbidden, since it changes what a name means"
+    # tree-sitter reads every text, and what is no C is left to the compiler. pycparser would be stricter, but it cannot
+    # read what <stdlib.h> and <immintrin.h> contain.
     return _Reader(text, kernel, end).read()
 
 
 class _Reader:
-    """Walks over the tree of a candidate, without recursion: the depth of a text is the choice of its author."""
+    """Walks over the syntax tree of a candidate."""
 
     def __init__(self, text: Text, kernel: Kernel, end: float) -> None:
         self.text, self.kernel, self.end = text, kernel, end
         self.bytes = b"\n".join(text.lines)
-        self.scopes: list[set[str]] = []  # names that each open block declares
-        self.local: Counter[str] = Counter()  # in how many of them a name is declared
+        self.scopes: list[set[str]] = []  # the names that each open block declares
+        self.local: Counter[str] = Counter()  # the number of open blocks that declare a name
         self.own: set[str] = set()  # functions that the candidate defines
-        self.parentheses: int | None = None  # how many are open behind __attribute__, None outside of one
+        self.parentheses: int | None = None  # how many are open after __attribute__, None outside of one
 
     def read(self) -> str:
         """Returns the first thing that is forbidden, or ""."""
         try:
             tree = parse(self.bytes, lambda: time.monotonic() >= self.end)
         except ValueError:
-            # The parser raises it when the callback ends it.
+            # The parser raises it when the callback ends it, which is a timeout.
             self._in_time()
             raise
         for node in tree.root_node.children:
             if node.type == "function_definition":
                 self.own.update(declared(node))
+        # The author of a text chooses how deep it is nested, so there is no recursion.
         for count, (node, leaving) in enumerate(walk(tree.walk())):
             if count % 1000 == 0:
                 self._in_time()
@@ -181,6 +184,8 @@ class _Reader:
             self.scopes.append(set())
         if kind == "function_definition":
             self._hide(self._parameters(node))
+        # In a block, the declaration of a function or of something extern still means the name of the system, so neither
+        # hides it.
         elif self.scopes and kind in ("declaration", "parameter_declaration") and not self._is_extern(node):
             self._hide({name for name, is_function in declared(node).items() if not is_function})
         return fault if fault or node.child_count else self._leaf(node)
@@ -191,10 +196,10 @@ class _Reader:
         self.scopes[-1] |= names
 
     def _defines(self, node: Node) -> str:
-        """Says that the file defines a function (or a variable) of the C library, if it does."""
         if node.type == "declaration" and self._is_extern(node):
             return ""
         for name, is_function in declared(node).items():
+            # A declaration of a function, without a body, replaces nothing.
             if node.type == "declaration" and is_function:
                 continue
             if name != self.kernel.name and (_matches(name, LIBRARY) or _use_of(name)):
@@ -216,8 +221,10 @@ class _Reader:
             return f"has the attribute {bare}, which no program may" if bare in ATTRIBUTES else ""
         if node.type not in ("identifier", "type_identifier", "ERROR"):
             return ""
+        # GNU C has raw strings but the parser does not, so code could hide in what the parser takes for a string.
         if word in _RAW_STRINGS and self.bytes[node.end_byte : node.end_byte + 1] == b'"':
             return "holds a raw string, which C does not have"
+        # A local variable may have the name of a function of the system, such as `time` or `read`.
         if self.local[word] > 0:
             return ""
         called = self.bytes[node.end_byte : node.end_byte + 80].lstrip().startswith(b"(")
@@ -235,7 +242,6 @@ class _Reader:
         return any(each.type == "storage_class_specifier" and self._word(each) == "extern" for each in node.children)
 
     def _parameters(self, function: Node) -> set[str]:
-        """Returns the names of the parameters of a function that is defined here."""
         names = set()
         for each in declarators(function.child_by_field_name("declarator")):
             if parameters := each.child_by_field_name("parameters"):
@@ -245,7 +251,7 @@ class _Reader:
 
 @lru_cache(maxsize=4096)
 def _use_of(name: str) -> str:
-    """Returns what a name of the system is for, "" if it is harmless or unknown."""
+    """Returns what a name of the system is for, or "" if it is harmless or unknown."""
     for each in (name, name.removeprefix("__builtin_")):
         if use := _EXACT.get(each) or next((use for pattern, use in _PATTERNS if fnmatchcase(each, pattern)), ""):
             return use
