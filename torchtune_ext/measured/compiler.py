@@ -1,5 +1,4 @@
-"""Compiles a candidate to a shared library, locked in. A hostile source may make the compiler hang, flood its output or leave
-children behind."""
+"""Compiles a candidate to a shared library, locked in."""
 
 import os
 import select
@@ -18,7 +17,8 @@ from torchtune_ext.run.errors import Mistake
 NAMES = ("gcc", "clang", "cc")
 INSTALL = "install one: apt-get install gcc (Debian, Ubuntu), dnf install gcc (Fedora), apk add gcc musl-dev (Alpine)"
 MAX_OUTPUT_BYTES = 8 << 20  # of preprocessed text, or of messages
-LIMITS = Limits(memory_bytes=2 << 30, processes=32, cpu_s=30, file_bytes=64 << 20)  # what it prints is a file, too
+# What the compiler prints is a file, too.
+LIMITS = Limits(memory_bytes=2 << 30, processes=32, cpu_s=30, file_bytes=64 << 20)
 SOURCE, HEADER, LIBRARY = "candidate.c", "kernel.h", "candidate.so"
 
 
@@ -34,7 +34,7 @@ class Compiler:
         """Finds gcc or clang.
 
         Raises:
-            ValueError: there is none, or it does not tell its version.
+            ValueError: no compiler was found, or it does not tell its version.
         """
         tried = [name] if name else list(NAMES)
         for word in tried:
@@ -54,15 +54,17 @@ def _version_of(path: str) -> str:
 
 
 def flags_of(kernel: Kernel, optimization: str, threads: int) -> list[str]:
-    """Returns the flags a candidate is compiled with. A library that lacks the function is an error of the linker."""
+    """Returns the flags that a candidate is compiled with."""
     flags = ["-std=gnu17", optimization, "-march=native", "-fPIC", "-shared", "-pipe"]
     if threads > 1:
         flags.append("-fopenmp")
+    # A library that lacks the function, or uses one that nobody defines, is then an error of the linker.
     return [*flags, f"-Wl,--require-defined={kernel.name}", "-Wl,-z,defs"]
 
 
 def write_source(kernel: Kernel, source: str, folder: Path) -> None:
-    """Writes the candidate and the header, which holds the declaration that its function must match."""
+    """Writes the candidate and a header with the declaration of its function."""
+    # Every compilation includes the header, so a function with other parameters is an error of the compiler.
     (folder / SOURCE).write_text(source, encoding="utf-8", errors="replace")
     (folder / HEADER).write_text(prototype(kernel) + ";\n", encoding="utf-8")
 
@@ -80,7 +82,7 @@ class Finished:
 
 
 def preprocess(sandbox: Sandbox, compiler: Compiler, flags: Sequence[str], folder: Path, deadline_s: float) -> Finished:
-    """Returns the source with its macros and headers expanded, and with marks of the lines they come from."""
+    """Expands macros and headers. The output marks the file and line of each piece of text."""
     words = [flag for flag in flags if flag != "-shared" and not flag.startswith("-Wl")]
     return run(sandbox, [compiler.path, *words, "-E", "-include", HEADER, SOURCE], folder, deadline_s)
 
@@ -89,7 +91,7 @@ def compile_library(
     sandbox: Sandbox, compiler: Compiler, flags: Sequence[str], folder: Path, deadline_s: float
 ) -> Finished:
     """Compiles the candidate in `folder` to `LIBRARY`."""
-    # A note has little room. Without -w, warnings would stand before the error.
+    # A note has little room, and warnings would fill it before the error. So -w leaves them out.
     words = [*flags, "-include", HEADER, "-w", "-fmax-errors=5", "-fdiagnostics-color=never"]
     if "clang" in compiler.version:
         words = [word.replace("-fmax-errors", "-ferror-limit") for word in words]
@@ -97,7 +99,13 @@ def compile_library(
 
 
 def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: float) -> Finished:
-    """Runs a command, locked in, and kills it with all that it started when it has not ended in time."""
+    """Runs a locked-in command, and kills it and all that it started if it has not ended in time.
+
+    Raises:
+        SandboxError: the command could not be started or locked in.
+    """
+    # A hostile source may make the compiler hang, print without end or leave processes behind. The output goes to
+    # files, whose size is limited, so nobody has to read it while the compiler runs.
     start = time.monotonic()
     timed_out, cause = False, ""
     ready, started = os.pipe()
@@ -114,13 +122,13 @@ def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: floa
             start_new_session=True,
         )
         try:
-            # The kernel ends the compiler with us, but not what it has started.
+            # When this process is killed, the kernel ends the compiler, but not what the compiler has started.
             with sandbox.ended_with_us(process.pid):
                 process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             timed_out, cause = True, f"it did not end within {deadline_s:g} s"
         finally:
-            # Also after a good end: what it left behind shares its process group.
+            # What the compiler left behind shares its process group, so this is done after a good end too.
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -129,7 +137,7 @@ def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: floa
         if any(os.fstat(file).st_size > MAX_OUTPUT_BYTES for file in printed):
             cause = cause or f"it wrote more than {MAX_OUTPUT_BYTES} bytes"
         output, errors = (os.pread(file, MAX_OUTPUT_BYTES, 0).decode(errors="replace") for file in printed)
-        # Anything else that it prints may be the candidate's words.
+        # Only this byte tells that the compiler was locked in: all that it prints may be the candidate's words.
         os.set_blocking(ready, False)
         if not select.select([ready], [], [], 0)[0] or not os.read(ready, 1):
             raise SandboxError(f"a compiler could not be locked in: {cause or errors.strip()[-1000:]}")
