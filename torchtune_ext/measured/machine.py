@@ -1,4 +1,4 @@
-"""The machine that times: whose cores are whose, one timing at a time on each of them, and what the host takes away."""
+"""The machine that times: its cores, the engines that use them, one timing at a time on each, and stolen time."""
 
 import errno
 import logging
@@ -14,11 +14,12 @@ from torchtune_ext.run.errors import Late, Mistake
 
 log = logging.getLogger(__name__)
 
-SAMPLER = b"torchtune_ext.sampling.client_process"  # the engine's process is a fork of it, of the same command line
+# An engine's process is a fork of this program, with the same command line.
+SAMPLER = b"torchtune_ext.sampling.client_process"
 # For each time that this process keeps off some cores: those that it could run on before.
 _kept_off: list[frozenset[int]] = []
 _LOCK_RETRY_S = 0.02
-_TELL_S = 15.0  # seconds of waiting for a lock after which a line of the log says so: most timings take less
+_TELL_S = 15.0  # seconds of waiting for a lock until the log says so; most timings take less
 _WINDOW_S, _WINDOWS = 0.05, 2  # an engine is idle after _WINDOWS windows of _WINDOW_S seconds without computing
 _BUSY_SHARE = 0.2  # of one core in a window: below, an engine only looks for work
 _LOOK_S = 0.2  # seconds between two looks at an engine that computes
@@ -26,12 +27,13 @@ _logged: set[int] = set()  # processes of engines that the log has named
 
 
 def usable_cores() -> frozenset[int]:
-    """Returns the cores that this process may run on, also those that it keeps off (`kept_off`)."""
+    """Returns the cores that this process may run on, with those that it keeps off (`kept_off`)."""
+    # Blocks of `kept_off` nest. The first one saw the cores of the process as they were.
     return _kept_off[0] if _kept_off else frozenset(os.sched_getaffinity(0))
 
 
 def engines() -> dict[int, frozenset[int]]:
-    """Finds the engines of all users of this machine: their process ids, and the cores that they may run on."""
+    """Finds the engines of all users of this machine. Returns the cores that each process may run on, by its id."""
     users = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -48,7 +50,7 @@ def choose_cores(cores: Sequence[int] | None, count: int) -> list[int]:
     """Returns the cores to time on: `cores`, or `count` of those that no engine may use, or the last ones.
 
     Raises:
-        ValueError: there are fewer than `count`, or one of `cores` does not exist here or is an engine's.
+        ValueError: there are fewer than `count`, `cores` are not `count`, or one is an engine's or not ours to use.
     """
     usable = sorted(usable_cores())
     if count > len(usable):
@@ -79,12 +81,13 @@ def choose_cores(cores: Sequence[int] | None, count: int) -> list[int]:
 def kept_off(cores: Sequence[int]) -> Iterator[None]:
     """Keeps all threads of this process, also those of libraries, off these cores, if it may run on others.
 
-    At the end of the last such block they may run again wherever this process could.
+    At the end of the outermost such block, they may run again wherever they could before.
     """
     usable = usable_cores()
     others = usable - set(cores)
     _kept_off.append(usable)
     try:
+        # The kernel refuses an empty set, so a process that has only these cores stays on them.
         if others:
             pin(others)
         yield
@@ -96,6 +99,7 @@ def kept_off(cores: Sequence[int]) -> Iterator[None]:
 
 def pin(cores: Set[int]) -> None:
     """Lets all threads of this process run only on these cores."""
+    # `sched_setaffinity(0, ...)` would move only the thread that calls it.
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), cores)
@@ -104,26 +108,30 @@ def pin(cores: Set[int]) -> None:
 
 
 def lock_name(core: int) -> str:
-    """Returns the address that stands for a core: an abstract one (unix(7)), the same for all users, and no file is left."""
+    """Returns the abstract socket address (unix(7)) that stands for a core."""
+    # Only one socket at a time can be bound to it, whoever the user is. The kernel frees it when its process ends,
+    # however that happens, and there is no file that could be left behind or belong to somebody else.
     return f"\0torchtune-ext-core-{core}"
 
 
 @contextmanager
 def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
-    """Keeps the timings of all other processes off these cores. The kernel ends this with the process.
+    """Keeps the timings of all other processes off these cores.
 
     Raises:
         TimeoutError: another process still times on them after `deadline_s` seconds.
     """
     give_up_at = time.monotonic() + deadline_s
     with ExitStack() as stack:
-        for core in sorted(cores):  # in one order, so that two who wait for two cores do not wait for each other
+        # All take their cores in the same order, so no two processes wait for each other.
+        for core in sorted(cores):
             lock = stack.enter_context(socket.socket(socket.AF_UNIX))
             tell_at = time.monotonic() + _TELL_S
             while not _is_bound(lock, lock_name(core)):
                 if time.monotonic() > give_up_at:
                     raise Late(f"core {core} was still used for timing after {deadline_s:g} s, by another process")
                 if time.monotonic() > tell_at:
+                    # The log says it once: this time is never reached.
                     tell_at = give_up_at + 1
                     log.warning("timing on core %d waits until another process no longer times on it", core)
                 time.sleep(_LOCK_RETRY_S)
@@ -131,7 +139,6 @@ def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
 
 
 def _is_bound(lock: socket.socket, name: str) -> bool:
-    """Tells whether a socket could get an address, which only one at a time has."""
     try:
         lock.bind(name)
     except OSError as error:
@@ -142,9 +149,7 @@ def _is_bound(lock: socket.socket, name: str) -> bool:
 
 
 def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:
-    """Waits until no engine that may run on one of these cores computes, and returns the seconds that this took.
-
-    What counts is the CPU time of engines and of their workers, which are in an engine's session (setsid(2)).
+    """Waits until no engine that may run on one of these cores computes. Returns the seconds that this took.
 
     Raises:
         TimeoutError: an engine still computes after `deadline_s` seconds.
@@ -157,6 +162,7 @@ def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:
         after = _cpu_ns(users)
         used = {pid: after[pid] - before[pid] for pid in before.keys() & after.keys()}
         busiest = max(used, key=used.__getitem__, default=0)
+        # An idle engine still looks for work, which takes some CPU time.
         calm = calm + 1 if used.get(busiest, 0) < _BUSY_SHARE * _WINDOW_S * 1e9 else 0
         if calm == _WINDOWS:
             break
@@ -176,21 +182,25 @@ def wait_until_idle(cores: Sequence[int], deadline_s: float) -> float:
 
 def _cpu_ns(engine_pids: Sequence[int]) -> dict[int, int]:
     """Returns the CPU nanoseconds of these engines, each with all processes of the session that it leads."""
+    # The workers of an engine are in its session (setsid(2)), and their work is the engine's.
     used = dict.fromkeys(engine_pids, 0)
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 leader = int(name) if int(name) in used else os.getsid(int(name))
                 if leader in used:
-                    used[leader] += time.clock_gettime_ns(~int(name) << 3 | 2)  # clock_getcpuclockid(3)
+                    # Python lacks clock_getcpuclockid(3). The kernel's id of a process's CPU clock is ~pid above three
+                    # bits, of which 2 asks for the scheduler's count: nanoseconds, where /proc/PID/stat has ticks.
+                    used[leader] += time.clock_gettime_ns(~int(name) << 3 | 2)
             except OSError:
                 continue  # it has ended
     return used
 
 
 def stolen_ticks(cores: Sequence[int]) -> int:
-    """Returns the clock ticks (10 ms mostly) that the host has kept these cores for itself (proc_stat(5), "steal")."""
+    """Returns the clock ticks (10 ms mostly) for which the host has kept these cores to itself (proc_stat(5))."""
     names = {f"cpu{core}" for core in cores}
+    # The eighth number of a line is "steal".
     with open("/proc/stat", encoding="ascii") as file:
         return sum(int(line.split()[8]) for line in file if line.split()[0] in names)
 
@@ -200,6 +210,7 @@ def fingerprint() -> str:
     model = "unknown"
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
+            # x86 has the name of a model here, ARM only the number of a part.
             if line.startswith(("model name", "CPU part")):
                 model = line.partition(":")[2].strip()
                 break
