@@ -131,11 +131,7 @@ class Checker:
         self.close()
 
     def check(self, text: str) -> Result:
-        """Checks the program in a model's answer.
-
-        Raises:
-            SandboxError: the machine failed, and nothing is known about the program.
-        """
+        """Checks the program in a model's answer. Raises SandboxError if the machine failed, which is no verdict."""
         with self.checked(text) as (result, _):
             return result
 
@@ -211,8 +207,7 @@ class Checker:
     def child(self, kernel: Kernel, library: Path, cpu_s: float = 0.0) -> Child:
         """Starts a locked-in process that has loaded the library, with room for arrays of the timed size.
 
-        Args:
-            cpu_s: CPU seconds that its threads may use together, if more than the default limit.
+        It may use `cpu_s` CPU seconds, or the default limit if that is more.
 
         Raises:
             SandboxError: the process could not be locked in.
@@ -289,6 +284,7 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # The screen has two parts, whose times add up.
         seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - start
 
 

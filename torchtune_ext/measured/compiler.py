@@ -31,11 +31,7 @@ class Compiler:
 
     @classmethod
     def find(cls, name: str | None = None) -> "Compiler":
-        """Finds gcc or clang.
-
-        Raises:
-            ValueError: no compiler was found, or it does not tell its version.
-        """
+        """Finds gcc or clang. Raises ValueError if there is none, or it does not tell its version."""
         tried = [name] if name else list(NAMES)
         for word in tried:
             path = shutil.which(word)
@@ -99,11 +95,7 @@ def compile_library(
 
 
 def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: float) -> Finished:
-    """Runs a locked-in command, and kills it and all that it started if it has not ended in time.
-
-    Raises:
-        SandboxError: the command could not be started or locked in.
-    """
+    """Runs a command, locked in, for `deadline_s` at most. Raises SandboxError if it cannot be started or locked in."""
     # A hostile source may make the compiler hang, print without end or leave processes behind. The output goes to
     # files, whose size is limited, so nobody has to read it while the compiler runs.
     start = time.monotonic()

@@ -116,11 +116,7 @@ def lock_name(core: int) -> str:
 
 @contextmanager
 def alone_on(cores: Sequence[int], deadline_s: float) -> Iterator[None]:
-    """Keeps the timings of all other processes off these cores.
-
-    Raises:
-        TimeoutError: another process still times on them after `deadline_s` seconds.
-    """
+    """Keeps other processes from timing on these cores. Raises TimeoutError if one still does after `deadline_s`."""
     give_up_at = time.monotonic() + deadline_s
     with ExitStack() as stack:
         # All take their cores in the same order, so no two processes wait for each other.

@@ -142,10 +142,7 @@ class Sandbox:
         cores: Sequence[int],
         limits: Limits,
     ) -> list[str]:
-        """Returns the command line of the process that calls `function` of `library`.
-
-        `files` are the file descriptors of the socket, the inputs and the outputs.
-        """
+        """Returns the command line that calls `function`. `files`: descriptors of socket, inputs and outputs."""
         # The process may open no file but the library: the system's libraries that it may need are loaded before.
         words = ["--cores", ",".join(map(str, cores)), "--read", str(library)]
         visible = _each("--ro-bind", [str(library)], 2)

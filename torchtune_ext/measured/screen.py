@@ -138,8 +138,6 @@ def screen(preprocessed: str, source: str, kernel: Kernel, deadline_s: float = 5
 
 
 class _Reader:
-    """Walks over the syntax tree of a candidate."""
-
     def __init__(self, text: Text, kernel: Kernel, end: float) -> None:
         self.text, self.kernel, self.end = text, kernel, end
         self.bytes = b"\n".join(text.lines)
@@ -191,7 +189,7 @@ class _Reader:
         return fault if fault or node.child_count else self._leaf(node)
 
     def _hide(self, names: set[str]) -> None:
-        """Notes names that mean something of this block until it ends."""
+        # Until the block ends, these names mean something of its own.
         self.local.update(names - self.scopes[-1])
         self.scopes[-1] |= names
 

@@ -139,8 +139,7 @@ def compare(kernel: Kernel, expected: tuple[Arrays, Arrays], outputs: Arrays) ->
 def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: float) -> None:
     """Calls the candidate on drawn sizes and inputs and checks every result.
 
-    Raises:
-        ChildFailed: a result is wrong, the process fails, or all calls together take longer than `deadline_s`.
+    Raises ChildFailed if a result is wrong, the process fails, or all calls together take longer than `deadline_s`.
     """
     spent_s = computed_s = 0.0
     for number, size in enumerate(sizes(kernel, rng)):
