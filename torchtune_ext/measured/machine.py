@@ -28,7 +28,7 @@ _logged: set[int] = set()  # processes of engines that the log has named
 
 def usable_cores() -> frozenset[int]:
     """Returns the cores that this process may run on, with those that it keeps off (`kept_off`)."""
-    # Blocks of `kept_off` nest. The first one saw the cores of the process as they were.
+    # Blocks of `kept_off` may nest. The first one saw the cores of the process as they were.
     return _kept_off[0] if _kept_off else frozenset(os.sched_getaffinity(0))
 
 
@@ -81,7 +81,7 @@ def choose_cores(cores: Sequence[int] | None, count: int) -> list[int]:
 def kept_off(cores: Sequence[int]) -> Iterator[None]:
     """Keeps all threads of this process, also those of libraries, off these cores, if it may run on others.
 
-    At the end of the outermost such block, they may run again wherever they could before.
+    At the end of the last such block, they may run again wherever they could before.
     """
     usable = usable_cores()
     others = usable - set(cores)

@@ -182,8 +182,8 @@ class _Reader:
             self.scopes.append(set())
         if kind == "function_definition":
             self._hide(self._parameters(node))
-        # In a block, the declaration of a function or of something extern still means the name of the system, so neither
-        # hides it.
+        # In a block, the declaration of a function or of something extern still means the name of the system, so
+        # neither hides it.
         elif self.scopes and kind in ("declaration", "parameter_declaration") and not self._is_extern(node):
             self._hide({name for name, is_function in declared(node).items() if not is_function})
         return fault if fault or node.child_count else self._leaf(node)
