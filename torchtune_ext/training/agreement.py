@@ -98,10 +98,7 @@ class Disagreement(Failure):
 def _differences(
     rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compares the tokens of all ranks. A collective.
-
-    Returns: d; (log p + H, cluster) of each token [2, tokens]; its buckets [2, tokens] of place and age.
-    """
+    """Returns d, (log p + H, cluster) [2, tokens] and `buckets` [2, tokens] of all ranks' tokens. A collective."""
     # All travels as one tensor, so that the ranks gather once.
     here = torch.empty(5, 0, dtype=torch.float64)
     if rows:
@@ -171,7 +168,6 @@ class Applied:
 def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tensor], otherwise: str) -> Applied:
     """Measures how much of a change of the weights the sampler has taken over, by its log-probs. A collective.
 
-
     Args:
         rows: packed rows of this rank; they hold the sampler's log-probs.
         on, off: the trainer's log-probs of each row with the change and without, [L]. Labels with NaN are left out.
@@ -200,13 +196,11 @@ class Agreement:
     """Stops the run when trainer and sampler disagree.
 
     Args:
-        limit: largest allowed mean |d|, in nats (`max_mismatch`), or "auto": twice what `rounding` returns, at least
-            0.001, and what chance may add on few tokens.
+        limit: largest mean |d| in nats. "auto": twice the rounding, at least 0.001, and what chance adds on few tokens.
         rounding: a collective: rows -> mean |d| between the coarser precision and float32.
         precision: in words, for messages.
         replay: nothing is sampled, and "auto" is REPLAY_LIMIT.
-        identity: whether `require` asks that the mean of exp(d) is 1 and the sharpness 0. Pass False where trainer and
-            sampler hold different weights, as in mixed precision.
+        identity: whether `require` also tests identity and sharpness. Not where the weights differ (mixed precision).
         temperature: of sampling, for messages.
     """
 
@@ -246,18 +240,14 @@ class Agreement:
         version: int | None = None,
         applied: Sequence[Applied] = (),
     ) -> Mismatch:
-        """Measures the mismatch and applies the four tests. A collective.
+        """Applies the four tests and returns the mismatch of all tokens, of any age. A collective.
 
         Args:
             rows: packed rows of this rank; they hold the sampler's log-probs.
             logprobs: the trainer's log-probs of the labels of each row.
             when: the beginning of the message: "before the first update", "after publishing version 7".
-            version: of the policy that trainer and engine both have now; only its tokens are judged. None: the tokens
-                are those of a canary.
+            version: the policy's, in trainer and engine; only its tokens are judged. None: the tokens are a canary's.
             applied: what was measured of changes that the sampler must have.
-
-        Returns:
-            The mismatch of all tokens, of any age.
 
         Raises:
             Disagreement: a test fails, or the mismatch is NaN. The message gives the figures and the likely cause.
@@ -316,11 +306,7 @@ class Agreement:
         return everything
 
     def require_sharpness(self, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], when: str) -> None:
-        """Tests only the sharpness, for log-probs of the weights as they were sent. A collective.
-
-        Raises:
-            Disagreement: the sampler has another temperature, or samples from the likeliest tokens only.
-        """
+        """Tests only the sharpness, by log-probs of the weights that were sent. A collective. Raises Disagreement."""
         d, scores, _ = _differences(rows, logprobs, None)
         if len(d) >= TOO_FEW:
             self._require_sharpness(d, *scores, when)
@@ -348,7 +334,6 @@ class Agreement:
         return own
 
     def _require_sharpness(self, d: Tensor, score: Tensor, cluster: Tensor, when: str) -> None:
-        """Tests that d has no part that goes with `score`, log p + H."""
         # A sampler whose logits are (1 + s) times the trainer's, as at the temperature T / (1 + s), has log-probs
         # larger by s (log p + H): likely tokens gain and unlikely ones lose, which rounding does not do.
         size = score.square().sum().item()

@@ -31,10 +31,7 @@ def places(samples_L: Tensor) -> Tensor:
 
 
 def buckets(row: Row, version: int | None) -> Tensor:
-    """The buckets of every label, as indices into NAMES, int64 [2, L]: by place and by age.
-
-    The age is `version` minus the version that sampled the label. Without a `version` every age is 0.
-    """
+    """Place and age (`version` minus the label's; 0 without `version`), as indices into NAMES, int64 [2, L]."""
     age_L = torch.zeros_like(row.versions_L) if version is None else (version - row.versions_L).clamp(min=0)
     place_L = torch.bucketize(places(row.samples_L), torch.tensor(POSITIONS[1:], device=age_L.device), right=True)
     age_L = torch.bucketize(age_L, torch.tensor(AGES[1:], device=age_L.device), right=True)

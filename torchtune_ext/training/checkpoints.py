@@ -7,8 +7,7 @@ checkpoints/step_000040/
     state/                                                            float32 weights, optimizer (if saved), RNG: by DCP
     manifest.json                                                     what it belongs to; size and SHA-256 of every file
 
-A checkpoint is whole or absent. DCP (torch.distributed.checkpoint) can load `state/` on another number of ranks. Beside
-the checkpoints, `.partial_*` is being written, `.pruned_*` is being deleted, and `.replaced_*` was replaced.
+Beside the checkpoints, `.partial_*` is being written, `.pruned_*` is being deleted, and `.replaced_*` was replaced.
 """
 
 import json
@@ -79,11 +78,7 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    `choose`, `save` and `load` are collectives: a failure on one rank raises on all. Any rank may call the other
-    methods by itself.
-    """
+    """The checkpoints of one run. `choose`, `save` and `load` are collectives: a failure on one rank raises on all."""
 
     def __init__(self, folder: str | Path, identity: Identity | None, config: CheckpointConfig | None = None):
         """`folder` need not exist yet. `identity` may be None on other ranks than 0, which writes and checks it."""
@@ -105,11 +100,11 @@ class Checkpoints:
         return _best((path, manifest) for path in self.all() if (manifest := _glance(path)) is not None)
 
     def choose(self) -> Path | None:
-        """Returns the newest checkpoint, verified, or None where there is none. A collective.
+        """The newest checkpoint, verified, or None where there is none. A collective.
 
         Raises:
-            DamagedCheckpoint: the newest checkpoint is damaged.
-            ValueError: the newest checkpoint belongs to another run, model or base.
+            DamagedCheckpoint: it is damaged.
+            ValueError: it belongs to another run, model or base.
         """
         # An older checkpoint never silently takes the place of a damaged one: the user may have a copy of the bad file.
         newest = from_main(lambda: next(reversed(self.all()), None))
@@ -145,7 +140,7 @@ class Checkpoints:
         recipe: dict[str, Any],
         accuracy: float | None = None,
     ) -> float:
-        """Writes a checkpoint beside its final place and renames it there. A collective.
+        """Writes a checkpoint, and returns the seconds of checksums and flush on the slowest rank. A collective.
 
         Args:
             step: the step that has ended.
@@ -154,9 +149,6 @@ class Checkpoints:
                 pass None and only take part in gathering. Even when it fails it must finish gathering on every rank.
             recipe: JSON-able state of the recipe.
             accuracy: of these weights on held-out problems. The checkpoint with the highest one is kept.
-
-        Returns:
-            Seconds that checksums and the flush to disk took on the slowest rank.
 
         Raises:
             OSError: nothing was saved, for example because the disk is full. Earlier checkpoints are untouched.
@@ -193,8 +185,7 @@ class Checkpoints:
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Restores weights, optimizer and random states in place, and returns the state of the recipe. A collective.
 
-        The optimizer keeps the settings (learning rate, betas, ...) that it was built with. Without a saved state
-        (`checkpoints.save_optimizer=false`) it begins anew. Random states that were not saved stay as they are.
+        The optimizer keeps its settings (learning rate, betas, ...). Without a saved state it begins anew.
 
         Raises:
             DamagedCheckpoint: `path` is damaged.
@@ -252,7 +243,6 @@ class Checkpoints:
         put_in_place(final)
 
     def _prune(self) -> None:
-        """Deletes old checkpoints of this run."""
         # Damaged ones do not count: if they did, one of them could be kept in the place of a whole one.
         mine = [(path, manifest) for path in self.all() if self._is_mine(manifest := _glance(path))]
         keep = {path for path, _ in mine[-self._config.keep_last :]}
@@ -389,9 +379,7 @@ def checkpoint_to_go_on_from(
         resumes: `resume_from_checkpoint`.
         total: the steps that the run shall have.
 
-    Raises:
-        NothingToDo: the run has all its steps.
-        What `Checkpoints.choose` raises.
+    Raises NothingToDo if the run has all its steps, and what `Checkpoints.choose` raises.
     """
     path = checkpoints.choose() if resumes else None
     if path is None:
@@ -405,10 +393,7 @@ def checkpoint_to_go_on_from(
 
 
 def resume_text(path: Path, step: int, run: Run, earlier: Mapping[str, Any]) -> str:
-    """What a run prints when it goes on: from which checkpoint, and which settings changed.
-
-    `earlier` holds the settings until now; it is empty where they are not known.
-    """
+    """What a run prints when it goes on: from where, and how its settings differ from `earlier` (empty: not known)."""
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started))
     lines = [("resume", f"from step {step} of run {run.id}, begun {begun}: {path}")]
     # The earlier settings come from run.json. The present ones take the same way through JSON, so that a tuple and a

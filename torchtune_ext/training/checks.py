@@ -1,7 +1,4 @@
-"""Tries the parts of a run on something small, before its folder is touched and before the engine starts.
-
-What would fail at the first step of a run on eight GPUs fails here after a second.
-"""
+"""Tries the parts of a run on something small, before its folder is touched and before the engine starts."""
 
 import math
 import time
@@ -30,11 +27,7 @@ PROBE = "The 7 quick foxes: 12+34=46, isn't it?\n"
 
 
 def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> None:
-    """Builds the optimizer on small parameters, one for each number in `dims`.
-
-    Raises:
-        ValueError: a setting has a wrong type or value, or what is built is no optimizer.
-    """
+    """Builds the optimizer on small parameters, one for each number in `dims`. Raises ValueError if it cannot."""
     # Some optimizers take only matrices, so the parameters have the dims of those that are trained. They are on the
     # CPU, because an engine that shares the GPU has yet to measure how much of it is free.
     optimizer = make(params=[nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)])
@@ -50,8 +43,7 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> N
 def check_loss(loss: Any) -> None:
     """Computes the loss of three labels of two completions, and that of no label.
 
-    Raises:
-        ValueError: the loss cannot be called, raises an error, does not return one value per label, or has no gradient.
+    Raises ValueError if it fails, does not return one value per label, or has no gradient.
     """
     name, needs = _name(loss), needs_of(loss)
     if not callable(loss):
@@ -100,16 +92,13 @@ def _example(needs: Needs, labels: int, top_k: int) -> Tokens:
 
 
 def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, grades: bool = True) -> None:
-    """Looks at the first problems of a task, until one is fine.
+    """Looks at the first problems of a task, until one is fine. Raises ValueError if the task cannot be used.
 
     Args:
         key: the node of the task, for messages.
         ends: all problems will be used, so there must be an end.
         solves: the task must have solutions.
         grades: it must have a grader.
-
-    Raises:
-        ValueError: a method is missing, the length does not fit, or none of the first `LOOKED_AT` problems is fine.
     """
     name = _name(task)
     for method, what, needed in (
@@ -171,8 +160,7 @@ def _require_problem(problem: Any, what: str) -> None:
 def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
     """Measures prompts from all over a task, in tokens. Those that cannot be made or encoded are left out.
 
-    Raises:
-        ValueError: none can be, or the chat template does not show the tools of one.
+    Raises ValueError if none can be, or if the chat template does not show the tools of one.
     """
     lengths, began, first = [], time.monotonic(), None
     # The indices are evenly spaced, so that a task sorted by length shows its long prompts, too. An endless task has no
@@ -205,8 +193,7 @@ def check_prompts(
 ) -> None:
     """Compares some prompts of each task (by the key of its node) with the room that the engine has for them.
 
-    Raises:
-        ValueError: there is no room for a prompt, or all of them are longer.
+    Raises ValueError if there is no room for a prompt, or all of them are longer.
     """
     room = engine.max_model_len - sampling.max_tokens
     if room < 1:
@@ -238,10 +225,9 @@ def check_prompts(
 
 
 def trained_too(task: Task, held_out: Task | None) -> list[str]:
-    """The ids of the held-out problems that are trained on, too, as far as `LOOK_S` seconds show.
+    """The ids of held-out problems that are trained on too, as far as `LOOK_S` seconds show.
 
-    Raises:
-        ValueError: the two are the same problems.
+    Raises ValueError if the two tasks have the same problems.
     """
     if held_out is None or max(len(task), len(held_out)) > SHUFFLE_LIMIT:
         return []
@@ -276,15 +262,11 @@ def _ids(task: Task) -> dict[str, str]:
 def check_tokenizer(
     tokenizer: ChatTokenizer, source: HFModel, width: int | None = None, stops: Sequence[int] = ()
 ) -> None:
-    """Compares a tokenizer with the model whose text it makes.
+    """Compares a tokenizer with the model. Raises ValueError if an id is missing, or its files encode otherwise.
 
     Args:
         width: rows of the model's embedding; None: what config.json says.
         stops: ids with which a completion ends (`sampling.stop_token_ids`).
-
-    Raises:
-        ValueError: the model lacks an id of the tokenizer or a stop, or the tokenizer beside the weights encodes text
-            in another way.
     """
     width = int(source.config["vocab_size"]) if width is None else width
     fix = f"they do not belong together: set tokenizer.path={source.path}"
@@ -325,8 +307,7 @@ def require_rows(row_tokens: int, engine: EngineConfig) -> None:
 def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None = None) -> None:
     """Compares the engine's settings with the sizes of the model, and of `model` where one is trained.
 
-    Raises:
-        ValueError: the model cannot be cut for the engine's GPUs, or it or the KV cache is too short for the prompts.
+    Raises ValueError if the model cannot be cut for the engine's GPUs, or if it or the KV cache is too short.
     """
     size, heads = engine.tensor_parallel_size, int(source.config["num_attention_heads"])
     if heads % size:

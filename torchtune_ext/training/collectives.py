@@ -26,9 +26,7 @@ _meetings = 0
 def join(backend: str, deadline_s: float) -> None:
     """Joins the process group that torchrun set up, whose collectives wait `deadline_s` seconds at most.
 
-    Raises:
-        ValueError (of torch): a variable that torchrun sets is missing.
-        RuntimeError (of torch): the ranks do not find each other within `deadline_s` seconds.
+    Raises torch's ValueError if a variable of torchrun is missing, and its RuntimeError if ranks are.
     """
     global _store
     limit = timedelta(seconds=deadline_s)
@@ -48,11 +46,7 @@ def distributed() -> bool:
 
 
 def wait_for_main() -> None:
-    """Sleeps until rank 0 calls it, too. Rank 0 waits for nobody.
-
-    Raises:
-        RuntimeError: rank 0 fails meanwhile (`main_failed`).
-    """
+    """Sleeps until rank 0 calls it, too; rank 0 waits for nobody. Raises RuntimeError if it fails (`main_failed`)."""
     # Rank 0 samples and evaluates for longer than the deadline of a collective, so it is waited for without a limit.
     global _meetings
     _meetings += 1
@@ -90,9 +84,7 @@ def gathered(value: T) -> list[T]:
 def together(action: Callable[[], T]) -> T:
     """Runs `action` on every rank and returns its result. A collective.
 
-    Raises:
-        Exception: the error that `action` raised on this rank.
-        OSError: `action` raised on another rank. The message has the error of the first such rank.
+    Raises the error of this rank; if there is none, OSError with that of the first rank that failed.
     """
     error: BaseException | None = None
     try:
@@ -110,11 +102,7 @@ def together(action: Callable[[], T]) -> T:
 
 
 def from_main(make: Callable[[], T]) -> T:
-    """Runs `make` on rank 0 only, and returns its result on every rank, pickled. A collective.
-
-    Raises:
-        OSError or ValueError: `make` raised it on rank 0.
-    """
+    """Runs `make` on rank 0 only; every rank returns its result, pickled, or raises its OSError or ValueError."""
     box: list[Any] = [None, None]
     if rank() == 0:
         try:

@@ -101,9 +101,7 @@ def init_ranks(
         engine_beside: an engine samples while this process trains; on a CPU a core is left to it.
         output_dir: the folder that the run writes, which all machines must see; None: it is not checked.
 
-    Raises:
-        ValueError: the device is unknown or missing, `shard_within` does not divide the ranks, a variable of torchrun
-            is not set, or a machine does not see the folder.
+    Raises ValueError if device, `shard_within` or torchrun's variables do not fit, or a machine misses the folder.
     """
     config = config or RanksConfig()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -145,11 +143,7 @@ def init_ranks(
 
 
 def local_device(device: str) -> torch.device:
-    """The device of this rank: the GPU with its LOCAL_RANK, or the CPU.
-
-    Raises:
-        ValueError: the device is unknown or missing.
-    """
+    """The device of this rank: the GPU with its LOCAL_RANK, or the CPU. Raises ValueError if there is none."""
     if device not in ("auto", "cpu", "cuda"):
         raise Mistake(f"device={device!r} is unknown; use 'auto', 'cpu' or 'cuda' (torchrun numbers the devices)")
     if device == "cuda" and not torch.cuda.is_available():
@@ -178,10 +172,7 @@ def keep_memory() -> None:
 
 
 def leave_a_core() -> int | None:
-    """Lets PyTorch compute on all cores but one, unless OMP_NUM_THREADS is set.
-
-    Returns the number of cores, or None if nothing changed.
-    """
+    """Lets PyTorch compute on all cores but one. Returns the number of cores, or None if nothing changed."""
     # An engine on a CPU computes in one thread. If it takes a core from one of the trainer's threads, all others wait
     # for that thread at the end of every operation.
     cores = len(os.sched_getaffinity(0))

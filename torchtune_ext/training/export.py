@@ -34,9 +34,7 @@ def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
         folder: the final place of the folder.
         advice: returns what the user can do about a disk, the end of the message.
 
-    Raises:
-        OSError: the disk failed.
-        RuntimeError: something else failed, such as another rank.
+    Raises OSError if the disk failed, and RuntimeError if something else did, such as another rank.
     """
     try:
         yield
@@ -56,11 +54,7 @@ def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
 
 
 def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Path:
-    """Writes a model directory and returns its path. A collective.
-
-    Raises:
-        OSError: it could not be saved, and an earlier directory is untouched.
-    """
+    """Writes a model directory and returns its path. A collective. On an OSError an earlier directory is untouched."""
     with written_aside(folder, lambda: "Free space there, or choose another output_dir"):
         partial = partial_of(folder)
         from_main(lambda: make_empty(partial))
@@ -94,7 +88,7 @@ def export_adapter(
     Args:
         folder: an existing folder on rank 0, None on the other ranks.
         source: the model directory that the adapter belongs to.
-        merged: dtype of the merged model, which is then also written, into the subfolder `merged`; None: it is not.
+        merged: dtype of the merged model, which is then written into the subfolder `merged`; None: it is not.
     """
     small = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, source, torch.float32)}
     large = merged_hf_tensors(model, source, merged) if merged is not None else iter(())

@@ -45,8 +45,8 @@ class Learner:
         optimizer: over `policy.trainable()`; None if `step` is never called.
         schedule: of its learning rate.
         max_grad_norm: longer gradients are shortened to it; None: they are not.
-        watch: gives a context for each part of the work: "logprobs" (of the proximal policy and of the reference),
-            "backward" (forward and backward), "wait" (for the other ranks at the end of the rows) and "optimizer".
+        watch: a context for each part of the work: "logprobs" (of the proximal policy and of the reference), "backward"
+            (with the forward), "wait" (for the other ranks at the end of the rows) and "optimizer".
     """
 
     def __init__(
@@ -74,11 +74,9 @@ class Learner:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], temperature: float | None = None, top_k: int = 0) -> list[LabelLogprobs]:
-        """The log-probs of the labels of each row under the present policy, without gradient and without dropout.
+        """Log-probs of each row's labels, and of the `top_k` likeliest tokens, without gradient and without dropout.
 
-        Args:
-            temperature: None: that of sampling.
-            top_k: number of likeliest tokens whose log-probs are returned, too.
+        `temperature` None is that of sampling.
         """
         temperature = self.temperature if temperature is None else temperature
         self.policy.model.eval()
@@ -114,14 +112,12 @@ class Learner:
         """Adds the gradient of sum(weight * loss) over the rows of all ranks to that of the parameters.
 
         Args:
-            proximal: log-probs of each row under the proximal policy; None: it is the present policy (ratio 1, gradient
-                kept), or the loss does not need it.
+            proximal: log-probs under the proximal policy; None: it is the present one (ratio 1), or the loss needs none.
             reference: the same of the reference, if the loss needs one.
             version: of the proximal policy, from which the age of samples is counted.
             on_row: called after each row, for progress.
 
-        Raises:
-            ValueError: the loss did not return one value for each label.
+        Raises ValueError if the loss does not return one value per label.
         """
         device, logprobs = self.ranks.device, []
         values = {"total": torch.zeros((), dtype=torch.float64, device=device)}
@@ -184,11 +180,7 @@ class Learner:
     def step(self, gradient: Gradient, advice: Callable[[], str]) -> dict[str, float]:
         """Makes one update of the weights, clears the gradient, and returns the metrics.
 
-        Args:
-            advice: says what the user can do when loss or gradient is not finite.
-
-        Raises:
-            Failure: loss or gradient is not finite; weights and optimizer state are as before.
+        Raises Failure, with `advice()` for the user, if loss or gradient is not finite. The weights are then as before.
         """
         with self._watch("optimizer"):
             # Without a limit the norm is still wanted, as a metric and for the check below.

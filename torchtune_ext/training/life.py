@@ -34,13 +34,9 @@ class Recipe(Protocol):
 
 
 def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], None] | None = None) -> None:
-    """Makes a recipe from `cfg`, sets it up, does its work and cleans up.
+    """Makes a recipe from `cfg`, sets it up, runs `work` (None: its `train`) and cleans up.
 
     However the run ends, its last words are those of `recipe.stop.standing`: where it stands, and how to go on.
-
-    Args:
-        make: the class of the recipe.
-        work: what to do with the recipe after the set-up; None: its `train`.
 
     Raises:
         SystemExit: a signal stopped the run (status 130, 143 or 129, see `run/stop.py`).

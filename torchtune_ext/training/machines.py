@@ -46,11 +46,7 @@ def whose(hosts: Sequence[str], ranks: Sequence[int]) -> str:
 
 
 def require_shared(hosts: Sequence[str], output_dir: str | Path) -> None:
-    """Checks that all ranks see the folder that rank 0 will write, and leaves nothing behind. A collective.
-
-    Raises:
-        ValueError: on all ranks, with those that do not see it.
-    """
+    """Raises ValueError on all ranks if one does not see the folder that rank 0 will write. A collective."""
     # Ranks of one machine see the same.
     if len(set(hosts)) == 1:
         return

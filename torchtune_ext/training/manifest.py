@@ -1,7 +1,6 @@
 """Writes and reads manifest.json, which says what a checkpoint belongs to, and the size and SHA-256 of every file.
 
-The manifest is written last and read first, so damage is found before anything is loaded or unpickled. It does not
-protect against an attacker, who can write a manifest that fits.
+It is written last and read first, so damage is found before anything is unpickled. It does not stop an attacker.
 """
 
 import hashlib
@@ -77,9 +76,7 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """Reads the manifest of a checkpoint.
 
-        Raises:
-            DamagedCheckpoint: there is no manifest, or it differs from what was written.
-            ValueError: another version of torchtune-ext wrote it, in another format.
+        Raises DamagedCheckpoint if there is none or it is damaged, and ValueError if its format is another version's.
         """
         try:
             whole = json.loads((folder / NAME).read_bytes())

@@ -69,11 +69,7 @@ class Machine:
 
 @dataclass
 class Plan:
-    """A run on a machine: what is given, and what follows from it.
-
-    Raises:
-        ValueError: the GPUs of the engines cannot be divided so.
-    """
+    """A run on a machine. Raises ValueError if the GPUs of the engines cannot be divided so."""
 
     cfg: Any  # settings of the recipe, with those of the engine as the run starts it
     sizes: Sizes  # of the model
@@ -124,14 +120,11 @@ class Plan:
         self.gpus = max(self.trainers + (0 if self.elsewhere else self.sampling_gpus), self.shared_gpus)
 
     def with_trainers(self, ranks: int | None = None, visible: str | None = None) -> "Plan":
-        """The plan with as many training devices as there are.
+        """The plan with as many training devices as there are. Raises ValueError if sampling leaves no GPU to train.
 
         Args:
             ranks: number that torchrun has started; None: it has not.
             visible: CUDA_VISIBLE_DEVICES of this process.
-
-        Raises:
-            ValueError: sampling leaves no GPU to train.
         """
         machine, engine = self.machine, self.engine
         sampling = 0 if self.elsewhere else self.sampling_gpus
@@ -250,7 +243,7 @@ class Plan:
 
 
 def engine_rows(sizes: Sizes, config: EngineConfig, gpu_bytes: int, adapter_bytes: int = 0) -> dict[str, int]:
-    """Estimates what one engine, or a server with the same settings, takes of each of its devices, in bytes by name.
+    """Estimates what one engine or server takes of each of its devices, in bytes by name.
 
     Args:
         gpu_bytes: memory of each GPU; 0: the engine computes on the CPU.

@@ -73,7 +73,7 @@ class PrecisionConfig(Fp8Config):
 
 
 class Precision:
-    """What the flow means for each layer of a model. It is decided before the engine starts and before weights exist.
+    """What the flow means for each layer of a model, decided before the engine starts and before weights exist.
 
     Args:
         model: of the policy; it may lie on the meta device.
@@ -82,9 +82,7 @@ class Precision:
         device: of this rank.
         adapter: of a model that has one, with the `way` in which it is published.
 
-    Raises:
-        ValueError: FP8 with another dtype than bfloat16, on a GPU other than a Hopper, with merged adapters in the flow
-            "fp8_unified", for a model without a layer that fits, or without a backend.
+    Raises ValueError if FP8 does not go with dtype, GPU (Hopper only), merged adapters, model or backend.
     """
 
     def __init__(

@@ -45,14 +45,11 @@ class Publisher:
 
     1. every token is labelled with the version that was just published;
     2. every tensor that the engine took has the checksum of the one that was sent, on each of its workers;
-    3. where a change (the update, an adapter) as it was sent moves log-probs by more than the noise, the engine's moved
-       with it (`applied_share`).
+    3. where a change (the update, an adapter) moves log-probs by more than the noise, the engine's moved with it.
 
     Args:
         engine: on rank 0; None on the others, which take part in the gathers and in the canary.
-        trained: what is sent of the policy.
-        precision: in which weights are sent.
-        source: names of the weights in the engine.
+        trained: what is sent of the policy, in which `precision`, under the names of `source`.
         agreement: the gate that the canary has to pass.
         scored: log-probs with other weights and in another precision than the policy's (`streamed_logprobs`).
         canary_prompts: token ids.
@@ -84,11 +81,7 @@ class Publisher:
     def publish(self, version: int) -> dict[str, float]:
         """Makes the engine sample with the current weights under `version`. A collective.
 
-        Returns:
-            On rank 0: the size of the publication, the seconds of its parts, and what the canary found.
-
-        Raises:
-            Disagreement: the engine does not run these weights; says the likely cause.
+        Returns size, seconds and the canary's metrics, on rank 0. Raises Disagreement with the likely cause.
         """
         # An engine that shares the trainer's GPU wakes up now and needs the memory.
         release_memory()

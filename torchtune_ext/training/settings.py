@@ -25,11 +25,7 @@ def at_least(cfg: Any, **least: int) -> None:
 
 
 def chosen_dtype(dtype: str, device: str, fp8: bool = False) -> str:
-    """The dtype of a run, "bfloat16" or "float32". With "auto" it is bfloat16 where the device computes in it.
-
-    Raises:
-        ValueError: another dtype.
-    """
+    """With "auto", bfloat16 where the device computes in it, else float32. Raises ValueError for another dtype."""
     if dtype not in ("auto", "bfloat16", "float32"):
         raise Mistake(f"dtype={dtype!r}: use 'auto', 'bfloat16' or 'float32' (float16 would need a loss scale)")
     # Layers in FP8 work only beside bfloat16.

@@ -81,11 +81,7 @@ def missing_device(engine: EngineConfig, count: int, machine: str) -> str | None
 
 
 def training_gpus(ranks: int | None = None) -> list[str]:
-    """The GPUs on which the ranks of this machine train, as CUDA_VISIBLE_DEVICES names them: "0", "GPU-8f6e...".
-
-    Args:
-        ranks: how many will train here; None: as many as torchrun has started.
-    """
+    """The GPUs on which the `ranks` of this machine (None: torchrun's) train, as CUDA_VISIBLE_DEVICES names them."""
     # A rank takes the GPU with its number among those that it sees. If another launcher started the ranks and does not
     # say how many are here, only the GPU of this process is known.
     visible, local = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_WORLD_SIZE")
@@ -159,11 +155,7 @@ def disk_need(cfg: Any, total: int, trained: int, dtype: torch.dtype) -> DiskNee
 
 
 def require_disk(need: DiskNeed, output_dir: str) -> None:
-    """Compares the checkpoints of a run with the disk under `output_dir`, and warns if not all that are kept fit.
-
-    Raises:
-        ValueError: not even one fits, or the folder cannot be written.
-    """
+    """Raises ValueError if no checkpoint fits under `output_dir`, and warns if not all that are kept fit."""
     place = existing(output_dir)
     if not os.access(place, os.W_OK):
         raise Mistake(f"output_dir={output_dir}: {place} cannot be written by this user; choose another output_dir")

@@ -84,10 +84,9 @@ def trained_part(
     adapters: AdapterConfig,
     shards: int = 1,
 ) -> "AllWeights | Adapters":
-    """Looks at a model, which may lie on the meta device: if it has adapters, only these are trained.
+    """Only the adapters of a model that has some are trained, else all weights. It may lie on the meta device.
 
-    Raises:
-        ValueError: adapters that cannot be, or settings of adapters for a model that has none.
+    Raises ValueError for impossible adapters, or settings of adapters for a model without any.
     """
     # `node` is `model:` of the YAML, where a key may stand that the builder of the model has ignored.
     spec = adapter_spec(model, source, node, shards)
@@ -104,11 +103,9 @@ def trained_part(
 def rounding(
     trained: "AllWeights | Adapters", precision: Precision, model: nn.Module, scored: Scored, rows: Sequence[Row]
 ) -> float:
-    """How far a right engine may be from a right trainer: mean |difference| of log-probs in nats. A collective.
+    """How far a right engine may be from a right trainer: mean |d| of log-probs in nats, over all ranks. A collective.
 
-    Args:
-        scored: `streamed_logprobs` with the model's builder, device and temperature.
-        rows: of this rank; the mean is that of all ranks.
+    `scored` is `streamed_logprobs` with the model's builder, device and temperature.
     """
     coarse = precision.coarsest
     if coarse == torch.float32:
@@ -173,7 +170,7 @@ class AllWeights:
     def applied(
         self, learner: Learner, rows: Sequence[Row], on: Sequence[Tensor], scored: Scored | None, precision: Precision
     ) -> dict[str, Applied]:
-        """What sampled tokens say of changes that the engine must show beside the newest update, by name. A collective.
+        """How far the engine shows other changes than the newest update on sampled tokens, by name. A collective.
 
         `on` are the log-probs with the weights as they were sent, by `scored`, or by the policy where that is None.
         """
