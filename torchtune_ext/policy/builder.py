@@ -44,12 +44,10 @@ def build_policy(
         activation_checkpointing: recomputes each layer in the backward.
         compile_layers: applies `torch.compile` to each layer.
         seed: draws the first values of adapters.
-        fp8: lets linear layers compute in FP8; `PackedPolicy.fp8` says which ones and how. None: no layer does.
-        shard_within: number of consecutive ranks that share one copy of the weights (HSDP), a divisor of `world_size`.
-            None: all ranks share one copy.
+        fp8: lets linear layers compute in FP8 (`PackedPolicy.fp8` says which); None: none does.
+        shard_within: number of consecutive ranks that share a copy of the weights (HSDP); None: all ranks share one.
 
-    Raises:
-        ValueError: model and checkpoint do not fit each other, or `fp8` fits neither them nor the device.
+    Raises ValueError if model and checkpoint do not fit each other, or `fp8` fits neither them nor the device.
     """
     # torchtune's RMSNorm computes in float32 with a scale in bfloat16 on purpose.
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
@@ -93,7 +91,7 @@ def build_policy(
 
 
 def _mesh(device: torch.device, world_size: int, shards: int) -> DeviceMesh:
-    """Returns how the ranks share the weights: all of them one copy, or each row of the mesh a copy of its own."""
+    """How ranks share the weights: all of them one copy, or each row of the mesh a copy of its own."""
     # FSDP2 needs a process group on one device, too.
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(

@@ -1,10 +1,9 @@
 """Builds the dense decoders that torchtune 0.6.1 lacks, from its modules and with the arguments of its builders.
 
-They are Qwen2 without biases and with heads of any width, rotated as in Hugging Face, with some of these differences:
+They are Qwen2 without biases and with heads of any width, with some of these differences:
 
-* q and k pass through an RMSNorm before RoPE, each head by itself (Qwen3, arXiv:2505.09388, section 2) or all heads
-  together (OLMo 2, arXiv:2501.00656, section 3.2);
-* the outputs of attention and MLP are normed, not their inputs (OLMo 2, the same section);
+* q and k pass through an RMSNorm before RoPE: each head by itself (Qwen3, arXiv:2505.09388, section 2) or all together
+  (OLMo 2, arXiv:2501.00656, section 3.2, which also norms the outputs of attention and MLP, not their inputs);
 * some layers have no RoPE (SmolLM3: every fourth).
 """
 
@@ -93,8 +92,7 @@ def decoder(
         qk_norm: q and k are normed "head" by head, or all heads together as a "whole"; None: they are not.
         norm_behind: the outputs of attention and MLP are normed, not their inputs.
         unrotated: numbers of the layers without RoPE, from 0.
-        linear: makes a linear layer from its name ("q_proj", "k_proj", "v_proj", "output_proj", "mlp", "output"),
-            inputs and outputs.
+        linear: makes a layer from name ("q_proj", "k_proj", "v_proj", "output_proj", "mlp", "output"), inputs, outputs.
     """
     rope = Qwen2RotaryPositionalEmbeddings(dim=head_dim, max_seq_len=max_seq_len, base=rope_base)
     norm = partial(RMSNorm, eps=norm_eps)
@@ -148,14 +146,13 @@ def lora_decoder(
     quantize_base: bool = False,
     **arguments: Any,
 ) -> TransformerDecoder:
-    """Builds a decoder with adapters.
+    """Builds a decoder with adapters, with the `arguments` of `decoder`.
 
     Args:
         lora_attn_modules: adapted layers of attention, out of "q_proj", "k_proj", "v_proj", "output_proj".
         apply_lora_to_mlp: adapts the gate, up and down projections.
         apply_lora_to_output: adapts the output head, if it is not tied to the embeddings.
         quantize_base: holds the weights below the adapters in NF4, but not that of the output head.
-        arguments: those of `decoder`.
     """
     adapted = {*lora_attn_modules, "mlp" if apply_lora_to_mlp else "", "output" if apply_lora_to_output else ""}
 

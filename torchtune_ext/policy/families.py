@@ -73,7 +73,7 @@ def _renamed(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dic
 
 
 def _sizes(config: Config) -> dict[str, Any]:
-    """Returns the arguments that the builders of all families take."""
+    """The arguments that the builders of all families take."""
     return dict(
         vocab_size=config["vocab_size"],
         num_layers=config["num_hidden_layers"],
@@ -113,7 +113,6 @@ def _llama_sizes(config: Config) -> dict[str, Any]:
 def _llama(
     tied: Callable, untied: Callable, *adapted: Any, tie_word_embeddings: bool, **rest: Any
 ) -> TransformerDecoder:
-    """Builds a Llama of any version."""
     # Apart from defaults, torchtune's builders of the versions differ only in whether the output head is tied.
     return tied(*adapted, tie_word_embeddings=True, **rest) if tie_word_embeddings else untied(*adapted, **rest)
 
@@ -160,7 +159,7 @@ def _of_decoder(
     can: Mapping[str, tuple] = types.MappingProxyType({}),
     **options: Any,
 ) -> Family:
-    """Returns a family that decoder.py builds with these options. Its weights only change their names."""
+    """A family that decoder.py builds with these options. Its weights only change their names."""
     return Family(
         build=partial(decoder, **options),
         build_adapted=partial(lora_decoder, **options),
@@ -211,11 +210,7 @@ _CANNOT = {
 
 
 def read_config(model_dir: str | Path) -> dict[str, Any]:
-    """Reads `config.json` of a model directory in Hugging Face format.
-
-    Raises:
-        ValueError: there is none, it is damaged, or its family is not in the table.
-    """
+    """Reads a model directory's `config.json`. Raises ValueError if it is missing or damaged, or its family unknown."""
     path = Path(model_dir)
     file = path / "config.json"
     if not file.is_file():
@@ -241,7 +236,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 
 
 def _no_config(path: Path) -> str:
-    """Returns what is wrong with a model directory without a config.json, and the command that makes one."""
+    """What is wrong with a model directory without a config.json, and the command that makes one."""
     # The likely mistakes come first: a file, a run's folder, an adapter, a GGUF file, a warm-up that was never run.
     if path.is_file():
         return "it is a file; name the directory of a model in Hugging Face format, which holds config.json and the weights"
@@ -314,8 +309,7 @@ def from_config(
         use_dora: the adapters are DoRA's, with a magnitude for each row of a weight.
         quantize_base: frozen weights of the adapted layers are held in NF4 (QLoRA); with Llama's builders, all are.
 
-    Raises:
-        ValueError: no config.json, a key that the builder of its family does not support, or impossible adapters.
+    Raises ValueError for no config.json, a key that the family's builder does not support, or impossible adapters.
     """
     config, file = _flat(read_config(model_dir)), Path(model_dir) / "config.json"
     family = FAMILIES[config["model_type"]]
@@ -368,7 +362,7 @@ def from_config(
 
 
 def _require_numbers(numbers: dict[str, Any]) -> None:
-    """Raises ValueError if rank, alpha or dropout of adapters has no possible value."""
+    """Raises ValueError for an impossible rank, alpha or dropout of adapters."""
     for name, value in numbers.items():
         if not isinstance(value, int if name == "lora_rank" else int | float):
             raise Mistake(f"model.{name}={value} must be a {'whole ' * (name == 'lora_rank')}number")

@@ -26,11 +26,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class HFModel:
-    """A model directory in Hugging Face format, which holds `config.json` and safetensors files.
-
-    Raises:
-        ValueError: there is no such directory or no config in it, or its architecture is not supported.
-    """
+    """A model directory in Hugging Face format. Raises ValueError if it is missing or its architecture unsupported."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -58,7 +54,7 @@ class HFModel:
         return self._indexed(files)
 
     def _indexed(self, files: list[Path]) -> list[Path]:
-        """Returns the files that the index names, or all if there is no index."""
+        """The files that the index names, or all if there is no index."""
         # Some folders hold the same weights twice, in shards and in a single file.
         index = self.path / "model.safetensors.index.json"
         if not index.is_file():
@@ -79,8 +75,7 @@ class HFModel:
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...], Path]]:
         """Yields (torchtune name, shape, file) of every weight. It reads only the headers of the files.
 
-        Raises:
-            ValueError: a file is cut or damaged, or holds weights that are quantized or of no model of this family.
+        Raises ValueError if a file is damaged, or holds weights that are quantized or of no model of this family.
         """
         self.require_unquantized()
         for file in self.files():
@@ -152,10 +147,9 @@ class HFModel:
                     yield from self._family.to_tune({name: f.get_tensor(name)}, **self._shape).items()
 
     def fingerprint(self) -> str:
-        """Returns a short text that tells these weights from others, whatever files they are in.
+        """A short text that tells these weights from others, whatever files they are in.
 
-        Raises:
-            ValueError: no safetensors file, or one that is cut or damaged.
+        Raises ValueError if there is no safetensors file, or one is damaged.
         """
         # Eight samples of a tensor, from its first bytes to its last, take seconds for tens of gigabytes. They tell
         # apart weights that were trained, rounded or converted differently, and miss only bytes between the samples.
@@ -198,7 +192,7 @@ def _require_plain(name: str, dtype: str, file: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Returns where the data of a safetensors file begin, and its header: dtype, shape and place of each tensor."""
+    """Where the data of a safetensors file begin, and its header: dtype, shape and place of each tensor."""
     with open(file, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
         try:
@@ -227,9 +221,9 @@ def clean_name(name: str) -> str:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -> None:
-    """Copies the weights of `source` into a model. If it is sharded, each rank reads the files and keeps its part.
+    """Copies weights into a model (if sharded, each rank keeps its part), but for `new`, those of adapters.
 
-    The parameters `new`, those of adapters, are in no file. Raises ValueError if names or shapes do not fit.
+    Raises ValueError if names or shapes do not fit.
     """
     params = {clean_name(name): p for name, p in model.named_parameters()}
     missing = set(params) - set(new)

@@ -64,13 +64,10 @@ class PackedPolicy:
         return [param for param in self.model.parameters() if param.requires_grad]
 
     def __call__(self, row: Row, temperature: float = 1.0, top: int | Tensor = 0) -> LabelLogprobs:
-        """Computes the log-probs of the labels of a row that lies on the model's device.
+        """Log-probs of the labels of a row that lies on the model's device.
 
-        Args:
-            top: more log-probs at every label: K, of the K likeliest tokens; ids [L, K], of these tokens.
-
-        Raises:
-            ValueError: a sequence of the row is longer than the model's `max_seq_len`.
+        `top` asks for more at every label: those of the K likeliest tokens, or of the tokens with ids [L, K]. Raises
+        ValueError if a sequence is longer than the model's `max_seq_len`.
         """
         if row.longest > self.max_positions:
             raise Mistake(

@@ -58,14 +58,9 @@ class AdapterSpec:
 def adapter_spec(
     model: TransformerDecoder, source: HFModel, node: Mapping[str, Any], shards: int = 1
 ) -> AdapterSpec | None:
-    """Returns the adapters of a model, which may lie on the meta device, or None if it has none.
+    """The adapters of a model, which may lie on the meta device, or None if it has none. `node` is the YAML's `model:`.
 
-    Args:
-        node: `model:` of the YAML.
-
-    Raises:
-        ValueError: a rank of 0, targets that name nothing, a LoRA builder that is given no targets, or NF4 weights that
-            the ranks cannot share.
+    Raises ValueError for a rank of 0, targets that name nothing or are missing, or NF4 weights that ranks cannot share.
     """
     if node.get("lora_rank", 1) < 1:
         raise Mistake(f"model.lora_rank={node['lora_rank']} must be at least 1")
@@ -191,11 +186,9 @@ def merged_tensors(
     base: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
     factor: Callable[[Tensor], Tensor] = lambda weight: weight,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (torchtune's name, whole tensor) of the model with its adapters, merged in float32. It is a collective.
+    """Yields (torchtune's name, whole tensor) of the model with its adapters, merged in float32. A collective.
 
-    Args:
-        base: rounds a weight that is no adapter's, before an adapter is merged into it.
-        factor: rounds A and B of an adapter. DoRA's magnitude is never rounded.
+    `base` rounds a weight before an adapter is merged into it, `factor` an adapter's A and B (not DoRA's magnitude).
     """
     adapters, modules = adapter_names(model), adapted_modules(model)
     for name, param in model.named_parameters():

@@ -90,7 +90,7 @@ def trainer_rows(
     optimizer_bytes: float = 8.0,
     shard_within: int | None = None,
 ) -> dict[str, int]:
-    """Returns the bytes that each training device holds, by name, without the allowances of a GPU.
+    """The bytes that each training device holds, by name, without the allowances of a GPU.
 
     The entries do not all peak in the same moment, so their sum is an upper bound of the peak.
 
@@ -133,7 +133,7 @@ def trainer_rows(
 
 
 def _gradients_in_flight(sizes: Sizes, sharded: bool, shards: int, activations: int) -> int:
-    """Returns the most bytes that whole gradients take in any moment of the backward."""
+    """The most bytes that whole gradients take in any moment of the backward."""
     size = sizes.dtype.itemsize
     # At the beginning, the output projection's gradient is summed in float32 and then rounded.
     begin = (4 + size) * sizes.head
@@ -154,7 +154,7 @@ def in_fp8(model: TransformerDecoder, config: Fp8Config | None, trains: bool) ->
 
 
 def _kept_by_fp8(model: TransformerDecoder, config: Fp8Config | None, size: int) -> float:
-    """Returns the bytes a token that the first layer keeps more than without FP8; they may be negative."""
+    """The bytes a token that the first layer keeps more than without FP8; they may be negative."""
     if config is None or config.save_activations != "fp8" or lora.adapter_names(model):
         return 0.0
     # A layer in FP8 keeps the columns of its input in place of it, and layers with one input keep them once. The input

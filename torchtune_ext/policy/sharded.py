@@ -45,7 +45,7 @@ def whole(param: Tensor) -> Tensor:
 
 
 def _sharded_dim(param: DTensor) -> int:
-    """Returns the dimension of the mesh along which a parameter is cut. Along another (HSDP) there are copies."""
+    """The dimension of the mesh along which a parameter is cut. Along another (HSDP) there are copies."""
     return next(dim for dim, placement in enumerate(param.placements) if placement.is_shard())
 
 

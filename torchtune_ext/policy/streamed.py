@@ -1,8 +1,4 @@
-"""Scores packed rows in any precision, with weights that come one after the other.
-
-A policy computes only in the dtype that it was built for, and a second model in float32 may not fit beside it. So each
-layer runs for all rows as soon as its weights are there, and they are dropped again.
-"""
+"""Scores packed rows in any precision, layer by layer: a policy has one dtype, and a second model may not fit."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -36,7 +32,7 @@ def streamed_logprobs(
     temperature: float = 1.0,
     fp8: "Fp8Receipt | None" = None,
 ) -> list[Tensor]:
-    """Returns the log-probs of the labels of each row, float32 [L] on the CPU.
+    """The log-probs of the labels of each row, float32 [L] on the CPU.
 
     Args:
         weights: (torchtune's name, whole tensor) without adapters, in the order of the model's modules, of any dtype.
@@ -86,6 +82,6 @@ def streamed_logprobs(
 
 
 def _owner(name: str) -> str:
-    """Returns the module that runs as a whole and owns a weight: "layers.3", "norm"."""
+    """The module that runs as a whole and owns a weight: "layers.3", "norm"."""
     parts = name.split(".")
     return ".".join(parts[: 2 if parts[0] == "layers" else 1])
