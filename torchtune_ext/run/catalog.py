@@ -90,11 +90,7 @@ def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
 
 
 def config_path(given: str) -> str:
-    """Returns the file to load for `--config given`: `given` itself if it is a file, or the config of that name.
-
-    Raises:
-        ValueError: it is neither. The message gives the nearest names.
-    """
+    """The file for `--config given`: `given` if it is one, or the config of that name. Raises ValueError if neither."""
     if Path(given).is_file():
         return given
     known = config_files(folder("configs"))
@@ -114,11 +110,7 @@ def config_path(given: str) -> str:
 def by_path(path: str, where: str) -> Any:
     """Imports what a dotted path names: the longest part of it that is a module, and then attributes.
 
-    Args:
-        where: the place that names it, for messages.
-
-    Raises:
-        ValueError: there is no such module or attribute, or the module cannot be imported.
+    Raises ValueError, whose message begins with `where`, if there is no such thing or its import fails.
     """
     # The module may be a file of the user's in the working directory, which is not on the path when `tune` runs.
     if os.getcwd() not in sys.path:

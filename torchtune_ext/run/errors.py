@@ -122,10 +122,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def place_of(error: BaseException) -> str | None:
-    """Returns the innermost line of a user's file in an error's traceback, as "my_task.py:12", or None.
-
-    It is also None if the user's code had called ours.
-    """
+    """The innermost line of a user's file in a traceback, as "my_task.py:12", or None if our own code lies deeper."""
     # The frames of a syntax error are those of its importer.
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_short(error.filename)}:{error.lineno}"
@@ -156,14 +153,11 @@ def text_of(error: BaseException) -> str:
 
 @contextmanager
 def blame(doing: str, fix: str = "") -> Iterator[None]:
-    """Turns an error of a component that the user named into a mistake.
+    """Turns an error of a component that the user named into `Blamed`. A mistake passes unchanged.
 
     Args:
         doing: what is called, as the message begins: "task: my_task.Sums()[0]".
         fix: the end of the message.
-
-    Raises:
-        Blamed: the block raised an error. A mistake passes unchanged.
     """
     try:
         yield
@@ -175,11 +169,9 @@ def blame(doing: str, fix: str = "") -> Iterator[None]:
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Surrounds a whole program: a mistake or a failure ends it with one message on stderr.
+    """Surrounds a whole program: a mistake or a failure ends it with one message on stderr, other errors pass.
 
-    Raises:
-        SystemExit: there was one; the table at the top has the status. Under torchrun the process ends without it.
-        Exception: any other error, unchanged.
+    Raises SystemExit with the status of the table at the top. Under torchrun the process ends without it.
     """
     try:
         yield
@@ -215,12 +207,7 @@ def message(error: BaseException) -> str:
 
 
 def leave(status: int, at_once: bool = False) -> NoReturn:
-    """Ends the process.
-
-    Args:
-        status: the exit status.
-        at_once: do not wait for threads.
-    """
+    """Ends the process with exit status `status`; `at_once` does not wait for threads."""
     if at_once:
         # The threads of a process group that is still open sometimes abort the interpreter while it ends, and torchrun
         # would see another status. os._exit skips that, and also the exit functions and the flushing of streams.
@@ -235,11 +222,7 @@ def leave(status: int, at_once: bool = False) -> NoReturn:
 
 
 def guilty(call: Callable[..., Any], arguments: dict[str, Any], text: str) -> str | None:
-    """Returns the argument that makes a call fail: without it, the call succeeds. None if there is no such one.
-
-    Args:
-        text: the text of the error.
-    """
+    """The argument without which a call that fails with the error `text` succeeds, or None."""
 
     # Arguments whose values the error quotes are tried first. Without another one, the call may succeed only because it
     # does less.

@@ -22,9 +22,7 @@ def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
     """Writes a file. A reader sees the old one or the new one, and never a part.
 
     With `sync=False` there is no fsync: the file is whole after kill -9, but may be empty after a power cut.
-
-    Raises:
-        OSError: the file cannot be written. The old one is untouched.
+    After an OSError the old file is untouched.
     """
     # A rename replaces a file atomically, but only within one file system, so the temporary file lies beside it.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -109,8 +109,6 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 class RunFolder:
     """Owns the folder of a run, on rank 0, until `close` or the end of the process. A missing folder is made.
 
-    The constructor only takes the lock, so it can come before anything expensive.
-
     Raises:
         ValueError: another process owns the folder (the message says which one), or the path is no folder.
         OSError: the folder cannot be made or written.
@@ -154,8 +152,7 @@ class RunFolder:
 
         Args:
             settings: the settings of the run, JSON-able, kept for people who read the folder.
-            resuming: the run in the folder goes on and keeps its id. Otherwise all that it left moves into `old-1`, or
-                the next free number, which is a run folder itself.
+            resuming: the run in the folder goes on and keeps its id. Otherwise all that it left moves into `old-N`.
             reads: the paths that the new run reads (its model, the files of its tasks).
 
         Raises:
@@ -228,7 +225,7 @@ class RunFolder:
             self._lock = None
 
     def _left(self) -> list[Path]:
-        """Returns the paths that an earlier run left."""
+        """The paths that an earlier run left."""
         logs = sorted(path.name for path in self.path.glob("engine_*.log") if _LOGS.fullmatch(path.name))
         # Empty folders do not count: somebody prepared them for this run.
         left = [path for name in (*CONTENTS, *logs) if os.path.lexists(path := self.path / name) and not _empty(path)]
@@ -246,7 +243,6 @@ class RunFolder:
                     )
 
     def _set_aside(self) -> None:
-        """Moves the earlier run into `old-N`."""
         # The checkpoints move first. If this process is killed meanwhile, no later start resumes from half a run.
         left = sorted(self._left(), key=lambda path: path.name != "checkpoints")
         if not left:
@@ -276,11 +272,7 @@ class RunFolder:
 
 
 def read_record(folder: str | Path) -> dict[str, Any] | None:
-    """Returns what `run.json` in `folder` holds, the fields of `Run`, or None without such a file.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """The fields of `Run` in `folder`'s `run.json`, or None without such a file. Raises ValueError if it is damaged."""
     path = Path(folder) / RECORD
     try:
         record = json.loads(path.read_bytes())
@@ -321,11 +313,7 @@ def _holder(lock: int) -> str:
 # (`wandb agent`) gives each run an id in the environment, and such a run works in `<output_dir>/<id>`. The ranks that
 # torchrun starts inherit the environment, so they agree.
 def agents_run() -> str | None:
-    """Returns the id that a W&B agent has given to this run, or None if no agent started it.
-
-    Raises:
-        ValueError: the id cannot be the name of a folder.
-    """
+    """The id that a W&B agent gave to this run, or None without one. Raises ValueError if it cannot name a folder."""
     if not os.environ.get(SWEEP_VARIABLE) or not (run := os.environ.get(RUN_VARIABLE)):
         return None
     if not _ID.fullmatch(run):
@@ -343,7 +331,7 @@ def own_folder(output_dir: str) -> str:
 
 
 def origin() -> dict[str, Any]:
-    """Returns what this process was started with, JSON-able.
+    """What this process was started with, JSON-able.
 
     command: as the user typed it
     folder: the working directory, where relative paths in the settings begin

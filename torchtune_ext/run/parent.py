@@ -8,14 +8,9 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def die_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when the parent ends. If the parent has ended already, exits at once.
+    """Makes the kernel kill this process when the parent ends, or exits at once if it has ended. Raises OSError.
 
-    Args:
-        parent: the process id of the parent. For the kernel, the parent is the *thread* that started this process, so
-            that thread must live as long as this process may run.
-
-    Raises:
-        OSError: the kernel refuses the request.
+    For the kernel, the parent is the *thread* that started this process: it must live as long as this process may run.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

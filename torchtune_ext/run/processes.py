@@ -42,19 +42,16 @@ _REMOVALS = 20  # attempts to remove a folder into which a killed process may st
 class Processes:
     """Calls a pickled object in `count` processes, each call within its own deadline.
 
-    The processes start at once, import only what the object needs, and end with `close` or with this process. Each has
-    a folder for temporary files (its TMPDIR), which is removed however the process ends.
+    The processes end with `close` or with this process. Each has a TMPDIR, which is removed however the process ends.
 
     Args:
         target: the object, pickled by cloudpickle, so that its class may be defined in the recipe (`__main__`).
-        count: number of processes.
-        name: what they do, for messages and the name of the thread: "grading".
+        name: what the processes do, for messages and the name of the thread: "grading".
         subject: what the object is, for messages: "task".
         variables: environment variables to add.
         output: the file to which the output of the processes is appended; None: they print where this process does.
 
-    Raises:
-        OSError: no process can be started.
+    Raises OSError if no process can be started.
     """
 
     def __init__(
@@ -89,22 +86,17 @@ class Processes:
         otherwise: Callable[[str, str], Any],
         process: int | None = None,
     ) -> Future:
-        """Queues a call and returns at once.
+        """Queues a call and returns at once, with a future of what the call or `otherwise` returns.
 
         Args:
             arguments: the arguments of the call. What cannot be pickled raises here.
             timeout_s: seconds for the call, from when a process takes it.
-            otherwise: makes the result of a failed call from the kind of failure and its cause. It runs in the thread
-                that serves all processes.
-            process: the number, from 0, of the process that has to take the call; None: any. A process that was
-                replaced meanwhile has lost what earlier calls left in it.
+            otherwise: makes the result of a failed call from the kind of failure and its cause, in the serving thread.
+            process: the number, from 0, of the process that takes the call; None: any. If it was replaced meanwhile, what
+                earlier calls left in it is lost.
 
-        Returns:
-            a future of what the call or `otherwise` returns. It can be canceled until it is done, but a process that
-            already has the call finishes it.
-
-        Raises:
-            Exception: the reason why no calls are accepted anymore. Waiting futures raise it, too.
+        A process that already has a call finishes it even if its future is canceled. After `close`, this method and the
+        waiting futures raise its reason.
         """
         item = _Item(cloudpickle.dumps(arguments), timeout_s, otherwise, process)
         with self._lock:
@@ -119,9 +111,9 @@ class Processes:
         return [worker.process.pid for worker in self._workers]
 
     def close(self, reason: Exception, grace_s: float = 0.0) -> None:
-        """Ends the processes, and kills those that have not ended by themselves after `grace_s` seconds.
+        """Ends the processes, and kills those still alive after `grace_s` seconds. A second call does nothing.
 
-        Futures that are not done raise `reason`. A second call does nothing.
+        Futures that are not done raise `reason`.
         """
         self._grace_s = max(self._grace_s, grace_s)
         self._end(reason)
@@ -247,8 +239,6 @@ class Processes:
 
 @dataclass(eq=False, slots=True)
 class _Item:
-    """One call."""
-
     payload: bytes  # the arguments
     timeout_s: float
     otherwise: Callable[[str, str], Any]
@@ -278,6 +268,7 @@ class _Worker:
         # started.
         ours, theirs = socket.socketpair()
         with ours, theirs:
+            # A process of `multiprocessing` would import the trainer's `__main__` again (the recipe, with torch).
             command = [sys.executable, "-P", worker_process.__file__, str(theirs.fileno()), str(os.getpid())]
             with open(output, "ab") if output is not None else nullcontext() as file:
                 self.process = subprocess.Popen(

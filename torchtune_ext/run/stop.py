@@ -97,11 +97,7 @@ class StopSignals:
             self._saving = False
 
     def leave(self) -> None:
-        """Ends the run on every rank, after the ranks have agreed.
-
-        Raises:
-            Stopped: always.
-        """
+        """Ends the run on every rank, after the ranks have agreed: raises Stopped."""
         self.begin_cleanup()
         # This rank has no signal if only another rank received one.
         raise Stopped(self.signal or signal.SIGTERM, orderly=True)
@@ -147,7 +143,7 @@ class StopSignals:
         self._ours.close()
 
     def _due_at(self) -> float:
-        """Returns the time.monotonic() at which the main thread has to raise `Stopped`."""
+        """The time.monotonic() at which the main thread has to raise `Stopped`."""
         if self.signal != signal.SIGTERM or not self._stepping:
             return self._came_at
         return NEVER if self._saving or self._agreed else self._came_at + self._grace_s

@@ -5,8 +5,6 @@
 message                        answer
 (sys.path, pickled object)     ("ready", None, "") or ("failed", None, cause)
 the arguments of a call        ("returned", value, "") or ("raised", None, cause)
-
-It is no process of `multiprocessing`, which would import the trainer's `__main__` again (the recipe, with torch).
 """
 
 import os

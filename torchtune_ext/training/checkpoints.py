@@ -7,7 +7,8 @@ checkpoints/step_000040/
     state/                                                            float32 weights, optimizer (if saved), RNG: by DCP
     manifest.json                                                     what it belongs to; size and SHA-256 of every file
 
-Beside the checkpoints, `.partial_*` is being written, `.pruned_*` is being deleted, and `.replaced_*` was replaced.
+A checkpoint is whole or absent. DCP (torch.distributed.checkpoint) can load `state/` on another number of ranks. Beside
+the checkpoints, `.partial_*` is being written, `.pruned_*` is being deleted, and `.replaced_*` was replaced.
 """
 
 import json
@@ -78,7 +79,10 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-    """The checkpoints of one run. `choose`, `save` and `load` are collectives: a failure on one rank raises on all."""
+    """The checkpoints of one run.
+
+    `choose`, `save` and `load` are collectives: a failure on one rank raises on all. Other methods are not.
+    """
 
     def __init__(self, folder: str | Path, identity: Identity | None, config: CheckpointConfig | None = None):
         """`folder` need not exist yet. `identity` may be None on other ranks than 0, which writes and checks it."""

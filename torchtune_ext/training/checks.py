@@ -27,7 +27,10 @@ PROBE = "The 7 quick foxes: 12+34=46, isn't it?\n"
 
 
 def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> None:
-    """Builds the optimizer on small parameters, one for each number in `dims`. Raises ValueError if it cannot."""
+    """Builds the optimizer on small parameters, one for each number in `dims`.
+
+    Raises ValueError if a setting has a wrong type or value, or what is built is no optimizer.
+    """
     # Some optimizers take only matrices, so the parameters have the dims of those that are trained. They are on the
     # CPU, because an engine that shares the GPU has yet to measure how much of it is free.
     optimizer = make(params=[nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)])
@@ -92,13 +95,15 @@ def _example(needs: Needs, labels: int, top_k: int) -> Tokens:
 
 
 def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, grades: bool = True) -> None:
-    """Looks at the first problems of a task, until one is fine. Raises ValueError if the task cannot be used.
+    """Looks at the first problems of a task, until one is fine.
 
     Args:
         key: the node of the task, for messages.
         ends: all problems will be used, so there must be an end.
         solves: the task must have solutions.
         grades: it must have a grader.
+
+    Raises ValueError if a method is missing, the length does not fit, or none of the first `LOOKED_AT` is fine.
     """
     name = _name(task)
     for method, what, needed in (

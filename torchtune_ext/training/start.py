@@ -81,7 +81,10 @@ def missing_device(engine: EngineConfig, count: int, machine: str) -> str | None
 
 
 def training_gpus(ranks: int | None = None) -> list[str]:
-    """The GPUs on which the `ranks` of this machine (None: torchrun's) train, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs on which the ranks of this machine train, as CUDA_VISIBLE_DEVICES names them: "0", "GPU-8f6e...".
+
+    `ranks` is how many will train here; None: as many as torchrun has started.
+    """
     # A rank takes the GPU with its number among those that it sees. If another launcher started the ranks and does not
     # say how many are here, only the GPU of this process is known.
     visible, local = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_WORLD_SIZE")

@@ -1,5 +1,4 @@
-"""FP8 in 128-blocks: plan.py chooses the layers, linear.py is the layer, vllm_plugin.py is for vLLM on a CPU. In here are the
-settings, which a run without FP8 has, too."""
+"""FP8 in 128-blocks: the settings. plan.py chooses the layers, linear.py is the layer, vllm_plugin.py is for CPUs."""
 
 from dataclasses import dataclass
 

@@ -4,9 +4,8 @@
     DGrad   dx = rows(dy) tiles(W)             the very tiles of FProp
     WGrad   dW = columns(dy)^T columns(x)      summed in float32
 
-after Jet-RL (arXiv:2601.14243), with the blocks and kernels of torchtune_ext.kernels.fp8_quantize and fp8_gemm. The
-parameter stays the master weight that FSDP2 shards and hands out in the compute dtype. It is quantized when it is used,
-and rounding has the gradient of the identity ("straight through"). Layers exchange the compute dtype.
+After Jet-RL (arXiv:2601.14243). The parameter stays the master weight that FSDP2 shards. It is quantized when it is
+used, and rounding has the gradient of the identity ("straight through"). Layers exchange the compute dtype.
 
 With width D and MLP width F, a decoder layer keeps 1.03 (3D + F) bytes a token for the backward in place of 2 (2D + F).
 """
@@ -58,8 +57,7 @@ class Fp8LoRALinear(LoRALinear):
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: Fp8Config) -> Tensor:
     """Multiplies x [..., K] with weight [N, K] and returns [..., N] in the dtype of x.
 
-    Raises:
-        ValueError: K is no multiple of 128, the dtype is not bfloat16, float16 or float32, or the backend cannot run.
+    Raises ValueError if 128 does not divide K, x is not bfloat16, float16 or float32, or the backend cannot run.
     """
     trains = weight.requires_grad and torch.is_grad_enabled()
     columns = trains and config.save_activations == "fp8"
@@ -105,7 +103,7 @@ _last: tuple = (lambda: None, None, None)
 
 
 def _quantized_once(x: Tensor, columns: bool) -> tuple[Tensor, ...]:
-    """Returns the forms of an activation: rows, their scales, columns, their scales."""
+    """The forms of an activation: rows, their scales, columns, their scales."""
     global _last
     # A compiled graph makes equal calls only once by itself. An inference tensor has no version, so nobody could tell
     # whether its forms are still right.
@@ -134,9 +132,9 @@ def _forget(dead: weakref.ref) -> None:
 
 @library.custom_op("torchtune_ext::fp8_quantize", mutates_args=())
 def _quantize(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns rows [M, K] of x, their scales^T [K/128, M], columns^T [K, M'] and their scales [M'/128, K].
+    """Rows [M, K], scales^T [K/128, M], columns^T [K, M'] and scales [M'/128, K]; a form not requested is empty.
 
-    M' is M rounded up to a multiple of 128. A form that is not requested is empty.
+    M' is M rounded up to a multiple of 128.
     """
     row_form = quantize_rows(x) if rows else None
     column_form = quantize_columns(x) if columns else None

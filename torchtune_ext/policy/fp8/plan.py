@@ -1,8 +1,7 @@
 """Decides which linear layers compute in FP8, in trainer and sampler, and makes the bytes that pass between them.
 
-The list is made once, from Hugging Face names and shapes (`skip_reasons`). `convert` applies it to the trainer, the
-receipt states it as vLLM's `quantization_config`, and `fp8_hf_tensors` sends FP8 weights for the same layers, rounded
-as in the trainer's forward. So trainer and sampler compute each layer alike (Jet-RL, arXiv:2601.14243).
+The list is made once (`skip_reasons`). `convert` applies it to the trainer, the receipt states it as vLLM's
+`quantization_config`, and `fp8_hf_tensors` sends the weights, so both sides compute alike (Jet-RL, arXiv:2601.14243).
 """
 
 from collections import Counter
@@ -86,13 +85,12 @@ class Fp8Receipt:
         return dequantize(quantize_weight(weight.to(self.dtype)))
 
     def require_whole_shards(self, gpus: int, kv_heads: int) -> None:
-        """Raises ValueError where tensor parallelism over `gpus` would cut a tile, since vLLM quantizes by whole ones.
-
-        It cuts o_proj and down_proj along their in-features, the others along their out-features, keys and values by heads.
-        """
+        """Raises ValueError where tensor parallelism over `gpus` would cut a tile. vLLM quantizes by whole ones."""
         for layer in self.layers:
             out, features = layer.shape
             kind = layer.name.rpartition(".")[2]
+            # vLLM cuts o_proj and down_proj along their in-features, the others along their out-features, and keys
+            # and values by heads.
             axis, width = ("in", features) if kind in ("o_proj", "down_proj") else ("out", out)
             parts = min(gpus, kv_heads) if kind in ("k_proj", "v_proj") else gpus
             if layer.reason is None and width % (parts * BLOCK):
@@ -126,15 +124,12 @@ class Fp8Receipt:
 def skip_reasons(
     shapes: Mapping[str, tuple[int, int]], skip: Collection[str] = (), unfit: Mapping[str, str] | None = None
 ) -> dict[str, str | None]:
-    """Returns for each linear layer why it stays in the compute dtype, or None if it computes in FP8.
+    """For each linear layer, why it stays in the compute dtype, or None if it computes in FP8.
 
     Args:
         shapes: Hugging Face name -> (out, in) of all linear layers.
-        skip: layers to leave alone, by whole names or by their last parts.
+        skip: layers to leave alone, by whole names or by their last parts. ValueError if one names no layer.
         unfit: further reasons, by name.
-
-    Raises:
-        ValueError: an entry of `skip` names no layer.
     """
     kinds = sorted({_kind(name) for name in shapes} - {HEAD})
     for entry in skip:
@@ -170,15 +165,14 @@ def skip_reasons(
 def linear_layers(
     model: TransformerDecoder, config: Fp8Config, trains: bool, names: HFModel | None = None
 ) -> tuple[tuple[Fp8Layer, ...], dict[str, nn.Module]]:
-    """Returns all linear layers in the order of the model, the output head last, and the modules by Hugging Face name.
+    """All linear layers in the order of the model, the output head last, and the modules by Hugging Face name.
 
     Args:
         model: may lie on the meta device.
         trains: whether the trainer computes in FP8, too.
         names: the model directory. Without it, permuted rows are not noticed (`_moved`).
 
-    Raises:
-        ValueError: `config.skip` names no layer.
+    Raises ValueError if `config.skip` names no layer.
     """
     adapters = adapter_names(model)
     modules, unfit = {}, {}
@@ -209,9 +203,8 @@ def plan(
         dtype: the dtype in which the forward sees the weights.
         device: the trainer's device, which decides the backends. None: only the sampler is in FP8.
 
-    Raises:
-        ValueError: no layer can be converted, `config.skip` names no layer, the checkpoint is quantized already, or the
-            backend of `config` cannot run on `device`.
+    Raises ValueError if no layer can be converted, `config.skip` names no layer, the checkpoint is quantized already,
+    or the backend of `config` cannot run on `device`.
     """
     return _plan(model, names, config, dtype, device)[0]
 
@@ -237,13 +230,10 @@ def fp8_hf_tensors(
     """Yields (Hugging Face name, tensor) for a sampler that was made with `receipt.quantization_config()`.
 
     A converted layer becomes `X.weight`, float8_e4m3fn [N, K], and `X.weight_scale_inv`, float32 [N/128 rounded up,
-    K/128], by which it is multiplied. All other tensors come in `dtype`.
+    K/128], by which it is multiplied. All other tensors come in `dtype`. `tensors` come in `receipt.dtype` from
+    `named_hf_tensors` or `lora.base_hf_tensors`, which may gather: a collective.
 
-    Args:
-        tensors: from `named_hf_tensors` or `lora.base_hf_tensors` in `receipt.dtype`, which may gather: a collective.
-
-    Raises:
-        ValueError: a tensor has another dtype, or a converted layer is not among them.
+    Raises ValueError if a tensor has another dtype, or a converted layer is not among them.
     """
     missing = set(receipt.converted)
     for name, tensor in tensors:
@@ -269,7 +259,6 @@ def _kind(name: str) -> str:
 def _plan(
     model: TransformerDecoder, names: HFModel, config: Fp8Config, dtype: torch.dtype, device: torch.device | None
 ) -> tuple[Fp8Receipt, dict[str, nn.Module]]:
-    """Returns the receipt, and the modules by Hugging Face name."""
     names.require_unquantized()
     layers, modules = linear_layers(model, config, device is not None, names)
     receipt = Fp8Receipt(config, dtype, layers)
@@ -300,7 +289,7 @@ def _unfit(module: nn.Module) -> str | None:
 
 
 def _moved(names: HFModel, ours: str, module: nn.Module) -> str | None:
-    """Returns why a layer whose rows are permuted on the way to Hugging Face cannot be in FP8, or None."""
+    """Why a layer whose rows are permuted on the way to Hugging Face cannot be in FP8, or None."""
     # Inside a tile rows may change places, since its scale and its values stay the same. Row numbers stand in for the
     # weight.
     places = torch.arange(module.weight.shape[0], device="cpu")[:, None]
@@ -312,7 +301,6 @@ def _moved(names: HFModel, ours: str, module: nn.Module) -> str | None:
 
 
 def _choice(gemm: str, layer: Fp8Layer, receipt: Fp8Receipt, device: torch.device) -> Choice:
-    """Returns the backend for one GEMM of a layer."""
     out, features = layer.shape
 
     def blocks(rows: int, columns: int, block: tuple[int, int]) -> Fp8Blocks:

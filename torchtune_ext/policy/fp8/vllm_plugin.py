@@ -1,7 +1,4 @@
-"""Lets vLLM compute block-FP8 models on a CPU, so that a whole FP8 run can be checked without a GPU.
-
-The kernel is the reference GEMM of kernels/fp8_gemm.py, which is slower than bfloat16.
-"""
+"""Lets vLLM compute block-FP8 models on a CPU with the (slow) reference GEMM, to check an FP8 run without a GPU."""
 
 import torch
 from torch import Tensor, nn
