@@ -37,8 +37,7 @@ def build_policy(
 
     Args:
         make_model: returns the torchtune decoder (called under the meta device).
-        source: the model directory with the weights.
-        device: the device of this rank.
+        device: of this rank.
         compute_dtype: the dtype of parameters in forward and backward; reductions are made in float32.
         world_size: if it is more than one, the default process group must exist.
         activation_checkpointing: recomputes each layer in the backward.

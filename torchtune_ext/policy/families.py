@@ -73,7 +73,6 @@ def _renamed(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dic
 
 
 def _sizes(config: Config) -> dict[str, Any]:
-    """The arguments that the builders of all families take."""
     return dict(
         vocab_size=config["vocab_size"],
         num_layers=config["num_hidden_layers"],
@@ -362,7 +361,6 @@ def from_config(
 
 
 def _require_numbers(numbers: dict[str, Any]) -> None:
-    """Raises ValueError for an impossible rank, alpha or dropout of adapters."""
     for name, value in numbers.items():
         if not isinstance(value, int if name == "lora_rank" else int | float):
             raise Mistake(f"model.{name}={value} must be a {'whole ' * (name == 'lora_rank')}number")

@@ -54,7 +54,6 @@ class HFModel:
         return self._indexed(files)
 
     def _indexed(self, files: list[Path]) -> list[Path]:
-        """The files that the index names, or all if there is no index."""
         # Some folders hold the same weights twice, in shards and in a single file.
         index = self.path / "model.safetensors.index.json"
         if not index.is_file():
@@ -221,9 +220,9 @@ def clean_name(name: str) -> str:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, source: HFModel, new: Collection[str] = ()) -> None:
-    """Copies weights into a model (if sharded, each rank keeps its part), but for `new`, those of adapters.
+    """Copies the weights of `source` into a model. If it is sharded, each rank keeps its part.
 
-    Raises ValueError if names or shapes do not fit.
+    The parameters `new`, those of adapters, are in no file. Raises ValueError if names or shapes do not fit.
     """
     params = {clean_name(name): p for name, p in model.named_parameters()}
     missing = set(params) - set(new)

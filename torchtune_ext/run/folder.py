@@ -225,7 +225,6 @@ class RunFolder:
             self._lock = None
 
     def _left(self) -> list[Path]:
-        """The paths that an earlier run left."""
         logs = sorted(path.name for path in self.path.glob("engine_*.log") if _LOGS.fullmatch(path.name))
         # Empty folders do not count: somebody prepared them for this run.
         left = [path for name in (*CONTENTS, *logs) if os.path.lexists(path := self.path / name) and not _empty(path)]

@@ -92,11 +92,11 @@ class Processes:
             arguments: the arguments of the call. What cannot be pickled raises here.
             timeout_s: seconds for the call, from when a process takes it.
             otherwise: makes the result of a failed call from the kind of failure and its cause, in the serving thread.
-            process: the number, from 0, of the process that takes the call; None: any. If it was replaced meanwhile, what
-                earlier calls left in it is lost.
+            process: the number, from 0, of the process that takes the call; None: any. A process that was replaced
+                meanwhile has lost what earlier calls left in it.
 
-        A process that already has a call finishes it even if its future is canceled. After `close`, this method and the
-        waiting futures raise its reason.
+        A process that already has a call finishes it even if its future is canceled. Once no calls are accepted
+        anymore, this method and the waiting futures raise the reason.
         """
         item = _Item(cloudpickle.dumps(arguments), timeout_s, otherwise, process)
         with self._lock:

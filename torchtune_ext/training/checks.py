@@ -46,7 +46,7 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> N
 def check_loss(loss: Any) -> None:
     """Computes the loss of three labels of two completions, and that of no label.
 
-    Raises ValueError if it fails, does not return one value per label, or has no gradient.
+    Raises ValueError if the loss cannot be called, fails, does not return one value per label, or has no gradient.
     """
     name, needs = _name(loss), needs_of(loss)
     if not callable(loss):

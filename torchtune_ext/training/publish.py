@@ -49,7 +49,9 @@ class Publisher:
 
     Args:
         engine: on rank 0; None on the others, which take part in the gathers and in the canary.
-        trained: what is sent of the policy, in which `precision`, under the names of `source`.
+        trained: what is sent of the policy.
+        precision: in which weights are sent.
+        source: names of the weights in the engine.
         agreement: the gate that the canary has to pass.
         scored: log-probs with other weights and in another precision than the policy's (`streamed_logprobs`).
         canary_prompts: token ids.
@@ -81,7 +83,8 @@ class Publisher:
     def publish(self, version: int) -> dict[str, float]:
         """Makes the engine sample with the current weights under `version`. A collective.
 
-        Returns size, seconds and the canary's metrics, on rank 0. Raises Disagreement with the likely cause.
+        Returns, on rank 0, the size of the publication, the seconds of its parts, and what the canary found.
+        Raises Disagreement, with the likely cause, if the engine does not run these weights.
         """
         # An engine that shares the trainer's GPU wakes up now and needs the memory.
         release_memory()

@@ -84,7 +84,7 @@ def trained_part(
     adapters: AdapterConfig,
     shards: int = 1,
 ) -> "AllWeights | Adapters":
-    """Only the adapters of a model that has some are trained, else all weights. It may lie on the meta device.
+    """The part of a model that is trained: its adapters if it has any, else all weights. It may lie on the meta device.
 
     Raises ValueError for impossible adapters, or settings of adapters for a model without any.
     """
@@ -135,7 +135,7 @@ def rounding(
 
 
 def _apart(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    """Mean |difference| over all ranks."""
+    """Mean |difference| over all ranks. A collective."""
     sizes = [(a - b).abs().double() for a, b in zip(first, second, strict=True)]
     whole = reduce({"sum": sum(size.sum().item() for size in sizes), "labels": sum(map(len, sizes))})
     return whole["sum"] / max(1.0, whole["labels"])
@@ -170,7 +170,7 @@ class AllWeights:
     def applied(
         self, learner: Learner, rows: Sequence[Row], on: Sequence[Tensor], scored: Scored | None, precision: Precision
     ) -> dict[str, Applied]:
-        """How far the engine shows other changes than the newest update on sampled tokens, by name. A collective.
+        """What sampled tokens say of changes that the engine must show beside the newest update, by name. A collective.
 
         `on` are the log-probs with the weights as they were sent, by `scored`, or by the policy where that is None.
         """
