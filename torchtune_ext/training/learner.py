@@ -112,7 +112,7 @@ class Learner:
         """Adds the gradient of sum(weight * loss) over the rows of all ranks to that of the parameters.
 
         Args:
-            proximal: log-probs under the proximal policy; None: it is the present one (ratio 1), or the loss needs none.
+            proximal: log-probs under the proximal policy; None: it is the present one (ratio 1), or not needed.
             reference: the same of the reference, if the loss needs one.
             version: of the proximal policy, from which the age of samples is counted.
             on_row: called after each row, for progress.

@@ -82,8 +82,8 @@ class Precision:
         device: of this rank.
         adapter: of a model that has one, with the `way` in which it is published.
 
-    Raises ValueError for FP8 with another dtype than bfloat16, on a GPU other than a Hopper, with merged adapters in the
-    flow "fp8_unified", for a model without a layer that fits, or without a backend.
+    Raises ValueError for FP8 with another dtype than bfloat16, on a GPU other than a Hopper, with merged adapters in
+    the flow "fp8_unified", for a model without a layer that fits, or without a backend.
     """
 
     def __init__(
