@@ -102,7 +102,10 @@ def together(action: Callable[[], T]) -> T:
 
 
 def from_main(make: Callable[[], T]) -> T:
-    """Runs `make` on rank 0 only; every rank returns its result, pickled, or raises its OSError or ValueError."""
+    """Runs `make` on rank 0 only, and returns its result on every rank, pickled. A collective.
+
+    Raises, on every rank, an OSError or ValueError of `make`.
+    """
     box: list[Any] = [None, None]
     if rank() == 0:
         try:

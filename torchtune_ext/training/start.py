@@ -158,7 +158,10 @@ def disk_need(cfg: Any, total: int, trained: int, dtype: torch.dtype) -> DiskNee
 
 
 def require_disk(need: DiskNeed, output_dir: str) -> None:
-    """Raises ValueError if no checkpoint fits under `output_dir`, and warns if not all that are kept fit."""
+    """Compares the checkpoints of a run with the disk under `output_dir`, and warns if not all that are kept fit.
+
+    Raises ValueError if not even one fits, or the folder cannot be written.
+    """
     place = existing(output_dir)
     if not os.access(place, os.W_OK):
         raise Mistake(f"output_dir={output_dir}: {place} cannot be written by this user; choose another output_dir")
