@@ -268,6 +268,7 @@ class Child:
             asleep_ns = self._sleep_ns(deadline_s - (time.perf_counter_ns() - start) * 1e-9)
             end = time.perf_counter_ns()
             outputs = {place.name: views[place.name].copy() for place in self._places if place.is_output}
+            # The clock may lag behind a thread that is about to sleep. If it moved since, the results are copied again.
             if self._asleep() and self.cpu_ns() == asleep_ns:
                 break
             if end - start > deadline_s * 1e9:
@@ -311,7 +312,6 @@ class Child:
         self.close()
 
     def _asleep(self) -> bool:
-        """Tells whether every thread of the child sleeps."""
         try:
             state, threads = _state(self._stat)
             if state in (b"Z", b"X") and threads <= 1:
@@ -345,10 +345,7 @@ class Child:
             self._fail()
 
     def _sleep_ns(self, deadline_s: float) -> int:
-        """Waits until the child sleeps, and returns its CPU clock.
-
-        A thread that is about to sleep may not be in the clock yet: then the clock has moved at the next look.
-        """
+        """Waits until the child sleeps, and returns its CPU clock."""
         end = time.monotonic() + deadline_s
         glances = 0
         while not self._asleep():
@@ -370,7 +367,6 @@ class Child:
             pass
 
     def _receive(self, kind: int, deadline_s: float, locked_in: bool = True) -> int:
-        """Waits for a message of the child and returns its word."""
         self._socket.settimeout(deadline_s)
         try:
             data, extra, _, _ = self._socket.recvmsg(_MESSAGE.size + 1, socket.CMSG_SPACE(12))
@@ -403,7 +399,6 @@ class Child:
         return message[3]
 
     def _fail(self, locked_in: bool = True) -> NoReturn:
-        """Raises what the end of the process means."""
         try:
             status = self._process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
