@@ -88,9 +88,9 @@ class BenchConfig:
 
 
 def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Tells whether a value is of a kind. For Python True is a number, too. A list has whole numbers."""
     if kind is list:
         return isinstance(value, list | tuple) and all(_is_a(each, Integral) for each in value)
+    # Python counts True as a number.
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
