@@ -140,7 +140,6 @@ class Service:
             self._ended = self._ended or reason
 
     def _run(self) -> None:
-        """Runs in the thread."""
         with suppress(asyncio.CancelledError):
             # That is how `close` ends it.
             asyncio.run(self._live())
@@ -176,9 +175,7 @@ class Service:
 class Turns:
     """Says when a check or a timing begins: checks run in parallel, timings one after the other, each kind in order.
 
-    A timing that is *alone* waits until the checks that came before it have ended, and those that come later wait for it: where
-    both need the same cores, and where it was disturbed. For checks may disturb a timing on other cores, too: they share caches
-    and memory, and two cores of a virtual machine are often one.
+    A timing that is *alone* waits until the earlier checks have ended, and later checks wait for it.
     """
 
     def __init__(self, workers: int) -> None:
@@ -193,6 +190,8 @@ class Turns:
         async with AsyncExitStack() as stack:
             if stage == TIME:
                 await stack.enter_async_context(self._timer)
+            # A timing that is alone takes the place of every check. Checks disturb a timing on other cores, too: they share
+            # caches and memory, and two cores of a virtual machine are often one.
             async with self._order:
                 for _ in range(1 if stage == CHECK else self._workers if is_alone else 0):
                     await stack.enter_async_context(self._free)
