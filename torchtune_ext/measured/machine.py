@@ -85,11 +85,13 @@ def kept_off(cores: Sequence[int]) -> Iterator[None]:
     """
     usable = usable_cores()
     others = usable - set(cores)
+    # The kernel refuses an empty set, so a process that has only these cores stays on them.
+    if not others:
+        yield
+        return
     _kept_off.append(usable)
+    pin(others)
     try:
-        # The kernel refuses an empty set, so a process that has only these cores stays on them.
-        if others:
-            pin(others)
         yield
     finally:
         _kept_off.pop()
