@@ -117,11 +117,11 @@ def differences(runs: Sequence[Run]) -> tuple[list[str], list[list[str]], list[s
     values = [[] if config is None else [config.get(key, DEFAULT) for key in keys] for config in configs]
     labels = [", ".join(map(" ".join, zip(short_keys(keys), row, strict=False))) for row in values]
     # Too many keys, or a text too long, make no label: the name of the folder says more.
-    told = 0 < len(keys) <= LABELED
+    labeled = 0 < len(keys) <= LABELED
     return (
         keys,
         values,
-        [label if told and 0 < len(label) <= LONGEST else run.name for label, run in zip(labels, runs, strict=True)],
+        [label if labeled and 0 < len(label) <= LONGEST else run.name for label, run in zip(labels, runs, strict=True)],
     )
 
 
