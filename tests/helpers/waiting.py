@@ -43,6 +43,7 @@ def in_thread(work):
         except BaseException as error:
             outcome.append(error)
 
-    thread = threading.Thread(target=run)
+    # A test that fails must not wait for it when the process ends.
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, outcome

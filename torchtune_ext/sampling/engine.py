@@ -103,11 +103,13 @@ class LoopThread(threading.Thread):
         """Waits for submitted work, and cancels it if the wait ends first. Raises as `call` does."""
         give_up_at = time.monotonic() + (float("inf") if timeout is None else timeout)
         try:
-            # A future whose loop has died never ends, so the thread is looked at twice a second.
-            while not wait([future], timeout=0.5).done:
-                late = time.monotonic() > give_up_at
-                if (late or not self.is_alive()) and not future.done():
-                    raise Late(f"the engine's thread did not answer within {timeout:g} s") if late else CancelledError
+            # A future whose loop has died never ends, so the thread is looked at twice a second. Canceled after that, a
+            # future is done, but not to `wait`: this would take a call from the loop.
+            while not wait([future], timeout=0.5).done and not future.done():
+                if time.monotonic() > give_up_at:
+                    raise Late(f"the engine's thread did not answer within {timeout:g} s")
+                if not self.is_alive():
+                    raise CancelledError
             return future.result()
         except CancelledError:
             raise EngineFailed("the engine was closed") from None
@@ -201,8 +203,14 @@ class Engine:
         if self._started is None:
             raise Failure("Engine.wait_ready: call start() first")
         timeout = self.config.start_deadline_s if timeout is None else timeout
-        if not wait([self._started], timeout).done:
-            raise Late(f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_path}")
+        try:
+            self._started.exception(timeout)
+        except TimeoutError:
+            raise Late(
+                f"the engine did not start within {timeout:g} s (engine.start_deadline_s); see {self.log_path}"
+            ) from None
+        except CancelledError:
+            pass  # `result` says that the engine was closed
         return self._thread.result(self._started)
 
     def close(self) -> None:

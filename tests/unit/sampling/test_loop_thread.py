@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from waiting import in_thread  # noqa: E402
+
 from torchtune_ext.sampling import engine  # noqa: E402
-from torchtune_ext.sampling.engine import LoopThread  # noqa: E402
+from torchtune_ext.sampling.engine import EngineFailed, LoopThread  # noqa: E402
 
 
 def test_work_that_ends_as_the_wait_for_it_gives_up_is_not_lost(monkeypatch):
@@ -77,5 +79,9 @@ def test_what_still_runs_when_the_thread_ends_is_cancelled():
                 pass
 
     futures = [thread.submit(asyncio.sleep(60)), thread.submit(stubborn())]
+    waits = [in_thread(lambda future=future: thread.result(future)) for future in futures]
     thread.stop()
     assert all(future.cancelled() for future in futures)
+    for waiter, outcome in waits:
+        waiter.join(5)
+        assert isinstance(outcome[0], EngineFailed), "the caller still waits"
