@@ -122,7 +122,7 @@ def test_a_publication_that_arrives(played):
     assert second["publish/changed_share"] > 0.99
     for prompts, samples, sampling in engine.requests:
         assert (prompts, samples) == (PROMPTS, 8)
-        assert sampling == dataclasses.replace(SAMPLING, max_tokens=16, seed=0, early_stop_logprob=None)
+        assert sampling == dataclasses.replace(SAMPLING, max_tokens=8, seed=0, early_stop_logprob=None)
 
 
 def test_a_run_of_short_completions_has_a_short_canary(source, played):
@@ -142,7 +142,7 @@ def test_a_temperature_is_seen_where_the_engine_holds_other_values(played):
     publisher.publish(4)
     engine.temperature = 0.8
     with pytest.raises(
-        Disagreement, match="after publishing version 5: on 384 .* temperature: the sampler's is about 0.8"
+        Disagreement, match="after publishing version 5: on 192 .* temperature: the sampler's is about 0.8"
     ):
         publisher.publish(5)
 
