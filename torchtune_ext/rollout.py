@@ -161,9 +161,7 @@ class GroupStream:
 
     def drawing(self, numbers: Collection[int] | None = None) -> bool:
         """Tells whether the engine still samples for any group, or for any of these."""
-        return any(
-            not group.drawn for number, group in list(self._groups.items()) if numbers is None or number in numbers
-        )
+        return any(not group.drawn for number, group in self._groups.items() if numbers is None or number in numbers)
 
     def submit(
         self,

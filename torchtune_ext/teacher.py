@@ -71,7 +71,7 @@ class Teacher:
 
     def __init__(self, source: HFModel, config: EngineConfig, run_dir: Path):
         self.source = source
-        self.engine = Engine(str(source.path), config, str(run_dir))
+        self.engine = Engine(str(source.path), config, str(run_dir), name="teacher's engine")
 
     def start(self) -> None:
         """Begins to start the engine, and returns at once."""

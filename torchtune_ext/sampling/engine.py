@@ -144,11 +144,11 @@ class LoopThread(threading.Thread):
 class Engine:
     """Owns the sampling engines and everything around them: their thread, their janitor, the published weights."""
 
-    def __init__(self, model_dir: str, config: EngineConfig, run_dir: str, version: int = 0):
+    def __init__(self, model_dir: str, config: EngineConfig, run_dir: str, version: int = 0, name: str = "engine"):
         """Starts nothing yet. Raises ValueError for a backend that nobody knows, and for more engines than devices.
 
         Args: model_dir: of a Hugging Face model; run_dir: takes `engine.log` (of several engines: `engine_0.log`, ...);
-        version: policy version of the weights in `model_dir`.
+        version: policy version of the weights in `model_dir`; name: in messages.
         """
         self.config = config
         self._backend = find_backend(config.backend)
@@ -162,7 +162,7 @@ class Engine:
         self._courier: Any = None  # brings weights to servers over a network
         self._started: Future[float] | None = None  # the seconds that the first start took
         self._closed = False
-        self._pool = Pool(config, self._make_core, self._buffers, version)
+        self._pool = Pool(config, self._make_core, self._buffers, version, name)
         self.log_path = Path(run_dir).absolute() / log_name(config)
 
     # -- life ---------------------------------------------------------------------------------------------------------

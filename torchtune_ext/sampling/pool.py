@@ -26,16 +26,24 @@ T = TypeVar("T")
 class Pool:
     """Owns the lanes of a run. Coroutines run in the asyncio thread of the engines, all other methods in any."""
 
-    def __init__(self, config: EngineConfig, make_core: Callable[[Lane], Core], buffers: Buffers, version: int):
+    def __init__(
+        self,
+        config: EngineConfig,
+        make_core: Callable[[Lane], Core],
+        buffers: Buffers,
+        version: int,
+        name: str = "engine",
+    ):
         """Raises ValueError for more engines than devices.
 
-        Args: make_core: begins a life of a lane; version: label of weights that were never published.
+        Args: make_core: begins a life of a lane; version: label of weights that were never published; name: of an
+        engine, in messages.
         """
         self.make_core, self.buffers, self.first_version = make_core, buffers, version
         self.ids = itertools.count()  # of requests
         self.lanes: list[Lane] = []
         for number, each in enumerate(configs := engine_configs(config)):
-            self.lanes.append(Lane(self, number, "the engine" if len(configs) == 1 else f"engine {number}", each))
+            self.lanes.append(Lane(self, number, f"the {name}" if len(configs) == 1 else f"{name} {number}", each))
         self._groups: set[Submission] = set()  # under way
         self._homes: WeakKeyDictionary[object, Lane] = WeakKeyDictionary()  # where the turns of conversations go
         self._prepared, self._begun = 0.0, False  # when the first lives began; whether all have come up once

@@ -51,7 +51,7 @@ PANELS = (
           unit="percent"),
     Panel("Learning", "Outcomes of programs", "Share of the step's programs that ended so. A better policy moves them "
           "to the last one.", (("reward/outcome_*", ""),), unit="percent", style="stack", zero=True, order=_OUTCOMES,
-          colors=(6, 4, 5, 7, 1, 2, 3, 6)),
+          colors=(6, 4, 5, 7, 1, 2, 3)),
     Panel("Learning", "Reward parts", "Named components of the reward.", (("reward/*", ""),)),
     Panel("Learning", "Completion length", "Tokens of a completion.",
           (("length/mean", "mean"), ("length/max", "max")), unit="int", zero=True),

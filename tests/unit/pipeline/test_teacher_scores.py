@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 from unpacked import in_branches, make_groups, paths_of
 
+from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.teacher import Teacher
 
 
@@ -27,3 +28,8 @@ def test_every_sampled_token_is_scored_behind_its_own_context():
         for sample in group.samples:
             expected = [of_path(ids[: place + 1]) for ids, places in paths_of(group, sample) for place in places]
             assert sample.teacher_logprobs[sample.completion.sampled].tolist() == expected
+
+
+def test_messages_say_whose_engine_they_mean(tmp_path):
+    (lane,) = Teacher(SimpleNamespace(path=tmp_path), EngineConfig(), tmp_path).engine._pool.lanes
+    assert lane.name == "the teacher's engine"
