@@ -205,13 +205,11 @@ def synchronisations() -> Iterator[tuple]:
         source = HFModel(step.make_model(Path(folder), step.SMALL))
         policy = build_policy(partial(from_config, folder), source, torch.device("cpu"), torch.float32)
         optimizer = torch.optim.AdamW(policy.trainable(), lr=1e-5, fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)
         learner = Learner(
             policy,
             PolicyLoss(),
             Ranks(0, 1, torch.device("cpu")),
             optimizer=optimizer,
-            schedule=schedule,
             max_grad_norm=1.0,
         )
         rows = pack(step.make_groups(60, 40, 3000), 1000, layout=learner.layout)[0][:3]

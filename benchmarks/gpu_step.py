@@ -75,8 +75,7 @@ def learner_of(name: str, mode: str, update: bool) -> Learner:
                 compile_layers="compile" in mode,
             )
     optimizer = torch.optim.AdamW(policy.trainable(), lr=1e-6, fused=True) if update else None
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) if update else None
-    return Learner(policy, PolicyLoss(), Ranks(0, 1, CUDA), optimizer=optimizer, schedule=schedule, max_grad_norm=1.0)
+    return Learner(policy, PolicyLoss(), Ranks(0, 1, CUDA), optimizer=optimizer, max_grad_norm=1.0)
 
 
 def one_update(learner: Learner, row: Row) -> tuple[float, float]:

@@ -207,7 +207,7 @@ class GRPORecipe:
             # logits, too.
             temperature=self.sampling.temperature,
             optimizer=optimizer,
-            schedule=make_schedule(optimizer, cfg.schedule, cfg.max_steps * cfg.updates_per_step),
+            schedule=make_schedule(cfg.schedule, cfg.max_steps * cfg.updates_per_step),
             max_grad_norm=cfg.max_grad_norm,
             watch=self.watch,
         )

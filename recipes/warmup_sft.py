@@ -118,7 +118,7 @@ class WarmupRecipe:
             NLLLoss(),
             self.ranks,
             optimizer=optimizer,
-            schedule=make_schedule(optimizer, cfg.schedule, self.updates),
+            schedule=make_schedule(cfg.schedule, self.updates),
             max_grad_norm=cfg.max_grad_norm,
             watch=self.watch,
         )

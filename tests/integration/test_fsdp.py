@@ -178,7 +178,7 @@ from torchtune_ext.policy.lora import adapter_hf_tensors, merged_hf_tensors
 from torchtune_ext.policy.sharded import whole
 from torchtune_ext.training.distributed import RanksConfig, close_ranks, init_ranks
 from torchtune_ext.training.manifest import Identity
-from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule
+from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.checkpoints import Checkpoints
 
 folder, lora = sys.argv[1], json.loads(sys.argv[2])
@@ -199,7 +199,7 @@ class Run:
         self.optimizer = torch.optim.SGD(self.policy.trainable(), lr=0.1, momentum=0.9)
         self.learner = Learner(
             self.policy, PolicyLoss(importance="tis", kl_coef=0.2), ranks, optimizer=self.optimizer,
-            schedule=make_schedule(self.optimizer, ScheduleConfig(), 4), max_grad_norm=0.05,
+            max_grad_norm=0.05,
         )
         self.checkpoints = Checkpoints(saved, Identity("run", "model", "base") if ranks.is_main else None)
 

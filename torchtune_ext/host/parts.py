@@ -12,6 +12,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, open_graders, rehearse
+from torchtune_ext.groups import Group
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
@@ -43,14 +44,13 @@ from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.manifest import Identity, identify
 from torchtune_ext.training.precision import Precision
-from torchtune_ext.training.publish import Publisher, canary_prompts
+from torchtune_ext.training.publish import Publisher, canary_groups
 from torchtune_ext.training.settings import check_settings, chosen_dtype
 from torchtune_ext.training.start import (
     disk_need,
     require_apart,
     require_disk,
     require_gpus,
-    same_gpu,
     training_gpus,
 )
 from torchtune_ext.training.trained import Adapters, AllWeights, rounding, trained_part
@@ -79,7 +79,7 @@ class Parts:
     problems: ProblemStream
     held_out: Usable
     trained_too: list[str]  # ids of held-out problems that are also trained on
-    canary: list[list[int]]  # token ids
+    canary: list[Group]  # prompts of the canary, without samples
     replay: "Replay | None"
     teacher_model: HFModel | None  # the teacher's directory
 
@@ -142,7 +142,7 @@ class Parts:
             taken = [*training_gpus(), *self.precision.engine.device_names]
             # Where trainer and engine share a GPU, a teacher whose KV cache has a bound may share it, too.
             shares = engine.devices is None and self.precision.engine.devices is None and engine.kv_cache_bytes
-            apart = engine.device_names and not any(same_gpu(a, b) for a in engine.device_names for b in taken)
+            apart = engine.device_names and not set(engine.device_names) & set(taken)
             if not shares and not apart:
                 raise Mistake(
                     f"teacher.engine.devices={engine.devices!r}: a teacher needs a GPU that neither trains nor samples (taken: "
@@ -224,7 +224,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
     fault = prompt_fault(tokenizer, precision.engine.max_model_len, sampling.max_tokens)
     problems = ProblemStream(task, cfg.seed, fault=fault)
     # The canary's prompts are made before a checkpoint is loaded: later a task that adapts gives other problems.
-    canary = canary_prompts(problems, tokenizer)
+    canary = canary_groups(problems, tokenizer)
     hf_model.require_fits(meta_model, new=adapters)
     replay = None
     if cfg.replay:

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from torchtune_ext.kernels.packed_attention import TILE
 from torchtune_ext.objective.loss import Loss, Tokens, needs_of
@@ -43,7 +41,7 @@ class Learner:
         loss: objective per label. If it needs a reference (`needs_of`), that is the policy as it is now.
         temperature: of sampling. The distribution that was sampled from is the one that is trained.
         optimizer: over `policy.trainable()`; None if `step` is never called.
-        schedule: of its learning rate.
+        schedule: updates that were planned before one -> the factor of its learning rate (`make_schedule`).
         max_grad_norm: longer gradients are shortened to it; None: they are not.
         watch: a context for each part of the work: "logprobs" (of the proximal policy and of the reference), "backward"
             (with the forward), "wait" (for the other ranks at the end of the rows) and "optimizer".
@@ -56,12 +54,16 @@ class Learner:
         ranks: Ranks,
         temperature: float = 1.0,
         optimizer: torch.optim.Optimizer | None = None,
-        schedule: torch.optim.lr_scheduler.LambdaLR | None = None,
+        schedule: Callable[[int], float] = lambda updates: 1.0,
         max_grad_norm: float | None = None,
         watch: Callable[[str], AbstractContextManager] = nullcontext,
     ):
         self.policy, self.loss, self.ranks, self.temperature = policy, loss, ranks, temperature
-        self.optimizer, self.schedule, self._max_grad_norm, self._watch = optimizer, schedule, max_grad_norm, watch
+        self.optimizer, self._schedule, self._max_grad_norm, self._watch = optimizer, schedule, max_grad_norm, watch
+        self._rates = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
+        # A step that left out planned updates because no group had a signal counts them all the same, so that "linear"
+        # still ends at zero.
+        self.updates = 0  # updates that were planned until now
         self.needs = needs_of(loss)
         self._reference = reference_of(policy.model) if self.needs.reference else None
 
@@ -144,7 +146,12 @@ class Learner:
                     version=version,
                 )
                 token_loss_L, metrics = self.loss(tokens)
-                self._require_labels(row, token_loss_L, metrics)
+                # `check_loss` has tried the loss, but one of the user's may do something else in a later step.
+                if token_loss_L.shape != row.labels_L.shape:
+                    raise Mistake(
+                        f"loss {type(self.loss).__name__} returned shape {tuple(token_loss_L.shape)}; it must return one value "
+                        f"per label, shape {tuple(row.labels_L.shape)} (the learner does the weighted sum)"
+                    )
                 row_loss = (row.weights_L * token_loss_L).sum()
                 if self.ranks.shards < self.ranks.world_size:
                     # Copies of the weights, often on other machines, sum their gradients only once, with the last row.
@@ -189,35 +196,14 @@ class Learner:
             if not (math.isfinite(norm) and math.isfinite(gradient.loss)):
                 self.optimizer.zero_grad(set_to_none=True)
                 raise Failure(f"loss is {gradient.loss}, gradient norm {norm}: {advice()}")
-            rate = self.schedule.get_last_lr()[0]
+            factor = self._schedule(self.updates)
+            for group, whole_rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = whole_rate * factor
             self.optimizer.step()
-            self.schedule.step()
+            self.updates += 1
             self.optimizer.zero_grad(set_to_none=True)
+            rate = float(self._rates[0] * factor)
             return {"loss/total": gradient.loss, "optim/grad_norm": norm, "optim/lr": rate, **gradient.metrics}
-
-    @property
-    def updates(self) -> int:
-        """Updates that the schedule has counted. Setting it moves the schedule (`move_schedule`)."""
-        return self.schedule.last_epoch
-
-    @updates.setter
-    def updates(self, updates: int) -> None:
-        move_schedule(self.schedule, updates)
-
-    def _require_labels(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:
-        # A loss that the user wrote may return what cannot be summed over labels.
-        name, labels = type(self.loss).__name__, tuple(row.labels_L.shape)
-        if token_loss_L.shape != labels:
-            raise Mistake(
-                f"loss {name} returned shape {tuple(token_loss_L.shape)}; it must return one value per label, shape {labels} "
-                "(the learner does the weighted sum)"
-            )
-        for metric, values_L in metrics.items():
-            if values_L.shape != labels:
-                raise Mistake(
-                    f"metric {metric!r} of loss {name} has shape {tuple(values_L.shape)}; it must hold one value per label, "
-                    f"shape {labels}"
-                )
 
 
 def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -298,7 +284,7 @@ class ScheduleConfig:
             )
 
 
-def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total: int) -> LambdaLR:
+def make_schedule(config: ScheduleConfig, total: int) -> Callable[[int], float]:
     """Makes a schedule over `total` updates: a linear warm-up, then the decay. `config` has passed `require_fits`."""
     warmup = config.warmup
 
@@ -310,16 +296,4 @@ def make_schedule(optimizer: Optimizer, config: ScheduleConfig, total: int) -> L
         cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
         return {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.decay]
 
-    return LambdaLR(optimizer, factor)
-
-
-def move_schedule(schedule: LambdaLR, updates: int) -> None:
-    """Sets a schedule, and the learning rates of its optimizer, to their values after `updates` updates."""
-    # A resumed run needs this to go on from its checkpoint. So does a step that left out planned updates because no
-    # group had a signal: they count all the same, so that "linear" still ends at zero.
-    schedule.last_epoch = updates
-    rates = [base * factor(updates) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    # `get_last_lr` reads this, and the metrics of an update use it.
-    schedule._last_lr = rates
+    return factor

@@ -14,16 +14,14 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import Row, contexts, pack
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
+from torchtune_ext.sampling.engine import Engine, SamplingConfig
 from torchtune_ext.sampling.records import CANARY_REQUESTS, CanaryAnswer
 from torchtune_ext.sampling.weight_buffer import differences
 from torchtune_ext.tasks.order import ProblemStream
-from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import Agreement, Applied, Disagreement, applied_share
 from torchtune_ext.training.collectives import gathered
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.precision import Precision
-from torchtune_ext.training.settings import release_memory
 from torchtune_ext.training.trained import Adapters, AllWeights
 
 log = logging.getLogger(__name__)
@@ -56,7 +54,7 @@ class Publisher:
         source: names of the weights in the engine.
         agreement: the gate that the canary has to pass.
         scored: log-probs with other weights and in another precision than the policy's (`streamed_logprobs`).
-        canary_prompts: token ids.
+        canary: prompts of the canary, as groups without samples.
         sampling: of the run; the canary's is the same but for its length and its seed.
     """
 
@@ -69,12 +67,12 @@ class Publisher:
         source: HFModel,
         agreement: Agreement,
         scored: Callable[..., list[Tensor]],
-        canary_prompts: Sequence[list[int]],
+        canary: Sequence[Group],
         sampling: SamplingConfig,
     ):
         self._engine, self._learner, self._ranks = engine, learner, learner.ranks
         self._trained, self._precision, self._source = trained, precision, source
-        self._agreement, self._scored, self._prompts = agreement, scored, list(canary_prompts)
+        self._agreement, self._scored, self._groups = agreement, scored, list(canary)
         tokens = min(CANARY_TOKENS, sampling.max_tokens)
         self._sampling = replace(sampling, max_tokens=tokens, seed=CANARY_SEED, early_stop_logprob=None)
         self._sent: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}  # checksums by name, on rank 0
@@ -89,7 +87,7 @@ class Publisher:
         Raises Disagreement, with the likely cause, if the engine does not run these weights.
         """
         # An engine that shares the trainer's GPU wakes up now and needs the memory.
-        release_memory()
+        torch.cuda.empty_cache()
         publication, began = self._send(version), perf_counter()
         canary = self._prove(version)
         seconds = {"time/publish/canary": perf_counter() - began}
@@ -168,9 +166,13 @@ class Publisher:
         """This rank's share of the rows that each engine sampled, and a message if one has other weights."""
         engines, wrong = [], None
         if self._engine is not None:
-            for answer in self._engine.canary(self._prompts, CANARY_SAMPLES, self._sampling):
+            prompts = [group.prompt_tokens.tolist() for group in self._groups]
+            for answer in self._engine.canary(prompts, CANARY_SAMPLES, self._sampling):
                 wrong = wrong or self._wrong_version(answer, version) or self._wrong_tensors(answer)
-                groups = [_as_group(p, group) for p, group in zip(self._prompts, answer.completions, strict=True)]
+                groups = [
+                    replace(group, samples=tuple(Sample(completion, trained=True) for completion in completions))
+                    for group, completions in zip(self._groups, answer.completions, strict=True)
+                ]
                 longest = sum(len(g.prompt_tokens) + CANARY_SAMPLES * CANARY_TOKENS for g in groups)
                 engines.append((answer.engine, pack(groups, longest, layout=self._learner.layout)[0]))
         engines, wrong = self._ranks.broadcast((engines, wrong))
@@ -225,11 +227,8 @@ class Publisher:
         return {"publish/changed_share": share}
 
 
-def canary_prompts(problems: ProblemStream, tokenizer: ChatTokenizer) -> list[list[int]]:
-    """The same few prompts for every publication of a run."""
-    return [tokenizer.prompt_ids(problem.messages, problem.tools) for problem in problems.first(CANARY_PROMPTS)]
-
-
-def _as_group(prompt: list[int], completions: Sequence[Completion]) -> Group:
-    samples = tuple(Sample(completion, trained=True) for completion in completions)
-    return Group(Problem("canary", (), None), np.asarray(prompt, dtype=np.int32), samples)
+def canary_groups(problems: ProblemStream, tokenizer: ChatTokenizer) -> list[Group]:
+    """The same few prompts for every publication of a run, as groups without samples."""
+    chosen = problems.first(CANARY_PROMPTS)
+    prompts = [tokenizer.prompt_ids(problem.messages, problem.tools) for problem in chosen]
+    return [Group(p, np.asarray(ids, dtype=np.int32), ()) for p, ids in zip(chosen, prompts, strict=True)]

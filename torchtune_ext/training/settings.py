@@ -5,8 +5,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchtune_ext.advantages import AdvantageConfig
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.objective.loss import Needs, PolicyLoss, needs_of
@@ -152,9 +150,3 @@ def check_needs(settings: Mapping[str, Any], needs: Needs) -> None:
                 f"loss.{key}={settings[key]}, but the loss {settings.get('_component_')} does not ask for it: give the class "
                 f"the attribute `{attribute}` (docs/objectives.md), or leave the setting out"
             )
-
-
-def release_memory() -> None:
-    """Gives cached memory back to the GPU, so that another process there can use it."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

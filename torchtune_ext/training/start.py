@@ -99,23 +99,13 @@ def training_gpus(ranks: int | None = None) -> list[str]:
     return [names[number] for number in numbers if number < end]
 
 
-def same_gpu(one: str, other: str) -> bool:
-    """Whether two names are certainly those of one GPU."""
-    # A number and a UUID may name the same GPU, but nothing here can tell.
-    if one.isdigit() and other.isdigit():
-        return int(one) == int(other)
-    # CUDA takes the beginning of a UUID, too, as long as no other GPU has the same.
-    return one == other or (
-        min(one, other, key=len).startswith("GPU-") and (one.startswith(other) or other.startswith(one))
-    )
-
-
 def require_apart(engine: EngineConfig, training: list[str]) -> None:
     """Raises ValueError if an engine of our own shares GPUs of `engine.devices` with `training` (`training_gpus`)."""
     # An engine that sleeps while the trainer works may share them.
     if engine.address is not None or engine.devices is None or engine.sleep:
         return
-    shared = [name for name in training if any(same_gpu(name, each) for each in engine.device_names)]
+    # A number and a UUID may name the same GPU, but nothing here can tell.
+    shared = [name for name in training if name in engine.device_names]
     if not shared:
         return
     free = training.index(shared[0])

@@ -42,7 +42,7 @@ def rows():
 def learner(loss, **options):
     policy = PackedPolicy(unpacked.tiny_model())
     optimizer = torch.optim.SGD(policy.trainable(), lr=0.1)
-    return alone(policy, loss, optimizer=optimizer, schedule=make_schedule(optimizer, ScheduleConfig(), 8), **options)
+    return alone(policy, loss, optimizer=optimizer, **options)
 
 
 def test_a_loss_of_ones_own_has_a_reference_that_stays():
@@ -157,15 +157,23 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert its.updates == 0 and all(param.grad is None for param in its.policy.trainable())
 
 
-def test_the_learning_rate_goes_where_it_is_told_and_is_measured_where_it_was():
+def test_the_learning_rate_is_that_of_the_updates_that_were_planned_before():
     policy = PackedPolicy(unpacked.tiny_model())
     optimizer = torch.optim.SGD(policy.trainable(), lr=2.0)
-    schedule = make_schedule(optimizer, ScheduleConfig(decay="linear"), 8)
-    its = alone(policy, Silent(), optimizer=optimizer, schedule=schedule)
-    its.updates = 6
-    assert its.updates == 6 and optimizer.param_groups[0]["lr"] == 0.5
-    assert its.step(its.forward_backward(rows()), advice=str)["optim/lr"] == 0.5  # with which the weights were moved
-    assert its.updates == 7 and optimizer.param_groups[0]["lr"] == 0.25
+    its = alone(
+        policy,
+        Silent(),
+        optimizer=optimizer,
+        schedule=make_schedule(ScheduleConfig(decay="linear"), 8),
+        max_grad_norm=None,
+    )
+    for updates, rate in ((0, 2.0), (6, 0.5), (7, 0.25)):
+        its.updates = updates
+        gradient = its.forward_backward(rows())
+        wanted = [p.detach() - rate * p.grad for p in policy.trainable()]
+        assert its.step(gradient, advice=str)["optim/lr"] == rate
+        assert all(torch.equal(p, want) for p, want in zip(policy.trainable(), wanted, strict=True))
+        assert its.updates == updates + 1
 
 
 @every_row("loss", [PolicyLoss(entropy_coef=0.01), PolicyLoss(level="sequence"), NLLLoss()])
