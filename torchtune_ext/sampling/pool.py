@@ -73,7 +73,8 @@ class Pool:
     @property
     def cores(self) -> list[Core]:
         """The present lives."""
-        return [lane.core for lane in self.lanes if lane.core is not None]
+        # Another thread may ask, while a restart takes a life away: each is read once.
+        return [core for lane in self.lanes if (core := lane.core) is not None]
 
     def others_serve(self, lane: Lane) -> bool:
         """Whether an engine serves besides this one."""

@@ -88,3 +88,27 @@ def test_a_pool_counts_what_serves(monkeypatch):
         assert (after.running, after.waiting, after.concurrency) == (3, 2, 64)
 
     run(scenario, monkeypatch, 2)
+
+
+def test_a_life_that_ends_while_another_thread_asks_who_lives(monkeypatch):
+    """`Engine.close` asks in its own thread. A restart took the life away between two looks of it."""
+
+    async def scenario(bench):
+        class Ending(type(bench.pool.lanes[0])):
+            @property
+            def core(self):
+                core, self.life = self.life, None
+                return core
+
+            @core.setter
+            def core(self, life):
+                self.life = life
+
+        lane = bench.pool.lanes[0]
+        lane.life = first = lane.__dict__.pop("core")
+        lane.__class__ = Ending
+        assert bench.pool.cores == [first, bench.pool.lanes[1].core]
+        lane.__class__ = Ending.__base__
+        lane.core = first
+
+    run(scenario, monkeypatch, 2)
