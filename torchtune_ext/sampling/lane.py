@@ -390,6 +390,9 @@ class Lane:
         try:
             if core is not None:
                 await core.stop()
+        except Exception:
+            # Those who wait hear why it was given up, and not that its process is slow to end.
+            log.warning("%s did not end properly", self.name, exc_info=True)
         finally:
             self.become(State.RETIRED, why)
 

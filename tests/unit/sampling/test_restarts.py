@@ -2,6 +2,7 @@
 words. The same with real processes: tests/integration/test_engine_failures.py."""
 
 import asyncio
+from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +94,22 @@ def test_the_failure_of_the_first_start_is_final():
         await bench.lane.close()
 
     asyncio.run(scenario())
+
+
+def test_an_engine_that_is_given_up_and_does_not_end_is_given_up_for_its_own_reason(caplog):
+    async def scenario(bench):
+        async def late():
+            raise TimeoutExpired("the engine's client", 5)
+
+        bench.lives[0].stop = late
+        bench.lives[0].kill()
+        with pytest.raises(EngineFailed, match="failed 3 times in a row, the last time: .*timed out after 5 seconds"):
+            await bench.lane.lose(bench.lives[0], "as it happens")
+            await bench.lane.awake()
+        assert "the engine did not end properly" in caplog.text
+        await bench.lane.close()
+
+    run(scenario)
 
 
 def test_close_in_the_midst_of_a_restart_ends_the_engine_that_comes_up():
