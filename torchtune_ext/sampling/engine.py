@@ -64,7 +64,7 @@ class LoopThread(threading.Thread):
     def __init__(self, name: str):
         super().__init__(name=name, daemon=True)
         self._loop = asyncio.new_event_loop()
-        self._futures: weakref.WeakSet[Future] = weakref.WeakSet()
+        self._futures: set[Future] = set()  # of what has not ended
 
     def refuse_itself(self) -> None:
         """Raises RuntimeError in the loop's own thread."""
@@ -79,6 +79,7 @@ class LoopThread(threading.Thread):
             if self.is_alive():
                 future = asyncio.run_coroutine_threadsafe(attended, self._loop)
                 self._futures.add(future)
+                future.add_done_callback(self._futures.discard)
                 # The thread may have ended since the first look, without a look at the work.
                 if not self.is_alive():
                     future.cancel()
@@ -124,8 +125,9 @@ class LoopThread(threading.Thread):
             self.join(5.0)
             if self.is_alive():
                 raise Late(f"the thread {self.name} did not end")
-        # A loop that has stopped tells nobody what became of the work.
-        for future in list(self._futures):
+        # A loop that has stopped tells nobody what became of the work. A copy of a set is made at once, even while
+        # another thread submits.
+        for future in self._futures.copy():
             future.cancel()
 
     def run(self) -> None:

@@ -85,3 +85,19 @@ def test_what_still_runs_when_the_thread_ends_is_cancelled():
     for waiter, outcome in waits:
         waiter.join(5)
         assert isinstance(outcome[0], EngineFailed), "the caller still waits"
+
+
+def test_the_end_of_the_thread_meets_submissions_of_other_threads():
+    """What has been submitted is counted without a slip, while another thread submits more."""
+    thread, kept = LoopThread("test"), [concurrent.futures.Future() for _ in range(3000)]
+    thread._futures.update(kept)
+
+    def submit():
+        for _ in range(10_000):
+            kept.append(concurrent.futures.Future())
+            thread._futures.add(kept[-1])
+
+    submitter, outcome = in_thread(submit)
+    while submitter.is_alive():
+        thread.stop()
+    assert outcome == [None]
