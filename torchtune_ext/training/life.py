@@ -48,10 +48,14 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
         # Until something else is known, the run has failed. The cleanup reports the status to the sinks of the metrics.
         stop.status = FAILED
         try:
-            recipe.setup()
-            works = True
-            recipe.train() if work is None else work(recipe)
-            stop.status = 0
+            try:
+                recipe.setup()
+                works = True
+                recipe.train() if work is None else work(recipe)
+                stop.status = 0
+            finally:
+                # Up to here a signal raises `Stopped`, even between two statements; what follows is not interrupted.
+                stop.begin_cleanup()
         except NothingToDo as notice:
             nothing, stop.status = str(notice), 0
         except Stopped as stopped:
@@ -79,7 +83,6 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             stopped_by, orderly = stop.signal, False
             stop.status = 128 + stopped_by
         finally:
-            stop.begin_cleanup()
             recipe.cleanup()
     message = nothing or stop.standing()
     # The recipe holds the model, whose sharded weights keep the process group alive.

@@ -214,3 +214,19 @@ def test_nothing_to_do_is_no_error(capsys):
     life.run_recipe(lambda cfg: recipe, None)
     assert recipe.calls == ["setup", "cleanup"]
     assert capsys.readouterr().out == "step 40 >= max_steps=3: nothing to do\n"
+
+
+def test_a_signal_between_the_end_of_the_work_and_the_cleanup_leaves_nothing_open():
+    recipe = Recipe(lambda recipe: None)
+    begin = recipe.stop.begin_cleanup
+
+    def interrupted():
+        recipe.stop.begin_cleanup = begin
+        os.kill(os.getpid(), signal.SIGINT)
+        begin()
+
+    recipe.stop.begin_cleanup = interrupted
+    with pytest.raises(BaseException) as caught:  # `Stopped` would end all tests
+        life.run_recipe(lambda cfg: recipe, None)
+    assert isinstance(caught.value, SystemExit) and caught.value.code == 130
+    assert recipe.calls == ["setup", "train", "cleanup"]
