@@ -163,7 +163,7 @@ class StopSignals:
 
     def _watch(self) -> None:
         """Runs in the second thread: reads the signals as they come, and keeps the deadlines."""
-        announced, called_at = False, NEVER
+        announced, called_at, own = False, NEVER, []
         while True:
             ready, _, _ = select.select([self._ours], [], [], 0.05 if self.requested else None)
             data = self._ours.recv(256) if ready else b""
@@ -171,6 +171,10 @@ class StopSignals:
                 return
             # The descriptor gets the numbers of all signals that have a Python handler, also those that are not ours.
             for number in filter(self._handlers.__contains__, data):
+                # The signal that this thread has sent is no second Ctrl-C, however late it is read.
+                if number in own:
+                    own.remove(number)
+                    continue
                 if number == signal.SIGINT == self.signal and time.monotonic() - self._came_at > AGAIN_S:
                     self._end("twice: not all parts were closed")
                 self._note(signal.Signals(number))
@@ -182,6 +186,7 @@ class StopSignals:
                 if called_at == NEVER:
                     called_at = now
                     # This makes the handler run again in the main thread, where it raises now that the time has come.
+                    own.append(self.signal)
                     signal.pthread_kill(threading.main_thread().ident, self.signal)
                 elif now > called_at + self._reaction_s:
                     self._end("in the midst of a call")

@@ -206,6 +206,26 @@ def test_a_second_ctrl_c_skips_the_cleanup():
     assert status == 130 and "not all parts were closed" in err
 
 
+def test_the_signal_that_we_send_ourselves_is_no_second_ctrl_c():
+    """The main thread is in C, and the thread that has called it comes to read its own signal more than a second later."""
+    work = """
+        import signal, threading
+        kill, libc, mutex = signal.pthread_kill, ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        def late(*words):
+            kill(*words)
+            time.sleep(1.2)
+            threading.Timer(0.5, libc.pthread_mutex_unlock, [mutex]).start()
+        signal.pthread_kill = late
+        libc.pthread_mutex_lock(mutex)
+        print("begun", flush=True)
+        libc.pthread_mutex_lock(mutex)
+        time.sleep(600)"""
+    process = begun(textwrap.dedent(work).replace("\n", "\n        "))
+    time.sleep(0.2)  # until it waits for the mutex, in C
+    process.send_signal(signal.SIGINT)
+    assert end(process)[::2] == (130, "SIGINT orderly=False\n")
+
+
 def listening():
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
