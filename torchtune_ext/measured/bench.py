@@ -67,6 +67,8 @@ class Service:
         self._ended: BenchError | None = None  # why nothing is accepted any more
         self._pid = os.getpid()
         self._started: Future[None] = Future()
+        # Made here, where an error of it (too many open files) has somebody who hears of it.
+        self._loop = asyncio.new_event_loop()
         # The kernel kills a process when the thread that has started it ends, so this one lives as long as the object.
         self._thread = threading.Thread(target=self._run, name="bench", daemon=True)
         self._thread.start()
@@ -140,12 +142,12 @@ class Service:
             self._ended = self._ended or reason
 
     def _run(self) -> None:
-        with suppress(asyncio.CancelledError):
-            # That is how `close` ends it.
-            asyncio.run(self._live())
+        # A cancellation is how `close` ends it.
+        with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._live())
 
     async def _live(self) -> None:
-        self._loop, self._serving = asyncio.get_running_loop(), asyncio.current_task()
+        self._serving = asyncio.current_task()
         try:
             await self._serve()
         except BenchError as error:

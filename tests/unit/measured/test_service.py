@@ -1,5 +1,6 @@
 """The settings `bench:` choose the service, and results become scores that a rollout browser can show."""
 
+import asyncio
 from dataclasses import fields
 
 import pytest
@@ -8,8 +9,10 @@ from tables import every_row
 pytest.importorskip("tree_sitter_c")
 
 from calm_kernels import HONEST, CalmReduction, fenced
+from waiting import in_thread
 
 from torchtune_ext.measured import grading
+from torchtune_ext.measured.bench import Service
 from torchtune_ext.measured.grading import measured_score, open_bench, rehearse_bench
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.results import BenchConfig, Result
@@ -85,3 +88,13 @@ def test_a_score_has_the_speed_in_numbers_and_the_rest_in_words():
     )
     assert late.parts["outcome_timeout"] == 1 and "gflops" not in late.parts and late.note == "its calls took too long"
     assert late.facts == {"machine": "a machine", "techniques": ""}
+
+
+def test_a_service_that_can_have_no_loop_says_so(monkeypatch):
+    def refused(policy):
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(type(asyncio.get_event_loop_policy()), "new_event_loop", refused)
+    making, outcome = in_thread(Service)
+    making.join(20)
+    assert isinstance(*outcome, OSError)
