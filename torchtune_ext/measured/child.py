@@ -20,6 +20,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -57,12 +58,12 @@ class Shared:
         try:
             os.ftruncate(self.file, nbytes)
             self.memory = mmap.mmap(self.file, nbytes)
+            # A file that shrinks would kill this process when it looks. Seals are for ever.
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, seals | (0 if writable else _F_SEAL_FUTURE_WRITE))
         except BaseException:
             self.close()
             raise
-        # A file that shrinks would kill this process when it looks. Seals are for ever.
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, seals | (0 if writable else _F_SEAL_FUTURE_WRITE))
         self.bytes = np.frombuffer(self.memory, np.uint8)
 
     def close(self) -> None:
@@ -179,11 +180,16 @@ class Child:
     ) -> None:
         self.kernel = kernel
         self.arena_bytes = arena_bytes
-        try:
-            self._inputs = Shared("inputs", arena_bytes, writable=False)
-            self._outputs = Shared("outputs", arena_bytes, writable=True)
-        except (OSError, OverflowError) as error:
-            raise SandboxError(f"no room for {2 * arena_bytes / 1e9:.3g} GB of arrays: {error}") from error
+        with ExitStack() as files:
+            try:
+                self._inputs = files.enter_context(closing(Shared("inputs", arena_bytes, writable=False)))
+                self._outputs = files.enter_context(closing(Shared("outputs", arena_bytes, writable=True)))
+                self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
+                files.callback(os.close, self._errors)
+                self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            except (OSError, OverflowError) as error:
+                raise SandboxError(f"no room for {2 * arena_bytes / 1e9:.3g} GB of arrays: {error}") from error
+            self._files = files.pop_all()
         self._places: tuple[Place, ...] = ()
         self._number = 0  # of the last message
         self._closed = False
@@ -192,8 +198,6 @@ class Child:
         # Its CPU clock when it was last seen asleep, and what it used meanwhile, between two calls.
         self._idle_ns = self._owed_ns = 0
         self._process: subprocess.Popen | None = None
-        self._errors = os.memfd_create("errors", os.MFD_CLOEXEC)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -301,9 +305,7 @@ class Child:
         for file in (self._stat, self._schedule):
             if file >= 0:
                 os.close(file)
-        self._inputs.close()
-        self._outputs.close()
-        os.close(self._errors)
+        self._files.close()
 
     def __enter__(self) -> "Child":
         return self

@@ -100,9 +100,12 @@ def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: floa
     # files, whose size is limited, so nobody has to read it while the compiler runs.
     start = time.monotonic()
     timed_out, cause = False, ""
-    ready, started = os.pipe()
-    printed = [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("output", "errors")]
+    files: list[int] = []
     try:
+        files += os.pipe()
+        for name in ("output", "errors"):
+            files.append(os.memfd_create(name, os.MFD_CLOEXEC))
+        ready, started, *printed = files
         process = subprocess.Popen(
             sandbox.run_compiler(command, folder, LIMITS, started),
             stdin=subprocess.DEVNULL,
@@ -136,6 +139,6 @@ def run(sandbox: Sandbox, command: Sequence[str], folder: Path, deadline_s: floa
     except OSError as error:
         raise SandboxError(f"a compiler could not be started: {error}") from error
     finally:
-        for file in (ready, started, *printed):
+        for file in files:
             os.close(file)
     return Finished(None if cause else process.returncode, output, errors, cause, timed_out, time.monotonic() - start)

@@ -3,6 +3,7 @@
 import os
 import resource
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -303,3 +304,21 @@ def test_arrays_lie_apart_and_inside(name, data, at_end, seed):
         # The nearest page that cannot be touched is less than a line away: at the start, or behind the end.
         assert end - (place.start + place.nbytes) < ALIGNMENT if at_end else place.start == place.first_page
     assert end + PAGE <= arena_bytes
+
+
+def test_a_child_without_room_for_its_arrays_leaves_no_descriptor(monkeypatch):
+    from torchtune_ext.measured import child
+
+    rooms = iter([child.mmap.mmap])
+
+    def room(*size):
+        try:
+            return next(rooms)(*size)
+        except StopIteration:
+            raise OSError("Cannot allocate memory") from None
+
+    monkeypatch.setattr(child, "mmap", SimpleNamespace(mmap=room, PAGESIZE=PAGE))
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(SandboxError, match="no room for .*: Cannot allocate memory"):
+        Child(None, None, Attempt("add_one", ARRAYS), PAGE, [0], 1, Limits(), 1.0)
+    assert set(os.listdir("/proc/self/fd")) <= before
