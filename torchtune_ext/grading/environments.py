@@ -112,7 +112,13 @@ class Environments(Grader):
             cause = f"the environment's process died: {cause}" if kind == "died" else cause
             return Outcome("timed_out" if kind == "late" else "infra_failed", None, cause)
 
-        return self.processes.submit((begin, message), self._timeout_s, otherwise, process=seat.process.result())
+        with self._lock:
+            # The conversation may be left in this moment. Its process then has, or will have, another one.
+            if seat.left:
+                answer: Future[Turn | Outcome] = Future()
+                answer.cancel()
+                return answer
+            return self.processes.submit((begin, message), self._timeout_s, otherwise, process=seat.process.result())
 
     def leave(self, seat: Seat) -> None:
         """Ends the environment of a conversation. A second call does nothing."""

@@ -216,3 +216,16 @@ def test_a_close_that_hangs_holds_up_no_other_conversation(tmp_path):
     with Environments(Sticky(tmp_path), workers=1, timeout_s=0.5) as environments:
         (group,), _ = play(environments, lambda *_: "win", samples=3)
         assert [sample.score.reward for sample in group.samples] == [1.0] * 3
+
+
+def test_who_has_left_does_not_speak_to_the_next_conversation(tmp_path):
+    """Another thread cancels a group as its turn is handed on, and the process goes to a conversation of another stream."""
+    with Environments(Scripted(tmp_path), workers=1, timeout_s=20.0) as environments:
+        first, second = environments.seat(), environments.seat()
+        environments.leave(first)
+        message = {"role": "assistant", "content": "more 1"}
+        assert second.process.result(60) == 0
+        begun = environments.step(second, message, (PROBLEM, 0))
+        late = environments.step(first, message)
+        begun.result(60)
+        assert late.cancelled()
