@@ -191,7 +191,6 @@ class GroupSource:
         if self._stream is None:
             return
         # Nothing was between submission and training, as is always so with staleness 0.
-        # Nothing was between submission and training, as is always so with staleness 0.
         if not state:
             self.ledger.start_at(step)
             self.ledger.advance(version)
