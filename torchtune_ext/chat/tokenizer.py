@@ -190,7 +190,8 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text. Special tokens written in it become their ids, and none is added."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        # Without `verbose`, transformers would warn of a text that is too long, for which a run has words of its own.
+        return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of sampled ids, for graders and people, never for training."""

@@ -26,7 +26,7 @@ def say_opening(parts: Parts) -> None:
     # The file is of our own graders. A task that grades itself starts others.
     texts = [task for task in (parts.task, parts.eval_task) if task and not isinstance(task, GradesItself)]
     printed = "; graders print into grader.log" if texts and not parts.replay else ""
-    often = f"every {cfg.checkpoints.every} steps" if cfg.checkpoints.every < cfg.max_steps else "at the end"
+    often = _every(cfg.checkpoints.every) if cfg.checkpoints.every < cfg.max_steps else "at the end"
     lines = [
         ("model", model_text(parts.hf_model, parts.meta_model, parts.trained)),
         ("device", f"{device_text(parts.ranks)}; {parts.precision}{dtype_note(cfg.dtype, parts.ranks.device.type)}"),
@@ -114,7 +114,11 @@ def problems_text(cfg: Any, task: Task, held_out: Task | None, trained_too: Sequ
     if held_out is None:
         return f"{text}; none held out"
     shared = f", {len(trained_too):,} of them ALSO TRAINED ON ({trained_too[0]} for one)" if trained_too else ""
-    return f"{text}; held out: {_task_text(held_out)}, {len(held_out):,}{shared}, every {cfg.evaluation.every} steps"
+    return f"{text}; held out: {_task_text(held_out)}, {len(held_out):,}{shared}, {_every(cfg.evaluation.every)}"
+
+
+def _every(steps: int) -> str:
+    return f"every {steps} steps" if steps > 1 else "every step"
 
 
 def _task_text(task: Task) -> str:

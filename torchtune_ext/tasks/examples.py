@@ -115,9 +115,11 @@ def field_names(template: str) -> list[str]:
 
 def fill(template: str, example: Example, where: str, knob: str = "") -> Any:
     """Returns the value of a field ("answer", "reward_model.ground_truth") or a filled template ("{Body} {Question}").
-    Raises what `value_of` raises."""
+    Raises what `value_of` raises, and ValueError if a template names no field: it would be the same for all examples."""
     if "{" not in template:
         return value_of(template, example, where, knob)
+    if not field_names(template):
+        raise Mistake(f"{template!r:.60} names no field; write names in braces, without spaces in them: {{question}}")
     return _NAME.sub(lambda name: str(value_of(name[1], example, where)), template)
 
 

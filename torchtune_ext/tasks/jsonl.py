@@ -66,6 +66,8 @@ class Questions:
         length = length_of(first, count)
         if "{question}" not in prompt:
             raise Mistake(f"prompt={prompt!r} shows no question: write {{question}} where it belongs")
+        if isinstance(fields, str):
+            raise Mistake(f"fields={fields!r} must be a list: fields=[{fields}]")
         use_graders(self, grader, group_grader)
         self.first, self.prompt, self.system = first, prompt, system
         where = source.path or f"{source.hub} {source.split}"

@@ -1,6 +1,7 @@
 """chat.py against recorded `apply_chat_template` results, transformers' own masks, and difficult templates."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -285,6 +286,13 @@ def test_import_and_use_need_no_torch(model_dir):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_a_text_beyond_the_models_length_is_encoded_without_a_warning(model_dir, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = ChatTokenizer(model_dir, "chatml")
+    tokenizer._tokenizer.model_max_length = 4
+    assert len(tokenizer.encode("x" * 10)) == 10 and not caplog.records
 
 
 # ---- errors: never silent -----------------------------------------------------------------------------------------

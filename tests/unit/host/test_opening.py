@@ -135,6 +135,9 @@ def test_a_run_says_what_it_is_about_to_do():
     assert texts[4] == "runs/tiny/grpo; a checkpoint every 40 steps; graders print into grader.log"
     assert texts[5] == "starting, its log: runs/tiny/grpo/engine.log"
     assert printed(say_ready, 9.4) == ["engine:    ready after 9 s"]
+    output = lines(settings("grpo/tiny", evaluation={"every": 1}), every=1)
+    assert output[3].endswith("TemporalClue, 256, every step")
+    assert output[4].endswith("runs/tiny/grpo; a checkpoint every step; graders print into grader.log")
 
 
 def test_a_server_and_no_evaluation_are_said():

@@ -127,6 +127,13 @@ def test_fields_below_others_and_templates(kind, request):
     assert [task[i].answer for i in range(3)] == ["2", "0.5", "6"]
 
 
+def test_templates_and_lists_that_name_no_field(path):
+    with pytest.raises(ValueError, match=r"'\{ question \}' names no field; write names in braces, without spaces"):
+        Jsonl(strict, path=path, question="{ question }")
+    with pytest.raises(ValueError, match=r"fields='why' must be a list: fields=\[why\]"):
+        Jsonl(strict, path=path, fields="why")
+
+
 def test_prompts(path):
     task = Math(path=path, prompt="Q: {question}\nA:", system="Use \\boxed{}.")
     assert [m["role"] for m in task[0].messages] == ["system", "user"]
