@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -66,9 +66,18 @@ def run_own(word: str, rest: Sequence[str]) -> int:
         arguments = parser.parse_known_args(rest)
     else:
         arguments = (parser.parse_args(rest),)
-    try:
+
+    def work() -> int | None:
         with shown():
-            status = module.main(*arguments) or 0
+            return module.main(*arguments)
+
+    return until_closed(work)
+
+
+def until_closed(work: Callable[[], int | None]) -> int:
+    """Returns the status that `work` returns, or 0 if the reader of stdout goes away meanwhile."""
+    try:
+        status = work() or 0
         # Flushed here, a closed pipe is noticed while it can still be caught.
         sys.stdout.flush()
     except BrokenPipeError:
@@ -93,6 +102,9 @@ def run_tune(words: Sequence[str]) -> int:
     sys.argv = ["tune", *words]
     from torchtune._cli.tune import main as tune_main
 
+    if words[0] != "run":
+        return until_closed(tune_main)
+    # A run goes on without a reader by itself, and another pipe that breaks in it is an error.
     tune_main()
     return 0
 

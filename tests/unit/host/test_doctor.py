@@ -171,12 +171,13 @@ def test_exit_status(look, machine, status, monkeypatch, capsys):
     assert "recipes" in capsys.readouterr().out
 
 
-def test_a_reader_that_goes_away_changes_nothing():
+@pytest.mark.parametrize("word", ["presets", "ls"])
+def test_a_reader_that_goes_away_changes_nothing(word):
     """As in `torchtune-ext presets | head -1`. Python itself would end with 120 over what is left in its buffer."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as out:
-        command = [sys.executable, "-m", "torchtune_ext", "presets"]
+        command = [sys.executable, "-m", "torchtune_ext", word]
         ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
 
