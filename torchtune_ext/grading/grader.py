@@ -34,8 +34,8 @@ class GraderConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise Mistake(f"grader.workers={self.workers} must be at least 1")
-        if not self.timeout_s > 0:
-            raise Mistake(f"grader.timeout_s={self.timeout_s} must be more than 0 seconds")
+        if not 0 < self.timeout_s < float("inf"):
+            raise Mistake(f"grader.timeout_s={self.timeout_s} must be a number of seconds greater than 0")
 
 
 class Grader:

@@ -86,6 +86,9 @@ class Blamed(Mistake):
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that the user most likely meant by `name`, or None. Names may be dotted ("loss.level")."""
     known = list(known)
+    same = [each for each in known if each.lower() == name.lower()]
+    if same:
+        return same[0]
     # The last parts are compared as well, so that "learning_rate" finds "optimizer.lr". Where two names end alike, the
     # first one counts. The list is reversed for that, because a later item of a dict replaces an earlier one.
     last = name.rpartition(".")[2]

@@ -183,6 +183,7 @@ def test_another_rank_waits_and_names_itself(capsys, monkeypatch):
         ("loss.epsilon", ["clip_low", "delta"], "clip_low"),
         ("max_step", ["max_steps", "engine.max_num_seqs"], "max_steps"),
         ("temperature", ["seed", "sampling.temperature"], "sampling.temperature"),
+        ("DAPO", ["dapo", "dr_grpo"], "dapo"),
         ("zebra", ["clip_low", "optimizer.lr"], None),
     ],
 )
