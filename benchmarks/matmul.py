@@ -40,10 +40,10 @@ from torchtune_ext.measured.check import (
 )
 from torchtune_ext.measured.child import ChildFailed  # noqa: E402
 from torchtune_ext.measured.kernels import Dgemm  # noqa: E402
-from torchtune_ext.measured.machine import alone_on, choose_cores, fingerprint, usable_cores  # noqa: E402
+from torchtune_ext.measured.machine import LOCK_S, alone_on, choose_cores, fingerprint, usable_cores  # noqa: E402
 from torchtune_ext.measured.matmul.archive import FILE, Archive  # noqa: E402
 from torchtune_ext.measured.matmul.programs import Family  # noqa: E402
-from torchtune_ext.measured.timing import LOCK_S, Timer  # noqa: E402
+from torchtune_ext.measured.timing import Timer  # noqa: E402
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
 
 STAGES = "[none, loop_order, blocking, vectorization, all]"
@@ -89,11 +89,11 @@ class Again:
     def __init__(self, size: int) -> None:
         self.kernel = Dgemm(size)
         self.checker = Checker(self.kernel, cores=choose_cores(None, 1))
-        self.timer = Timer(self.checker, budget_s=BUDGET_S)
+        with alone_on(self.checker.cores, LOCK_S):
+            self.timer = Timer(self.checker, budget_s=BUDGET_S)
 
     def close(self) -> None:
         self.timer.close()
-        self.checker.close()
 
     def gflops(self, sources: set[str], seed: int) -> dict[str, float]:
         """Returns GFLOPS by source: the median of the rounds, 0.0 if it turns out to be wrong."""
@@ -108,17 +108,18 @@ class Again:
     def _once(self, source: str) -> float:
         if source == NUMPY:
             return self._numpy()
-        with self.checker.checked(source, extracted=True) as (verdict, library):
-            if library is None:
-                return 0.0
-            for _ in range(ATTEMPTS):
-                try:
+        verdict, library = self.checker.checked(source, extracted=True)
+        if verdict.outcome != "ok":
+            return 0.0
+        for _ in range(ATTEMPTS):
+            try:
+                with alone_on(self.checker.cores, LOCK_S):
                     timing = self.timer.time(library)
-                except ChildFailed:
-                    return 0.0
-                if not timing.is_noisy:
-                    break
-            return timing.gflops
+            except ChildFailed:
+                return 0.0
+            if not timing.is_noisy:
+                break
+        return timing.gflops
 
     def _numpy(self) -> float:
         """One thread of OpenBLAS, which this process may run on the timed cores for."""

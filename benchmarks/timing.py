@@ -18,7 +18,6 @@ import random
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see Timer
@@ -27,7 +26,7 @@ import numpy as np  # noqa: E402
 
 from torchtune_ext.measured.check import Checker  # noqa: E402
 from torchtune_ext.measured.kernels import Dgemm  # noqa: E402
-from torchtune_ext.measured.machine import choose_cores, fingerprint, usable_cores  # noqa: E402
+from torchtune_ext.measured.machine import LOCK_S, alone_on, choose_cores, fingerprint, usable_cores  # noqa: E402
 from torchtune_ext.measured.timing import Timer, Timing  # noqa: E402
 
 CLOSE, APART = 0.02, 0.10
@@ -105,7 +104,7 @@ def neighbor(core: int | None):
         process.join()
 
 
-def measure(timer: Timer, libraries: dict[str, Path], seconds: float, rng: random.Random) -> dict[str, list[Timing]]:
+def measure(timer: Timer, libraries: dict[str, bytes], seconds: float, rng: random.Random) -> dict[str, list[Timing]]:
     """Times programs in random order for so long, each of them at least twice."""
     timings: dict[str, list[Timing]] = {name: [] for name in libraries}
     end = time.monotonic() + seconds
@@ -127,13 +126,13 @@ def main() -> int:
     cores = choose_cores(args.cores, 1)
     print(fingerprint(), f"timed on core {cores[0]}", sep=", ", flush=True)
     wrong = []
-    with Checker(Dgemm(args.size), cores=cores) as checker:
+    with alone_on(cores, LOCK_S), Checker(Dgemm(args.size), cores=cores) as checker:
         libraries = {}
         for name, source in programs(args.programs).items():
             verdict = checker.check_source(source)
             if verdict.outcome != "ok":
                 raise RuntimeError(f"{name}: {verdict.outcome}: {verdict.note}")
-            libraries[name] = checker.compile_own(Program(args.size, source))
+            libraries[name] = checker.compile_own(Program(args.size, source)).read_bytes()
         with Timer(checker, args.budget) as timer:
             quiet = measure(timer, libraries, 60 * args.minutes, rng)
             first, second = ([timings[i].ratio for timings in quiet.values()] for i in (0, -1))

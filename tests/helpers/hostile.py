@@ -5,9 +5,10 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from exploits import Exploit
@@ -62,14 +63,15 @@ def run_all(
     """
     results = []
     for kernel in sorted({each.kernel for each in programs}):
-        with Checker(
-            KERNELS[kernel](), Compiler.find(compiler), optimization, namespaces=namespaces, screened=screened
-        ) as checker:
+        make = partial(
+            Checker, KERNELS[kernel](), Compiler.find(compiler), optimization, namespaces=namespaces, screened=screened
+        )
+        with make() as checker:
             own = {each.name: run_one(each, checker, screened) for each in programs if each.kernel == kernel}
             checker.deadlines = PATIENT
             passed = [each for each in programs if each.name in own and own[each.name].outcome == "ok"]
             if timed and (attacks := [each for each in passed if each.attack != "none"]):
-                for name, speed in speeds(attacks, checker).items():
+                for name, speed in speeds(attacks, partial(make, deadlines=PATIENT)).items():
                     own[name] = replace(own[name], speed=speed)
             results += own.values()
         if checker.sandbox.folder.exists():
@@ -77,7 +79,7 @@ def run_all(
     return results, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
-def speeds(programs: Sequence[Exploit], checker: Checker) -> dict[str, tuple[float, float]]:
+def speeds(programs: Sequence[Exploit], make: Callable[[], Checker]) -> dict[str, tuple[float, float]]:
     """Times programs that are right.
 
     Each does the work of the naive program and something beside it, so its ratio to the naive program can at best be that which
@@ -91,31 +93,31 @@ def speeds(programs: Sequence[Exploit], checker: Checker) -> dict[str, tuple[flo
     """
     for _ in range(CALM_TRIES):
         try:
-            with Timer(checker, BUDGET_S) as timer:
-                return _speeds(programs, checker, timer)
+            with Timer(make(), BUDGET_S) as timer:
+                return _speeds(programs, timer)
         except Wild:
             time.sleep(CALM_S)
     return {each.name: (math.nan, math.nan) for each in programs}
 
 
-def _speeds(programs: Sequence[Exploit], checker: Checker, timer: Timer) -> dict[str, tuple[float, float]]:
+def _speeds(programs: Sequence[Exploit], timer: Timer) -> dict[str, tuple[float, float]]:
     ratios = {}
-    honest = timing_of(checker.kernel.naive, checker, timer)
+    honest = timing_of(timer.kernel.naive, timer)
     most = honest.ratio * (1 + honest.ratio_spread) * (1 + MOVED)
     for each in programs:
         try:
-            timing = timing_of(each.source, checker, timer)
+            timing = timing_of(each.source, timer)
             ratios[each.name] = timing.ratio * (1 - timing.ratio_spread), most
         except ChildFailed:
             ratios[each.name] = 0.0, most
     return ratios
 
 
-def timing_of(source: str, checker: Checker, timer: Timer) -> Timing:
-    with checker.checked(source, extracted=True) as (verdict, library):
-        if library is None:
-            raise ChildFailed(verdict.outcome, verdict.note)
-        return timer.time(library)
+def timing_of(source: str, timer: Timer) -> Timing:
+    verdict, library = timer.checker.checked(source, extracted=True)
+    if verdict.outcome != "ok":
+        raise ChildFailed(verdict.outcome, verdict.note)
+    return timer.time(library)
 
 
 def run_one(program: Exploit, checker: Checker, screened: bool) -> Result:

@@ -12,10 +12,8 @@ that was disturbed is made once more, when no check runs beside it.
 import asyncio
 import atexit
 import logging
-import math
 import os
 import pickle
-import shutil
 import threading
 import time
 import zlib
@@ -31,13 +29,13 @@ import cloudpickle
 
 from torchtune_ext.measured.check import KILLED, Checker, Deadlines, extract
 from torchtune_ext.measured.child import START_S, ChildFailed
-from torchtune_ext.measured.compiler import LIBRARY, Compiler
+from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Kernel, prototype
-from torchtune_ext.measured.machine import alone_on, choose_cores, fingerprint, usable_cores, wait_until_idle
+from torchtune_ext.measured.machine import LOCK_S, alone_on, choose_cores, fingerprint, usable_cores, wait_until_idle
 from torchtune_ext.measured.probe import Wild
 from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Result
 from torchtune_ext.measured.sandbox import PROBE_S, Sandbox, SandboxError
-from torchtune_ext.measured.timing import LEAST_CALLS, LOCK_S, MOST_LATE_CALLS, Timer
+from torchtune_ext.measured.timing import LEAST_CALLS, MOST_LATE_CALLS, Timer
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.processes import Processes
 
@@ -250,7 +248,7 @@ class Bench(Service):
         # Others may time on the cores, or an engine compute there, before the timer is made and again behind it. When the
         # budget ends, a last block may begin, with calls of the reference as well.
         calls = MOST_LATE_CALLS + LEAST_CALLS
-        timed_s = 5 * LOCK_S + START_S + d.load_s + config.budget_s + calls * d.verify_s + OWN_S
+        timed_s = 3 * LOCK_S + START_S + d.load_s + config.budget_s + calls * d.verify_s + OWN_S
         self._timeouts[TIME] = self._timeouts[CHECK] + timed_s
         self._pools: dict[str, Processes] = {}
         super().__init__()
@@ -376,16 +374,19 @@ def check_program(
     text: str,
     permitted: tuple[str, ...] | None = None,
 ) -> tuple[Result, bytes] | Failed:
-    """Checks the program in a text on these cores, and returns its library, too: compressed, and empty if it is not "ok".
+    """Checks the program in a text on these cores. Returns its library, too, compressed.
 
-    `key` tells kernels apart, `kernel` is pickled, `permitted` is as in `Bench.submit`.
+    Args:
+        key: tells kernels apart.
+        kernel: pickled.
+        permitted: as in `Bench.submit`.
     """
     try:
         os.sched_setaffinity(0, cores)
         if key not in CHECKERS:
             CHECKERS[key] = make(pickle.loads(kernel), cores=cores)
-        with CHECKERS[key].checked(text, permitted=permitted) as (result, library):
-            return result, b"" if library is None else zlib.compress(library.read_bytes(), 1)
+        result, library = CHECKERS[key].checked(text, permitted=permitted)
+        return result, zlib.compress(library, 1)
     except (SandboxError, OSError) as error:
         CHECKERS.drop(key)
         return _failed(error)
@@ -405,31 +406,21 @@ def time_program(
 
     The seconds of the result are "wait", until the cores were idle, free, and their peak known, and "time".
     """
-    start, begun_at = time.monotonic(), math.inf
-
-    def begin() -> None:
-        nonlocal begun_at
-        # An engine may have begun to compute while this waited for the cores.
-        wait_until_idle(cores, LOCK_S)
-        begun_at = time.monotonic()
-
-    outcome, note, timing = "ok", "", None
+    start, begun_at, outcome, note, timing = time.monotonic(), None, "ok", "", None
     if not TIMERS:
         # The process that started this one may keep off some of them.
         os.sched_setaffinity(0, {*check_cores, *cores})
+    # Between two timings, others who wait for these cores get a turn.
+    time.sleep(TURN_S)
     try:
-        time.sleep(TURN_S)
-        wait_until_idle(cores, LOCK_S)
-        if key not in TIMERS:
-            TIMERS[key] = _timer(make, pickle.loads(kernel), cores, budget_s)
-        timer = TIMERS[key]
-        folder = timer.checker.sandbox.new_folder()
-        try:
-            (folder / LIBRARY).write_bytes(zlib.decompress(library))
-            (folder / LIBRARY).chmod(0o755)
-            timing = timer.time(folder / LIBRARY, begin)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with alone_on(cores, LOCK_S):
+            wait_until_idle(cores, LOCK_S)
+            if key not in TIMERS:
+                TIMERS[key] = Timer(make(pickle.loads(kernel), cores=cores), budget_s)
+                # An engine may have begun to compute while the timer was made.
+                wait_until_idle(cores, LOCK_S)
+            begun_at = time.monotonic()
+            timing = TIMERS[key].time(zlib.decompress(library))
     except Wild as error:
         outcome, note = NOISY, str(error)
     except ChildFailed as failed:
@@ -444,30 +435,9 @@ def time_program(
         )
         outcome, timing = NOISY, None
     now = time.monotonic()
-    since = min(begun_at, now)
-    return Result(name, outcome, "time", note, timing, {"wait": since - start, "time": now - since})
-
-
-def _timer(make: Callable[..., Checker], kernel: Kernel, cores: tuple[int, ...], budget_s: float) -> "OwningTimer":
-    with alone_on(cores, LOCK_S):
-        checker = make(kernel, cores=cores)
-    try:
-        return OwningTimer(checker, budget_s)
-    except ChildFailed as failed:
-        # So far only our own programs have run.
-        checker.close()
-        raise SandboxError(f"a process of ours ended: {failed}") from failed
-    except BaseException:
-        checker.close()
-        raise
-
-
-class OwningTimer(Timer):
-    """A timer whose checker ends with it."""
-
-    def close(self) -> None:
-        super().close()
-        self.checker.close()
+    # On a machine that varies too much, the timing never begins.
+    begun_at = begun_at or now
+    return Result(name, outcome, "time", note, timing, {"wait": begun_at - start, "time": now - begun_at})
 
 
 def _failed(error: Exception) -> Failed:

@@ -132,65 +132,55 @@ class Checker:
 
     def check(self, text: str) -> Result:
         """Checks the program in a model's answer. Raises SandboxError if the machine failed, which is no verdict."""
-        with self.checked(text) as (result, _):
-            return result
+        return self.checked(text)[0]
 
     def check_source(self, source: str) -> Result:
         """Checks a program that is not part of an answer."""
-        with self.checked(source, extracted=True) as (result, _):
-            return result
+        return self.checked(source, extracted=True)[0]
 
-    @contextmanager
     def checked(
         self, text: str, extracted: bool = False, permitted: Collection[str] | None = None
-    ) -> Iterator[tuple[Result, Path | None]]:
-        """Checks a program and keeps its library, if it is ok, until the block ends.
+    ) -> tuple[Result, bytes]:
+        """Checks a program. Returns its library, too, which is empty if the program is not ok.
 
         Args:
             extracted: the text is the program itself, not an answer that holds one.
             permitted: the techniques (`techniques.TECHNIQUES`) that it may use; None: any.
         """
         seconds: dict[str, float] = {}
-        stage, techniques = "extract", ()
-        folder = None
+        stage, techniques, outcome, note, library = "extract", (), "ok", "", b""
+        folder = self.sandbox.new_folder()
         try:
-            try:
-                with _timed(seconds, stage):
-                    source = text if extracted else extract(text)
-                    if source is None:
-                        raise _Refused("format", "no closed block of C code in the answer")
-                    if len(source) > MAX_SOURCE:
-                        raise _Refused("format", f"{len(source)} characters of code, at most {MAX_SOURCE} are read")
-                folder = self.sandbox.new_folder()
+            with _timed(seconds, stage):
+                source = text if extracted else extract(text)
+                if source is None:
+                    raise _Refused("format", "no closed block of C code in the answer")
+                if len(source) > MAX_SOURCE:
+                    raise _Refused("format", f"{len(source)} characters of code, at most {MAX_SOURCE} are read")
+            stage = "screen"
+            with _timed(seconds, stage):
+                compilers.write_source(self.kernel, source, folder)
+                if self.screened:
+                    preprocessed = self._screen(source, folder)
+            stage = "compile"
+            with _timed(seconds, stage):
+                self._compile(folder)
+            if permitted is not None and self.screened:
+                # Nobody could say what a program does that does not compile, so it is not read before.
                 stage = "screen"
                 with _timed(seconds, stage):
-                    compilers.write_source(self.kernel, source, folder)
-                    if self.screened:
-                        preprocessed = self._screen(source, folder)
-                stage = "compile"
-                with _timed(seconds, stage):
-                    self._compile(folder)
-                if permitted is not None and self.screened:
-                    # Nobody could say what a program does that does not compile, so it is not read before.
-                    stage = "screen"
-                    with _timed(seconds, stage):
-                        techniques = self._techniques(preprocessed, permitted)
-                stage = "verify"
-                with _timed(seconds, stage):
-                    # The seed comes from the operating system only now, so nobody knows the numbers at compile time.
-                    self._verify(folder / compilers.LIBRARY, np.random.default_rng())
-            except _Refused as failed:
-                outcome, note, library = failed.outcome, _plain(str(failed)), None
-            else:
-                outcome, note, library = "ok", "", folder / compilers.LIBRARY
+                    techniques = self._techniques(preprocessed, permitted)
+            stage = "verify"
+            with _timed(seconds, stage):
+                # The seed comes from the operating system only now, so nobody knows the numbers at compile time.
+                self._verify(folder / compilers.LIBRARY, np.random.default_rng())
+            library = (folder / compilers.LIBRARY).read_bytes()
+        except _Refused as failed:
             # A SandboxError passes through: what the machine does wrong is no verdict.
-            yield (
-                Result(self.kernel.name, outcome, stage, note, None, seconds, techniques=techniques),
-                library,
-            )
+            outcome, note = failed.outcome, _plain(str(failed))
         finally:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        return Result(self.kernel.name, outcome, stage, note, None, seconds, techniques=techniques), library
 
     def compile_own(self, kernel: Kernel) -> Path:
         """Compiles the kernel's naive program with -O3. `close` removes the library. Raises SandboxError."""

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 SAMPLER = b"torchtune_ext.sampling.client_process"
 # For each time that this process keeps off some cores: those that it could run on before.
 _kept_off: list[frozenset[int]] = []
+LOCK_S = 600.0  # seconds to wait for another timing on the same cores, or for an engine that computes there
 _LOCK_RETRY_S = 0.02
 _TELL_S = 15.0  # seconds of waiting for a lock until the log says so; most timings take less
 _WINDOW_S, _WINDOWS = 0.05, 2  # an engine is idle after _WINDOWS windows of _WINDOW_S seconds without computing

@@ -5,18 +5,19 @@ The probe (probe.py) looks at the machine before and after. Blocks go on until t
 of the median ratio to the reference are narrow, or the budget is used.
 """
 
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.child import Call, Child, ChildFailed, lay_out
-from torchtune_ext.measured.machine import alone_on, kept_off, stolen_ticks
+from torchtune_ext.measured.compiler import LIBRARY
+from torchtune_ext.measured.machine import kept_off, stolen_ticks
 from torchtune_ext.measured.probe import OWN_CPU_S, Look, Probe, Quiet
 from torchtune_ext.measured.results import Timing
 from torchtune_ext.measured.sandbox import SandboxError
@@ -33,7 +34,6 @@ FIRST_CALLS, LEAST_CALLS = 2, 3  # calls that are not counted, and the least cal
 MOST_LATE_CALLS = FIRST_CALLS + LEAST_CALLS  # of a program whose every call takes as long as it may
 MIN_BLOCKS = 6  # of a timing; from fewer ratios no interval of their median reaches 95%
 BELIEVED = 1.05  # times as fast as the roofline allows; above, a figure is no speed
-LOCK_S = 600.0  # seconds to wait for another timing on the same cores
 
 
 def interval_of_median(samples: Sequence[float], level: float = 0.95) -> tuple[float, float]:
@@ -88,14 +88,17 @@ def _is_narrow(blocks: Sequence[_Block]) -> bool:
 class Timer:
     """Times programs of one kernel, one at a time, and keeps this process's threads off the timed cores if it can.
 
+    Whoever makes a timer, or times with it, holds its cores by `machine.alone_on`.
+
     Set OPENBLAS_NUM_THREADS=1 before numpy is imported: idle threads of OpenBLAS would spin on a timed core.
 
     Args:
-        checker: compiles and locks in programs. Its `cores` are the timed ones.
+        checker: compiles and locks in programs. Its `cores` are the timed ones. It is closed with the timer.
         budget_s: seconds for one program, reference and checks included.
 
     Raises:
         Wild: the fixed kernel varies by more than 20%.
+        SandboxError: a process of ours failed.
     """
 
     def __init__(self, checker: Checker, budget_s: float = 10.0) -> None:
@@ -103,18 +106,22 @@ class Timer:
         self.rng = np.random.default_rng()
         self._quiet = Quiet()  # the reference's
         with ExitStack() as stack:
+            stack.enter_context(checker)
             stack.enter_context(kept_off(checker.cores))
-            with alone_on(checker.cores, LOCK_S):
+            try:
                 self.probe = stack.enter_context(closing(Probe(checker)))
                 library = checker.compile_own(self.kernel)
                 self._reference = stack.enter_context(checker.child(self.kernel, library, OWN_CPU_S))
                 for _ in range(4):
                     self._quiet.add(median(call.seconds for call in self._calls(self._reference)))
                 self._quiet.settle()
+            except ChildFailed as failed:
+                # So far only our own programs have run.
+                raise SandboxError(f"a process of ours ended: {failed}") from failed
             self._stack = stack.pop_all()
 
     def close(self) -> None:
-        """Ends the processes of the reference and the probe."""
+        """Ends the processes of the reference and the probe, and closes the checker."""
         self._stack.close()
 
     def __enter__(self) -> "Timer":
@@ -123,12 +130,8 @@ class Timer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def time(self, library: Path, begin: Callable[[], None] = lambda: None) -> Timing:
-        """Times a program that `Checker.checked` has found right.
-
-        Args:
-            library: the compiled program.
-            begin: called once nobody else times on these cores.
+    def time(self, library: bytes) -> Timing:
+        """Times the library of a program that `Checker.checked` has found right.
 
         Raises:
             ChildFailed: a call fails, its result is wrong, or it is faster than the machine can be.
@@ -137,16 +140,19 @@ class Timer:
         # The CPU limit leaves room for the calls that the budget does not stop, so a slow program fails by the deadline
         # of one call and not by this limit.
         cpu_s = (self.budget_s + MOST_LATE_CALLS * self.checker.deadlines.verify_s) * self.checker.threads
-        with alone_on(self.checker.cores, LOCK_S):
-            begin()
-            try:
-                with self.checker.child(self.kernel, library, cpu_s) as child:
-                    return self._time(child)
-            except ChildFailed as failed:
-                if self._reference.has_ended() or self.probe.child.has_ended():
-                    # Whatever also ended a process of ours is not the program's fault.
-                    raise SandboxError(f"processes of ours ended while a program was timed: {failed}") from failed
-                raise
+        folder = self.checker.sandbox.new_folder()
+        try:
+            (folder / LIBRARY).write_bytes(library)
+            (folder / LIBRARY).chmod(0o755)
+            with self.checker.child(self.kernel, folder / LIBRARY, cpu_s) as child:
+                return self._time(child)
+        except ChildFailed as failed:
+            if self._reference.has_ended() or self.probe.child.has_ended():
+                # Whatever also ended a process of ours is not the program's fault.
+                raise SandboxError(f"processes of ours ended while a program was timed: {failed}") from failed
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _time(self, child: Child) -> Timing:
         give_up_at = time.monotonic() + self.budget_s

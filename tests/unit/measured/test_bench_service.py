@@ -296,7 +296,7 @@ def test_waiting_for_the_cores_is_no_part_of_the_time():
         holder.join()
         assert result.outcome == "ok" and result.seconds["wait"] > 0.9
         # An engine may have begun while this waited for the cores.
-        assert looked[0] < released[0] <= looked[-1]
+        assert released[0] <= looked[0]
     finally:
         benches.CHECKERS.close()
         benches.TIMERS.close()
