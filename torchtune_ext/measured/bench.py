@@ -1,12 +1,11 @@
-"""The coordinator: texts come in, and their results come out as soon as each is there.
+"""The service that measures programs: texts come in, and each result comes out as soon as it is there.
 
-Each text is a task of an asyncio loop, which lives in a thread. Checks run in parallel, in processes that can be killed;
-timings run one after the other, in a process of their own. A program that was measured before, or is under way, is not measured
-again.
+Each text is a task of an asyncio loop in a thread. Checks run in parallel, in processes that can be killed, and timings one
+after the other, in a process of their own. A program that was measured before, or is under way, is not measured again.
 
-What a program does wrong is its result, and is never tried again. What the machine does wrong (a process that was killed, a
-sandbox that failed, a deadline of ours that passed) is tried again `RETRIES` times. Then the future raises BenchError. A timing
-that was disturbed is made once more, when no check runs beside it.
+What a program does wrong is its result. What the machine does wrong (a process was killed, a sandbox failed, a deadline of ours
+passed) is tried again `RETRIES` times, and then the future raises BenchError. A timing that was disturbed is made once more,
+while no check runs beside it.
 """
 
 import asyncio
@@ -45,29 +44,29 @@ log = logging.getLogger(__name__)
 
 RETRIES = 2  # further attempts after the machine has failed
 OWN_S = 30.0  # seconds of our own work on a program at most: inputs, references, comparisons, starts of processes
-CLOSE_S = 3.0  # seconds that processes get to end by themselves
+CLOSE_S = 3.0  # seconds for processes to end by themselves
 END_S = 40.0  # seconds for a service to end in good order
 CHECK, TIME = "check", "time"
-MAX_RESULTS = 16_384  # that are kept for equal programs; the oldest ones are dropped
-TURN_S = 0.03  # between two timings; others who wait for the cores look every 0.02 s whether they are free
-# What is computed by numpy in the processes must not spread over the cores that are timed on.
+MAX_RESULTS = 16_384  # results that are kept for equal programs
+TURN_S = 0.03  # seconds between two timings, since others who wait for the cores look at them every 0.02 s
+# numpy's own threads in the processes would run on the cores that are timed on.
 VARIABLES = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class Service:
-    """A thread with an asyncio loop, in which each text that is handed in is a task. Any thread may use it.
+    """A thread with an asyncio loop, in which each text is a task. Any thread may use it.
 
-    A subclass lives in `_serve`, which sets `_started`, and measures in `_measure`. It calls this constructor last.
+    A subclass opens and closes in `_serve`, which sets `_started`, and measures in `_measure`. It calls this constructor last.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards `_ended`: no text comes in behind the end
-        self._ended: BenchError | None = None  # why nothing is accepted any more
+        self._lock = threading.Lock()  # guards `_ended`, so that no text is accepted after the end
+        self._ended: BenchError | None = None  # the reason why no text is accepted any more
         self._pid = os.getpid()
         self._started: Future[None] = Future()
         # Made here, where an error of it (too many open files) has somebody who hears of it.
         self._loop = asyncio.new_event_loop()
-        # The kernel kills a process when the thread that has started it ends, so this one lives as long as the object.
+        # The kernel kills a process when the thread that has started it ends. So this thread lives as long as the object.
         self._thread = threading.Thread(target=self._run, name="bench", daemon=True)
         self._thread.start()
         try:
@@ -82,20 +81,20 @@ class Service:
         The future raises BenchError if the service fails, and says how.
 
         Args:
-            permitted: the techniques (`techniques.TECHNIQUES`) that the program may use: one with others is forbidden, and
-                the result names those of a program that is right. None: they are not looked for.
+            permitted: the techniques (`techniques.TECHNIQUES`) that the program may use. A program with others is forbidden,
+                and the result of a right one names those that it has. None: nobody looks for them.
 
         Raises:
             BenchError: this object is closed, has failed, or belongs to the process that this one was forked from.
             ValueError: the kernel cannot be pickled.
         """
         if os.getpid() != self._pid:
-            # The thread that would answer is not in this process, and its copy of the lock may be held for ever.
+            # A fork has no thread that would answer, and its copy of the lock may be held for ever.
             raise BenchError(f"this Bench was made by process {self._pid}, before a fork: make one in each process")
         try:
             sent = cloudpickle.dumps(kernel)
         except Exception as error:
-            # Pickling runs code of the kernel, which may raise any error.
+            # Pickling runs the user's code, which may raise any error.
             raise Mistake(
                 f"kernel {type(kernel).__name__} cannot be sent to another process: {type(error).__name__}: {error}. "
                 "Keep open files, locks and functions out of its attributes"
@@ -115,9 +114,9 @@ class Service:
             return
         self._end(BenchError(f"the {type(self).__name__} is closed"))
         with suppress(RuntimeError):
-            # The loop is closed where the service had ended before.
+            # The loop is closed if the service has failed before.
             self._loop.call_soon_threadsafe(self._serving.cancel)
-        # A callback of a future may be what closes.
+        # A callback of a future, which runs in the thread, may call this. A thread cannot join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=END_S)
 
@@ -135,12 +134,12 @@ class Service:
         raise NotImplementedError
 
     def _end(self, reason: BenchError) -> None:
-        """Records why nothing is accepted any more. Only the first reason counts."""
+        """Records why no text is accepted any more. Only the first reason counts."""
         with self._lock:
             self._ended = self._ended or reason
 
     def _run(self) -> None:
-        # A cancellation is how `close` ends it.
+        # `close` cancels it.
         with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._live())
 
@@ -151,11 +150,11 @@ class Service:
         except BenchError as error:
             self._end(error)
         except Exception as error:
-            # Whatever the error is, everyone who waits for a result has to get it.
+            # Everybody who waits for a result has to get the error, whatever it is.
             log.exception("bench: the thread failed")
             self._end(BenchError(f"the thread that serves the bench has failed: {error!r}"))
         finally:
-            # Those of texts then raise `_ended`.
+            # In `_answer`, the canceled tasks raise `_ended`.
             tasks = asyncio.all_tasks() - {self._serving}
             for task in tasks:
                 task.cancel()
@@ -176,11 +175,13 @@ class Turns:
     """Says when a check or a timing begins: checks run in parallel, timings one after the other, each kind in order.
 
     A timing that is *alone* waits until the earlier checks have ended, and later checks wait for it.
+
+    Args:
+        workers: how many checks run at a time.
     """
 
     def __init__(self, workers: int) -> None:
-        """Args: workers: how many checks run at a time."""
-        self.running: Counter[str] = Counter()
+        self.running: Counter[str] = Counter()  # turns that last, by their stage
         self._workers, self._free, self._order = workers, asyncio.Semaphore(workers), asyncio.Lock()
         self._timer = asyncio.Lock()
 
@@ -190,8 +191,8 @@ class Turns:
         async with AsyncExitStack() as stack:
             if stage == TIME:
                 await stack.enter_async_context(self._timer)
-            # A timing that is alone takes the place of every check. Checks disturb a timing on other cores, too: they share
-            # caches and memory, and two cores of a virtual machine are often one.
+            # A timing that is alone takes the place of every check, also of those on other cores. These share caches and
+            # memory with the timed core, and two cores of a virtual machine are often one.
             async with self._order:
                 for _ in range(1 if stage == CHECK else self._workers if is_alone else 0):
                     await stack.enter_async_context(self._free)
@@ -207,7 +208,7 @@ class Bench(Service):
 
     Args:
         deadlines: seconds that each stage of a check may take.
-        settings: those of `BenchConfig`; its `address` is for `RayBench`.
+        settings: those of `BenchConfig`, of which `address` is for `RayBench` only.
 
     Raises:
         ValueError: a setting is out of range, there is no compiler, or a core does not exist.
@@ -226,27 +227,21 @@ class Bench(Service):
         self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
         d = deadlines or Deadlines()
         self._fingerprint = fingerprint()
-        # Programs that are under way, and those in whose result another attempt would end, too.
+        # The programs that are under way, and those whose result another attempt would repeat.
         self._known: dict[Hashable, asyncio.Task[Result]] = {}
-        self._is_shared = bool(set(checked) & set(timed))
+        self._is_shared = bool(set(checked) & set(timed))  # checks and timings run on the same cores
         workers = config.workers or len(checked)
         self._turns = Turns(workers)
-        make = partial(
-            Checker,
-            compiler=toolchain,
-            threads=config.threads,
-            namespaces=config.namespaces,
-            deadlines=d,
-        )
+        make = partial(Checker, compiler=toolchain, threads=config.threads, namespaces=config.namespaces, deadlines=d)
         self._targets = {
             CHECK: (partial(check_program, make, checked), workers, "checking"),
             TIME: (partial(time_program, make, checked, timed, config.budget_s), 1, "timing"),
         }
         check_s = d.screen_s + d.compile_s + START_S + d.load_s + 2 * d.verify_s + OWN_S
-        # A kernel's checker probes the machine and checks the kernel's own program first.
+        # The first program of a kernel waits for its checker, which probes the machine and checks the kernel's own program.
         self._timeouts = {CHECK: 4 * PROBE_S + 2 * check_s}
-        # Others may time on the cores, or an engine compute there, before the timer is made and again behind it. When the
-        # budget ends, a last block may begin, with calls of the reference as well.
+        # The timing waits for its cores, for engines, and for engines once more after the timer was made. When the budget
+        # ends, a last block may begin, which has calls of the reference as well.
         calls = MOST_LATE_CALLS + LEAST_CALLS
         timed_s = 3 * LOCK_S + START_S + d.load_s + config.budget_s + calls * d.verify_s + OWN_S
         self._timeouts[TIME] = self._timeouts[CHECK] + timed_s
@@ -264,9 +259,9 @@ class Bench(Service):
                 pool.close(self._ended or BenchError("the Bench could not start"), CLOSE_S)
 
     async def _measure(self, kernel: Kernel, sent: bytes, text: str, permitted: tuple[str, ...] | None) -> Result:
-        # What a result depends on.
+        # Everything that a result depends on.
         key = kernel_key(kernel), prototype(kernel), kernel.naive, tuple(kernel.forbidden), extract(text), permitted
-        # Who asks first may give up, and others wait for the same program.
+        # Others may wait for the same program, so one who gives up must not cancel its task. Hence the shields.
         if (task := self._known.get(key)) is not None:
             return replace(await asyncio.shield(task), is_cached=True)
         task = self._known[key] = asyncio.create_task(self._work(kernel, sent, text, permitted))
@@ -274,7 +269,7 @@ class Bench(Service):
         return await asyncio.shield(task)
 
     def _done(self, key: Hashable, task: "asyncio.Task[Result]") -> None:
-        """Forgets a program that another attempt may end otherwise, and the oldest one where there are too many."""
+        """Forgets a program of which another attempt may end otherwise, and the oldest one if there are too many."""
         if task.cancelled() or task.exception() is not None or not would_repeat(task.result()):
             self._known.pop(key, None)
         elif len(self._known) > MAX_RESULTS:
@@ -288,6 +283,7 @@ class Bench(Service):
             checked, library = await self._attempted(CHECK, kernel.name, *its, text, permitted)
         result = checked
         seconds.update(checked.seconds)
+        # A timing that was disturbed is made once more.
         for is_alone in (self._is_shared, True) if checked.outcome == "ok" else ():
             async with self._turns.take(TIME, is_alone):
                 result = await self._attempted(TIME, kernel.name, *its, kernel.name, library)
@@ -298,14 +294,14 @@ class Bench(Service):
         return replace(result, seconds=dict(seconds), **found)
 
     async def _attempted(self, stage: str, kernel: str, *what: Any) -> Any:
-        """Calls one of the processes, again where the machine fails.
+        """Calls one of the processes, and again if the machine fails.
 
         Raises:
             BenchError: it has failed too often.
         """
 
         def otherwise(kind: str, cause: str) -> Failed:
-            # An error that a kernel or our own code raises would come again. Processes do not end, or hang, by themselves.
+            # An error that a kernel or our own code raises would come again. If a process dies or hangs, it is the machine.
             return Failed(f"the {stage} process died: {cause}" if kind == "died" else cause, is_final=kind == "raised")
 
         for attempt in range(1, RETRIES + 2):
@@ -324,18 +320,19 @@ class Bench(Service):
 
 
 def would_repeat(result: Result) -> bool:
-    """Tells whether another attempt would end in the same way; other results say something about the machine at that moment."""
+    """Tells whether another attempt would end in the same way."""
+    # The other results say something about the machine at that moment.
     is_passing = result.outcome in ("timeout", NOISY) or result.note.startswith(KILLED)
     return not is_passing and not (result.timing is not None and result.timing.disturbed)
 
 
 def kernel_key(kernel: Kernel) -> str:
-    """Returns a name that tells kernels, and their timed sizes, apart."""
+    """Returns a name that tells kernels and their timed sizes apart."""
     kind = type(kernel)
     return f"{kind.__module__}.{kind.__qualname__} {kernel.name} {dict(kernel.timed)}"
 
 
-# What the processes do. They keep what a kernel needs from one call to the next ---------------------------------------
+# What the processes do ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +344,7 @@ class Failed:
 
 
 class Kept(dict[str, Any]):
-    """What was made for each kernel. It is closed when it is dropped, and at the end of the process."""
+    """What a process keeps for each kernel from one call to the next. It is closed when it is dropped, and at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +359,6 @@ class Kept(dict[str, Any]):
             self.drop(key)
 
 
-# They belong to this process.
 CHECKERS, TIMERS = Kept(), Kept()
 
 
@@ -408,7 +404,7 @@ def time_program(
     """
     start, begun_at, outcome, note, timing = time.monotonic(), None, "ok", "", None
     if not TIMERS:
-        # The process that started this one may keep off some of them.
+        # The process that started this one may keep off the timed cores (`kept_off`), and this one has inherited that.
         os.sched_setaffinity(0, {*check_cores, *cores})
     # Between two timings, others who wait for these cores get a turn.
     time.sleep(TURN_S)
@@ -441,5 +437,5 @@ def time_program(
 
 
 def _failed(error: Exception) -> Failed:
-    # After a long wait in vain there is no second one.
+    # Whoever has waited in vain for another timing, or for an engine, does not wait that long once more.
     return Failed(f"{type(error).__name__}: {error}", isinstance(error, TimeoutError))

@@ -1,12 +1,9 @@
 """The process that runs a candidate's function, seen from outside: its arrays, its calls, and its clock.
 
-The child shares only the arrays with this process. Inputs are mapped so that nobody but this process can ever write them.
-Everything that the child says may be a lie, so it decides nothing. The clock is read here. It starts when all threads of the
-child sleep, and stops when all sleep again; the results are copied while they sleep, and CPU seconds that were used between
-two calls are added to the second. So neither an early answer nor a thread that works between the calls gains anything.
-
-Linux brings the CPU clock of a process that runs up to date at ticks only, every 4 ms or so. Once its threads sleep it is
-exact.
+The child shares only the arrays with this process, and only this process can write the inputs. What the child says may be a
+lie, so the clock is read here. It starts when all threads of the child sleep, and stops when all sleep again. The results are
+copied while they sleep, and CPU seconds that were used between two calls are added to the second. So neither an early answer
+nor a thread that works between the calls gains anything.
 """
 
 import fcntl
@@ -28,37 +25,33 @@ from typing import NoReturn
 import numpy as np
 
 from torchtune_ext.measured.kernel import Kernel, Size
-from torchtune_ext.measured.sandbox import (
-    Limits,
-    Sandbox,
-    SandboxError,
-    clean_environment,
-    exit_cause,
-)
+from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment, exit_cause
 
 START_S = 20.0  # seconds until the sandbox is locked in; under load a process may start late
 END_S = 5.0  # seconds until a killed process is gone
-GLANCES = 20  # how often one looks at a child without a pause; then every `GLANCE_S` seconds
+GLANCES = 20  # looks at a child without a pause between them; the later ones are `GLANCE_S` seconds apart
 GLANCE_S = 50e-6
-_MESSAGE = struct.Struct("<IIQ24Q")
-_READY, _LOADED, _PLACE, _CALL, _DONE = range(1, 6)
+_WORDS = 24  # of a message (sandbox.c)
+_MESSAGE = struct.Struct(f"<IIQ{_WORDS}Q")  # kind, count of arrays, number, words
+_PLACE, _CALL = 1, 2  # the kinds
 PAGE = mmap.PAGESIZE
 ALIGNMENT = 64  # bytes; every array starts at an address that this divides
-# NaNs with a payload that no computation produces: one is the content of outputs before a call, one lies around arrays.
+# NaNs with a payload that no computation produces. One fills the outputs before a call, one the rest of their pages.
 POISON = np.frombuffer(struct.pack("<Q", 0x7FF8_0BAD_0BAD_0BAD))
 CANARY = np.frombuffer(struct.pack("<Q", 0x7FF8_CA4A_4CA4_A4CA))
-_F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>; not in the module fcntl
+_F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>, which the module fcntl lacks
 
 
 class Shared:
-    """Memory that a child can map. `writable`: the child may write it."""
+    """Memory that a child can map, and write if it is `writable`."""
 
     def __init__(self, name: str, nbytes: int, writable: bool) -> None:
         self.file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.file, nbytes)
             self.memory = mmap.mmap(self.file, nbytes)
-            # A file that shrinks would kill this process when it looks. Seals are for ever.
+            # If the child could shrink the file, this process would be killed when it reads what is gone. Nobody can undo
+            # a seal.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, seals | (0 if writable else _F_SEAL_FUTURE_WRITE))
         except BaseException:
@@ -72,7 +65,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an array lies in the arena. Around its pages is memory that cannot be touched."""
+    """Where an array lies in the arena. The pages before and after its own cannot be touched."""
 
     name: str
     shape: tuple[int, ...]
@@ -92,7 +85,7 @@ def pages(nbytes: int) -> int:
 
 
 def arena_size(kernel: Kernel, largest: Size) -> int:
-    """Returns how many bytes of address space arrays of the largest size need, with room to lie elsewhere."""
+    """Returns the bytes of address space for arrays of the largest size, with room to lie in other places."""
     need = sum(pages(8 * math.prod(shape)) + PAGE for shape in kernel.shapes(largest).values())
     return 2 * need + 64 * PAGE
 
@@ -100,13 +93,15 @@ def arena_size(kernel: Kernel, largest: Size) -> int:
 def lay_out(kernel: Kernel, size: Size, arena_bytes: int, at_end: bool, rng: np.random.Generator) -> tuple[Place, ...]:
     """Puts the arrays at random pages, in random order, with pages between them that cannot be touched.
 
-    at_end: an array ends where its last page ends (as far as its alignment allows), so that a step too far is seen;
-    otherwise it starts where its first page starts, so that a step before it is seen.
+    Args:
+        at_end: an array ends where its last page ends, as far as its alignment allows, so that a step behind it is seen.
+            Otherwise it starts where its first page starts, so that a step before it is seen.
     """
     shapes = kernel.shapes(size)
     nbytes = {p.name: 8 * math.prod(shapes[p.name]) for p in kernel.parameters}
     free = arena_bytes // PAGE - sum(pages(n) // PAGE + 1 for n in nbytes.values()) - 1
-    cuts = np.sort(rng.integers(0, free + 1, len(nbytes)))  # the free pages are dealt out before, between and after
+    # The free pages are divided at random among the gaps before, between and behind the arrays.
+    cuts = np.sort(rng.integers(0, free + 1, len(nbytes)))
     places, used = {}, 1
     for skipped, index in zip(cuts, rng.permutation(len(nbytes)), strict=True):
         parameter = kernel.parameters[index]
@@ -125,7 +120,7 @@ class ChildFailed(Exception):
 
     Attributes:
         outcome: "timeout", "runtime_error" or "wrong_result".
-        cpu_s: of a timeout: CPU seconds of all threads of the process.
+        cpu_s: in a timeout, the CPU seconds of all threads of the process.
     """
 
     def __init__(self, outcome: str, note: str, cpu_s: float = 0.0) -> None:
@@ -137,10 +132,10 @@ class ChildFailed(Exception):
 class Call:
     """One call of the function."""
 
-    seconds: float  # until all its threads sleep; with the CPU seconds that they used since the call before
-    cpu_s: float  # CPU seconds of all its threads since the call before
-    waited_s: float  # seconds for which its first thread wanted to run, but another process had the core
-    outputs: Mapping[str, np.ndarray]  # copies of its results, made while the process slept
+    seconds: float  # until all threads slept, and the CPU seconds that they used between the call before and this one
+    cpu_s: float  # CPU seconds of all threads since the call before
+    waited_s: float  # seconds for which the first thread wanted to run, but another process had the core
+    outputs: Mapping[str, np.ndarray]  # copies of the results, made while the process slept
 
 
 def _state(file: int) -> tuple[bytes, int]:
@@ -154,11 +149,11 @@ class Child:
 
     Args:
         sandbox: how to lock it in.
-        library: the shared object; its code runs as soon as it is loaded.
+        library: the shared object, whose code may run as soon as it is loaded.
         kernel: what it should compute.
         arena_bytes: address space for the arrays.
         cores: the cores that it runs on.
-        threads: how many threads OpenMP may use.
+        threads: the threads that OpenMP may use.
         limits: what it may use.
         load_s: seconds for loading.
 
@@ -191,12 +186,13 @@ class Child:
                 raise SandboxError(f"no room for {2 * arena_bytes / 1e9:.3g} GB of arrays: {error}") from error
             self._files = files.pop_all()
         self._places: tuple[Place, ...] = ()
-        self._number = 0  # of the last message
+        self._number = 0  # of the last message, which the answer repeats
         self._closed = False
-        # A handle of the process that runs the candidate, and the kernel's files on its first thread.
+        self.pid = 0  # of the process that runs the candidate, as soon as that is locked in
+        # A handle of that process, and the kernel's files about its first thread.
         self._pidfd = self._stat = self._schedule = -1
-        # Its CPU clock when it was last seen asleep, and what it used meanwhile, between two calls.
-        self._idle_ns = self._owed_ns = 0
+        self._idle_ns = 0  # its CPU clock when it was last seen asleep
+        self._owed_ns = 0  # what it has used since the last call, and what the next call has to pay for
         self._process: subprocess.Popen | None = None
         try:
             with theirs:
@@ -212,8 +208,9 @@ class Child:
                     start_new_session=True,
                     cwd="/",
                 )
-            self._arena = self._receive(_READY, START_S, locked_in=False)
-            self._receive(_LOADED, load_s)
+            # It says twice, unasked, that it has come so far: locked in, and with the library loaded.
+            self._arena = self._receive(START_S)
+            self._receive(load_s)
             self._idle_ns = self._sleep_ns(load_s)
         except OSError as error:
             self.close()
@@ -227,22 +224,24 @@ class Child:
         return self._closed or self._process.poll() is not None
 
     def cpu_ns(self) -> int:
-        """Returns the CPU nanoseconds that all threads of the child have used so far. It is exact while they sleep."""
+        """Returns the CPU nanoseconds that all threads of the child have used so far."""
+        # Linux counts them at ticks, every 4 ms or so, while a thread runs. The clock is exact once all threads sleep.
+        # Python lacks clock_getcpuclockid(3): see `_cpu_ns` of machine.py.
         try:
             return time.clock_gettime_ns(~self.pid << 3 | 2)
         except OSError:
             self._fail()
 
     def restless_s(self) -> float:
-        """Returns the CPU seconds that its threads have used since the last call, while nobody had asked for anything."""
+        """Returns the CPU seconds that its threads have used since the last call, for nothing that was asked."""
         return (self._owed_ns + self._sleep_ns(START_S) - self._idle_ns) * 1e-9
 
     def place(self, places: Sequence[Place]) -> None:
-        """Maps the arrays of the next calls, and fills the rest of their pages."""
+        """Maps the arrays of the next calls, and fills the rest of their pages with `CANARY`."""
         words = [word for place in places for word in (place.first_page, place.pages_bytes, int(place.is_output))]
         self._owed_ns += self._sleep_ns(START_S) - self._idle_ns
         self._send(_PLACE, len(places), words)
-        self._receive(_DONE, START_S)
+        self._receive(START_S)
         self._places = tuple(places)
         for place in self._places:
             for around in self._around(place):
@@ -253,7 +252,7 @@ class Child:
         """Writes the inputs, poisons the outputs, calls the function once, and copies its results.
 
         Raises:
-            ChildFailed: it does not end within `deadline_s`, crashes, says something that nobody asked, writes beside its
+            ChildFailed: it does not end within `deadline_s`, crashes, answers what nobody has asked, writes beside its
                 outputs, or changes an input.
         """
         views = {place.name: self._array(place) for place in self._places}
@@ -267,12 +266,13 @@ class Child:
         ran_ns, waited_ns = self._scheduled_ns()
         start = time.perf_counter_ns()
         self._send(_CALL, len(arguments), arguments)
-        self._receive(_DONE, deadline_s)
+        self._receive(deadline_s)
         while True:
             asleep_ns = self._sleep_ns(deadline_s - (time.perf_counter_ns() - start) * 1e-9)
             end = time.perf_counter_ns()
             outputs = {place.name: views[place.name].copy() for place in self._places if place.is_output}
-            # The clock may lag behind a thread that is about to sleep. If it moved since, the results are copied again.
+            # A thread may have woken up while the results were copied, or the clock may have lagged behind one that was
+            # about to sleep. If the clock has moved since, the results are copied again.
             if self._asleep() and self.cpu_ns() == asleep_ns:
                 break
             if end - start > deadline_s * 1e9:
@@ -280,7 +280,7 @@ class Child:
         self._require_untouched(inputs, views)
         cpu_ns, self._owed_ns, self._idle_ns = self._owed_ns + asleep_ns - self._idle_ns, 0, asleep_ns
         ran_ns, waited_ns = (now - then for now, then in zip(self._scheduled_ns(), (ran_ns, waited_ns), strict=True))
-        # Where it waited while other threads of its own ran, those may have been in its way.
+        # While other threads of its own ran, those may have been in the way of the first one. So their time is taken off.
         waited_ns = max(0, waited_ns - max(0, asleep_ns - before_ns - ran_ns))
         return Call((end - start + owed_ns) * 1e-9, cpu_ns * 1e-9, waited_ns * 1e-9, outputs)
 
@@ -297,7 +297,7 @@ class Child:
                 pass
             self._process.wait()
         if self._pidfd >= 0:
-            # Inside of namespaces it is no child of ours, and ends a little later than bubblewrap, which is.
+            # Inside namespaces it is a child of bubblewrap and not of this process, and it ends a little later.
             end = select.poll()
             end.register(self._pidfd, select.POLLIN)
             end.poll(END_S * 1e3)
@@ -314,10 +314,13 @@ class Child:
         self.close()
 
     def _asleep(self) -> bool:
+        """Tells whether all threads of the child sleep."""
         try:
             state, threads = _state(self._stat)
+            # It has ended, but nobody has waited for it yet.
             if state in (b"Z", b"X") and threads <= 1:
-                self._fail()  # it has ended, but has not been waited for
+                self._fail()
+            # Most programs have one thread, and the kernel's list of the others need not be read.
             if state != b"S" or threads == 1:
                 return state == b"S"
             for thread in os.listdir(f"/proc/{self.pid}/task"):
@@ -337,7 +340,7 @@ class Child:
             self._fail()
 
     def _scheduled_ns(self) -> tuple[int, int]:
-        """Returns for how long the first thread has run, and was ready to but could not; zeros if the kernel counts neither."""
+        """Returns for how long the first thread has run, and has waited for a core. Both are 0 if the kernel does not count."""
         if self._schedule < 0:
             return 0, 0
         try:
@@ -347,7 +350,7 @@ class Child:
             self._fail()
 
     def _sleep_ns(self, deadline_s: float) -> int:
-        """Waits until the child sleeps, and returns its CPU clock."""
+        """Waits until all threads of the child sleep, and returns its CPU clock."""
         end = time.monotonic() + deadline_s
         glances = 0
         while not self._asleep():
@@ -360,35 +363,36 @@ class Child:
 
     def _send(self, kind: int, count: int, words: Sequence[int]) -> None:
         self._number += 1
-        padded = [*words, *[0] * (24 - len(words))]
+        padded = [*words, *[0] * (_WORDS - len(words))]
         try:
             self._socket.settimeout(START_S)
             self._socket.send(_MESSAGE.pack(kind, count, self._number, *padded))
         except OSError:
-            # It has ended. Waiting for its answer finds out how.
+            # It has ended. Who waits for the answer finds out how.
             pass
 
-    def _receive(self, kind: int, deadline_s: float, locked_in: bool = True) -> int:
+    def _receive(self, deadline_s: float) -> int:
+        """Waits for the answer to the last message, and returns its first word."""
         self._socket.settimeout(deadline_s)
         try:
             data, extra, _, _ = self._socket.recvmsg(_MESSAGE.size + 1, socket.CMSG_SPACE(12))
         except TimeoutError:
-            if not locked_in:
+            if not self.pid:
                 self.close()
                 raise SandboxError(f"a locked-in process did not start within {deadline_s:g} s") from None
-            what = "loading the library" if kind == _LOADED else "a call"
+            what = "a call" if self._number else "loading the library"
             self._late(f"{what} did not end within {deadline_s:g} s")
         except OSError:
             data, extra = b"", []
         if not data:
-            self._fail(locked_in)
-        message = _MESSAGE.unpack(data) if len(data) == _MESSAGE.size else (0, 0, 0, 0)
-        if message[0] != kind or (kind == _DONE and message[2] != self._number):
+            self._fail()
+        _, _, number, word, *_ = _MESSAGE.unpack(data) if len(data) == _MESSAGE.size else (0, 0, -1, 0)
+        if number != self._number:
             self.close()
             raise ChildFailed("runtime_error", "it answered what nobody had asked: it meddles with the measurement")
-        if kind == _READY:
-            # The process that runs the candidate: inside of namespaces it is not the one that was started. The kernel says who
-            # the sender is, in the numbers of our namespace.
+        if not self.pid:
+            # Inside namespaces, the process that runs the candidate is not the one that was started. The kernel says who
+            # has sent the message, in the numbers of our namespace.
             self.pid = struct.unpack("iii", extra[0][2])[0]
             try:
                 self._pidfd = os.pidfd_open(self.pid)
@@ -398,9 +402,10 @@ class Child:
                     self._schedule = os.open(f"{folder}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             except (ProcessLookupError, FileNotFoundError):
                 self._fail()
-        return message[3]
+        return word
 
-    def _fail(self, locked_in: bool = True) -> NoReturn:
+    def _fail(self) -> NoReturn:
+        """Raises how the child has ended."""
         try:
             status = self._process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
@@ -408,15 +413,16 @@ class Child:
             raise ChildFailed("runtime_error", "it closed its connection: it meddles with the measurement") from None
         output = os.pread(self._errors, 2000, 0).decode(errors="replace").strip()
         self.close()
-        if not locked_in:
+        # Nothing of the candidate has run before the first message.
+        if not self.pid:
             raise SandboxError(f"a process could not be locked in: {output or exit_cause(status)}")
+        # bubblewrap exits with 128 and the number of the signal that ended its child.
         if status > 128:
-            status = 128 - status  # bubblewrap's way to say that a signal ended its child
-        cause = (
-            exit_cause(status)
-            if status < 0
-            else "it ended the process by itself" + (f" with exit status {status}" if status else "")
-        )
+            status = 128 - status
+        if status < 0:
+            cause = exit_cause(status)
+        else:
+            cause = "it ended the process by itself" + (f" with exit status {status}" if status else "")
         raise ChildFailed("runtime_error", f"{cause}; it said: {output}" if output else cause)
 
     def _fail_awake(self) -> NoReturn:
@@ -435,7 +441,7 @@ class Child:
         return self._outputs.bytes if place.is_output else self._inputs.bytes
 
     def _around(self, place: Place) -> tuple[np.ndarray, np.ndarray]:
-        """What lies before and after the array in its pages."""
+        """Returns what lies before and behind the array in its pages."""
         memory, end = self._memory(place), place.first_page + place.pages_bytes
         return memory[place.first_page : place.start], memory[place.start + place.nbytes : end]
 

@@ -55,9 +55,8 @@ class RayBench(Service):
             )
         if find_spec("ray") is None:
             raise Mistake("bench.address needs Ray: pip install 'torchtune-ext[ray]', here and on each machine")
-        self._first = [address, (version(), pickle.dumps({**settings, "deadlines": deadlines}), list(sys.path))]
+        self._start_with = address, version(), pickle.dumps({**settings, "deadlines": deadlines}), list(sys.path)
         self._process: ChildProcess | None = None  # Ray's driver
-        self._refusal = ""  # why Ray's process cannot join the cluster
         super().__init__()
 
     async def _serve(self) -> None:
@@ -67,28 +66,24 @@ class RayBench(Service):
         with tempfile.NamedTemporaryFile(prefix="ray-") as printed:
             path = Path(printed.name)
             self._process = ChildProcess(
-                "Ray's process", "torchtune_ext.measured.ray_process", path, self._hear, self._first
+                "Ray's process",
+                "torchtune_ext.measured.ray_process",
+                path,
+                lambda kind, words: log.warning("bench on Ray: %s", words),
             )
             try:
-                for line in await self._process.ask("start"):
+                for line in await self._process.ask("start", *self._start_with):
                     log.info("bench on Ray: %s", line)
                 self._started.set_result(None)
                 await self._loop.create_future()  # until it is closed
             except CoreLost as lost:
-                tail = log_tail(path, 0)[-MAX_PRINTED:] if self._process.dead and not self._refusal else ""
-                raise BenchError(self._refusal or (f"{lost}; it had printed:\n{tail}" if tail else str(lost))) from None
+                tail = log_tail(path, 0)[-MAX_PRINTED:] if self._process.dead else ""
+                raise BenchError(f"{lost}; it had printed:\n{tail}" if tail else str(lost)) from None
             finally:
                 with suppress(CoreLost):
                     async with within(CLOSE_S, "no end"):
                         await self._process.ask("close")
                 await self._process.stop()
-
-    def _hear(self, kind: str, words: str) -> None:
-        # Ray's process says these things unasked.
-        if kind == "unreachable":
-            self._refusal = words
-        else:
-            log.warning("bench on Ray: %s", words)
 
     async def _measure(self, kernel: Kernel, sent: bytes, text: str, permitted: tuple[str, ...] | None) -> Result:
         try:

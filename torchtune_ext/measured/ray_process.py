@@ -2,9 +2,7 @@
 
     python -P -m torchtune_ext.measured.ray_process SOCKET PARENT
 
-The first frame holds (address of the cluster, arguments of `Host.start`); then the trainer asks as
-`child_process.ChildProcess` does. Unasked it says (0, "unreachable", why) and ends, if the cluster cannot be joined;
-and (0, "gone", which machine is lost, and why).
+The trainer asks as `child_process.ChildProcess` does. Unasked the process says (0, "gone", which machine is lost, and why).
 """
 
 import asyncio
@@ -16,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_ext.measured.ray_connect import Refused, connect, member_command
+from torchtune_ext.measured.ray_connect import connect, member_command
 from torchtune_ext.run.errors import Failure, text_of
 from torchtune_ext.run.parent import die_with_parent
-from torchtune_ext.sampling.child_process import Frames, pack, receive
+from torchtune_ext.sampling.child_process import Frames
 
 RESOURCE = "bench_host"  # of Ray, which the machines that measure carry
 CLOSE_S = 10.0  # seconds for the actors to end their processes
@@ -118,8 +116,7 @@ class Machine:
 class Driver:
     """Does what the trainer asks of Ray."""
 
-    def __init__(self, ray: Any, start_with: tuple) -> None:
-        self._ray, self._start_with = ray, start_with
+    def __init__(self) -> None:
         self._machines: list[Machine] = []  # those that measure
         self._tasks: set[asyncio.Task] = set()  # what the trainer waits for
         self._gone = asyncio.Event()  # the trainer has closed its end
@@ -147,12 +144,21 @@ class Driver:
             answer = ("lost", text_of(error))
         self._frames.say((number, *answer))
 
-    async def start(self) -> list[str]:
-        """Makes an actor on each machine that carries the resource. Returns a line about each of them.
+    async def start(self, address: str, *start_with: Any) -> list[str]:
+        """Joins the cluster, and makes an actor on each machine that carries the resource.
+
+        Args:
+            address: of the cluster.
+            start_with: the arguments of `Host.start`.
+
+        Returns:
+            A line about each of these machines.
 
         Raises:
-            Failure: no machine can measure.
+            Failure: the cluster cannot be joined, or no machine of it can measure.
         """
+        # If Ray does not answer at all, this process ends, and the trainer reads what it has printed.
+        self._ray, self._start_with = connect(address, lambda why: print(why, flush=True)), start_with
         nodes = [node for node in await asyncio.to_thread(self._ray.nodes) if node["Alive"]]
         nodes = [node for node in nodes if RESOURCE in node["Resources"]]
         if not nodes:
@@ -190,8 +196,8 @@ class Driver:
 
     async def close(self) -> None:
         """Has all actors end their processes and remove their folders."""
-        closing = [machine.actor.close.remote() for machine in self._machines]
-        await asyncio.to_thread(self._ray.wait, closing, num_returns=len(closing), timeout=CLOSE_S)
+        if closing := [machine.actor.close.remote() for machine in self._machines]:
+            await asyncio.to_thread(self._ray.wait, closing, num_returns=len(closing), timeout=CLOSE_S)
 
     async def _start(self, node: dict[str, Any]) -> str:
         """Makes the actor of a machine. It waits until there is place for it. Returns what became of it, for people."""
@@ -224,18 +230,7 @@ def main(fd: int, parent: int) -> None:
     die_with_parent(parent)
     # Ray adds the working directory to sys.path on every machine, where it may be anything.
     os.chdir("/")
-    end = socket.socket(fileno=fd)
-
-    def refuse(why: str) -> None:
-        end.sendall(pack([(0, "unreachable", why)]))
-
-    address, start_with = receive(end)
-    try:
-        ray = connect(address, refuse)
-    except Refused as refused:
-        refuse(str(refused))
-        return
-    asyncio.run(Driver(ray, start_with).serve(end))
+    asyncio.run(Driver().serve(socket.socket(fileno=fd)))
 
 
 if __name__ == "__main__":

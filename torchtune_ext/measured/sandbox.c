@@ -23,9 +23,9 @@
    Whatever it says after the library is loaded may be a lie of the library. It exits with 125 if it could not lock itself
    in; nothing that is not trusted has run then.
 
-   Messages of `call` (see child.py): it sends READY with the address of the arena, where the caller wants arrays, loads
-   the library, sends LOADED, and then answers each message with DONE and the same number. The file descriptor INPUTS holds
-   the arrays that the function may only read, OUTPUTS those that it may write. */
+   Messages of `call` (see child.py): it sends the number 0 with the address of the arena, where the caller wants arrays,
+   loads the library, sends the number 0 once more, and then answers each message with its number. The file descriptor
+   INPUTS holds the arrays that the function may only read, OUTPUTS those that it may write. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -384,7 +384,7 @@ static int enter(char **words, const struct options *options) {
     return REFUSED;
 }
 
-enum kind { READY = 1, LOADED = 2, PLACE = 3, CALL = 4, DONE = 5 };
+enum { PLACE = 1, CALL = 2 }; /* the kinds of messages */
 enum { MAX_ARRAYS = 8 };
 
 struct message {
@@ -395,8 +395,8 @@ struct message {
 
 static int talk; /* the socket to the caller */
 
-static void say(enum kind kind, uint64_t number, uint64_t word) {
-    struct message message = {.kind = kind, .number = number, .words = {word}};
+static void answer(uint64_t number, uint64_t word) {
+    struct message message = {.number = number, .words = {word}};
     if (write(talk, &message, sizeof message) != sizeof message)
         _exit(REFUSED);
 }
@@ -432,14 +432,14 @@ static int call(char **words, const struct options *options) {
     if (arena == MAP_FAILED)
         refuse("the arena of the arrays");
     lock_in(options, 1);
-    say(READY, 0, (uint64_t)(uintptr_t)arena);
+    answer(0, (uint64_t)(uintptr_t)arena);
     void *library = dlopen(words[0], RTLD_NOW | RTLD_LOCAL);
     function_of_words *function = library ? (function_of_words *)(uintptr_t)dlsym(library, words[1]) : NULL;
     if (function == NULL) {
         fprintf(stderr, "%s\n", dlerror());
         return UNLOADED;
     }
-    say(LOADED, 0, 0);
+    answer(0, 0);
     struct message message;
     while (read(talk, &message, sizeof message) == sizeof message) {
         const uint64_t *w = message.words;
@@ -447,7 +447,7 @@ static int call(char **words, const struct options *options) {
             place(arena, arena_bytes, files, &message);
         else if (message.kind == CALL)
             function(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]);
-        say(DONE, message.number, 0);
+        answer(message.number, 0);
     }
     return 0;
 }

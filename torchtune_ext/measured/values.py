@@ -1,4 +1,4 @@
-"""What is known of the numbers of a program while it is read: where they come from, and with which loops they change."""
+"""What is known of the numbers of a program while it is read: their origin, and the loops that they change with."""
 
 import operator
 from dataclasses import dataclass, field
@@ -24,8 +24,8 @@ _FOLDED = {
     "||": lambda a, b: a != 0 or b != 0,
 }
 NOTHING: frozenset = frozenset()
-# One piece of the work, a product of numbers of all inputs (one number, if there is one input): the inputs, each with a loop
-# that chooses its number.
+# A piece of the work is a product of numbers of all inputs, or a number if there is only one input. It is known by its inputs,
+# each with a loop that chooses the number.
 Item = frozenset[tuple[str, int]]
 
 
@@ -34,27 +34,27 @@ class Use:
     """A technique that a program uses."""
 
     technique: str  # one of TECHNIQUES
-    line: int  # of the source, where it is first seen
-    words: str  # what was seen, for the model and for people
+    line: int  # the line of the source where it is seen
+    words: str  # what is seen there, for the model and for people
 
 
 class Loop(NamedTuple):
-    """A loop of the program, each time that it is reached on another way a loop of its own."""
+    """A loop of the program. A loop that is reached on several ways is several loops."""
 
-    name: str  # of the variable that it counts with
-    trip: int | None  # how often it runs, where that is a constant
+    name: str  # the name of its variable
+    trip: int | None  # the number of its steps, None if that is not a constant
     line: int
 
 
 class Value(NamedTuple):
     """What an expression can be: a number, an index, a pointer."""
 
-    places: frozenset["Place"] = NOTHING  # that it points to
-    loops: frozenset[int] = NOTHING  # that it changes with
+    places: frozenset["Place"] = NOTHING  # the places that it points to
+    loops: frozenset[int] = NOTHING  # the loops that it changes with
     origins: frozenset[str] = NOTHING  # the inputs whose numbers are in it
-    items: tuple[Item, ...] = ()  # the work that is in it and not added up yet
-    is_computed: bool = False  # more than a copy of a number
-    reads: frozenset["Place"] = NOTHING  # the variables of the program that it was read from
+    items: tuple[Item, ...] = ()  # the work that is in it and is not added up yet
+    is_computed: bool = False  # it is more than a copy of a number
+    reads: frozenset["Place"] = NOTHING  # the variables that it was read from
     constant: int | None = None
 
 
@@ -65,28 +65,28 @@ class Place:
     name: str
     kind: str = "local"  # or "input", "output", "function"
     is_array: bool = False  # its name is its address
-    depth: int = 0  # how many subscripts lead to a number
-    numbers: int | None = 1  # how many it holds, None if that is not a constant
+    depth: int = 0  # the number of subscripts that lead to a number
+    numbers: int | None = 1  # the count of its numbers, None if that is not a constant
     branch: tuple[int, ...] = ()  # the way of each `if` around its declaration
     content: Value = field(default_factory=Value)
-    reset: frozenset[int] = NOTHING  # the loops around the place where it was set last
-    vector: Use | None = None  # what reading it uses, if it holds vectors
+    reset: frozenset[int] = NOTHING  # the loops around the statement that has set it last
+    vector: Use | None = None  # the technique of whoever reads it, if it holds vectors
 
 
 class Site(NamedTuple):
-    """A place of the program where a piece of the work is added to a sum or stored."""
+    """A line of the program that adds a piece of the work to a sum, or stores it."""
 
     nest: tuple[int, ...]  # the loops around it, from the outermost
     branch: tuple[int, ...]  # the way of each `if` around it
-    place: Place  # that it is added to
-    index_loops: frozenset[int]  # those that choose where in it
-    reset_loops: frozenset[int]  # of a local place, those that begin it anew
+    place: Place  # the sum
+    index_loops: frozenset[int]  # the loops that choose a number of it
+    reset_loops: frozenset[int]  # the loops that set it anew, if it is local
     item: Item
     line: int
 
 
 def join(*values: Value) -> Value:
-    """Returns what is true of any of these."""
+    """Returns a value that is any of these."""
     if len(values) < 2:
         return values[0] if values else Value()
     constants = {value.constant for value in values}
@@ -102,12 +102,12 @@ def join(*values: Value) -> Value:
 
 
 def folded(sign: str, left: int | None, right: int | None) -> int | None:
-    """Returns the result of an operator on two constants, None if it is not known."""
+    """Returns the result of an operator on two constants, or None if it is not known."""
     if left is None or right is None or sign not in _FOLDED:
         return None
     try:
         number = int(_FOLDED[sign](left, right))
     except (ZeroDivisionError, ValueError):
-        # The second is a shift by less than nothing.
+        # Python raises ValueError for a negative shift.
         return None
     return number if abs(number) < MAX_CONSTANT else None

@@ -38,7 +38,7 @@ static void burn(double seconds) {
 }
 static void doze(double seconds) { struct timespec t = {0, (long)(1e9 * seconds)}; nanosleep(&t, NULL); }
 struct message { uint32_t kind, count; uint64_t number, words[24]; };
-static void say(int kind, uint64_t number) { struct message m = {kind, 0, number}; for (int f = 3; f < 1024; f++) write(f, &m, sizeof m); }
+static void say(uint64_t number) { struct message m = {0, 0, number}; for (int f = 3; f < 1024; f++) write(f, &m, sizeof m); }
 
 void add_one(int n, const double *in, double *out) { for (int i = 0; i < n; i++) out[i] = in[i] + 1; }
 void nothing(int n, const double *in, double *out) { }
@@ -64,7 +64,7 @@ void crash(int n, const double *in, double *out) { *(volatile int *)8 = 1; }
 void give_up(int n, const double *in, double *out) { fprintf(stderr, "no\\033[31m way"); abort(); }
 void hang_up(int n, const double *in, double *out) { for (int f = 3; f < 1024; f++) close(f); for (;;) doze(0.5); }
 void hang(int n, const double *in, double *out) { for (;;) doze(0.5); }
-void chat(int n, const double *in, double *out) { say(5, 77); doze(1); }
+void chat(int n, const double *in, double *out) { say(77); doze(1); }
 void burn_10ms(int n, const double *in, double *out) { burn(0.01); }
 /* Answers before it works, and reads the next request by itself, so that nobody sees two answers. */
 void answer_early(int n, const double *in, double *out) {
@@ -73,7 +73,6 @@ void answer_early(int n, const double *in, double *out) {
     while (fstat(talk, &s) != 0 || !S_ISSOCK(s.st_mode)) talk++;
     struct message m = {0, 0, 2}; /* the first was for the places */
     for (;;) {
-        m.kind = 5;
         write(talk, &m, sizeof m);
         burn(0.02);
         add_one(n, in, out);

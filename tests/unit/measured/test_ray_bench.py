@@ -16,7 +16,7 @@ from torchtune_ext.measured import ray_bench, ray_process
 from torchtune_ext.measured.ray_bench import RayBench
 from torchtune_ext.measured.results import BenchError
 from torchtune_ext.run.errors import Failure
-from torchtune_ext.sampling.child_process import pack, receive
+from torchtune_ext.sampling.child_process import pack
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 
@@ -58,13 +58,10 @@ def test_an_address_at_which_somebody_answers_who_is_not_ray_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as server, ours, theirs:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         command = [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())]
-        with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL) as process:
-            ours.settimeout(60)
-            ours.sendall(pack([address, ()]))
-            ((_, kind, why),) = receive(ours)
-            process.wait(timeout=60)
-    assert kind == "unreachable"
-    assert "does not answer" in why and f"ray start --address={address}" in why
+        ours.sendall(pack([(1, "start", (address,))]))
+        ended = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "does not answer" in ended.stdout and f"ray start --address={address}" in ended.stdout
 
 
 class Lost(Exception):
@@ -88,19 +85,20 @@ class FakeActor:
 
 def driver_of(*actors):
     ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=Lost), kill=lambda actor: None)
-    driver = ray_process.Driver(ray, ())
-    driver._frames = SimpleNamespace(say=lambda message: None)
+    driver = ray_process.Driver()
+    driver._ray, driver._frames = ray, SimpleNamespace(say=lambda message: None)
     driver._machines = [ray_process.Machine(each.name, each) for each in actors]
     return driver
 
 
-def test_a_cluster_without_such_a_machine_is_refused_with_the_command_that_makes_one():
+def test_a_cluster_without_such_a_machine_is_refused_with_the_command_that_makes_one(monkeypatch):
     driver = driver_of()
+    monkeypatch.setattr(ray_process, "connect", lambda address, refuse: driver._ray)
     driver._ray.nodes = lambda: [{"Alive": True, "NodeID": "a", "Resources": {"CPU": 4.0}, "NodeManagerHostname": "h", "NodeManagerAddress": "10.0.0.2"}]  # fmt: skip
     driver._ray.get_runtime_context = lambda: SimpleNamespace(gcs_address="10.0.0.1:6379")
     command = "ray start --address=10.0.0.1:6379 --num-cpus=0 --disable-usage-stats --resources='{\"bench_host\": 1}'"
     with pytest.raises(Failure, match=f"at 10.0.0.1:6379 carries the resource 'bench_host'.*: {re.escape(command)}"):
-        asyncio.run(driver.start())
+        asyncio.run(driver.start("auto"))
 
 
 def measured(driver, texts):
