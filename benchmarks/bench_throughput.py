@@ -36,7 +36,7 @@ PARTS = {  # what verifying consists of: the functions that are timed
     "calls": (Child, "call"),
     "inputs": (verification, "draw_inputs"),
     "reference": (verification, "expect"),
-    "compare": (verification, "compare"),
+    "compare": (verification, "mismatch"),
     "end": (Child, "close"),
 }
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from calm_kernels import HONEST, SUM, CalmDgemm, CalmReduction, fenced
+from calm_kernels import HONEST, SUM, CalmReduction, fenced
 from waiting import wait_until
 
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured.bench import Bench, Result
 from torchtune_ext.measured.check import Checker, Deadlines
-from torchtune_ext.measured.kernels import Dgemm, Reduction
+from torchtune_ext.measured.kernels import Reduction
 from torchtune_ext.measured.sandbox import SandboxError
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
@@ -63,18 +63,6 @@ def alone() -> dict[str, tuple[str, str]]:
 
 def outcomes(results: dict[str, Result]) -> dict[str, tuple[str, str]]:
     return {name: (result.outcome, result.stage) for name, result in results.items()}
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_mixed_stream_ends_as_each_program_does_alone(alone, workers, caplog):
-    texts = {**{name: fenced(source) for name, source in PROGRAMS.items()}, "prose": "I would use vector instructions."}
-    with Bench(workers=workers, budget_s=0.3, deadlines=DEADLINES) as bench:
-        futures = {name: bench.submit(CalmReduction(), text) for name, text in texts.items()}
-        product = bench.submit(CalmDgemm(), fenced(Dgemm.naive))
-        results = {name: future.result(timeout=WAIT_S) for name, future in futures.items()}
-        assert outcomes(results) == alone and product.result(timeout=WAIT_S).outcome == "ok"
-        assert "is repeated" not in caplog.text
-        assert results["right"].timing.calls >= 3 and results["crashes"].timing is None
 
 
 def test_processes_that_are_killed_in_the_middle_lose_nothing(alone, caplog, monkeypatch):

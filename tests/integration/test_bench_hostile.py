@@ -24,7 +24,7 @@ from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.check import OUTCOMES, Checker
 from torchtune_ext.measured.child import Child, ChildFailed, arena_size, lay_out
 from torchtune_ext.measured.sandbox import Limits, SandboxError
-from torchtune_ext.measured.verify import compare, draw_inputs, expect
+from torchtune_ext.measured.verify import draw_inputs, expect, mismatch
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPLOITS = exploits()
@@ -264,7 +264,7 @@ def calls(checker: Checker, source: str, count: int) -> list[children.Call]:
             child.place(lay_out(kernel, kernel.timed, child.arena_bytes, True, rng))
             inputs = draw_inputs(kernel, kernel.timed, "biased", rng)
             results.append(child.call(kernel.timed, inputs, 60.0))
-            assert compare(kernel, expect(kernel, kernel.timed, inputs), results[-1].outputs).ok
+            assert not mismatch(kernel, expect(kernel, kernel.timed, inputs), results[-1].outputs)
     return results
 
 
@@ -337,7 +337,7 @@ def weakly(
                 reference = kernel.reference(size, inputs)
                 if not all(np.allclose(outputs[each], reference[each], rtol=tolerance) for each in reference):
                     return False
-            elif not compare(kernel, expect(kernel, size, inputs), outputs).ok:
+            elif mismatch(kernel, expect(kernel, size, inputs), outputs):
                 return False
     return True
 

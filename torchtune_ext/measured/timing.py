@@ -21,7 +21,7 @@ from torchtune_ext.measured.machine import kept_off, stolen_ticks
 from torchtune_ext.measured.probe import OWN_CPU_S, Look, Probe, Quiet
 from torchtune_ext.measured.results import Timing
 from torchtune_ext.measured.sandbox import SandboxError
-from torchtune_ext.measured.verify import compare, draw_inputs, expect, explained
+from torchtune_ext.measured.verify import described, draw_inputs, expect, mismatch
 
 NARROW = 0.02  # the 95% intervals of the medians end this far from them, as a share, or nearer
 # A time of the reference above its quiet level by more than this share speaks of a neighbor, too.
@@ -231,9 +231,8 @@ class Timer:
         while len(calls) < most and (seconds < BLOCK_S or len(calls) < min(LEAST_CALLS, most)):
             inputs = draw_inputs(kernel, size, "biased", self.rng)
             call = child.call(size, inputs, self.checker.deadlines.verify_s)
-            result = compare(kernel, expect(kernel, size, inputs), call.outputs)
-            if not result.ok:
-                raise ChildFailed("wrong_result", f"in a timed call: {explained(result, size, 'biased')}")
+            if wrong := mismatch(kernel, expect(kernel, size, inputs), call.outputs):
+                raise ChildFailed("wrong_result", f"in a timed call: {wrong} ({described(size)}, biased inputs)")
             calls.append(call)
             seconds += call.seconds
         return calls

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,17 +15,6 @@ WIDEST = 250  # binary exponents of "wide" inputs lie between -WIDEST and WIDEST
 # Mostly odd and prime, around the widths of vectors.
 SMALL = (1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16, 17, 19, 23, 29, 31, 33)
 _LONG_ROUNDOFF = float(np.finfo(np.longdouble).eps) / 2
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """How far a result is from the reference."""
-
-    ok: bool  # every error is allowed
-    worst: float  # the largest error in units of the allowed one; inf if it is not finite, or none is allowed
-    where: str  # "C[3, 4]"
-    got: float
-    expected: float
 
 
 def draw(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> np.ndarray:
@@ -114,26 +102,27 @@ def expect(kernel: Kernel, size: Size, inputs: Arrays) -> tuple[Arrays, Arrays]:
         return references, {name: np.multiply(bound, slack, out=bound) for name, bound in bounds.items()}
 
 
-def compare(kernel: Kernel, expected: tuple[Arrays, Arrays], outputs: Arrays) -> Comparison:
-    """Compares results with what `expect` returned, number by number."""
+def mismatch(kernel: Kernel, expected: tuple[Arrays, Arrays], outputs: Arrays) -> str:
+    """Compares results with what `expect` returned, number by number. Says which one is the most wrong, "" if none is."""
     references, bounds = expected
-    ok, worst = True, Comparison(True, 0.0, "", 0.0, 0.0)
     for parameter in outputs_of(kernel):
         output, reference, allowed = (arrays[parameter.name] for arrays in (outputs, references, bounds))
         with np.errstate(all="ignore"):
             error = output - reference
             np.abs(error, out=error)
             # NaN <= x is False, so NaN never passes.
-            ok = ok and bool((error <= allowed).all())
+            if (error <= allowed).all():
+                continue
             # Where nothing is wrong and nothing is allowed, 0 / 0 would be NaN: an error of 0 is not divided.
             units = np.divide(error, allowed, out=error, where=error > 0)
         # argmax finds the first NaN, if there is one.
         index = np.unravel_index(int(np.argmax(units)), units.shape)
-        units_there = math.inf if np.isnan(units[index]) else float(units[index])
-        if units_there >= worst.worst:
-            where = f"{parameter.name}[{', '.join(map(str, index))}]"
-            worst = Comparison(ok, units_there, where, float(output[index]), float(reference[index]))
-    return replace(worst, ok=ok)
+        where, got = f"{parameter.name}[{', '.join(map(str, index))}]", float(output[index])
+        if math.isnan(got):
+            return f"{where} was not written, or is no number; it should be {float(reference[index])!r}"
+        factor = f", {units[index]:.3g} times the allowed error" if np.isfinite(units[index]) else ""
+        return f"{where} is {got!r} and should be {float(reference[index])!r}{factor}"
+    return ""
 
 
 def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: float) -> None:
@@ -167,20 +156,11 @@ def verify(child: Child, kernel: Kernel, rng: np.random.Generator, deadline_s: f
                 # Drawing and comparing take time too, but that is not the program's fault.
                 spent_s += call.seconds
                 computed_s += call.cpu_s
-                result = compare(kernel, expected if inputs is first else expect(kernel, size, inputs), call.outputs)
-                if not result.ok:
-                    raise ChildFailed("wrong_result", explained(result, size, kind))
+                right = expected if inputs is first else expect(kernel, size, inputs)
+                if wrong := mismatch(kernel, right, call.outputs):
+                    raise ChildFailed("wrong_result", f"{wrong} ({described(size)}, {kind} inputs)")
 
 
 def described(size: Size) -> str:
     """Returns "m = 3, n = 5"."""
     return ", ".join(f"{name} = {value}" for name, value in size.items())
-
-
-def explained(comparison: Comparison, size: Size, kind: str) -> str:
-    """Says in one line what is wrong with a result."""
-    text = f"{comparison.where} is {comparison.got!r} and should be {comparison.expected!r}"
-    if math.isnan(comparison.got):
-        text = f"{comparison.where} was not written, or is no number; it should be {comparison.expected!r}"
-    units = f", {comparison.worst:.3g} times the allowed error" if math.isfinite(comparison.worst) else ""
-    return f"{text}{units} ({described(size)}, {kind} inputs)"
