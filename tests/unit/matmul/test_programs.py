@@ -23,6 +23,13 @@ BAD = [
     ({"stages": ["fast"]}, "give some of none, loop_order"),
     ({"new": 1.5}, "new=1.5 is a share"),
     ({"broken": -1}, "broken=-1 is a share"),
+    ({"weights": {"plane": 1}}, "no writer is named plane; plain, tiled"),
+    ({"weights": {"plain": -1}}, "must not be negative, nor all 0"),
+    # Who only copies panels writes nothing that the first stage permits.
+    (
+        {"weights": dict.fromkeys(["plain", "tiled", "unrolled", "registers", "vectors"], 0)},
+        "of 1000 programs none permits none",
+    ),
 ]
 
 
@@ -82,6 +89,15 @@ def test_the_sizes_and_the_prompt_are_those_of_the_kernel():
     task = Programs([192, 256])
     questions = {task[index].messages[0]["content"] for index in range(300)}
     assert questions == {short_messages(Dgemm(size), stage)[0]["content"] for size in (192, 256) for stage in STAGES}
+
+
+def test_weights_choose_the_writers():
+    only = dict.fromkeys(["tiled", "unrolled", "registers", "vectors", "packed"], 0)
+    family = Family(broken=0.0, weights=only)
+    assert all(
+        family[index].techniques <= {"loop_order", "threads", "vectorization", "blocking"} for index in range(50)
+    )
+    assert all(Family()[index] == Family(weights={"plain": 4})[index] for index in range(50))
 
 
 def test_it_gives_no_reward():

@@ -6,7 +6,7 @@ median program has 320 characters, which is 73 tokens of a tokenizer with 512 wo
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtune_ext.measured.kernel import Kernel
@@ -17,6 +17,8 @@ from torchtune_ext.measured.matmul.writers import WRITERS, ZERO
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Problem, Score
 
+# The first stage permits the fewest programs, one in 40. So many draws miss all of them with probability e^-25.
+MOST_DRAWS = 1000
 ENDLESS = 2**31 - 1  # the length of a family
 
 
@@ -77,19 +79,26 @@ class Family:
     Args:
         seed: programs of two seeds are drawn independently.
         broken: the share that is wrong in some way.
+        weights: {name of a writer: how often it is chosen beside the others}; those not named are chosen as WRITERS says.
 
     Raises:
-        ValueError: `broken` is no share.
+        ValueError: an argument is out of its range.
     """
 
-    def __init__(self, seed: int = 0, broken: float = 0.25) -> None:
+    def __init__(self, seed: int = 0, broken: float = 0.25, weights: Mapping[str, float] | None = None) -> None:
         if not 0.0 <= broken <= 1.0:
             raise Mistake(f"broken={broken} is a share of the programs: give a number from 0 to 1")
-        self.seed, self.broken = seed, broken
+        chosen = {writer.__name__: weight for writer, weight in WRITERS.items()}
+        if unknown := set(weights or {}) - set(chosen):
+            raise Mistake(f"weights: no writer is named {', '.join(sorted(unknown))}; {', '.join(chosen)} are")
+        chosen |= weights or {}
+        if min(chosen.values()) < 0 or not sum(chosen.values()) > 0:
+            raise Mistake(f"weights={chosen} must not be negative, nor all 0")
+        self.seed, self.broken, self._weights = seed, broken, list(chosen.values())
 
     def __getitem__(self, index: int) -> Program:
         rng = random.Random(f"dgemm/{self.seed}/{index}")
-        (writer,) = rng.choices(list(WRITERS), list(WRITERS.values()))
+        (writer,) = rng.choices(list(WRITERS), self._weights)
         source, techniques = writer(rng)
         outcome = "ok"
         if rng.random() < self.broken:
@@ -134,6 +143,7 @@ class Programs:
         broken: the share of the programs that is wrong in some way.
         stages: names of `stages.STAGES`, in their order. Without "threads" no program has pragmas of OpenMP.
         new: the share of a stage's programs that no earlier stage permits. The others are any that it permits.
+        weights: as in `Family`.
 
     Raises:
         ValueError: an argument is out of its range, or no program fits the stages.
@@ -146,13 +156,20 @@ class Programs:
         broken: float = 0.25,
         stages: Sequence[str] = tuple(STAGES),
         new: float = 0.5,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if not stages or not set(stages) <= set(STAGES) or list(stages) != [name for name in STAGES if name in stages]:
             raise Mistake(f"stages={list(stages)}: give some of {', '.join(STAGES)}, each once and in this order")
         if not 0.0 <= new <= 1.0:
             raise Mistake(f"new={new} is a share of the programs: give a number from 0 to 1")
         self.seed, self.stages, self.new = seed, tuple(stages), new
-        self.family, self.kernels = Family(seed, broken), kernels_of({"dgemm": sizes})
+        self.family, self.kernels = Family(seed, broken, weights), kernels_of({"dgemm": sizes})
+        for stage in self.stages:
+            if any(self._draw(stage, is_new, 0, random.Random(seed)) is None for is_new in (False, new > 0)):
+                raise Mistake(
+                    f"stages={list(stages)}: of {MOST_DRAWS} programs {stage} permits none, or none that is new; leave it out, "
+                    "or change the weights"
+                )
 
     def __len__(self) -> int:
         return ENDLESS
@@ -184,16 +201,16 @@ class Programs:
         stage, kernel = rng.choice(self.stages), rng.choice(self.kernels)
         return kernel, self._draw(stage, rng.random() < self.new, index, rng), stage
 
-    def _draw(self, stage: str, is_new: bool, index: int, rng: random.Random) -> Program:
-        """Draws a program that the stage permits, and no earlier one if it has to be new."""
-        # Every stage permits new programs: the first stage, which permits the fewest, one in 40.
-        while True:
+    def _draw(self, stage: str, is_new: bool, index: int, rng: random.Random) -> Program | None:
+        """Draws a program that the stage permits, and no earlier one if it has to be new. Returns None if it finds none."""
+        for _ in range(MOST_DRAWS):
             program = self.family[index]
             possible = self._permitting(program)
             # New programs teach what a stage adds. The others teach that nobody has to use it.
             if stage in possible[:1] if is_new else stage in possible:
                 return program
             index = rng.randrange(ENDLESS)
+        return None
 
     def _permitting(self, program: Program) -> list[str]:
         # A machine that gives a program one thread compiles without OpenMP, so its pragmas would do nothing.
