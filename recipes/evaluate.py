@@ -59,7 +59,7 @@ class Config:
     greedy: bool = True  # also one greedy sample per problem
     pass_at: list[int] = field(default_factory=lambda: [1])  # k of pass@k, at most samples_per_problem
     grader: GraderConfig = GraderConfig()  # processes that grade, and how long one may take
-    rollouts: RolloutConfig = RolloutConfig()  # bad problems, and how long to wait for an answer
+    rollouts: RolloutConfig = RolloutConfig()  # how long to wait for an answer
     seed: int = 0  # of sampling
 
 

@@ -75,7 +75,7 @@ class Config:
     samples_per_prompt: int = 16  # completions of a group
     staleness: int = 0  # versions that the policy may be ahead of the one that began a sample; 0: sample, then train
     depth: int | None = None  # steps that the engine samples ahead, at most staleness; null: 1, with staleness 0 none
-    rollouts: nodes.RolloutConfig = nodes.RolloutConfig()  # bad problems, and how long to wait for an answer
+    rollouts: nodes.RolloutConfig = nodes.RolloutConfig()  # how long to wait for an answer
     replay: str | None = None  # folder of a run: trains on its stored rollouts again, without an engine
     refill_rounds: int = 0  # times of further sampling, at most, to replace groups without signal
     updates_per_step: int = 1  # optimizer updates on the samples of one step

@@ -142,7 +142,7 @@ def asked_machine(text: Any) -> Machine:
         return Machine(0, 0, int(size * GIB), f"a CPU with {size:g} GB", here=False)
     raise Mistake(
         f"dry_run={text!r} is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB in all, for trainer and engine "
-        "together"
+        "together, CPU 64 for a CPU with 64 GB"
     )
 
 
