@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train-cpus", type=int, metavar="N", help="without GPUs: ranks of the trainer, a core each")
     parser.add_argument("--engine-cpus", type=int, metavar="N", help="without GPUs: servers, a core each")
     parser.add_argument(
-        "--address", default="auto", help="HOST:PORT of the cluster's head; auto: RAY_ADDRESS, or the cluster of this machine"
+        "--address",
+        default="auto",
+        help="HOST:PORT of the cluster's head; auto: RAY_ADDRESS, or the cluster of this machine",
     )
     parser.add_argument(
         "--wait",
