@@ -77,24 +77,24 @@ def make_empty(folder: Path) -> None:
 
 def put_in_place(folder: Path) -> None:
     """Renames the finished `partial_of(folder)` to `folder`, whose earlier content is removed."""
-    partial, old = partial_of(folder), None
+    partial, old = partial_of(folder), folder.with_name(REPLACED + folder.name)
     # A power cut must not keep the name and lose the content, so the content reaches the disk before the rename.
     for path in [*partial.rglob("*"), partial]:
         sync(path)
-    # A folder cannot take the place of one that is not empty. The old one moves away first, and is deleted last.
-    if folder.exists():
-        old = folder.with_name(REPLACED + folder.name)
-        if old.exists():
-            remove(old)
-        folder.rename(old)
     try:
+        # A folder cannot take the place of one that is not empty. The old one moves away first, and is deleted last.
+        if folder.exists():
+            if old.exists():
+                remove(old)
+            folder.rename(old)
         partial.rename(folder)
     except BaseException:
-        if old is not None:
+        # A Ctrl-C may come as either rename has just been made.
+        if old.exists() and not folder.exists():
             old.rename(folder)
         raise
     sync(folder.parent)
-    if old is not None:
+    if old.exists():
         remove(old)
 
 

@@ -16,6 +16,7 @@ import pytest
 from checkpoint_runs import fork
 from tables import every_row
 
+from torchtune_ext.run.files import partial_of, put_in_place
 from torchtune_ext.run.folder import PAPERS, RunFolder, read_record
 from torchtune_ext.telemetry.metrics import Metrics, read_metrics
 from torchtune_ext.telemetry.report import build_report
@@ -353,3 +354,23 @@ def test_starts_that_did_nothing_do_not_pile_up(tmp_path):
     with RunFolder(tmp_path) as folder:
         folder.begin({}, resuming=False)
     assert sorted(path.name for path in (tmp_path / "old-1").iterdir()) == ["engine.log", "metrics.jsonl", "run.json"]
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+def test_ctrl_c_as_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, moment):
+    """Python acts on it when a rename has been made: the place is never empty, and what is raised is the Ctrl-C."""
+    place, rename, made = tmp_path / "model", Path.rename, []
+    for folder, text in ((place, "old"), (partial_of(place), "new")):
+        folder.mkdir()
+        (folder / "weights").write_text(text)
+
+    def interrupted(path, target):
+        rename(path, target)
+        made.append(target)
+        if len(made) == moment:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        put_in_place(place)
+    assert (place / "weights").read_text() == {1: "old", 2: "new"}[moment]
