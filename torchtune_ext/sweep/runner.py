@@ -219,6 +219,9 @@ class Runner:
         if checkpoint_folders(place / "checkpoints"):
             words, begins = [*words, "resume_from_checkpoint=True"], "goes on"
         inherited = {name: value for name, value in environment().items() if name not in (SWEEP_VARIABLE, RUN_VARIABLE)}
+        # The record comes first: a disk that refuses it would leave a run that nobody watches.
+        run.state = "running"
+        self.folder.save()
         with open(place / OUTPUT, "ab") as output:
             process = subprocess.Popen(
                 words,
@@ -232,8 +235,6 @@ class Runner:
                 # A run ends with the sweep, also where the sweep is killed by SIGKILL.
                 preexec_fn=partial(die_with_parent, os.getpid()),
             )
-        run.state = "running"
-        self.folder.save()
         number = self.folder.runs.index(run) + 1
         at = ", ".join(f"{each.name}={shown(run.parameters[each.name])}" for each in self.sweep.drawn)
         say(

@@ -12,7 +12,7 @@ import pytest
 import small_sweeps
 
 from torchtune_ext.sweep.file import read_sweep
-from torchtune_ext.sweep.runner import SweepFolder
+from torchtune_ext.sweep.runner import OUTPUT, SweepFolder
 
 RATES = "parameters: {lr: {values: [0.1, 0.2, 0.3]}}\n"
 
@@ -74,6 +74,19 @@ def test_a_run_that_fails_is_a_result(tmp_path, capsys):
     assert failed.cause == "optimizer.lr=-1.0 must be 0 or more (status 2)"
     assert fine.state == "finished"
     assert "run_01 failed after 0 s: optimizer.lr=-1.0 must be 0 or more" in capsys.readouterr().out
+
+
+def test_a_disk_that_refuses_the_record_leaves_no_run(tmp_path, monkeypatch):
+    file = small_sweeps.write(tmp_path / "lr.yaml", RATES)
+    runner, folder = small_sweeps.runner(file, tmp_path / "out", 1, "steps=1")
+
+    def full():
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(folder, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        runner.run()
+    assert not (tmp_path / "out" / "run_01" / OUTPUT).exists(), "a run has been started"
 
 
 def test_runs_that_are_worse_are_stopped_early_and_keep_what_they_have(tmp_path):
