@@ -146,7 +146,9 @@ class Processes:
                 self._janitor = Janitor()
                 self.folder = Path(self._janitor.folder)  # holds the folders of the processes
                 self.folder.chmod(0o711)  # other users may pass through, as in `_Worker`
-                self._workers += [self._start() for _ in range(self._count)]
+                # One by one: if a start fails, those before it are ended below.
+                for _ in range(self._count):
+                    self._workers.append(self._start())
                 self._janitor.guard([worker.process.pid for worker in self._workers])
             except Exception as error:
                 started.set_exception(error)

@@ -108,10 +108,26 @@ def test_an_error_over_a_failure_reaches_who_waits(processes):
 def test_folders_go_with_their_process_however_it_ends(processes):
     first = answer(processes, "folder")
     assert first.exists() and first.parent.parent == processes.folder and first.parent.stat().st_mode & 0o777 == 0o711
-    os.kill(processes.pids()[0], signal.SIGKILL)
-    time.sleep(0.2)  # until it is gone: what it is given before that, it takes along
+    killed = processes.pids()[0]
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: ended(killed))  # what it is given before that, it takes along
     second = answer(processes, "folder")
     assert second.exists() and not first.parent.exists() and len(os.listdir(processes.folder)) == 1
+
+
+def test_a_start_that_fails_ends_those_before_it(monkeypatch):
+    start, workers = Processes._start, []
+
+    def once(self):
+        if workers:
+            raise OSError("no more processes")
+        workers.append(start(self))
+        return workers[0]
+
+    monkeypatch.setattr(Processes, "_start", once)
+    with pytest.raises(OSError, match="no more processes"):
+        Processes(cloudpickle.dumps(Target()), 2, "testing", "target")
+    wait_until(lambda: workers[0].process.returncode is not None, 20)
 
 
 def test_a_quiet_end_lets_processes_clean_up(tmp_path):
@@ -127,14 +143,13 @@ def test_a_quiet_end_lets_processes_clean_up(tmp_path):
 def test_the_end_does_not_wait_for_a_call_that_hangs(processes):
     child = answer(processes, "starts_a_child")
     hanging = processes.submit(("sleeps", 600), 600.0, print)
-    time.sleep(0.1)
+    wait_until(lambda: processes._workers[0].item is not None)  # else the process would end by itself
     begin = time.monotonic()
     processes.close(RuntimeError("closed"), grace_s=0.5)
     assert 0.4 < time.monotonic() - begin < 10 and not processes.folder.exists()
     with pytest.raises(RuntimeError, match="closed"):
         hanging.result(1)
-    time.sleep(0.1)
-    assert not Path(f"/proc/{child}/cmdline").exists() or Path(f"/proc/{child}/cmdline").read_bytes() == b""
+    wait_until(lambda: ended(child))
 
 
 KILLED = f"""
