@@ -194,6 +194,7 @@ MODELS = {
     "no such folder": full("model_dir=models/none", r"model_dir='models/none': no such folder, seen from /.*; name a directory in Hugging Face format: `hf download OWNER/none --local-dir models/none`"),
     "a name of the hub": full("model_dir=Qwen/Qwen2.5-7B-Instruct", r"model_dir='Qwen/Qwen2.5-7B-Instruct': no such folder, .*`hf download Qwen/Qwen2.5-7B-Instruct --local-dir models/Qwen2.5-7B-Instruct`.*set model_dir=models/Qwen2.5-7B-Instruct"),
     "a model that no warm-up made": full("model_dir=runs/tiny/warmup/model", r"model_dir='runs/tiny/warmup/model': no such folder, .*`tune run warmup_sft --config warmup/tiny` makes it"),
+    "a checkpoint that is not there": full("model_dir=out/checkpoints/step_000009", r"model_dir='out/checkpoints/step_000009': no such folder, .*; the checkpoints in out/checkpoints are step_000003, step_000006", prepare=lambda folder: [(folder / f"out/checkpoints/step_00000{step}").mkdir(parents=True) for step in (3, 6)]),
     "a file": full("model_dir=sums.py", r"model_dir='sums.py': it is a file; name the directory of a model"),
     "a folder without config.json": full("model_dir=.", r"model_dir='.': has no config.json; name a directory in Hugging Face format"),
     "config.json is broken": full("", r"model/config.json is no JSON \(.*\); copy it anew", prepare=written("config.json", b'{"model_type": ')),

@@ -256,6 +256,9 @@ def _no_config(path: Path) -> str:
     if path.parts[-2:] == ("warmup", "model"):
         name = path.parts[-3] if len(path.parts) > 2 else "tiny"
         return f"{wrong}: `tune run warmup_sft --config warmup/{name}` makes it"
+    steps = [each.name for each in sorted(path.parent.glob("step_*/"))]
+    if path.name.startswith("step_") and not path.is_dir() and steps:
+        return f"{wrong}; the checkpoints in {path.parent} are {', '.join(steps)}"
     # "Qwen/Qwen3-8B" may be a name on the hub, but "models/Qwen3-8B" is most likely a folder.
     hub = _HUB_ID.fullmatch(str(path)) and path.parts[0] not in _FOLDERS and not path.is_dir()
     name = path.name or "MODEL"

@@ -57,7 +57,7 @@ def facts(run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[
         ("Task", *_task(node_of(config, "task"))),
         ("Preset", preset, f"loss {loss}" if loss not in ("", "PolicyLoss") else ""),
         ("Learning rate", f"{rate:g}" if isinstance(rate, int | float) else "", decay),
-        ("A step", f"{prompts} × {samples} samples" if prompts and samples else "", f"{updates} updates" if updates else ""),
+        ("A step", f"{prompts} × {samples} samples" if prompts and samples else "", _updates_text(updates)),
         ("Device", "" if "device" not in config else "GPU" if on_gpu else "CPU", ""),
         ("Time in steps", spell(seconds) if seconds else "", f"started {_day(run['started'])}" if "started" in run else ""),
         ("Commit", str(commit.get("id", ""))[:10], "with changes" if commit.get("changed") else ""),
@@ -77,6 +77,10 @@ def origin(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 def flat(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Makes rows of nested settings: {"optimizer": {"lr": 1e-6}} gives ("optimizer.lr", "1e-06"). None has no row."""
     return [(each.key, _text(each.now)) for each in changes({}, config)]
+
+
+def _updates_text(updates: Any) -> str:
+    return "" if not updates else "1 update" if updates == 1 else f"{updates} updates"
 
 
 def _text(value: Any) -> str:

@@ -68,6 +68,7 @@ def test_the_facts_of_a_run():
         "Time in steps": ("6 min", "started 1970-01-01 00:00 UTC"),
     }
     assert heading(CONFIG | {"device": "cpu"}, records)["Device"] == ("CPU", "")
+    assert heading(CONFIG | {"updates_per_step": 1})["A step"] == ("32 × 16 samples", "1 update")
     own = CONFIG | {"preset": None, "loss": {"_component_": "my_losses.Reinforce"}}
     assert heading(own)["Preset"] == ("none", "loss Reinforce")
 
