@@ -124,15 +124,9 @@ class Checkpoints:
 
     def advice(self, step: int) -> str:
         """What the user can do after a step whose update cannot be made."""
-        newest = self.latest()
-        how = (
-            f"go on from {newest} with resume_from_checkpoint=True"
-            if newest
-            else "start again: there is no checkpoint yet"
-        )
         return (
             f"step {step} stopped before this update. Look at its samples and rewards in {self.folder.parent / 'rollouts'}; "
-            f"lower the learning rate or the loss coefficients, and {how}"
+            "lower the learning rate or the loss coefficients, and start again with resume_from_checkpoint=True"
         )
 
     def save(

@@ -49,15 +49,13 @@ class PrecisionConfig(Fp8Config):
             raise Mistake(f"precision.flow={self.flow!r} is unknown; {hint}")
         Fp8Config.__post_init__(self)
         names = [field.name for field in fields(Fp8Config) if getattr(self, field.name) != field.default]
-        if self.flow == "bf16" and names:
+        if self.flow == "fp8_rollout":
+            # The other settings are the trainer's.
+            names = [name for name in names if name != "skip"]
+        if self.flow != "fp8_unified" and names:
+            where = " in the trainer" if self.flow == "fp8_rollout" else ""
             raise Mistake(
-                f"precision.{names[0]}={getattr(self, names[0])!r} with precision.flow=bf16, which has no FP8: give "
-                "precision.flow=fp8_unified, too, or leave it out"
-            )
-        elif self.flow == "fp8_rollout" and set(names) - {"skip"}:
-            name = next(name for name in names if name != "skip")
-            raise Mistake(
-                f"precision.{name}={getattr(self, name)!r} with precision.flow=fp8_rollout, in which the trainer has no FP8: "
+                f"precision.{names[0]}={getattr(self, names[0])!r} with precision.flow={self.flow}, which has no FP8{where}: "
                 "leave it out, or take precision.flow=fp8_unified"
             )
 
@@ -146,13 +144,10 @@ class Precision:
         if self.sampler:
             fp8 = "FP8 and "
             return f"precision {self.flow}, trainer in {fp8 * bool(self.trainer)}{trainer}, engine in {fp8}{engine}"
-        if self.mixed:
-            return (
-                f"trainer in {trainer}, engine in {engine}: it cannot hold what is smaller than half a step of {engine}"
-                if (self.dtype == torch.float32)
-                else f"trainer in {trainer}, engine in {engine}"
-            )
-        return f"in {trainer}"
+        if not self.mixed:
+            return f"in {trainer}"
+        loss = f": it cannot hold what is smaller than half a step of {engine}" if trainer == "float32" else ""
+        return f"trainer in {trainer}, engine in {engine}{loss}"
 
     @property
     def coarsest(self) -> torch.dtype:

@@ -123,7 +123,7 @@ def test_a_dry_run_counts_what_fp8_takes(source):
         ({"flow": "fp8_unify"}, "precision.flow='fp8_unify' is unknown; did you mean 'fp8_unified'"),
         (
             {"flow": "fp8_rollout", "backend": "deep_gemm"},
-            "precision.backend='deep_gemm' with precision.flow=fp8_rollout, in which the trainer has no FP8",
+            "precision.backend='deep_gemm' with precision.flow=fp8_rollout, which has no FP8 in the trainer",
         ),
         (
             {"flow": "fp8_rollout", "engine": EngineConfig(tensor_parallel_size=2)},
