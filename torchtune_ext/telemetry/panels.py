@@ -40,8 +40,8 @@ _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 # The page has this order. It also decides which panel gets a metric that several "*" fit: the first one. A metric that
 # is named in full belongs to the panel that names it.
 PANELS = (
-    Panel("Learning", "Reward", "Mean reward of the step's samples; where held-out problems are evaluated, which are never "
-          "trained on, theirs with the 95% interval over them.",
+    Panel("Learning", "Reward", "Mean reward of the step's samples; where held-out problems are evaluated, theirs "
+          "with the 95% interval over them.",
           (("reward/mean", "reward"), ("eval/accuracy_sampled", "held-out, sampled"),
            ("eval/accuracy_greedy", "held-out, greedy")), band=("eval/accuracy_sampled", "eval/low", "eval/high"), lead=True),
     Panel("Learning", "Spread of the rewards", "Standard deviation over the step's samples; at zero there is nothing to learn.",
