@@ -7,6 +7,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from torchtune_ext.run.errors import Mistake
 
 # The largest absolute reward. Advantages are float32, which a sum of larger rewards may exceed.
@@ -53,8 +55,8 @@ def length_of(first: int, count: int | None) -> int:
 def score_of(value: float | Score) -> Score:
     """Makes a score of what a grader returned. A number is a reward without parts. Raises ValueError if it is neither,
     or has a number that is not finite. The message continues "returned ..."."""
-    # This includes the numbers of numpy, but no tensors.
-    if isinstance(value, Real):
+    # This includes the numbers of numpy, but no tensors. Its truth values, as of `np.isclose`, are no numbers to Python.
+    if isinstance(value, Real | np.bool_):
         return Score(_finite("reward", value))
     if not isinstance(value, Score):
         kind = type(value)

@@ -82,8 +82,11 @@ def graded(task, texts, **settings):
 
 def test_a_number_is_a_reward(folder):
     numbers = ["0.25", "2", "True", "np.float64(0.5)", "np.float32(0.5)", "np.int64(3)", "Fraction(1, 4)", "Score(1.5)"]
+    numbers.append("np.isclose(1, 1)")
     outcomes = graded(Jsonl("mine.says", path="questions.jsonl"), numbers)
-    assert [outcome.score for outcome in outcomes] == [Score(x) for x in (0.25, 2.0, 1.0, 0.5, 0.5, 3.0, 0.25, 1.5)]
+    assert [outcome.score for outcome in outcomes] == [
+        Score(x) for x in (0.25, 2.0, 1.0, 0.5, 0.5, 3.0, 0.25, 1.5, 1.0)
+    ]
     assert {(outcome.kind, outcome.cause) for outcome in outcomes} == {("scored", "")}
     assert all(type(outcome.score.reward) is float and outcome.score.parts == {} for outcome in outcomes)
 
