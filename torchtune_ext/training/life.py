@@ -69,8 +69,9 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             neighbor = stop.requested and several and isinstance(error, RuntimeError | ConnectionError)
             if not (stop.raised or neighbor):
                 stop.status = status_of(error) or FAILED
-                # These are gloo's words. On GPUs NCCL's watchdog ends the process and names the collective.
-                if several and "Timed out waiting" in str(error):
+                # These are gloo's words for the wait that ran out, and for those after it. On GPUs NCCL's watchdog ends the
+                # process and names the collective.
+                if several and any(words in str(error) for words in ("Timed out waiting", "Application timeout")):
                     error.add_note(
                         "Another rank did not come here within ranks.deadline_s: it was stopped or swapped out, it hangs, or "
                         "its machine is gone (`py-spy dump --pid PID` shows where it stands). Mend that, or raise "

@@ -126,6 +126,14 @@ def test_a_broken_connection_to_a_stopped_neighbor_is(monkeypatch, capsys, caplo
     assert "Connection closed by peer" in caplog.text
 
 
+@pytest.mark.parametrize("words", ["Timed out waiting 600000ms for recv", "Application timeout caused pair closure"])
+def test_a_rank_that_does_not_come_is_named_in_both_ways_of_gloo(monkeypatch, words):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(errors.Failure) as caught:
+        run(raising(errors.Failure(f"step_000002 was not saved: RuntimeError: {words}")))
+    assert "did not come here within ranks.deadline_s" in caught.value.__notes__[0]
+
+
 def test_a_stop_on_which_the_ranks_agreed(capsys):
     def work(recipe):
         recipe.stop.begin_steps()
