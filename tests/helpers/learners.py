@@ -1,10 +1,18 @@
-"""A learner of one process."""
+"""A learner of one process, and the prompts of a canary."""
 
+import numpy as np
 import torch
 
+from torchtune_ext.groups import Group
+from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner
 
 
 def alone(policy, loss, device="cpu", **options):
     return Learner(policy, loss, Ranks(0, 1, torch.device(device)), **options)
+
+
+def unsampled(prompts):
+    """Groups of these prompts (token ids), without samples."""
+    return [Group(Problem(str(p), (), None), np.asarray(p, np.int32), ()) for p in prompts]

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
-from learners import alone  # noqa: E402
+from learners import alone, unsampled  # noqa: E402
 from waiting import engine_pid, wait_until  # noqa: E402
 
 from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
@@ -131,7 +131,7 @@ def test_one_that_was_not_told_stops_the_run(pool, model_dir, monkeypatch, fault
     precision = Precision(PrecisionConfig(), on_meta(make), source, "float32", pool.config, torch.device("cpu"), None)
     learner = alone(policy, PolicyLoss())
     agreement = Agreement(0.05)
-    sampling, prompts = SamplingConfig(max_tokens=12), [[1, 2, 3, 4], [5, 6, 7]]
+    sampling, prompts = SamplingConfig(max_tokens=12), unsampled([[1, 2, 3, 4], [5, 6, 7]])
     scored = partial(streamed_logprobs, make_model=make, device=torch.device("cpu"), temperature=1.0)
     publisher = Publisher(pool, learner, AllWeights(), precision, source, agreement, scored, prompts, sampling)
     publisher.publish(pool.version + 1)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import recipe_runs as runs
 import torch
-from learners import alone
+from learners import alone, unsampled
 from safetensors.torch import load_file
 
 from torchtune_ext.objective.loss import PolicyLoss
@@ -163,7 +163,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
         engine.start()
         engine.wait_ready(240)
         sampling, learner = SamplingConfig(max_tokens=12), alone(policy, PolicyLoss())
-        prompts = [[1, 2, 3, 4], [5, 6, 7]]
+        prompts = unsampled([[1, 2, 3, 4], [5, 6, 7]])
         precision = Precision(PrecisionConfig(), meta, source, "float32", config, torch.device("cpu"), trained.spec)
         agreement = Agreement(limit)
         scored = partial(streamed_logprobs, make_model=make, device=torch.device("cpu"), temperature=1.0)

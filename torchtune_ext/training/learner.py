@@ -146,12 +146,7 @@ class Learner:
                     version=version,
                 )
                 token_loss_L, metrics = self.loss(tokens)
-                # `check_loss` has tried the loss, but one of the user's may do something else in a later step.
-                if token_loss_L.shape != row.labels_L.shape:
-                    raise Mistake(
-                        f"loss {type(self.loss).__name__} returned shape {tuple(token_loss_L.shape)}; it must return one value "
-                        f"per label, shape {tuple(row.labels_L.shape)} (the learner does the weighted sum)"
-                    )
+                self._require_labels(row, token_loss_L, metrics)
                 row_loss = (row.weights_L * token_loss_L).sum()
                 if self.ranks.shards < self.ranks.world_size:
                     # Copies of the weights, often on other machines, sum their gradients only once, with the last row.
@@ -204,6 +199,21 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             rate = float(self._rates[0] * factor)
             return {"loss/total": gradient.loss, "optim/grad_norm": norm, "optim/lr": rate, **gradient.metrics}
+
+    def _require_labels(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:
+        # `check_loss` has tried the loss, but one of the user's may return something else in a later step.
+        name, labels = type(self.loss).__name__, tuple(row.labels_L.shape)
+        if token_loss_L.shape != labels:
+            raise Mistake(
+                f"loss {name} returned shape {tuple(token_loss_L.shape)}; it must return one value per label, shape {labels} "
+                "(the learner does the weighted sum)"
+            )
+        for metric, values_L in metrics.items():
+            if values_L.shape != labels:
+                raise Mistake(
+                    f"metric {metric!r} of loss {name} has shape {tuple(values_L.shape)}; it must hold one value per label, "
+                    f"shape {labels}"
+                )
 
 
 def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:

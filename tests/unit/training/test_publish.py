@@ -12,9 +12,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
-from learners import alone  # noqa: E402
+from learners import alone, unsampled  # noqa: E402
 
-from torchtune_ext.groups import Group  # noqa: E402
 from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
@@ -23,14 +22,12 @@ from torchtune_ext.policy.streamed import streamed_logprobs  # noqa: E402
 from torchtune_ext.sampling.engine import Completion, EngineConfig, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.records import CanaryAnswer, PublishReport  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
-from torchtune_ext.tasks.task import Problem  # noqa: E402
 from torchtune_ext.training.agreement import Agreement, Disagreement  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
 from torchtune_ext.training.publish import Publisher  # noqa: E402
 from torchtune_ext.training.trained import AllWeights, rounding  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7], [8] * 9]
-CANARY = [Group(Problem(str(p), (), None), np.asarray(p, np.int32), ()) for p in PROMPTS]
 SAMPLING = SamplingConfig(max_tokens=40, seed=7, early_stop_logprob=-3.0)
 
 
@@ -93,7 +90,9 @@ def played(source):
         )
         noise = partial(rounding, AllWeights(), precision, policy.model, scored)
         gate = Agreement(limit, noise, precision.coarsest_text, identity=not precision.mixed)
-        publisher = Publisher(engine, learner, AllWeights(), precision, source, gate, scored, CANARY, SAMPLING)
+        publisher = Publisher(
+            engine, learner, AllWeights(), precision, source, gate, scored, unsampled(PROMPTS), SAMPLING
+        )
         return engine, policy.model, publisher
 
     return make
@@ -131,7 +130,8 @@ def test_a_publication_that_arrives(played):
 def test_a_run_of_short_completions_has_a_short_canary(source, played):
     engine, _, publisher = played()
     short = Publisher(
-        engine, publisher._learner, AllWeights(), publisher._precision, source, publisher._agreement, publisher._scored, CANARY,
+        engine, publisher._learner, AllWeights(), publisher._precision, source, publisher._agreement, publisher._scored,
+        unsampled(PROMPTS),
         dataclasses.replace(SAMPLING, max_tokens=3),
     )  # fmt: skip
     assert short.publish(1)["canary/mean_abs"] < 1e-5
