@@ -116,6 +116,9 @@ class Checker:
                 raise Mistake(
                     f"{type(kernel).__name__}.naive: the kernel's own program ends with {own.outcome}: {own.note}"
                 )
+        except MemoryError as error:
+            self.close()
+            raise SandboxError(f"no room for the arrays of {kernel.name}: {error}") from error
         except BaseException:
             self.close()
             raise

@@ -78,6 +78,15 @@ def test_outcomes(bare, monkeypatch, case):
     assert words in verdict.note and verdict.outcome in OUTCOMES
 
 
+def test_a_kernel_whose_arrays_do_not_fit_is_named_where_the_address_space_holds_them(monkeypatch):
+    def check_source(self, source):
+        raise MemoryError("Unable to allocate 931. GiB")
+
+    monkeypatch.setattr(Checker, "check_source", check_source)
+    with pytest.raises(SandboxError, match="no room for the arrays of reduction: Unable to allocate 931"):
+        Checker(Reduction())
+
+
 def test_a_note_obeys_no_terminal(bare):
     verdict = bare.check_source('#error "\x1b[2J red \x07"')
     assert verdict.outcome == "compile_error" and "red" in verdict.note

@@ -13,7 +13,7 @@ import pytest
 from torchtune_ext.run.stop import Stopped, StopSignals
 
 SCRIPT = """
-import contextlib, ctypes, sys, time
+import contextlib, ctypes, os, sys, time
 from torchtune_ext.run.stop import Stopped, StopSignals
 
 def stuck():
@@ -50,7 +50,7 @@ with StopSignals(GRACE, lambda: "It stood there.", reaction_s=REACTION) as stop:
     except Stopped as stopped:
         closing(CLOSING)
         with contextlib.suppress(OSError):
-            print(f"{stopped.signal.name} orderly={stopped.orderly}", file=sys.stderr)
+            os.write(2, f"{stopped.signal.name} orderly={stopped.orderly}\\n".encode())
         sys.exit(128 + stopped.signal)
 print("well")
 """
