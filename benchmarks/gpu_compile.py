@@ -215,7 +215,7 @@ def synchronisations() -> Iterator[tuple]:
         rows = pack(step.make_groups(60, 40, 3000), 1000, layout=learner.layout)[0][:3]
         where: Counter = Counter()
         with counted(where):
-            learner.step(learner.forward_backward(rows), str)
+            learner.step(learner.forward_backward(rows)[1], str)
     yield from where.items()
 
 

@@ -81,10 +81,10 @@ def learner_of(name: str, mode: str, update: bool) -> Learner:
 def one_update(learner: Learner, row: Row) -> tuple[float, float]:
     """Seconds of forward and backward, and of the update."""
     started = clock()
-    gradient = learner.forward_backward([row])
+    _, metrics = learner.forward_backward([row])
     computed = clock()
     if learner.optimizer:
-        learner.step(gradient, str)
+        learner.step(metrics, str)
     else:
         learner.policy.model.zero_grad(set_to_none=True)
     return computed - started, clock() - computed

@@ -329,7 +329,7 @@ class GRPORecipe:
         mismatch, metrics = {}, []
         with self.progress.training(sum(map(len, updates))) as bar:
             for rows, old, ref in zip(updates, proximal, reference, strict=True):
-                gradient = self.learner.forward_backward(
+                logprobs, values = self.learner.forward_backward(
                     rows,
                     proximal=old,
                     reference=ref,
@@ -339,8 +339,8 @@ class GRPORecipe:
                 if not metrics:
                     # Trainer and engine must agree before the step's first update, so that a wrong one is never made.
                     when = f"step {self.step}, before its first update"
-                    mismatch = self.agreement.require(rows, gradient.logprobs, when, self.version).metrics("mismatch")
-                metrics.append(self.learner.step(gradient, advice=partial(self.checkpoints.advice, self.step)))
+                    mismatch = self.agreement.require(rows, logprobs, when, self.version).metrics("mismatch")
+                metrics.append(self.learner.step(values, advice=partial(self.checkpoints.advice, self.step)))
 
         # An update without a signal was not made. The learning rate goes on as if it had been.
         self.learner.updates = self.step * self.cfg.updates_per_step

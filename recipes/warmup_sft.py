@@ -196,8 +196,8 @@ class WarmupRecipe:
                     layout = self.learner.layout
                     rows, stats = pack(batch, cfg.row_tokens, pad_id=self.tokenizer.pad_id, layout=layout)
                 with self.watch("train"):
-                    gradient = self.learner.forward_backward(self.ranks.share(rows))
-                    values = self.learner.step(gradient, advice=lambda: "lower the learning rate")
+                    _, values = self.learner.forward_backward(self.ranks.share(rows))
+                    values = self.learner.step(values, advice=lambda: "lower the learning rate")
                 bar.add(1, stats.tokens)
                 self.finished = update + 1
                 if (update + 1) % cfg.log_every == 0 or update + 1 == self.updates:

@@ -70,11 +70,11 @@ def three_updates(**loss) -> list[dict[str, float]]:
     optimizer = torch.optim.SGD(policy.trainable(), lr=0.05)
     results = []
     for rows, proximal in zip(updates, old, strict=True):
-        gradient = learner.forward_backward(rows, proximal, proximal if loss.needs_reference else None)
+        _, metrics = learner.forward_backward(rows, proximal, proximal if loss.needs_reference else None)
         norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0).item()
         optimizer.step()
         optimizer.zero_grad()
-        results.append({"loss": gradient.loss, "grad_norm": norm, **gradient.metrics})
+        results.append({"loss": metrics.pop("loss/total"), "grad_norm": norm, **metrics})
     return results
 
 

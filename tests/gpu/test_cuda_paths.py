@@ -120,9 +120,9 @@ def test_policy_on_cuda_equals_cpu(model):
     values = {}
     for device in ("cpu", "cuda"):
         learner = learner_on(device, model, torch.float32)
-        gradient = learner.forward_backward([row()])
+        logprobs, metrics = learner.forward_backward([row()])
         grads = torch.cat([p.grad.flatten().cpu() for p in learner.policy.model.parameters()])
-        values[device] = gradient.loss, gradient.logprobs[0].logprobs_L.cpu(), grads
+        values[device] = metrics["loss/total"], logprobs[0].logprobs_L.cpu(), grads
     assert values["cuda"][0] == pytest.approx(values["cpu"][0], rel=1e-3)
     assert (values["cuda"][1] - values["cpu"][1]).abs().max() < 1e-2
     assert (values["cuda"][2] - values["cpu"][2]).norm() / values["cpu"][2].norm() < 1e-2

@@ -72,7 +72,7 @@ def gradients(policy, rows, factor=1.0):
         return factor * values_L, {}
 
     policy.model.zero_grad()
-    scored = alone(policy, loss).forward_backward(rows).logprobs
+    scored = alone(policy, loss).forward_backward(rows)[0]
     grads = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in policy.model.named_parameters()}
     return grads, scored
 

@@ -225,17 +225,17 @@ def assert_equal_to_plain(policy, rows, groups, loss, want, temperature, ref_mod
         if ref_model is not None:
             with torch.no_grad():
                 scored = [PackedPolicy(ref_model)(row, temperature) for row in rows]
-        gradient = alone(policy, loss, temperature=temperature).forward_backward(rows, reference=scored)
+        scored, metrics = alone(policy, loss, temperature=temperature).forward_backward(rows, reference=scored)
     grads = {clean_name(n): p.grad for n, p in policy.model.named_parameters() if p.requires_grad}
     assert grads.keys() == want.grads.keys()
-    logprobs = packed_logprobs_by_sample(rows, gradient.logprobs, groups)
+    logprobs = packed_logprobs_by_sample(rows, scored, groups)
     assert logprobs.keys() == want.logprobs.keys()
     dtype = next(iter(grads.values())).dtype
     assert {t.dtype for t in (*grads.values(), *logprobs.values())} == {dtype}
     bound = 1e-10 if dtype == torch.float64 else want.terms * 2.0**-24
     ratios = {
         "log-probs": max((logprobs[key] - want.logprobs[key]).abs().max().item() for key in logprobs) / want.logit_size,
-        "loss": abs(gradient.loss - want.loss) / (want.loss_size * max(1.0, want.logit_size)),
+        "loss": abs(metrics["loss/total"] - want.loss) / (want.loss_size * max(1.0, want.logit_size)),
         "gradients": max((grads[name] - want.grads[name]).abs().max().item() for name in grads) / want.grad_size,
     }
     ratios = {name: error / bound for name, error in ratios.items()}

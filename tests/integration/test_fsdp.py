@@ -76,15 +76,15 @@ def gradients(ranks, folder, checkpointing, row_tokens, lora, fp8):
         ref = learner.logprobs(share, top_k=8)
     after = dict(merged_hf_tensors(policy.model, source, torch.float32))
     assert all(torch.equal(before[n], after[n]) for n in before), "the reference did not give the weights back"
-    found = learner.forward_backward(share, proximal=ref, reference=ref)
-    assert 0.0 < found.metrics["loss/clip_fraction"] < 1.0, "the constraint must cut some labels and leave others"
+    _, metrics = learner.forward_backward(share, proximal=ref, reference=ref)
+    assert 0.0 < metrics["loss/clip_fraction"] < 1.0, "the constraint must cut some labels and leave others"
     grads = {clean_name(n): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for n, p in policy.model.named_parameters() if p.requires_grad}
     sent = {}
     if fp8:
         sent = dict(fp8_hf_tensors(base_hf_tensors(policy.model, source, torch.float32), policy.fp8, torch.bfloat16))
     # Roundings of 2^-24 of all numbers that are added up one after the other, as in assert_equal_to_plain of tests/helpers/unpacked.py
     rounding = 2.0**-24 * sum(sum(p.shape) for p in policy.model.parameters() if p.dim() == 2)
-    return found.loss, found.metrics, grads, sent, rounding
+    return metrics.pop("loss/total"), metrics, grads, sent, rounding
 
 
 # All on one rank, then all on two: what takes time is to import PyTorch, and not the few rows.
@@ -206,8 +206,8 @@ class Run:
     def update(self):
         share = self.ranks.share(rows)
         reference = self.learner.logprobs(share) if not self.trained() else self.learner.reference([share])[0]
-        gradient = self.learner.forward_backward(share, reference=reference)
-        return self.learner.step(gradient, advice=lambda: "none")
+        _, metrics = self.learner.forward_backward(share, reference=reference)
+        return self.learner.step(metrics, advice=lambda: "none")
 
     def trained(self):
         return bool(self.optimizer.state)

@@ -22,16 +22,6 @@ from torchtune_ext.training.distributed import Ranks, reduce
 DECAYS = ("constant", "linear", "cosine")
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """What one pass over the rows of all ranks computed beside the gradients of the parameters."""
-
-    loss: float  # sum(weight * loss) over the labels of all ranks
-    metrics: dict[str, float]  # "loss/...", over all ranks: means over labels, or the maximum for names in `_max`
-    # Per row of this rank, without gradient, under the proximal policy. In a first update that is the policy itself.
-    logprobs: list[LabelLogprobs]
-
-
 class Learner:
     """A policy that learns: it says how likely tokens are, takes gradients of a loss, and makes updates.
 
@@ -110,7 +100,7 @@ class Learner:
         reference: Sequence[LabelLogprobs] | None = None,
         version: int | None = None,
         on_row: Callable[[Row], None] | None = None,
-    ) -> Gradient:
+    ) -> tuple[list[LabelLogprobs], dict[str, float]]:
         """Adds the gradient of sum(weight * loss) over the rows of all ranks to that of the parameters.
 
         Args:
@@ -118,6 +108,11 @@ class Learner:
             reference: the same of the reference, if the loss needs one.
             version: of the proximal policy, from which the age of samples is counted.
             on_row: called after each row, for progress.
+
+        Returns:
+            For each row of this rank the log-probs under the proximal policy, which in a first update is the policy itself,
+            without gradient. And the metrics for `step`, over all ranks: "loss/total" is that sum, all others of "loss/..."
+            are means over labels, or the maximum for names in `_max`.
 
         Raises ValueError if the loss does not return one value per label.
         """
@@ -177,10 +172,10 @@ class Learner:
                 for name, value in whole.items()
                 if name.startswith("loss/")
             }
-        return Gradient(whole["total"], metrics | breakdown.means(whole), logprobs)
+        return logprobs, {"loss/total": whole["total"]} | metrics | breakdown.means(whole)
 
-    def step(self, gradient: Gradient, advice: Callable[[], str]) -> dict[str, float]:
-        """Makes one update of the weights, clears the gradient, and returns the metrics.
+    def step(self, metrics: dict[str, float], advice: Callable[[], str]) -> dict[str, float]:
+        """Makes one update of the weights, clears the gradient, and returns its metrics with those of the gradient.
 
         Raises Failure, with `advice()` for the user, if loss or gradient is not finite. The weights are then as before.
         """
@@ -188,9 +183,9 @@ class Learner:
             # Without a limit the norm is still wanted, as a metric and for the check below.
             norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self._max_grad_norm or torch.inf)
             norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-            if not (math.isfinite(norm) and math.isfinite(gradient.loss)):
+            if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
                 self.optimizer.zero_grad(set_to_none=True)
-                raise Failure(f"loss is {gradient.loss}, gradient norm {norm}: {advice()}")
+                raise Failure(f"loss is {metrics['loss/total']}, gradient norm {norm}: {advice()}")
             factor = self._schedule(self.updates)
             for group, whole_rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = whole_rate * factor
@@ -198,7 +193,7 @@ class Learner:
             self.updates += 1
             self.optimizer.zero_grad(set_to_none=True)
             rate = float(self._rates[0] * factor)
-            return {"loss/total": gradient.loss, "optim/grad_norm": norm, "optim/lr": rate, **gradient.metrics}
+            return metrics | {"optim/grad_norm": norm, "optim/lr": rate}
 
     def _require_labels(self, row: Row, token_loss_L: Tensor, metrics: dict[str, Tensor]) -> None:
         # `check_loss` has tried the loss, but one of the user's may return something else in a later step.

@@ -58,8 +58,8 @@ def test_a_loss_of_ones_own_has_a_reference_that_stays():
     assert all(torch.equal(a, b) for a, b in zip(its.policy.trainable(), moved, strict=True))
     losses = []
     for _ in range(5):
-        gradient = its.forward_backward(packed, reference=its.reference([packed])[0])
-        losses.append(its.step(gradient, advice=str)["loss/total"])
+        _, metrics = its.forward_backward(packed, reference=its.reference([packed])[0])
+        losses.append(its.step(metrics, advice=str)["loss/total"])
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -121,9 +121,9 @@ def test_only_later_updates_ask_the_proximal_policy_beforehand():
 def test_nobody_asks_a_proximal_policy_that_the_loss_does_not_need(options):
     its = learner(PolicyLoss(**options))
     assert its.proximal([rows(), rows()]) == [None, None]
-    its.step(its.forward_backward(rows(), version=0), advice=str)
+    its.step(its.forward_backward(rows(), version=0)[1], advice=str)
     # The later update gets no log-probs of it, and these of the policy as it is now would be wrong.
-    moved = its.forward_backward(rows(), version=0).metrics["loss/ratio_max"]
+    moved = its.forward_backward(rows(), version=0)[1]["loss/ratio_max"]
     assert moved != pytest.approx(1.0, abs=1e-6)
     its.policy.noisy = True  # then the gate before the first update has to ask it
     first, later = its.proximal([rows(), rows()])
@@ -142,17 +142,17 @@ def test_a_device_is_waited_for_twice_in_an_update(loss, monkeypatch):
         monkeypatch.setattr(
             torch.Tensor, name, lambda *args, name=name, theirs=theirs: reads.append(name) or theirs(*args)
         )
-    its.step(its.forward_backward(packed), advice=str)
+    its.step(its.forward_backward(packed)[1], advice=str)
     assert len(packed) > 2 and reads == ["tolist", "item"]
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
     its = learner(Silent())
     before = [param.detach().clone() for param in its.policy.trainable()]
-    gradient = its.forward_backward(rows())
+    _, metrics = its.forward_backward(rows())
     its.policy.trainable()[0].grad[0] = torch.nan
     with pytest.raises(RuntimeError, match="gradient norm nan: look there"):
-        its.step(gradient, advice=lambda: "look there")
+        its.step(metrics, advice=lambda: "look there")
     assert all(torch.equal(a, b) for a, b in zip(its.policy.trainable(), before, strict=True))
     assert its.updates == 0 and all(param.grad is None for param in its.policy.trainable())
 
@@ -169,9 +169,9 @@ def test_the_learning_rate_is_that_of_the_updates_that_were_planned_before():
     )
     for updates, rate in ((0, 2.0), (6, 0.5), (7, 0.25)):
         its.updates = updates
-        gradient = its.forward_backward(rows())
+        _, metrics = its.forward_backward(rows())
         wanted = [p.detach() - rate * p.grad for p in policy.trainable()]
-        assert its.step(gradient, advice=str)["optim/lr"] == rate
+        assert its.step(metrics, advice=str)["optim/lr"] == rate
         assert all(torch.equal(p, want) for p, want in zip(policy.trainable(), wanted, strict=True))
         assert its.updates == updates + 1
 
