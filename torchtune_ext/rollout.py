@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -127,7 +127,7 @@ class Unfinished:
 
 
 class GroupStream:
-    """Submits groups to the engine, grades their completions as they come, and returns finished groups from `next`.
+    """Owns groups from `submit` to `take`: the engine samples them, and their completions are graded as they come.
 
     With `Environments` as the grader, a completion is the first turn of a conversation (`episodes.py`), and a group is
     finished when all its conversations are over.
@@ -145,8 +145,9 @@ class GroupStream:
         self.last_sign = time.monotonic()  # when the last completion or grade came
         self._engine, self._tokenizer, self._grader = engine, tokenizer, grader
         self._differs = False  # whether the log says that a context differs from the template's text
-        # The groups that `next` has not returned and `cancel` has not ended. Only the caller's thread changes the dict.
+        # Only the caller's thread changes these two. A group goes from the first to the second in `next`.
         self._groups: dict[int, Unfinished] = {}
+        self.finished: dict[int, Group] = {}  # without advantages, until they are taken
         # The threads of the engine and of the graders only put events into this queue, so nothing holds them up.
         self._events: SimpleQueue[tuple[Unfinished, int | None, Completion | Future] | None] = SimpleQueue()
         self._finished: SimpleQueue[Unfinished | Exception | None] = SimpleQueue()
@@ -175,7 +176,7 @@ class GroupStream:
         """Begins to sample a group.
 
         Args:
-            number: the name of the group for `next` and `cancel`.
+            number: the name of the group for `next`, `take` and `cancel`.
             samples: how many completions of the prompt to sample.
             place: the number of the group among those with the same `sampling.seed` (`Engine.submit`).
 
@@ -197,8 +198,8 @@ class GroupStream:
         watch: Callable[[str], AbstractContextManager] = nullcontext,
         within_s: float = math.inf,
         missing: Collection[int] | None = None,
-    ) -> tuple[int, Group] | None:
-        """Waits for a finished group.
+    ) -> int | None:
+        """Waits until a group is finished.
 
         Args:
             watch: returns a context for the wait: "generate" while the engine samples, "grade" while only grades lack.
@@ -206,7 +207,7 @@ class GroupStream:
             missing: the numbers of the groups that decide which of the two it is; None: all.
 
         Returns:
-            (number, group without advantages), or None when the time is over.
+            Its number for `take`, or None when the time is over.
 
         Raises:
             What `Grader.submit` and the task raise; EngineFailed if the engine is lost or closed.
@@ -224,28 +225,29 @@ class GroupStream:
                 raise group
             # None only wakes this loop when a group is sampled. A finished group may have been canceled meanwhile.
             if group is not None and not group.cancelled:
-                return group.number, self._groups.pop(group.number).finish()
+                self.finished[group.number] = self._groups.pop(group.number).finish()
+                return group.number
+
+    def take(self, number: int) -> Group:
+        """Hands a finished group out."""
+        return self.finished.pop(number)
 
     def cancel(self, number: int) -> int:
-        """Ends a group that `next` has not returned, finished or not. Returns how many of its tokens were sampled."""
+        """Ends a group, finished or not. Returns how many of its tokens were sampled."""
+        if (finished := self.finished.pop(number, None)) is not None:
+            return sum(len(sample.completion.sampled) for sample in finished.samples)
         group = self._groups.pop(number)
         group.cancel()
         return group.tokens
 
     @contextmanager
-    def watched(
-        self, watcher: Watcher | None, finished: Mapping[int, Group], below: float = math.inf
-    ) -> Iterator[None]:
-        """Shows `watcher` the samples of groups numbered under `below`, beginning with those that have come already.
-
-        Args:
-            finished: groups that `next` has returned, by number.
-        """
+    def watched(self, watcher: Watcher | None, below: float = math.inf) -> Iterator[None]:
+        """Shows `watcher` the samples of groups numbered under `below`, beginning with those that have come already."""
         # A sample that comes at this moment may count twice or not at all. A progress bar is not worth a lock.
         if watcher is not None:
-            for number, group in finished.items():
+            for number, finished in self.finished.items():
                 if number < below:
-                    tell(watcher, group.samples)
+                    tell(watcher, finished.samples)
             for number, group in self._groups.items():
                 if number < below:
                     tell(watcher, group.arrived)
@@ -486,10 +488,10 @@ def sample_groups(
         missing, begun = list(range(len(problems))), time.monotonic()
         while missing:
             stream.require_signs(begun, deadline_s, missing, lambda p: f"problem {problems[p].id!r}")
-            if (pair := stream.next(watch, WAKE_S)) is None:
+            if (p := stream.next(watch, WAKE_S)) is None:
                 continue
-            p, group = pair
             missing.remove(p)
+            group = stream.take(p)
             outcomes += [sample.outcome for sample in group.samples]
             yield p, group
             # The time that the caller took with the group is no silence of the engine.

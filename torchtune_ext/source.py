@@ -100,7 +100,6 @@ class GroupSource:
         # Number -> position of its problem in the run, for all groups that are not taken. With it a group keeps its
         # problem when it is submitted again, also by a resumed run.
         self._cursors: dict[int, int] = {}
-        self.finished: dict[int, Group] = {}
         self._dropped_tokens = 0
         self._step = 0  # the step whose groups were taken last, counted from 1
         self._graded = GradingWatch()
@@ -147,10 +146,10 @@ class GroupSource:
         if self._error is not None:
             raise self._error
         if refill:
-            with self._stream.watched(watcher, {}):
+            with self._stream.watched(watcher):
                 groups, values = self._take_beside(count, watch, refill), {}
         else:
-            with self._stream.watched(watcher, self.finished, self.ledger.taken + self.ledger.batch):
+            with self._stream.watched(watcher, self.ledger.taken + self.ledger.batch):
                 groups, values = self._take_batch(watch)
         self._graded.look(
             self._step, [(group.problem.id, sample.outcome) for group in groups for sample in group.samples]
@@ -172,7 +171,7 @@ class GroupSource:
             "ledger": self.ledger.state_dict(),
             "cursors": sorted([number, cursor] for number, cursor in self._cursors.items()),
             # Groups stay text: as records they would be formatted a second time, which holds up the engine's thread.
-            "finished": [[number, group_json(group)] for number, group in sorted(self.finished.items())],
+            "finished": [[number, group_json(group)] for number, group in sorted(self._stream.finished.items())],
             "drawn": self._drawn(),
             "dropped_tokens": self._dropped_tokens,
         }
@@ -205,7 +204,7 @@ class GroupSource:
             problem = self._problems.again(self._cursors[number], group.problem)
             if state["drawn"] == self._drawn() and problem is not None:
                 # The task's own problem replaces the stored one, whose answer JSON may have changed.
-                self.finished[number] = replace(group, problem=problem)
+                self._stream.finished[number] = replace(group, problem=problem)
             else:
                 self.ledger.lose(number)
                 changed.append(number)
@@ -245,7 +244,7 @@ class GroupSource:
                 )
             self._stream.require_signs(begun, self._deadline_s, missing, self._named)
             self._collect(WAKE_S, watch, missing)
-        groups = [self.finished.pop(number) for number in ages]
+        groups = [self._stream.take(number) for number in ages]
         for number in ages:
             del self._cursors[number]
         self._step = self.ledger.taken // self.ledger.batch
@@ -256,23 +255,17 @@ class GroupSource:
         # Their numbers are free: a refill has staleness 0, where nothing else is on its way.
         for place, problem in enumerate(self._problems.take(count)):
             self._stream.submit(place, problem, self._samples, sampling, place)
-        groups, begun = {}, time.monotonic()
-        while len(groups) < count:
-            missing = [place for place in range(count) if place not in groups]
+        begun = time.monotonic()
+        while missing := [place for place in range(count) if place not in self._stream.finished]:
             self._stream.require_signs(begun, self._deadline_s, missing, self._named)
-            if pair := self._stream.next(watch, WAKE_S):
-                groups[pair[0]] = pair[1]
-        return [groups[place] for place in range(count)]
+            self._stream.next(watch, WAKE_S)
+        return [self._stream.take(place) for place in range(count)]
 
     def _forget_late(self, version: int) -> None:
         # While the version grows by one with every step, no group is ever too old. A resumed run with a smaller
         # staleness may meet some.
         for number in self.ledger.advance(version):
-            finished = self.finished.pop(number, None)
-            if finished:
-                tokens = _tokens([finished])
-            else:
-                tokens = self._stream.cancel(number)
+            tokens = self._stream.cancel(number)
             self._dropped_tokens += tokens
             log.warning(
                 "group %d is too old for version %d and is sampled again; %d tokens are lost", number, version, tokens
@@ -306,11 +299,9 @@ class GroupSource:
         watch: Callable[[str], AbstractContextManager] = nullcontext,
         missing: Sequence[int] | None = None,
     ) -> None:
-        """Takes all finished groups from the stream; waits up to `within_s` seconds for the first one."""
+        """Tells the ledger of all groups that are finished; waits up to `within_s` seconds for the first one."""
         # All of them, because the ledger prefers the oldest.
-        while pair := self._stream.next(watch, within_s, missing):
-            number, group = pair
-            self.finished[number] = group
+        while (number := self._stream.next(watch, within_s, missing)) is not None:
             self.ledger.finish(number)
             within_s = 0.0
 
@@ -327,7 +318,3 @@ class GroupSource:
             "async/dropped": float(self.ledger.dropped),
             "async/dropped_tokens": float(self._dropped_tokens),
         }
-
-
-def _tokens(groups: Sequence[Group]) -> int:
-    return sum(len(sample.completion.sampled) for group in groups for sample in group.samples)

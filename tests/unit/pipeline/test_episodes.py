@@ -86,9 +86,10 @@ def play(environments, says, samples=1, groups=1, tokenizer=None):
     stream = GroupStream(engine, tokenizer or TurnLetters(), environments)
     for number in range(groups):
         stream.submit(number, PROBLEM, samples, SAMPLING, place=number)
-    done = dict(stream.next(within_s=60.0) for _ in range(groups))
+    for _ in range(groups):
+        assert stream.next(within_s=60.0) is not None
     stream.close()
-    return [done[number] for number in range(groups)], engine
+    return [stream.take(number) for number in range(groups)], engine
 
 
 def test_ids_are_appended_and_what_the_environment_said_was_not_sampled(environments):
@@ -206,8 +207,8 @@ def test_a_group_that_is_cancelled_gives_its_processes_back(tmp_path):
         stream.cancel(0)
         stream._engine.says = lambda *_: "win"
         stream.submit(1, PROBLEM, 2, SAMPLING, place=1)
-        number, group = stream.next(within_s=30.0)
-        assert number == 1 and [sample.score.reward for sample in group.samples] == [1.0, 1.0]
+        assert stream.next(within_s=30.0) == 1
+        assert [sample.score.reward for sample in stream.take(1).samples] == [1.0, 1.0]
         wait_until(lambda: len(environments._free) == 2)
         stream.close()
 

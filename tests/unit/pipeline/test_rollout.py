@@ -218,8 +218,7 @@ def test_grading_goes_on_while_nobody_waits(engine, stream, arrivals):
         engine.draw(p, s, "x" * (p + s))
     wait_until(lambda: sorted(arrivals) == [0.0, 1.0, 1.0])
     assert "0 of 2 texts are not graded" in stream.missing(0) and "not ended 1 of 2 completions" in stream.missing(1)
-    number, group = stream.next(within_s=0.0)
-    assert (number, rewards(group)) == (0, [0.0, 1.0])
+    assert stream.next(within_s=0.0) == 0 and rewards(stream.take(0)) == [0.0, 1.0]
     assert stream.next(within_s=0.0) is None
 
 
@@ -230,17 +229,18 @@ def test_what_still_comes_of_a_cancelled_group_is_nobodys(engine, stream, arriva
     stream.submit(0, PROBLEMS[0], 2, SAMPLING, place=2)
     for p, s, text in ((0, 1, "late"), (2, 0, "a"), (2, 1, "bb"), (1, 0, ""), (1, 1, "")):
         engine.draw(p, s, text)
-    groups = dict(stream.next(within_s=20.0) for _ in range(2))
-    assert {number: rewards(group) for number, group in groups.items()} == {0: [1.0, 2.0], 1: [0.0, 0.0]}
+    assert {stream.next(within_s=20.0) for _ in range(2)} == {0, 1}
+    assert [rewards(stream.take(number)) for number in (0, 1)] == [[1.0, 2.0], [0.0, 0.0]]
     assert stream.next(within_s=0.0) is None and not stream.drawing()
 
 
-def test_a_finished_group_may_be_cancelled_until_it_is_handed_out(engine, stream, arrivals):
+def test_a_finished_group_may_be_cancelled_until_it_is_taken(engine, stream, arrivals):
     for p, s in ((0, 0), (0, 1), (1, 0), (1, 1)):
         engine.draw(p, s, "xx")
     wait_until(lambda: len(arrivals) == 4)
     assert stream.cancel(0) == 4
-    assert stream.next(within_s=20.0)[0] == 1 and stream.next(within_s=0.0) is None
+    assert stream.next(within_s=20.0) == 1 and stream.next(within_s=0.0) is None
+    assert stream.cancel(1) == 4 and not stream.finished
 
 
 class SeenWhole(Seen):
@@ -259,11 +259,11 @@ def test_who_watches_sees_what_has_come_before_and_nothing_of_other_groups(engin
     for p, s, text in ((0, 0, "a"), (0, 1, "bb"), (1, 1, "ccc"), (2, 0, "dddd")):
         engine.draw(p, s, text)
     wait_until(lambda: len(arrivals) == 4)
-    number, group = stream.next(within_s=0.0)
+    assert stream.next(within_s=0.0) == 0
     watcher = SeenWhole()
-    with stream.watched(watcher, finished={number: group}, below=2):
+    with stream.watched(watcher, below=2):
         assert sorted(watcher.lengths) == sorted(watcher) == [1, 2, 3]
         engine.draw(2, 1, "eeeee")
         engine.draw(1, 0, "ffffff")
-        assert sorted({stream.next(within_s=20.0)[0] for _ in range(2)}) == [1, 2]
+        assert sorted({stream.next(within_s=20.0) for _ in range(2)}) == [1, 2]
     assert watcher.lengths[3:] == watcher[3:] == [6] and len(arrivals) == 4

@@ -127,7 +127,7 @@ def test_a_resumed_run_keeps_what_is_finished_and_submits_again_what_is_running(
     source.take(2)  # group 2 is finished, group 3 is running
     source.open(version=1)
     state = json.loads(json.dumps(source.state_dict()))
-    finished = source.finished[2]
+    finished = source._stream.finished[2]
 
     resumed, engine = make(staleness=1, cursor=6)
     resumed.load_state_dict(state, step=1, version=1)
