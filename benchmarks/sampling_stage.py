@@ -25,8 +25,8 @@ import numpy as np
 import psutil
 from transformers import AutoConfig
 
-from torchtune_ext.sampling.calls import Call, group_seeds
-from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
+from torchtune_ext.sampling.calls import group_calls
+from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, SamplingConfig
 from torchtune_ext.sampling.engine_args import engine_args, engine_environment
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 50, 16
@@ -58,9 +58,9 @@ def bare(model: str, stack: ExitStack) -> Way:
 
     def draw(prompts, sampling):
         calls = [
-            Call("", prompt, sampling, seed, 0)
+            call
             for number, prompt in enumerate(prompts)
-            for seed in group_seeds(sampling.seed, number, SAMPLES)
+            for call in group_calls(prompt, SAMPLES, sampling, number, Priority.SAMPLE, CONFIG.max_model_len)
         ]
         inputs = [{"prompt_token_ids": call.prompt} for call in calls]
         answers = llm.generate(inputs, [SamplingParams(**call.vllm_params()) for call in calls], use_tqdm=False)

@@ -8,7 +8,7 @@ import numpy as np
 from fake_cores import CONFIG, FakeCore
 
 from torchtune_ext.sampling import engine_args
-from torchtune_ext.sampling.calls import CoreLost, Step, Submission
+from torchtune_ext.sampling.calls import CoreLost, Step, group_calls
 from torchtune_ext.sampling.pool import Pool
 from torchtune_ext.sampling.records import Priority, SamplingConfig
 from torchtune_ext.sampling.weight_buffer import Buffers
@@ -101,11 +101,9 @@ class PoolBench:
         await self.pool.prepare()
         await self.pool.start()
 
-    def group(self, prompt=(1, 2, 3), n=4, max_tokens=8, priority=Priority.SAMPLE, seed=7, home=None):
-        number = next(self._groups)
-        return Submission(
-            list(prompt), n, SamplingConfig(max_tokens=max_tokens, seed=seed), None, number, priority, home
-        )
+    def group(self, prompt=(1, 2, 3), n=4, max_tokens=8, priority=Priority.SAMPLE, seed=7):
+        sampling = SamplingConfig(max_tokens=max_tokens, seed=seed)
+        return group_calls(prompt, n, sampling, next(self._groups), priority, 1 << 20)
 
     async def publish(self, tensors, version):
         self.buffers.write(tensors, version, None, self.pool.version)

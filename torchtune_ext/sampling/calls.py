@@ -39,42 +39,6 @@ def group_seeds(seed: int | None, group: int, n: int) -> list[int | None]:
     return [None if seed is None else mixed_seed(seed, group, s) for s in range(n)]
 
 
-@dataclass(eq=False, slots=True)
-class Submission:
-    """What the requests of one group share. The first fields are what `Engine.submit` takes."""
-
-    prompt: Sequence[int]
-    n: int
-    sampling: SamplingConfig
-    on_completion: OnCompletion | None
-    group: int
-    priority: Priority
-    home: object = None
-    lowest: int = field(init=False)  # token id of the prompt
-    highest: int = field(init=False)
-    seeds: list[int | None] = field(init=False)  # of each request
-    lane: Any = None  # the pool's: the engine that it is at
-    left: int = field(init=False)  # requests that have not ended
-
-    def __post_init__(self):
-        self.prompt = np.asarray(self.prompt).tolist()
-        self.lowest, self.highest = min(self.prompt, default=0), max(self.prompt, default=0)
-        self.seeds, self.left = group_seeds(self.sampling.seed, self.group, self.n), self.n
-
-    def check(self, max_model_len: int) -> None:
-        """Raises ValueError for what does not fit, before anything is sent."""
-        if self.n < 1:
-            raise Mistake(f"sample: n is {self.n}; it has to be 1 or more")
-        if not self.prompt:
-            raise Mistake(f"sample: prompt {self.group} is empty; it needs at least one token")
-        if len(self.prompt) + self.sampling.max_tokens > max_model_len:
-            raise Mistake(
-                f"sample: prompt {self.group} has {len(self.prompt)} tokens, sampling.max_tokens is "
-                f"{self.sampling.max_tokens}: together more than engine.max_model_len = {max_model_len}; "
-                f"shorten the prompt, lower max_tokens or raise max_model_len"
-            )
-
-
 class CoreLost(Failure):
     """The engine is gone, does not answer, or holds half-loaded weights: this life of it is over."""
 
@@ -93,19 +57,22 @@ class Step:
 
 @dataclass(slots=True)
 class Call:
-    """One request in one life of the engine."""
+    """One request, and in a life of the engine what it has sampled until now."""
 
-    id: str  # unique in the run
     prompt: list[int]
     sampling: SamplingConfig
     seed: int | None
-    first_version: int  # label of weights that were never published
     priority: Priority = Priority.SAMPLE  # where it stands in the engine's own queue
-    task: asyncio.Task | None = None  # the task that runs it
-    lost: str = ""  # why the engine ended before the request did
-    keep: int | None = None  # tokens to keep, once the early stop has fired
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    group: int = 0  # its number, for messages
+    n: int = 1  # requests of its group, all with this prompt
+    # Each life of the engine gets a copy of the request, with an id that is unique in the run.
+    id: str = ""
+    first_version: int = 0  # label of weights that were never published
+    task: asyncio.Task | None = field(default=None, init=False)  # the task that runs it
+    lost: str = field(default="", init=False)  # why the engine ended before the request did
+    keep: int | None = field(default=None, init=False)  # tokens to keep, once the early stop has fired
+    tokens: list[int] = field(default_factory=list, init=False)
+    logprobs: list[float] = field(default_factory=list, init=False)
     _sum: float = field(default=0.0, init=False)  # of the early stop's running mean
 
     @property
@@ -189,6 +156,23 @@ class Call:
             cached_prompt_tokens=cached,
             prompt_logprobs=np.array(prompt_logprobs, np.float32) if self.priority is Priority.SCORE else None,
         )
+
+
+def group_calls(
+    prompt: Sequence[int], n: int, sampling: SamplingConfig, group: int, priority: Priority, max_model_len: int
+) -> list[Call]:
+    """The `n` requests of a group. Raises ValueError for what does not fit. Args: as of `Engine.submit`."""
+    prompt = np.asarray(prompt).tolist()
+    if n < 1:
+        raise Mistake(f"sample: n is {n}; it has to be 1 or more")
+    if not prompt:
+        raise Mistake(f"sample: prompt {group} is empty; it needs at least one token")
+    if len(prompt) + sampling.max_tokens > max_model_len:
+        raise Mistake(
+            f"sample: prompt {group} has {len(prompt)} tokens, sampling.max_tokens is {sampling.max_tokens}: together more "
+            f"than engine.max_model_len = {max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+        )
+    return [Call(prompt, sampling, seed, priority, group, n) for seed in group_seeds(sampling.seed, group, n)]
 
 
 class Core(Protocol):

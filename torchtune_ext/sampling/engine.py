@@ -27,7 +27,7 @@ from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Failure, Late, Mistake
 from torchtune_ext.run.janitor import Janitor
 from torchtune_ext.sampling import early
-from torchtune_ext.sampling.calls import Core, OnCompletion, Step, Submission, fetch_error, together
+from torchtune_ext.sampling.calls import Call, Core, OnCompletion, Step, fetch_error, group_calls, together
 from torchtune_ext.sampling.engine_args import log_name
 from torchtune_ext.sampling.lane import Lane
 from torchtune_ext.sampling.pool import Pool
@@ -274,11 +274,9 @@ class Engine:
 
     def _groups(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig, priority: Priority
-    ) -> list[Submission]:
-        groups = [Submission(prompt, n, sampling, None, p, priority) for p, prompt in enumerate(prompts)]
-        for group in groups:
-            group.check(self.config.max_model_len)
-        return groups
+    ) -> list[list[Call]]:
+        limit = self.config.max_model_len
+        return [group_calls(prompt, n, sampling, p, priority, limit) for p, prompt in enumerate(prompts)]
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Scores texts under the current weights, at temperature 1 and over the whole vocabulary. Raises as `sample`.
@@ -294,7 +292,7 @@ class Engine:
         prompt: Sequence[int],
         n: int,
         sampling: SamplingConfig,
-        on_completion: OnCompletion | None = None,
+        on_completion: OnCompletion = lambda sample, completion: None,
         group: int = 0,
         priority: Priority = Priority.SAMPLE,
         home: object = None,
@@ -308,9 +306,8 @@ class Engine:
         Raises: ValueError for a prompt that does not fit.
         """
         self._thread.refuse_itself()
-        submission = Submission(prompt, n, sampling, on_completion, group, priority, home)
-        submission.check(self.config.max_model_len)
-        return self._begin(self._pool.draw(submission), priority)
+        calls = group_calls(prompt, n, sampling, group, priority, self.config.max_model_len)
+        return self._begin(self._pool.draw(calls, on_completion, home), priority)
 
     def _begin(self, work: Coroutine[Any, Any, Any], priority: Priority) -> Future:
         if priority is not Priority.EVALUATION:

@@ -10,12 +10,13 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from functools import wraps
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, Submission, fetch_error
+from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, fetch_error
 from torchtune_ext.sampling.engine_args import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.records import Completion, EngineConfig, EngineFailed, Priority, WeightsIncomplete
 from torchtune_ext.sampling.throttle import Controller, Throttle
@@ -68,6 +69,7 @@ class Lane:
         self.counts = dict.fromkeys(COUNTS, 0)
         self.max_usage = 0.0  # highest share of the KV cache in use
         self.last_step = Step(0.0, 0, 0, 0, 0, 0)
+        self.requests = 0  # of the groups that the pool has sent here, without those that have ended
         self.throttle = Throttle(Controller(config.max_num_seqs or DEFAULT_MAX_NUM_SEQS), config.max_concurrency)
         self.state = State.COMING
         self.cause = ""  # of its last change for the worse
@@ -110,35 +112,35 @@ class Lane:
             self._changed.clear()
         self._pool.changed(self, served)
 
-    def _expect(self, group: Submission, core: Core) -> None:
-        """Sets the first limit by what this group may take. Raises ValueError for ids that the model does not have."""
+    def _expect(self, call: Call, core: Core) -> None:
+        """Sets the first limit by what its group may take. Raises ValueError for ids that the model does not have."""
         # vLLM does not check token ids, and dies of an id that is too large.
-        if not 0 <= group.lowest <= group.highest < core.vocabulary:
+        lowest, highest = min(call.prompt), max(call.prompt)
+        if not 0 <= lowest <= highest < core.vocabulary:
             raise Mistake(
-                f"sample: prompt {group.group} holds token ids from {group.lowest} to {group.highest}, but the model has only "
-                f"the ids 0 to {core.vocabulary - 1}: tokenizer and model do not belong together"
+                f"sample: prompt {call.group} holds token ids from {lowest} to {highest}, but the model has only the ids 0 to "
+                f"{core.vocabulary - 1}: tokenizer and model do not belong together"
             )
         # The few tokens of a canary say nothing about how long samples get.
-        if group.priority is not Priority.CANARY and not self.throttle.controller.known:
-            prompt, most = len(group.prompt), group.sampling.max_tokens
-            self.throttle.controller.expect(core.cache_tokens, prompt, most, group.n, core.block)
+        if call.priority is not Priority.CANARY and not self.throttle.controller.known:
+            prompt, most = len(call.prompt), call.sampling.max_tokens
+            self.throttle.controller.expect(core.cache_tokens, prompt, most, call.n, core.block)
             self.throttle.admit()
 
-    async def draw(self, group: Submission, sample: int) -> Completion:
+    async def draw(self, call: Call) -> Completion:
         """Draws one completion, from as many lives of the engine as it takes.
 
         Raises EngineFailed, WeightsIncomplete, ValueError; CoreLost when this engine was lost and another one serves.
         """
-        self._expect(group, await self.awake(elsewhere=True))
-        if not await self.throttle.acquire(group.priority):
+        self._expect(call, await self.awake(elsewhere=True))
+        if not await self.throttle.acquire(call.priority):
             raise CoreLost(f"{self.name} was lost")
         try:
             while True:
                 core = await self.awake(elsewhere=True)
-                name, first = f"{os.getpid()}-{next(self._pool.ids)}", self._pool.first_version
-                call = Call(name, group.prompt, group.sampling, group.seeds[sample], first, group.priority)
+                name = f"{os.getpid()}-{next(self._pool.ids)}"
                 try:
-                    completion = await core.generate(call)
+                    completion = await core.generate(replace(call, id=name, first_version=self._pool.first_version))
                     break
                 except CoreLost as error:
                     replaced = self.lose(core, str(error))
@@ -153,7 +155,7 @@ class Lane:
         self.report_finished()
         self.counts["completed"] += 1
         self.counts["tokens"] += len(completion.tokens)
-        if group.priority is not Priority.CANARY:
+        if call.priority is not Priority.CANARY:
             self.throttle.controller.done()
             self.throttle.admit()
         return completion
@@ -196,7 +198,8 @@ class Lane:
             if time.monotonic() > give_up_at:
                 raise EngineFailed(f"{self.name} was not ready within {limit:g} s")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
         if self.closed:
             raise EngineFailed("the engine is closed")
         if self.failed is not None:

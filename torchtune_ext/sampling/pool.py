@@ -8,11 +8,10 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from torchtune_ext.sampling.calls import Core, CoreLost, Submission, together
+from torchtune_ext.sampling.calls import Call, Core, CoreLost, OnCompletion, together
 from torchtune_ext.sampling.engine_args import engine_configs
 from torchtune_ext.sampling.lane import COUNTS, Lane, State
 from torchtune_ext.sampling.records import CanaryAnswer, Completion, EngineConfig, EngineFailed, EngineStats
@@ -44,7 +43,6 @@ class Pool:
         self.lanes: list[Lane] = []
         for number, each in enumerate(configs := engine_configs(config)):
             self.lanes.append(Lane(self, number, f"the {name}" if len(configs) == 1 else f"{name} {number}", each))
-        self._groups: set[Submission] = set()  # under way
         self._homes: WeakKeyDictionary[object, Lane] = WeakKeyDictionary()  # where the turns of conversations go
         self._prepared, self._begun = 0.0, False  # when the first lives began; whether all have come up once
 
@@ -89,7 +87,7 @@ class Pool:
             why = lane.cause.removeprefix(f"{lane.name} ")
             message = "%s is retired (%s); the run goes on with %d of %d"
             log.warning(message, lane.name, why, len(self.left), len(self.lanes))
-        elif lane.state is State.COMING and served and others and self._load(lane):
+        elif lane.state is State.COMING and served and others and lane.requests:
             left = "the other" if len(self.serving) == 1 else f"{len(self.serving)} others"
             log.warning("%s is lost; its requests go to %s meanwhile", lane.name, left)
         if not lane.serves and others:
@@ -129,34 +127,43 @@ class Pool:
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
-    async def draw(self, group: Submission, to: Lane | None = None) -> list[Completion]:
-        """Draws a group's completions. Args: to: the engine that has to do it; None: any.
+    async def draw(
+        self,
+        calls: Sequence[Call],
+        on_completion: OnCompletion = lambda sample, completion: None,
+        home: object = None,
+        to: Lane | None = None,
+    ) -> list[Completion]:
+        """Draws a group's completions. Args: as of `Engine.submit`; to: the engine that has to do it; None: any.
 
         Raises ValueError, EngineFailed, WeightsIncomplete; CoreLost when `to` is lost and others serve.
         """
-        self._send(group, to or self._home(group) or self._choose())
-        self._groups.add(group)
-        try:
-            return await together(*(self._one(group, sample, to) for sample in range(len(group.seeds))))
-        finally:
-            self._groups.remove(group)
+        lane, unfinished = to or self._home(home) or self._choose(), len(calls)
+        self._send(home, lane, unfinished)
 
-    async def _one(self, group: Submission, sample: int, to: Lane | None) -> Completion:
-        while True:
-            lane = group.lane
-            try:
-                completion = await lane.draw(group, sample)
-                break
-            except (CoreLost, EngineFailed):
-                if to is not None or lane.closed or not self.left:
-                    raise  # no other engine can do what this one could not
-            # The first request that learns of the loss finds the group another engine. The others follow it there.
-            if group.lane is lane:
-                self._send(group, self._choose())
-        group.left -= 1
-        if group.on_completion is not None:
-            group.on_completion(sample, completion)
-        return completion
+        async def one(sample: int) -> Completion:
+            nonlocal lane, unfinished
+            while True:
+                at = lane
+                try:
+                    completion = await at.draw(calls[sample])
+                    break
+                except (CoreLost, EngineFailed):
+                    if to is not None or at.closed or not self.left:
+                        raise  # no other engine can do what this one could not
+                # The first request that learns of the loss finds the group another engine. The others follow it there.
+                if lane is at:
+                    lane = self._choose()
+                    at.requests -= unfinished
+                    self._send(home, lane, unfinished)
+            unfinished, lane.requests = unfinished - 1, lane.requests - 1
+            on_completion(sample, completion)
+            return completion
+
+        try:
+            return await together(*map(one, range(len(calls))))
+        finally:
+            lane.requests -= unfinished
 
     # -- routing ------------------------------------------------------------------------------------------------------
     #
@@ -167,22 +174,19 @@ class Pool:
     # Routing by a hash of the prompt would ignore the load: in published runs with it, the cache of one engine fell
     # from 98% to 5% hits while three were idle.
 
-    def _home(self, group: Submission) -> Lane | None:
+    def _home(self, home: object) -> Lane | None:
         """The engine that drew the turns before, if it serves."""
-        lane = self._homes.get(group.home) if group.home is not None else None
+        lane = self._homes.get(home) if home is not None else None
         return lane if lane is not None and lane.serves else None
 
     def _choose(self) -> Lane:
         """The engine with the fewest requests: one that serves, or else one that may do so later."""
-        return min(self.serving or self.left or self.lanes, key=self._load)
+        return min(self.serving or self.left or self.lanes, key=lambda lane: lane.requests)
 
-    def _load(self, lane: Lane) -> int:
-        return sum(group.left for group in self._groups if group.lane is lane)
-
-    def _send(self, group: Submission, lane: Lane) -> None:
-        group.lane = lane
-        if group.home is not None:
-            self._homes[group.home] = lane
+    def _send(self, home: object, lane: Lane, requests: int) -> None:
+        lane.requests += requests
+        if home is not None:
+            self._homes[home] = lane
 
     # -- all engines --------------------------------------------------------------------------------------------------
 
@@ -236,12 +240,12 @@ class Pool:
         if refused or (errors and not self.left):
             raise (refused or errors)[0]
 
-    async def ask_each(self, groups: Sequence[Submission]) -> list[CanaryAnswer]:
+    async def ask_each(self, groups: Sequence[list[Call]]) -> list[CanaryAnswer]:
         """Does what `Engine.canary` says. Each engine gets groups of its own."""
 
         async def ask(lane: Lane) -> CanaryAnswer | None:
             try:
-                completions = await asyncio.gather(*(self.draw(replace(group), lane) for group in groups))
+                completions = await asyncio.gather(*(self.draw(calls, to=lane) for calls in groups))
                 return CanaryAnswer(lane.name, list(completions), await lane.checksums())
             except CoreLost as error:
                 message = "%s did not answer the canary (%s): it serves again once it has proven its weights"

@@ -189,8 +189,8 @@ class RemoteCore(ChildProcess, VLLMCore):
 
     async def generate(self, call: Call) -> Completion:
         with call.running(self.calls):
-            # The task lives in this process, and cannot be pickled.
-            return await self.ask("generate", replace(call, task=None), self.salt, self.adapted)
+            # A copy is without the task, which lives in this process and cannot be pickled.
+            return await self.ask("generate", replace(call), self.salt, self.adapted)
 
     def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
         return self.ask("engine", method, arguments)

@@ -11,7 +11,7 @@ from torchtune_ext.sampling.records import SamplingConfig
 
 def watched(threshold, decay=0.992, min_tokens=64):
     rule = dict(early_stop_logprob=threshold, early_stop_decay=decay, early_stop_min_tokens=min_tokens)
-    return Call("1", [1], SamplingConfig(max_tokens=1000, **rule), None, 0)
+    return Call([1], SamplingConfig(max_tokens=1000, **rule), None)
 
 
 def update(call, logprobs):

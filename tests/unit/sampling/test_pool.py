@@ -2,6 +2,7 @@
 with real ones: tests/integration/test_engine_pool.py."""
 
 import asyncio
+import itertools
 
 import psutil
 import pytest
@@ -28,7 +29,7 @@ def test_a_group_of_the_pool_stays_together(monkeypatch):
         await asyncio.gather(*(bench.pool.draw(bench.group(prompt, 6)) for prompt in prompts))
         assert sum(len(core.prompts) for core in bench.now) == 12  # each prompt was computed by one engine
         assert {core.drawn for core in bench.now} == {24}  # and the load is even: four groups of six for each of three
-        assert not bench.pool._groups
+        assert not any(lane.requests for lane in bench.pool.lanes)
 
     run(scenario, monkeypatch, 3)
 
@@ -42,32 +43,30 @@ def test_the_turns_of_a_conversation_stay_with_the_engine_that_has_its_prefix(mo
 
     async def scenario(bench):
         homes = [Home() for _ in range(6)]
+        prompts = itertools.count()
 
-        def turns(homes):
-            groups = [bench.group([p] * 50, 3, home=home) for p, home in enumerate(homes)]
-            return groups, asyncio.gather(*map(bench.pool.draw, groups))
+        async def turns(homes):
+            """Draws a turn of each conversation. Returns the engines that did it."""
+            groups = [bench.group([next(prompts)] * 50, 3) for _ in homes]
+            work = [bench.pool.draw(calls, home=home) for calls, home in zip(groups, homes, strict=True)]
+            await asyncio.gather(*work)
+            serving = bench.pool.serving
+            drawn = [[lane for lane in serving if tuple(calls[0].prompt) in lane.core.prompts] for calls in groups]
+            assert all(len(lanes) == 1 for lanes in drawn)
+            return [lane for (lane,) in drawn]
 
-        groups, drawn = turns(homes)
-        await drawn
-        first = [group.lane for group in groups]
+        first = await turns(homes)
         assert sorted(lane.number for lane in first) == [0, 0, 1, 1, 2, 2]
-        groups, drawn = turns([*homes, *(homes[0],) * 4])
-        await drawn
-        assert [group.lane for group in groups] == first + [first[0]] * 4
+        assert await turns([*homes, *(homes[0],) * 4]) == first + [first[0]] * 4
         bench.prepare_core = lambda core, number: core.go_on.clear()
         first[0].core.kill()
         await until(lambda: not first[0].serves)
-        groups, drawn = turns(homes)
-        await drawn
-        moved = [group.lane for group in groups]
+        moved = await turns(homes)
         assert all(new is not first[0] and old in (new, first[0]) for new, old in zip(moved, first, strict=True))
         bench.lives[first[0].number][-1].go_on.set()
         await until(lambda: first[0].serves)
-        groups, drawn = turns(homes)
-        await drawn
-        assert [group.lane for group in groups] == moved
+        assert await turns(homes) == moved
         homes.clear()
-        groups.clear()
         assert not bench.pool._homes
 
     run(scenario, monkeypatch, 3)
@@ -256,7 +255,7 @@ def test_50_restarts_leave_a_pool_as_it_was(monkeypatch):
         assert (process.num_fds(), len(asyncio.all_tasks()), len(process.children(recursive=True))) == counts
         for lane in bench.pool.lanes:
             assert lane.throttle.held == 0 and not lane.throttle.blocked
-            assert not lane._undisturbed and len(lane._held) == 1
-        assert bench.pool.stats().restarts == 52 and not bench.pool._groups
+            assert not lane._undisturbed and len(lane._held) == 1 and lane.requests == 0
+        assert bench.pool.stats().restarts == 52
 
     run(scenario, monkeypatch, 2)

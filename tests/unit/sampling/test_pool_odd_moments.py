@@ -66,11 +66,28 @@ def test_a_pool_with_an_engine_that_is_behind_answers_and_sleeps(monkeypatch):
 def test_a_group_that_is_cancelled_before_it_begins_leaves_no_load(monkeypatch):
     async def scenario(bench):
         drawing = asyncio.create_task(bench.pool.draw(bench.group(n=8, max_tokens=1000)))
-        while not bench.pool._groups:
+        while not any(lane.requests for lane in bench.pool.lanes):
             await asyncio.sleep(0)
         drawing.cancel()
         await asyncio.sleep(0.05)
-        assert not bench.pool._groups
+        assert not any(lane.requests for lane in bench.pool.lanes)
+
+    run(scenario, monkeypatch, 2)
+
+
+def test_requests_that_are_repeated_elsewhere_are_counted_there(monkeypatch):
+    async def scenario(bench):
+        bench.prepare_core = lambda core, number: core.go_on.clear()
+        for core in bench.now:
+            core.length = lambda call: 40
+        drawing = [asyncio.create_task(bench.pool.draw(bench.group(n=5))) for _ in range(2)]
+        await until(lambda: [len(core.calls) for core in bench.now] == [5, 5])
+        bench.now[0].kill()
+        await until(lambda: len(bench.now[1].calls) == 10)
+        assert [lane.requests for lane in bench.pool.lanes] == [0, 10]
+        assert [len(group) for group in await asyncio.gather(*drawing)] == [5, 5]
+        assert [lane.requests for lane in bench.pool.lanes] == [0, 0]
+        bench.lives[0][1].go_on.set()
 
     run(scenario, monkeypatch, 2)
 
