@@ -117,7 +117,7 @@ class EvaluateRecipe:
         check_task(self.task, "task", ends=True)
         check_engine(model, engine)
         check_tokenizer(self.tokenizer, model, stops=self.sampling.stop_token_ids)
-        check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine)
+        check_prompts({"task": self.task}, self.tokenizer, self.sampling, engine, model)
         model.require_readable()
         rehearse([self.task], cfg.grader, samples=cfg.samples_per_problem)
         # A problem whose prompt leaves no room for the completion is left out, and counted.

@@ -130,7 +130,10 @@ class Environments(Grader):
         if not seat.process.cancel():
             process = seat.process.result()
             # An error of `close` changes nothing any more. The process goes on to the next conversation either way.
-            closed = self.processes.submit((None, None), self._timeout_s, lambda *_: None, process=process)
+            try:
+                closed = self.processes.submit((None, None), self._timeout_s, lambda *_: None, process=process)
+            except Exception:  # the reason why all processes have ended, and with them the environments
+                return
             closed.add_done_callback(lambda _: self._give(process))
 
     def _give(self, process: int) -> None:

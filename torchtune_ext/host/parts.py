@@ -217,7 +217,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
     check_engine(hf_model, precision.engine, meta_model)
     require_rows(cfg.row_tokens, precision.engine)
     check_tokenizer(tokenizer, hf_model, meta_model.tok_embeddings.num_embeddings, sampling.stop_token_ids)
-    check_prompts({"task": task, "evaluation.task": eval_task}, tokenizer, sampling, precision.engine)
+    check_prompts({"task": task, "evaluation.task": eval_task}, tokenizer, sampling, precision.engine, hf_model)
     # A replay evaluates nothing.
     both = [] if cfg.replay else trained_too(task, eval_task)
     # A problem whose prompt leaves no room for an answer is passed over, like one that the task cannot give.

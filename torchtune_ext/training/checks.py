@@ -39,8 +39,11 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> N
             f"optimizer: {type(optimizer).__name__} is no torch optimizer: it has no param_groups; name a class such as "
             "torch.optim.AdamW"
         )
-    if not any(group.get("lr", 1.0) for group in optimizer.param_groups):
+    rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
+    if not any(rates):
         raise Mistake("optimizer.lr=0 changes no weight, ever; set optimizer.lr=1e-5, for instance")
+    if not all(map(math.isfinite, rates)):
+        raise Mistake(f"optimizer.lr={rates[0]} is no learning rate; set optimizer.lr=1e-5, for instance")
 
 
 def check_loss(loss: Any) -> None:
@@ -194,7 +197,11 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
 
 
 def check_prompts(
-    tasks: Mapping[str, Task | None], tokenizer: ChatTokenizer, sampling: SamplingConfig, engine: EngineConfig
+    tasks: Mapping[str, Task | None],
+    tokenizer: ChatTokenizer,
+    sampling: SamplingConfig,
+    engine: EngineConfig,
+    source: HFModel,
 ) -> None:
     """Compares some prompts of each task (by the key of its node) with the room that the engine has for them.
 
@@ -222,10 +229,13 @@ def check_prompts(
         # A run leaves out single prompts that are too long, but if all are, it has nothing to train on.
         if shortest > room:
             span = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
+            needed, positions = sampling.max_tokens + longest, _positions(source)
+            more = needed <= positions
+            fix = f"set engine.max_model_len={needed}, or" if more else f"the model has {positions} positions: set"
             raise Mistake(
                 f"sampling.max_tokens={sampling.max_tokens} leaves room for a prompt of {room} in engine.max_model_len="
-                f"{engine.max_model_len}, and the {len(lengths)} prompts of {key} that were looked at have {span} tokens; set "
-                f"engine.max_model_len={sampling.max_tokens + longest}, or a lower max_tokens"
+                f"{engine.max_model_len}, and the {len(lengths)} prompts of {key} that were looked at have {span} tokens; "
+                f"{fix} a lower max_tokens"
             )
 
 
@@ -327,12 +337,7 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
         )
     # This raises for settings that do not go together.
     engine_configs(engine)
-    longest, config = source.config.get("max_position_embeddings"), source.config
-    # Scaled RoPE reaches beyond max_position_embeddings, and only the engine knows how far.
-    scaled = (
-        config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("rope_type", "default") != "default"
-    )
-    if isinstance(longest, int) and not scaled and engine.max_model_len > longest:
+    if engine.max_model_len > (longest := _positions(source)):
         raise Mistake(
             f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions that the model has "
             f"(max_position_embeddings in {source.path / 'config.json'}); set engine.max_model_len={longest} or less"
@@ -355,6 +360,17 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
                 f"engine.kv_cache_bytes={engine.kv_cache_bytes} holds {engine.kv_cache_bytes // token} tokens of this model, "
                 f"too few for one sequence of engine.max_model_len={engine.max_model_len}; set it to {needed} or more"
             )
+
+
+def _positions(source: HFModel) -> float:
+    """The positions of a model; infinitely many where only the engine knows."""
+    # Scaled RoPE reaches beyond max_position_embeddings.
+    config = source.config
+    scaled = (
+        config.get("rope_scaling") or (config.get("rope_parameters") or {}).get("rope_type", "default") != "default"
+    )
+    longest = config.get("max_position_embeddings")
+    return longest if isinstance(longest, int) and not scaled else math.inf
 
 
 def _name(part: Any) -> str:

@@ -213,6 +213,17 @@ def test_a_group_that_is_cancelled_gives_its_processes_back(tmp_path):
         stream.close()
 
 
+def test_a_stream_closes_after_its_environments_have_ended(tmp_path):
+    with Environments(Scripted(tmp_path), workers=2, timeout_s=60.0) as environments:
+        stream = GroupStream(Policy(lambda prompt, _: "hangs"), TurnLetters(), environments)
+        for number in (0, 1):
+            stream.submit(number, PROBLEM, 1, SAMPLING, place=number)
+        wait_until(lambda: len(list(tmp_path.glob("alive-*"))) == 2)
+        environments.close()
+        stream.close()
+    assert not stream._thread.is_alive()
+
+
 def test_a_close_that_hangs_holds_up_no_other_conversation(tmp_path):
     with Environments(Sticky(tmp_path), workers=1, timeout_s=0.5) as environments:
         (group,), _ = play(environments, lambda *_: "win", samples=3)

@@ -179,12 +179,12 @@ def test_held_out_problems_that_are_trained_on_are_told(monkeypatch):
 
 
 def test_a_task_of_which_some_prompts_fit_passes(model_dir):
-    tokenizer, task = ChatTokenizer(model_dir), Arithmetic(level=[1, 10])
+    tokenizer, source, task = ChatTokenizer(model_dir), HFModel(model_dir), Arithmetic(level=[1, 10])
     lengths = checks.prompt_lengths(task, tokenizer, "task")
     assert len(lengths) <= checks.LOOKED_AT and min(lengths) < max(lengths)
     for room, fits in ((min(lengths), True), (min(lengths) - 1, False)):
         engine = EngineConfig(max_model_len=room + 8)
-        check = partial(checks.check_prompts, {"task": task}, tokenizer, SamplingConfig(max_tokens=8), engine)
+        check = partial(checks.check_prompts, {"task": task}, tokenizer, SamplingConfig(max_tokens=8), engine, source)
         if fits:
             check()
         else:
