@@ -314,7 +314,6 @@ def test_other_versions_are_told(full_workplace, cluster, tmp_path, monkeypatch)
     (copy / "__init__.py").write_text('__version__ = "0.0.9"\n')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     status, text = ray(full_workplace, cluster, *ASKED, "output_dir=mixed")
-    assert status == 2 and re.search(
-        r"the trainer on \S+: torchtune_ext 0\.0\.9 is there and .* here; all machines", text
-    ), text
+    versions = rf"torchtune_ext {re.escape(torchtune_ext.__version__)} is there and 0\.0\.9 here"
+    assert status == 2 and re.search(rf"the trainer on \S+: {versions}; all machines", text), text
     assert not of_runs(cluster)
