@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.catalog import config_files, config_name, config_path, folder, owner, recipe_files
-from torchtune_ext.run.errors import STATUS, Mistake, nearest
+from torchtune_ext.run.errors import STATUS, Mistake, blame, nearest
 from torchtune_ext.run.parent import how_it_ended
 
 # Words of torchrun that a run may need. `tune run` takes them before the recipe.
@@ -95,7 +95,7 @@ def require_rendezvous(args: Namespace, argv: Sequence[str]) -> None:
 
 
 def _own_recipe(given: str, known: Sequence[str]) -> str:
-    """Returns a user's recipe, a path or a dotted name, as torchtune takes it. Raises ValueError if there is none."""
+    """Returns a user's recipe, a path or a dotted name, as torchtune takes it. Raises ValueError if it cannot be run."""
     path, here = Path(given), Path.cwd()
     if path.suffix != ".py":
         if (here / f"{given.replace('.', '/')}.py").is_file() or _importable(given):
@@ -105,6 +105,8 @@ def _own_recipe(given: str, known: Sequence[str]) -> str:
         raise Mistake(f"{given} is no recipe; {hint} A recipe of your own is written with its ending: my_grpo.py")
     if not path.is_file():
         raise Mistake(f"{given}: no such file, seen from {here}; `tune cp grpo_full {path.name}` makes a copy to edit")
+    with blame(f"importing {given}"):
+        compile(path.read_bytes(), given, "exec", dont_inherit=True)
     inside = Path(os.path.abspath(path))
     if not inside.is_relative_to(here):
         raise Mistake(f"{given} is not below {here}: torchtune runs recipes from there; go to {inside.parent} first")
