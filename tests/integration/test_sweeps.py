@@ -178,7 +178,8 @@ def test_a_real_sweep_is_killed_and_goes_on(warmed_up):
         starts = (folder / "output.log").read_text().count("engine:    starting")
         assert starts == (2 if run["id"] == "run_02" else 1)
     assert (
-        "run_02 (2 of 3) goes on" in done.stdout
+        "3 runs, 2 of them to do" in done.stdout
+        and "run_02 (2 of 3) goes on" in done.stdout
         and "held-out accuracy  95% interval" in done.stdout
         and (out / "report.html").is_file()
     )

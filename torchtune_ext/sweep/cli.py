@@ -63,11 +63,13 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     on_gpu = getattr(cfg, "device", "auto") != "cpu" and torch.cuda.is_available()
     threads = max(1, len(os.sched_getaffinity(0)) // args.jobs)
     goal = "maximized" if sweep.maximize else "minimized"
-    what = f"{sweep.method}, {sweep.runs} runs, {sweep.metric} {goal}, {args.jobs} at a time"
-    say(f"sweep {sweep.name}: {what}; files: {folder.path}")
     # Runs on the CPU at the same time share its cores.
     variables = {} if on_gpu else {"OMP_NUM_THREADS": str(threads)}
     runner = Runner(folder, args.jobs, lambda point: words_of(sweep, point, folder.words), variables)
+    # A sweep that goes on, and one that has ended before, looks like a new one otherwise.
+    left = f", {runner.left} of them to do" if folder.runs else ""
+    what = f"{sweep.method}, {sweep.runs} runs{left}, {sweep.metric} {goal}, {args.jobs} at a time"
+    say(f"sweep {sweep.name}: {what}; files: {folder.path}")
     ended = runner.run()
     if not ended:
         say(f"Stopped with {runner.left} of {sweep.runs} runs to do; the same command goes on")
