@@ -122,11 +122,7 @@ def target_of(runs: Sequence[Run], sweeps: Sequence[Mapping[str, Any]]) -> tuple
         having = {name: [run for run in runs if any(name in record for record in run.records)] for name in TARGETS}
         metric = next((name for name in TARGETS if len(having[name]) >= min(2, len(runs))), REWARD)
         higher = metric != NLL
-    words = TARGETS.get(metric, metric)
-    if any(partly_right(record) for run in runs for record in run.records):
-        # With partial rewards the mean is not the share of right answers, so it is not called an accuracy.
-        words = words.replace("accuracy", "reward")
-    return metric, words, higher
+    return metric, _words(TARGETS, runs).get(metric, metric), higher
 
 
 def result_of(run: Run, metric: str) -> Result | None:
@@ -158,7 +154,7 @@ def curves_of(runs: Sequence[Run], places: Sequence[int], target: str) -> tuple[
 
     # The edges of the interval are a band around the accuracy, not curves of their own.
     names = {name for run in runs for record in run.records for name in record} - {"step", "nonfinite", LOW, HIGH}
-    first = list(dict.fromkeys([target, *FIRST]))
+    first, titles = list(dict.fromkeys([target, *FIRST])), _words(FIRST, runs)
     series = [(panel, metric, label) for panel in panels_for(names) for metric, label in panel.series]
     series.sort(key=lambda each: first.index(each[1]) if each[1] in first else len(first))
     charts = []
@@ -188,9 +184,15 @@ def curves_of(runs: Sequence[Run], places: Sequence[int], target: str) -> tuple[
             continue
         title = panel.title if len(panel.series) == 1 or not label else f"{panel.title}: {label}"
         section = "" if metric in first else panel.section
-        chart = replace(panel, section=section, title=FIRST.get(metric, title), note="", style="line", lead=not charts)
+        chart = replace(panel, section=section, title=titles.get(metric, title), note="", style="line", lead=not charts)
         charts.append(asdict(chart) | {"lines": lines})
     return steps, charts
+
+
+def _words(names: Mapping[str, str], runs: Sequence[Run]) -> dict[str, str]:
+    """What our metrics are called. With partial rewards their mean is not the share of right answers, so it is no accuracy."""
+    partial = any(partly_right(record) for run in runs for record in run.records)
+    return {metric: words.replace("accuracy", "reward") if partial else words for metric, words in names.items()}
 
 
 def _rank(result: Result | None, higher: bool) -> tuple[bool, float]:

@@ -54,6 +54,14 @@ def test_the_page_holds_curves_and_results(two, tmp_path):
     ]
 
 
+def test_a_mean_of_partial_rewards_is_no_accuracy(tmp_path):
+    make_one(tmp_path / "one", settings(1e-6), **{"eval/solved_sampled": 0.0})
+    make_one(tmp_path / "two", settings(3e-6))
+    overview = overview_of(build_comparison([tmp_path]))
+    assert overview["heads"] == ["lr", "held-out reward", "95% interval", "run"]
+    assert overview["panels"][0]["title"] == "Held-out reward"
+
+
 def test_nothing_in_a_run_breaks_the_page(tmp_path):
     name = "größer </script> “B”"
     runs = [make_one(tmp_path / f"{name} {i}".replace("/", "|"), settings(1e-6 * (i + 1), note=HOSTILE * (i + 1)), hostile=True, **{f"own/{HOSTILE}": 1.0})

@@ -59,3 +59,10 @@ def test_runs_are_compared_by_what_they_have(tmp_path):
     rewards = [record["reward/mean"] for record in runs[0].records if "reward/mean" in record]
     assert result_of(runs[0], "reward/mean")[0] == pytest.approx(np.mean(rewards[-6:]))
     assert result_of(runs[0], "eval/accuracy_sampled") is None
+
+
+def test_a_metric_that_a_sweep_names_keeps_its_name(tmp_path):
+    make_one(tmp_path / "a", rollouts=False, **{"own/accuracy": 0.5, "eval/solved_sampled": 0.0})
+    runs, _, _ = find_runs([tmp_path])
+    named = {"metric": {"name": "own/accuracy", "goal": "maximize"}}
+    assert target_of(runs, [named]) == ("own/accuracy", "own/accuracy", True)
