@@ -15,7 +15,6 @@ from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import Row, contexts, pack
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.sampling.engine import Engine, SamplingConfig
-from torchtune_ext.sampling.engine_args import CPU_BLOCK
 from torchtune_ext.sampling.records import CANARY_REQUESTS, CanaryAnswer
 from torchtune_ext.sampling.weight_buffer import differences
 from torchtune_ext.tasks.order import ProblemStream
@@ -230,11 +229,6 @@ class Publisher:
 
 def canary_groups(problems: ProblemStream, tokenizer: ChatTokenizer) -> list[Group]:
     """The same few prompts for every publication of a run, as groups without samples."""
-    groups = []
-    for problem in problems.first(CANARY_PROMPTS):
-        ids = tokenizer.prompt_ids(problem.messages, problem.tools)
-        # vLLM computes what stands behind the last whole block of its cache once for each sample, and the last token in
-        # any case. Without its first few tokens a prompt is whole blocks and that token.
-        spare = (len(ids) - 1) % CPU_BLOCK if len(ids) > CPU_BLOCK else 0
-        groups.append(Group(problem, np.asarray(ids[spare:], dtype=np.int32), ()))
-    return groups
+    chosen = problems.first(CANARY_PROMPTS)
+    prompts = [tokenizer.prompt_ids(problem.messages, problem.tools) for problem in chosen]
+    return [Group(p, np.asarray(ids, dtype=np.int32), ()) for p, ids in zip(chosen, prompts, strict=True)]

@@ -13,7 +13,6 @@ pytest.importorskip("vllm")
 
 import tiny_model  # noqa: E402
 from learners import alone, unsampled  # noqa: E402
-from letter_tokens import LetterTokenizer  # noqa: E402
 
 from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
@@ -23,11 +22,9 @@ from torchtune_ext.policy.streamed import streamed_logprobs  # noqa: E402
 from torchtune_ext.sampling.engine import Completion, EngineConfig, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.records import CanaryAnswer, PublishReport  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
-from torchtune_ext.tasks.order import ProblemStream  # noqa: E402
-from torchtune_ext.tasks.task import Problem  # noqa: E402
 from torchtune_ext.training.agreement import Agreement, Disagreement  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
-from torchtune_ext.training.publish import Publisher, canary_groups  # noqa: E402
+from torchtune_ext.training.publish import Publisher  # noqa: E402
 from torchtune_ext.training.trained import AllWeights, rounding  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7], [8] * 9]
@@ -128,13 +125,6 @@ def test_a_publication_that_arrives(played):
     for prompts, samples, sampling in engine.requests:
         assert (prompts, samples) == (PROMPTS, 8)
         assert sampling == dataclasses.replace(SAMPLING, max_tokens=8, seed=0, early_stop_logprob=None)
-
-
-def test_a_prompt_of_the_canary_is_whole_blocks_and_a_token():
-    lengths = {32: 32, 33: 33, 64: 33, 100: 97}
-    problems = [Problem(str(length), ({"role": "user", "content": "x" * length},), None) for length in lengths]
-    groups = canary_groups(ProblemStream(problems, 0), LetterTokenizer())
-    assert {int(group.problem.id): len(group.prompt_tokens) for group in groups} == lengths
 
 
 def test_a_run_of_short_completions_has_a_short_canary(source, played):
