@@ -106,6 +106,7 @@ CLASSES = {
     "a loss with a wrong name": loss("def __call__(self, t): return -t.advantage, {}", r"loss: Mine, called with three labels, raised AttributeError: .*\(mine.py:2\)"),
     "a loss of one value": loss("def __call__(self, t): return (t.logprobs_L * t.advantages_L).mean(), {}", r"loss: Mine: its loss has shape \(\) for three labels; return one value per label, shape \(3,\)"),
     "a loss without metrics": loss("def __call__(self, t): return -t.logprobs_L", r"loss: Mine returned a Tensor; return \(one value per label, a dict of metrics, which may be empty\)"),
+    "a metric with the name of the loss": loss("def __call__(self, t): return -t.logprobs_L, {'total': t.logprobs_L}", r"loss: Mine: the metric 'total' is the loss itself \(loss/total\); give it another name"),
     "a loss without a gradient": loss("def __call__(self, t): return -t.advantages_L, {}", r"loss: Mine: its loss of three labels has no gradient; compute it from t.logprobs_L"),
     "a loss that needs a label": loss("def __call__(self, t): return -t.logprobs_L * t.advantages_L.max(), {}", r"loss: Mine, called with no label, as of an empty row, raised .*max"),
     "a metric of one value": loss("def __call__(self, t): return -t.logprobs_L, {'mean': t.logprobs_L.mean()}", r"loss: Mine: metric 'mean' has shape \(\) for three labels"),

@@ -138,11 +138,11 @@ class Pool:
 
         Raises ValueError, EngineFailed, WeightsIncomplete; CoreLost when `to` is lost and others serve.
         """
-        lane, unfinished = to or self._home(home) or self._choose(), len(calls)
-        self._send(home, lane, unfinished)
+        lane, unfinished = to or self._home(home) or self._choose(), set(range(len(calls)))
+        self._send(home, lane, len(unfinished))
 
         async def one(sample: int) -> Completion:
-            nonlocal lane, unfinished
+            nonlocal lane
             while True:
                 at = lane
                 try:
@@ -154,16 +154,20 @@ class Pool:
                 # The first request that learns of the loss finds the group another engine. The others follow it there.
                 if lane is at:
                     lane = self._choose()
-                    at.requests -= unfinished
-                    self._send(home, lane, unfinished)
-            unfinished, lane.requests = unfinished - 1, lane.requests - 1
-            on_completion(sample, completion)
+                    at.requests -= len(unfinished)
+                    self._send(home, lane, len(unfinished))
+            # A backend may go on with a request although its group has failed, and was cancelled.
+            if sample in unfinished:
+                unfinished.remove(sample)
+                lane.requests -= 1
+                on_completion(sample, completion)
             return completion
 
         try:
             return await together(*map(one, range(len(calls))))
         finally:
-            lane.requests -= unfinished
+            lane.requests -= len(unfinished)
+            unfinished.clear()
 
     # -- routing ------------------------------------------------------------------------------------------------------
     #

@@ -39,11 +39,13 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> N
             f"optimizer: {type(optimizer).__name__} is no torch optimizer: it has no param_groups; name a class such as "
             "torch.optim.AdamW"
         )
-    rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for rate in rates:
+        # The schedule multiplies it, so an optimizer that has a rate of its own (None) will not do.
+        if rate is None or not math.isfinite(rate):
+            raise Mistake(f"optimizer.lr={rate} is no learning rate; set optimizer.lr=1e-5, for instance")
     if not any(rates):
         raise Mistake("optimizer.lr=0 changes no weight, ever; set optimizer.lr=1e-5, for instance")
-    if not all(map(math.isfinite, rates)):
-        raise Mistake(f"optimizer.lr={rates[0]} is no learning rate; set optimizer.lr=1e-5, for instance")
 
 
 def check_loss(loss: Any) -> None:
@@ -65,6 +67,8 @@ def check_loss(loss: Any) -> None:
             raise Mistake(
                 f"loss: {name} returned {_kind(returned)}; return (one value per label, a dict of metrics, which may be empty)"
             )
+        if "total" in returned[1]:
+            raise Mistake(f"loss: {name}: the metric 'total' is the loss itself (loss/total); give it another name")
         metrics = {f"metric {key!r}": value for key, value in returned[1].items()}
         for what, value in {"its loss": returned[0], **metrics}.items():
             if not isinstance(value, torch.Tensor) or value.shape != (labels,):

@@ -172,7 +172,7 @@ class Learner:
                 for name, value in whole.items()
                 if name.startswith("loss/")
             }
-        return logprobs, {"loss/total": whole["total"]} | metrics | breakdown.means(whole)
+        return logprobs, metrics | {"loss/total": whole["total"]} | breakdown.means(whole)
 
     def step(self, metrics: dict[str, float], advice: Callable[[], str]) -> dict[str, float]:
         """Makes one update of the weights, clears the gradient, and returns its metrics with those of the gradient.

@@ -92,6 +92,33 @@ def test_requests_that_are_repeated_elsewhere_are_counted_there(monkeypatch):
     run(scenario, monkeypatch, 2)
 
 
+def test_a_request_that_outlives_its_group_counts_for_nothing(monkeypatch):
+    """A backend may take no notice of a cancellation."""
+
+    async def scenario(bench):
+        calls, completions = [], []
+
+        async def generate(call):
+            calls.append(call)
+            if len(calls) == 3:
+                raise ValueError("refused")
+            try:
+                await asyncio.sleep(10.0)
+            except asyncio.CancelledError:
+                call.add([1], [-1.0])
+            return call.completion("length", [], 0)
+
+        for core in bench.now:
+            core.generate = generate
+        with pytest.raises(ValueError, match="refused"):
+            await bench.pool.draw(bench.group(n=3), lambda *completion: completions.append(completion))
+        await until(lambda: not any(lane.throttle.held for lane in bench.pool.lanes))
+        await asyncio.sleep(0)
+        assert [lane.requests for lane in bench.pool.lanes] == [0, 0] and completions == []
+
+    run(scenario, monkeypatch, 2)
+
+
 def test_a_pool_counts_what_serves(monkeypatch):
     async def scenario(bench):
         for lane in bench.pool.lanes:
