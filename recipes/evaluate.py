@@ -152,7 +152,7 @@ class EvaluateRecipe:
         result = {"model_dir": self.run.config["model_dir"], "skipped": self.skipped}
         result |= {name: asdict(a) for name, a in results.items()}
         with explained(f"cannot write {file}", "Free disk space; the table stands above"):
-            write_atomic(file, json.dumps(result, indent=1).encode())
+            write_atomic(file, (json.dumps(result, indent=1) + "\n").encode())
         self.written = file
 
     def standing(self) -> str:

@@ -49,7 +49,8 @@ def prepare(args: Namespace, recipes: Sequence[Any]) -> None:
             )
         return
     elif "--config" not in words[:-1] and not {"-h", "--help"} & set(words):
-        examples = [config.name for config in known[args.recipe].configs]
+        # A tiny one starts on any machine.
+        examples = sorted((config.name for config in known[args.recipe].configs), key=lambda name: "tiny" not in name)
         raise Mistake(
             f"which config? For instance: tune run {args.recipe} --config {examples[0] if examples else 'my_config.yaml'}; "
             "`tune ls` lists them"

@@ -43,7 +43,7 @@ class Games:
             self.rows = every[first:][: self.length]
             if not self.rows or (count or 0) > len(self.rows):
                 where = f"rows={rows}" if isinstance(rows, str) else "rows"
-                raise Mistake(f"{where}: {len(every)} rows, too few for first={first}, count={count}")
+                raise Mistake(f"{where}: too few rows ({len(every)}) for first={first}, count={count}; lower them")
             self.length = len(self.rows)
 
     def begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Sequence[Message]]:

@@ -80,7 +80,7 @@ class Questions:
             kept = f" whose {source.keep[0]} contains {source.keep[1]!r}" if source.keep else ""
             raise Mistake(f"{where} holds no example{kept}")
         if not chosen or len(chosen) < (count or 0):
-            raise Mistake(f"{where}: {len(examples)} examples, too few for first={first}, count={count}")
+            raise Mistake(f"{where}: too few examples ({len(examples)}) for first={first}, count={count}; lower them")
         self.examples = [
             (_question(source, example, place), _answer(source, example, place), _chosen(fields, example, place))
             for place, example in chosen

@@ -151,8 +151,11 @@ def test_another_game_than_the_prompts_is_refused(shop):
         ({"environment": "my_shop.Toolless"}, "has no tool: write a public method"),
         ({"environment": "my_shop.Unhinted"}, "sell can be no tool: Argument item is missing a type hint"),
         ({"environment": "my_shop.Undocumented"}, "sell can be no tool: Cannot generate JSON schema for sell"),
-        ({"environment": "my_shop.Shop", "rows": ROWS, "count": 3}, "rows: 2 rows, too few for first=0, count=3"),
-        ({"environment": "my_shop.Shop", "rows": ROWS, "first": 2}, "rows: 2 rows, too few for first=2"),
+        (
+            {"environment": "my_shop.Shop", "rows": ROWS, "count": 3},
+            "rows: too few rows (2) for first=0, count=3; lower them",
+        ),
+        ({"environment": "my_shop.Shop", "rows": ROWS, "first": 2}, "rows: too few rows (2) for first=2"),
         ({"environment": "my_shop.Shop", "first": -1}, "first=-1, count=None: first counts from 0"),
         ({"environment": "my_shop.Silent"}, "Silent: nothing to read; let `reset` return a text"),
         ({"environment": "my_shop.Broken", "rows": ROWS}, "Broken.reset(prompt=..., budget=...) raised TypeError"),
