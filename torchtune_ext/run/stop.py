@@ -17,8 +17,10 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
@@ -27,6 +29,8 @@ CLEANUP_S = 60.0  # seconds that closing all parts may take
 # Seconds within which a second Ctrl-C counts as the first one, which a terminal and a launcher may both deliver.
 AGAIN_S = 1.0
 NEVER = float("inf")
+# The files of Python's weak collections, whose callbacks run whenever an object dies.
+WEAK = {each.__code__.co_filename for each in (weakref.WeakValueDictionary.__init__, weakref.WeakSet.__init__)}
 
 
 class Stopped(KeyboardInterrupt):
@@ -63,6 +67,7 @@ class StopSignals:
         self._stepping = False  # True: SIGTERM waits for the end of the step
         self._saving = False  # True: a checkpoint is being written, and the grace time does not interrupt it
         self._agreed = False  # True: all ranks end with this step, and the grace time does not interrupt it either
+        self._missed = False  # True: the handler could not raise `Stopped`, and has to be called again
         self._closing_at = NEVER  # the time.monotonic() at which the cleanup began
         self.status = 0  # the exit status that the process will have, once the recipe's work is over (`training.life`)
         self.raised = False  # whether the signal handler raised `Stopped`, in the middle of some work
@@ -154,9 +159,13 @@ class StopSignals:
         if self.signal is None or (self.signal == signal.SIGTERM and new != signal.SIGTERM):
             self.signal, self._came_at = new, time.monotonic()
 
-    def _handle(self, number: int, frame: object) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self._note(signal.Signals(number))
         if self._closing_at == NEVER and time.monotonic() >= self._due_at():
+            # Python prints what is raised while an object is finalized, and goes on.
+            if _finalizes(frame):
+                self._missed = True
+                return
             self.begin_cleanup()
             self.raised = True
             raise Stopped(self.signal)
@@ -183,13 +192,13 @@ class StopSignals:
                 if self.requested and now > max(self._closing_at, self._came_at) + CLEANUP_S:
                     self._end(f"a part did not close within {CLEANUP_S:g} s")
             elif now >= self._due_at():
-                if called_at == NEVER:
-                    called_at = now
+                if now > called_at + self._reaction_s:
+                    self._end("in the midst of a call")
+                elif called_at == NEVER or self._missed:
+                    called_at, self._missed = min(called_at, now), False
                     # This makes the handler run again in the main thread, where it raises now that the time has come.
                     own.append(self.signal)
                     signal.pthread_kill(threading.main_thread().ident, self.signal)
-                elif now > called_at + self._reaction_s:
-                    self._end("in the midst of a call")
             elif self.requested and self.speaks and not announced:
                 announced = True
                 _tell(
@@ -218,6 +227,13 @@ class StopSignals:
 
 
 _listening: list[StopSignals] = []  # what listens in this process, at most one
+
+
+def _finalizes(frame: FrameType | None) -> bool:
+    """Whether a frame, or one that it returns to, is of `__del__` or of a weak collection."""
+    while frame is not None and not (frame.f_code.co_name == "__del__" or frame.f_code.co_filename in WEAK):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _after_fork() -> None:

@@ -252,3 +252,28 @@ def test_nobody_reads_the_message():
     process.send_signal(signal.SIGTERM)
     out = process.stdout.read()
     assert process.wait(50) == 143 and "saved" not in out
+
+
+@pytest.mark.parametrize(
+    "seconds, end", [(0.3, "SIGINT orderly=False"), (60.0, "in the midst of a call. It stood there.")]
+)
+def test_ctrl_c_while_an_object_is_finalized(seconds, end):
+    """Raised there, the exception would be printed, and the run would go on."""
+    process = start(
+        f"""
+        class Dying:
+            def __del__(self):
+                print("begun", flush=True)
+                begun = time.monotonic()
+                while time.monotonic() < begun + {seconds}:
+                    pass
+
+        Dying()
+        time.sleep(60)
+        """,
+        reaction=2.0,
+    )
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and end in err and "ignored" not in err, err
