@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable
 
-from torchtune_ext.grading import Grader
+from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.tasks.answers import MathGrader
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -94,9 +94,9 @@ def measure_speed(workers: int, count: int) -> None:
             begin = time.monotonic()
             outcomes = grader.grade(batch)
             seconds = time.monotonic() - begin
-        if any(outcome.score is None for outcome in outcomes):
+        if any(isinstance(outcome, Ungraded) for outcome in outcomes):
             raise RuntimeError(f"{name}: some texts were not graded, see the log")
-        right = sum(outcome.score.reward for outcome in outcomes) / len(outcomes)
+        right = sum(outcome.reward for outcome in outcomes) / len(outcomes)
         each = 1000 * workers * seconds / len(batch)
         print(f"{name:34s} {len(batch):6d} {len(batch) / seconds:11.0f} {each:8.2f} {right:6.2f}", flush=True)
 

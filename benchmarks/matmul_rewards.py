@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import numpy as np
 
 from torchtune_ext.advantages import AdvantageConfig, with_advantages
-from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.measured.matmul.rewards import KINDS, reward
 from torchtune_ext.sampling.records import Completion
@@ -65,7 +64,7 @@ def advantages(kind: str, fastest: float) -> dict[str, float]:
     of = rewards(kind, fastest)
     outcomes = [outcome for outcome, count in (SHARES | {OTHER: 1}).items() for _ in range(count)]
     answer = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
-    samples = tuple(Sample(answer, outcome=Outcome("scored", Score(of[outcome], {}), "")) for outcome in outcomes)
+    samples = tuple(Sample(answer, outcome=Score(of[outcome], {})) for outcome in outcomes)
     group = Group(Problem("dgemm", (), None), np.zeros(1, np.int32), samples)
     ((group,), _) = with_advantages([group], AdvantageConfig())
     return {outcome: sample.advantage for outcome, sample in zip(outcomes, group.samples, strict=True)}

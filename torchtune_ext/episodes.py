@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchtune_ext.grading.calls import Outcome, checked
+from torchtune_ext.grading.calls import Ungraded, checked
 from torchtune_ext.grading.environments import Seat
 from torchtune_ext.groups import Sample
 from torchtune_ext.sampling.records import Completion
@@ -101,12 +101,12 @@ class Episode:
         others = np.flatnonzero(np.not_equal(path[:length], context[:length]))
         return int(others[0]) if len(others) else length
 
-    def over(self, ending: str, failure: Outcome | None = None) -> Sample:
+    def over(self, ending: str, failure: Ungraded | None = None) -> Sample:
         """Returns the conversation as a sample.
 
         Args:
             ending: a word of the table in `grading/environments.py`, or the reason why the engine cut the last turn.
-            failure: the outcome if the environment failed, so that there is no score.
+            failure: why there is no score, if the environment failed.
         """
         parts, answers = self._parts, self._answers
         # The ids between turns were not sampled. They get the version of the turn before, so that no further version

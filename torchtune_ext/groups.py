@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtune_ext.grading import Outcome
+from torchtune_ext.grading import Outcome, Ungraded
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Graded, Message, Problem, Score
 
@@ -31,7 +31,7 @@ class Sample:
     @property
     def score(self) -> Score | None:
         """Returns the score, or None if the sample was not or could not be graded."""
-        return None if self.outcome is None else self.outcome.score
+        return self.outcome if isinstance(self.outcome, Score) else None
 
     @property
     def rated_messages(self) -> list[tuple[Message, float | None]]:
@@ -93,7 +93,7 @@ def _sample_text(sample: Sample) -> str:
         "note": None if score is None else score.note,
         "facts": None if score is None else dict(score.facts),
         "outcome": None if outcome is None else outcome.kind,
-        "cause": None if outcome is None else outcome.cause,
+        "cause": None if outcome is None else outcome.cause if score is None else "",
         "finish_reason": completion.finish_reason,
         "advantage": _number(sample.advantage),
         "trained": bool(sample.trained),
@@ -129,12 +129,12 @@ def group_of(record: dict[str, Any]) -> Group:
 
 
 def _sample(record: dict[str, Any]) -> Sample:
-    score = outcome = None
+    outcome = None
     if record["reward"] is not None:
         parts = {name: float(value) for name, value in record["parts"].items()}
-        score = Score(float(record["reward"]), parts, record["note"], record["facts"])
-    if record["outcome"] is not None:
-        outcome = Outcome(kind=record["outcome"], score=score, cause=record["cause"])
+        outcome = Score(float(record["reward"]), parts, record["note"], record["facts"])
+    elif record["outcome"] is not None:
+        outcome = Ungraded(record["outcome"], record["cause"])
     versions = [version for version, count in record["versions"] for _ in range(count)]
     completion = Completion(
         tokens=np.array(record["tokens"], dtype=np.int32),

@@ -16,14 +16,14 @@ import numpy as np
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.episodes import Episode
-from torchtune_ext.grading import Grader, Outcome, log_failures
+from torchtune_ext.grading import Grader, Outcome, Ungraded, log_failures
 from torchtune_ext.grading.environments import Environments
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.errors import Late, Mistake
 from torchtune_ext.sampling.calls import mixed_seed
 from torchtune_ext.sampling.engine import Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.sampling.records import Completion
-from torchtune_ext.tasks.task import Problem, Turn
+from torchtune_ext.tasks.task import Problem, Score, Turn
 
 log = logging.getLogger(__name__)
 
@@ -393,15 +393,15 @@ class GroupStream:
         else:
             self._when_done(group, place, self._grader.step(episode.seat, episode.message))
 
-    def _take_answer(self, group: Unfinished, place: int, answer: int | Turn | Outcome) -> None:
-        """Continues a conversation that has got a process (its number), an answer, or the outcome of a failure."""
+    def _take_answer(self, group: Unfinished, place: int, answer: int | Turn | Ungraded) -> None:
+        """Continues a conversation that has got a process (its number), an answer, or a failure."""
         episode = group.episodes[place]
         if isinstance(answer, int):
             # All samples of a group get the same seed, so that they differ only by what the policy does.
             begin = group.problem, mixed_seed(group.sampling.seed or 0, group.place)
             self._when_done(group, place, self._grader.step(episode.seat, episode.message, begin))
             return
-        if isinstance(answer, Outcome):
+        if isinstance(answer, Ungraded):
             ending = "step_timeout" if answer.kind == "timed_out" else "environment_failed"
             self._end_episode(group, place, episode.over(ending, answer))
             return
@@ -413,7 +413,7 @@ class GroupStream:
             prompt = self._next_context(group.problem, episode, answer)
         except Mistake as error:
             # The template cannot render this answer, but may render those of other conversations.
-            failure = Outcome("infra_failed", None, f"its answer cannot be read: {error}")
+            failure = Ungraded("infra_failed", f"its answer cannot be read: {error}")
             self._end_episode(group, place, episode.over("environment_failed", failure))
             return
         # A row holds at least as much as the engine's context. What fits there with all its branches can be trained.
@@ -451,8 +451,8 @@ class GroupStream:
         self._watch_reward(group, sample.outcome)
 
     def _watch_reward(self, group: Unfinished, outcome: Outcome) -> None:
-        if (watcher := self._watcher_of(group)) is not None and outcome.score is not None:
-            watcher.add_reward(outcome.score.reward)
+        if (watcher := self._watcher_of(group)) is not None and isinstance(outcome, Score):
+            watcher.add_reward(outcome.reward)
 
     def _when_done(self, group: Unfinished, place: int, future: Future) -> None:
         group.futures.append(future)

@@ -15,7 +15,6 @@ from records import sampled
 from torchtune.models.qwen2 import qwen2
 
 from torchtune_ext.advantages import AdvantageConfig, with_advantages
-from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.packing import pack_updates
@@ -53,7 +52,7 @@ def fixed_groups():
         for s, n in enumerate(lengths):
             tokens = values(n, 100 * g + s, 0, VOCABULARY).astype(np.int32)
             logprobs = values(n, 7 + 100 * g + s, -5, -3).astype(np.float32)
-            outcome = Outcome("scored", Score(float(s % 3) / 2, {}), "")
+            outcome = Score(float(s % 3) / 2, {})
             samples.append(sampled(tokens, logprobs, outcome=outcome))
         prompt_tokens = values(prompt, 50 + g, 0, VOCABULARY).astype(np.int32)
         groups.append(Group(Problem(f"g{g}", (), None), prompt_tokens, tuple(samples)))

@@ -7,7 +7,6 @@ import numpy as np
 from records import sampled
 from report_runs import HOSTILE
 
-from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.metrics import Metrics
@@ -88,7 +87,7 @@ def _group(step, number, level, rng, hostile):
         text = f"{HOSTILE} {i}" if hostile else f"Miss Scarlet, the library, the rope: guess {i} of step {step}"
         samples.append(
             sampled(rng.integers(0, 9, 12), -rng.gamma(0.4, 1.0, 12), text=text, advantage=reward - level,
-                    outcome=Outcome("scored", Score(reward, {"accuracy": reward}, ""), ""), trained=True)
+                    outcome=Score(reward, {"accuracy": reward}, ""), trained=True)
         )  # fmt: skip
     question = HOSTILE if hostile else f"Who did it, where and with what? Puzzle {number} of step {step}."
     problem = Problem(f"clue-{step}-{number}", ({"role": "user", "content": question},), {"A": "rope"})

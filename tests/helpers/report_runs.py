@@ -5,7 +5,7 @@ import json
 import numpy as np
 from records import sampled
 
-from torchtune_ext.grading import Outcome
+from torchtune_ext.grading import Ungraded
 from torchtune_ext.groups import Group
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.metrics import Metrics
@@ -21,9 +21,9 @@ def make_group(step, number, num_samples=6, length=20, spread=1.0):
     samples = []
     for i in range(num_samples):
         reward = 0.5 + spread * (i / num_samples - 0.5)
-        outcome = Outcome("scored", Score(reward, {"accuracy": reward}, f"note {HOSTILE}"), "")
+        outcome = Score(reward, {"accuracy": reward}, f"note {HOSTILE}")
         if i == 0 and number == 1:
-            outcome = Outcome("infra_failed", None, HOSTILE)
+            outcome = Ungraded("infra_failed", HOSTILE)
         samples.append(
             sampled(
                 rng.integers(0, 9, length),
@@ -32,7 +32,7 @@ def make_group(step, number, num_samples=6, length=20, spread=1.0):
                 text=f"sample {i} {HOSTILE}",
                 outcome=outcome,
                 advantage=reward - 0.5,
-                trained=spread > 0 and outcome.score is not None,
+                trained=spread > 0 and isinstance(outcome, Score),
             )
         )
     problem = Problem(f"problem-{number} {HOSTILE}", ({"role": "user", "content": HOSTILE},), {"A": HOSTILE})

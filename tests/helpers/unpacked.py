@@ -10,7 +10,6 @@ from learners import alone
 from records import sampled
 from torchtune.models.qwen2 import qwen2
 
-from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
 from torchtune_ext.policy.hf_model import clean_name
 from torchtune_ext.policy.logprobs import PackedPolicy
@@ -51,7 +50,7 @@ def make_groups(rng, shapes, untrained=0.0):
             sampled(
                 rng.integers(0, VOCAB, n),
                 rng.normal(-3, 1, n),
-                outcome=Outcome("scored", Score(0.0, {}), ""),
+                outcome=Score(0.0, {}),
                 advantage=float(np.float32(rng.normal())),
                 trained=bool(rng.random() >= untrained),
             )

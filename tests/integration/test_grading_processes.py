@@ -107,7 +107,7 @@ def test_sigkill_of_the_trainer_leaves_no_worker(tmp_path):
         tmp_path / "trainer.py",
         """
         grader = Grader(MyTask(), workers=3, timeout_s=600)
-        pids = {int(o.score.reward) for o in grader.grade([(PROBLEM, "pid")] * 600)}
+        pids = {int(o.reward) for o in grader.grade([(PROBLEM, "pid")] * 600)}
         print(*grader.processes.pids(), flush=True)
         grader.grade([(PROBLEM, "hang")] * 2)
         """,
@@ -204,7 +204,7 @@ def test_task_of_a_recipe_run_by_runpy(tmp_path, monkeypatch, capfd):
         """
         print("recipe runs", flush=True)
         with Grader(MyTask(), workers=2) as grader:
-            rewards = [o.score.reward for o in grader.grade([(PROBLEM, "abc"), (PROBLEM, "")])]
+            rewards = [o.reward for o in grader.grade([(PROBLEM, "abc"), (PROBLEM, "")])]
         """,
     )
     monkeypatch.setattr(sys, "argv", [str(recipe)])
@@ -217,7 +217,7 @@ def test_task_in_a_module_of_the_working_directory(tmp_path):
     (tmp_path / "run.py").write_text(
         "import my_task\n"
         "with my_task.Grader(my_task.MyTask()) as grader:\n"
-        "    print(grader.grade([(my_task.PROBLEM, 'abcd')])[0].score.reward)\n"
+        "    print(grader.grade([(my_task.PROBLEM, 'abcd')])[0].reward)\n"
     )
     command = [sys.executable, "-c", "import runpy, sys; sys.path.insert(0, ''); runpy.run_path('run.py')"]
     done = subprocess.run(

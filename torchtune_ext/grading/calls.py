@@ -10,24 +10,21 @@ from torchtune_ext.tasks.functions import name_of
 from torchtune_ext.tasks.task import Problem, Score, Task, score_of
 
 MAX_NOTE_CHARS = 2000
-FAILED_PART = "failed"  # if this part of a Score is not 0, the outcome is "policy_failed"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of grading one text."""
+class Ungraded:
+    """Why a text has no `Score`. It is not trained on, and kept out of the baseline."""
 
-    # kind             what happened                                                           trained on
-    # "scored"         the grader returned a number or a Score, also for a wrong answer        yes
-    # "policy_failed"  the grader returned a Score whose parts["failed"] is not 0:             yes
-    #                  the text holds no answer to grade
-    # "infra_failed"   the grader raised, crashed, or returned anything else                   no
-    # "timed_out"      the grader was still busy after the deadline, and was killed            no
-    # "noisy"          the text is a right program, but others disturbed the machine           no
-    #                  while its speed was measured (measured/)
+    # kind            what happened
+    # "infra_failed"  the grader raised, crashed, or returned anything else than a number or a Score
+    # "timed_out"     the grader was still busy after the deadline, and was killed
+    # "noisy"         the text is a right program, but others disturbed the machine while its speed was measured (measured/)
     kind: str
-    score: Score | None  # None if it is not trained on; then it is kept out of the baseline, too
-    cause: str  # the error, for the log; "" when there is a score
+    cause: str  # the error, for the log
+
+
+Outcome = Score | Ungraded  # of grading one text
 
 
 class Grading:
@@ -45,7 +42,7 @@ class Grading:
                 return checked_all(self.task.grade_group(problem, list(texts)), len(texts), self.task.grade_group)
             return [checked(self.task.grade(problem, text), self.task.grade) for text in texts]
         except (Exception, SystemExit) as error:  # noqa: BLE001 (reported as infra_failed)
-            return [Outcome("infra_failed", None, _cause(error))] * len(texts)
+            return [Ungraded("infra_failed", _cause(error))] * len(texts)
 
 
 def checked_all(values: object, count: int, grade: Callable) -> list[Outcome]:
@@ -53,7 +50,7 @@ def checked_all(values: object, count: int, grade: Callable) -> list[Outcome]:
     if not isinstance(values, list | tuple) or len(values) != count:
         what = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
         cause = f"{name_of(grade)} returned {what} for {count} texts; return a list with a number for each"
-        return [Outcome("infra_failed", None, cause)] * count
+        return [Ungraded("infra_failed", cause)] * count
     return [checked(value, grade) for value in values]
 
 
@@ -62,9 +59,8 @@ def checked(value: object, grade: Callable) -> Outcome:
     try:
         score = score_of(value)
     except ValueError as error:
-        return Outcome("infra_failed", None, f"{name_of(grade)} returned {error}")
-    kind = "policy_failed" if score.parts.get(FAILED_PART) else "scored"
-    return Outcome(kind, replace(score, note=score.note[:MAX_NOTE_CHARS]), "")
+        return Ungraded("infra_failed", f"{name_of(grade)} returned {error}")
+    return replace(score, note=score.note[:MAX_NOTE_CHARS])
 
 
 def _cause(error: BaseException) -> str:

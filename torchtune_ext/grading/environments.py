@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-from torchtune_ext.grading.calls import Outcome
+from torchtune_ext.grading.calls import Ungraded
 from torchtune_ext.grading.grader import Grader
 from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.tasks.task import Environment, Message, Problem, Score, Task, Turn, score_of
@@ -100,22 +100,22 @@ class Environments(Grader):
         seat.process.set_result(process)
         return seat
 
-    def step(self, seat: Seat, message: Message, begin: tuple[Problem, int] | None = None) -> "Future[Turn | Outcome]":
-        """Lets the environment answer a turn. If it fails, the result is an outcome without a score.
+    def step(self, seat: Seat, message: Message, begin: tuple[Problem, int] | None = None) -> "Future[Turn | Ungraded]":
+        """Lets the environment answer a turn. The result says why, if it fails.
 
         Args:
             seat: one that has a process.
             begin: problem and seed, with the first turn.
         """
 
-        def otherwise(kind: str, cause: str) -> Outcome:
+        def otherwise(kind: str, cause: str) -> Ungraded:
             cause = f"the environment's process died: {cause}" if kind == "died" else cause
-            return Outcome("timed_out" if kind == "late" else "infra_failed", None, cause)
+            return Ungraded("timed_out" if kind == "late" else "infra_failed", cause)
 
         with self._lock:
             # The conversation may be left in this moment. Its process then has, or will have, another one.
             if seat.left:
-                answer: Future[Turn | Outcome] = Future()
+                answer: Future[Turn | Ungraded] = Future()
                 answer.cancel()
                 return answer
             return self.processes.submit((begin, message), self._timeout_s, otherwise, process=seat.process.result())

@@ -1,4 +1,4 @@
-"""Grades texts in processes. If a grader fails, the `Outcome` says so; no reward is invented for the text."""
+"""Grades texts in processes. If a grader fails, an `Ungraded` says so; no reward is invented for the text."""
 
 import concurrent.futures
 import logging
@@ -11,7 +11,7 @@ from typing import Self
 
 import cloudpickle
 
-from torchtune_ext.grading.calls import Grading, Outcome
+from torchtune_ext.grading.calls import Grading, Outcome, Ungraded
 from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.run.processes import Processes
 from torchtune_ext.tasks.task import Problem, Task
@@ -76,7 +76,7 @@ class Grader:
 
         def otherwise(kind: str, cause: str) -> list[Outcome]:
             cause = f"the grading process died: {cause}" if kind == "died" else cause
-            return [Outcome("timed_out" if kind == "late" else "infra_failed", None, cause)] * len(texts)
+            return [Ungraded("timed_out" if kind == "late" else "infra_failed", cause)] * len(texts)
 
         return self.processes.submit((problem, texts), self._timeout_s, otherwise)
 
@@ -167,4 +167,4 @@ class GradingWatch:
 
 def is_failure(outcome: Outcome) -> bool:
     """Tells whether a text has no score by the fault of its grader. A disturbed machine is not its fault."""
-    return outcome.score is None and outcome.kind != "noisy"
+    return isinstance(outcome, Ungraded) and outcome.kind != "noisy"

@@ -6,13 +6,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torchtune_ext.grading.calls import Outcome
+from torchtune_ext.grading.calls import Ungraded
 from torchtune_ext.grading.environments import Environments
 from torchtune_ext.grading.grader import Grader, GraderConfig
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.tasks.functions import name_of
-from torchtune_ext.tasks.task import ConversationTask, GradesItself, Message, Problem, Task, solution_messages
+from torchtune_ext.tasks.task import ConversationTask, GradesItself, Message, Problem, Score, Task, solution_messages
 
 OUTPUT = "grader.log"
 REHEARSED = 4  # problems whose solutions are graded before a run begins
@@ -101,7 +101,7 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
                         f"{key}: {name} took more than grader.timeout_s={config.timeout_s:g} to grade {what} of problem "
                         f"{problem.id!r}; raise grader.timeout_s, or look for what hangs in `grade`"
                     )
-            rewards = [outcome.score.reward for outcome in outcomes if outcome.score is not None]
+            rewards = [outcome.reward for outcome in outcomes if isinstance(outcome, Score)]
             if not rewards:
                 raise Mistake(
                     f"{key}: {name} cannot grade {what} of problem {problems[0].id!r}: {outcomes[0].cause}; none of the first "
@@ -109,7 +109,7 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
                 )
             # An untrained model will soon sample an empty text.
             silent = grader.submit(problems[0], *[""] * texts).result()[0]
-            if silent.score is None:
+            if isinstance(silent, Ungraded):
                 text = f"{name} fails on an empty text, which would count as ungraded: {silent.cause}"
                 say(labelled([("grader", text)]))
             # A user's own function may want more than a bare answer, so then the reward 0 is only worth a line.
@@ -118,7 +118,7 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
             # text no less. A grader that compares says nothing about a single text.
             if worked and not any(rewards) and not grader.compares:
                 others = [grader.submit(problem, NO_SOLUTION).result()[0] for problem in problems]
-                best = max((other.score.reward for other in others if other.score is not None), default=0.0)
+                best = max((other.reward for other in others if isinstance(other, Score)), default=0.0)
                 if max(rewards) <= best:
                     if is_bare:
                         text = f"{name_of(task.grade)} gives the answers of the first {len(problems)} problems the reward 0"
@@ -148,7 +148,7 @@ def _rehearse_conversation(task: ConversationTask, config: GraderConfig, key: st
         seat = grader.seat()
         for i, message in enumerate(turns or [{"role": "assistant", "content": NO_SOLUTION}]):
             turn = grader.step(seat, message, (problem, 0) if i == 0 else None).result()
-            if isinstance(turn, Outcome):
+            if isinstance(turn, Ungraded):
                 raise Mistake(
                     f"{key}: the environment of {name} fails at turn {i + 1} of problem {problem.id!r}, "
                     f"{message['content']!r:.60}: {turn.cause}; mend its `step`, or raise grader.timeout_s="

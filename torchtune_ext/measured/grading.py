@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from threading import Lock
 from typing import Any
 
-from torchtune_ext.grading.calls import Outcome, checked
+from torchtune_ext.grading.calls import Outcome, Ungraded, checked
 from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import OUTCOMES, Checker
 from torchtune_ext.measured.compiler import Compiler
@@ -184,7 +184,7 @@ class BenchGrader:
         try:
             outcome.set_result([self._outcome(problem, measured.result())])
         except (BenchError, CancelledError) as error:
-            outcome.set_result([Outcome("infra_failed", None, str(error) or "cancelled")])
+            outcome.set_result([Ungraded("infra_failed", str(error) or "cancelled")])
         except Exception as error:  # noqa: BLE001 (the task's own code; who waits gets it)
             outcome.set_exception(error)
 
@@ -195,5 +195,5 @@ class BenchGrader:
                 self._counts["seconds"] += sum(value for name, value in result.seconds.items() if name != "wait")
         # The machine is at fault and not the program, so there is no score and the sample stays out of the baseline.
         if result.outcome == NOISY:
-            return Outcome(NOISY, None, result.note)
+            return Ungraded(NOISY, result.note)
         return checked(self._task.score(problem, result), self._task.score)

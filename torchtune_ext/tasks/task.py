@@ -43,6 +43,11 @@ class Score:
     note: str = ""  # a remark for people, such as the output of a compiler; cut to 2,000 characters
     facts: Mapping[str, str] = field(default_factory=dict)  # words for the record, such as the machine that measured
 
+    @property
+    def kind(self) -> str:
+        """Returns "policy_failed" if `parts["failed"]` is not 0: the text holds no answer to grade; else "scored"."""
+        return "policy_failed" if self.parts.get("failed") else "scored"
+
 
 def length_of(first: int, count: int | None) -> int:
     """Returns the length of a task of `count` problems (None: endless). Raises ValueError if `first` or `count` is out
@@ -174,7 +179,7 @@ def solution_messages(solution: str | Sequence[Message]) -> list[Message]:
 
 Graded = tuple[Problem, Sequence[tuple[str, Score | None, str]]]
 """A graded group: its problem, and for each sample the text, the score (None: it could not be graded) and the kind of
-its outcome (`Outcome.kind`; "": no grader has seen it)."""
+its outcome (`Score.kind`, `Ungraded.kind`; "": no grader has seen it)."""
 
 
 class AdaptiveTask(Task, Protocol):

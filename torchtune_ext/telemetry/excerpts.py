@@ -198,7 +198,7 @@ def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
         "parts": {} if score is None else {k: finite(v) for k, v in score.parts.items()},
         "note": "" if score is None else cut_text(score.note, 2000),
         "outcome": "not graded" if outcome is None else outcome.kind,
-        "cause": "" if outcome is None else cut_text(outcome.cause, 2000),
+        "cause": "" if outcome is score else cut_text(outcome.cause, 2000),
         "advantage": finite(sample.advantage),
         "trained": bool(sample.trained),
         "finish": completion.finish_reason,

@@ -4,14 +4,14 @@ import pytest
 from scripted_task import PROBLEM, Scripted
 from tables import every_row
 
-from torchtune_ext.grading import Grader, Outcome
+from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.grading.grader import GradingFailed, GradingWatch
 from torchtune_ext.tasks.task import Score
 
-GOOD = ("p-1", Outcome("scored", Score(0.0, {}), ""))
-BAD = ("p-2", Outcome("infra_failed", None, "KeyError: 'x' (my_task.py:12)"))
-LATE = ("p-3", Outcome("timed_out", None, "no answer within 10 s; the process was killed"))
-DISTURBED = ("p-4", Outcome("noisy", None, "others used the machine"))
+GOOD = ("p-1", Score(0.0, {}))
+BAD = ("p-2", Ungraded("infra_failed", "KeyError: 'x' (my_task.py:12)"))
+LATE = ("p-3", Ungraded("timed_out", "no answer within 10 s; the process was killed"))
+DISTURBED = ("p-4", Ungraded("noisy", "others used the machine"))
 
 
 def test_two_steps_in_which_every_text_fails_end_the_run(caplog):

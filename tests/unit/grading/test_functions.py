@@ -7,7 +7,7 @@ import pytest
 from own_files import working_in
 from tables import every_row
 
-from torchtune_ext.grading import Grader
+from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.jsonl import Jsonl
 from torchtune_ext.tasks.task import Score
@@ -84,11 +84,8 @@ def test_a_number_is_a_reward(folder):
     numbers = ["0.25", "2", "True", "np.float64(0.5)", "np.float32(0.5)", "np.int64(3)", "Fraction(1, 4)", "Score(1.5)"]
     numbers.append("np.isclose(1, 1)")
     outcomes = graded(Jsonl("mine.says", path="questions.jsonl"), numbers)
-    assert [outcome.score for outcome in outcomes] == [
-        Score(x) for x in (0.25, 2.0, 1.0, 0.5, 0.5, 3.0, 0.25, 1.5, 1.0)
-    ]
-    assert {(outcome.kind, outcome.cause) for outcome in outcomes} == {("scored", "")}
-    assert all(type(outcome.score.reward) is float and outcome.score.parts == {} for outcome in outcomes)
+    assert outcomes == [Score(x) for x in (0.25, 2.0, 1.0, 0.5, 0.5, 3.0, 0.25, 1.5, 1.0)]
+    assert all(type(outcome.reward) is float and outcome.parts == {} for outcome in outcomes)
 
 
 @every_row(
@@ -112,10 +109,10 @@ def test_a_number_is_a_reward(folder):
 )
 def test_what_is_no_reward_is_refused_with_the_name_of_the_function(folder, text, cause):
     before, outcome, after = graded(Jsonl("mine.says", path="questions.jsonl"), ["1", text, "2"])
-    assert (outcome.kind, outcome.score) == ("infra_failed", None)
+    assert isinstance(outcome, Ungraded) and outcome.kind == "infra_failed"
     line = FUNCTIONS.split("\n").index("def says(problem, text):") + 1
     assert outcome.cause.startswith(f"mine.says (mine.py:{line}) returned ") and outcome.cause.endswith(cause)
-    assert (before.score.reward, after.score.reward) == (1.0, 2.0)
+    assert (before.reward, after.reward) == (1.0, 2.0)
 
 
 def test_an_error_in_a_library_says_where_the_function_was(folder):
@@ -136,7 +133,7 @@ def test_every_field_of_the_line_reaches_the_function(folder, kind):
     task = Jsonl("mine.unit", path=path)
     assert [task[n].example for n in range(3)] == ROWS
     right, wrong = graded(task, ["3 km", "3 m"])
-    assert (right.score.reward, wrong.score.reward, right.score.parts, right.score.note) == (
+    assert (right.reward, wrong.reward, right.parts, right.note) == (
         1,
         0,
         {"fields": 5},
@@ -145,7 +142,7 @@ def test_every_field_of_the_line_reaches_the_function(folder, kind):
 
     some = Jsonl("mine.unit", path=path, fields=["unit", "hint"])
     assert some[1].example == {"unit": "km", "hint": "hint 1"} and some[1].answer == 1
-    assert graded(some, ["3 km"])[0].score.parts == {"fields": 2}
+    assert graded(some, ["3 km"])[0].parts == {"fields": 2}
     with pytest.raises(ValueError, match="no field 'units'; there are: unit, "):
         Jsonl("mine.unit", path=path, fields=["units"])
 
@@ -153,7 +150,7 @@ def test_every_field_of_the_line_reaches_the_function(folder, kind):
 def test_questions_without_answers(folder):
     task = Jsonl("mine.words", path="questions.jsonl", answer=None, fields=[])
     assert (task[0].answer, task[0].example) == (None, {})
-    assert graded(task, ["a b c"])[0].score.reward == 3.0
+    assert graded(task, ["a b c"])[0].reward == 3.0
     with pytest.raises(ValueError, match="questions-000000 has no answer to learn: .* solution: FIELD"):
         task.solution(task[0])
     assert Jsonl("mine.words", path="questions.jsonl", answer=None, solution="hint").solution(task[1]) == "hint 1"
@@ -189,7 +186,7 @@ def test_the_problems_of_our_tasks_take_a_function(folder, make):
     write_jsonl(folder / "puzzles.jsonl", [Puzzle(2, "Who?", {"A": "Mrs. White", "B": "Hall"})])
     task = make()
     assert task.grade(task[0], "one two three") == 3
-    assert [outcome.score for outcome in graded(task, ["one two three", ""])] == [Score(3.0), Score(0.0)]
+    assert graded(task, ["one two three", ""]) == [Score(3.0), Score(0.0)]
     assert isinstance(task.solution(task[0]), str), "what the warm-up learns is still the task's"
 
 
@@ -200,7 +197,7 @@ def test_a_judge_gets_all_texts_of_a_problem(folder):
     task = Jsonl(group_grader="mine.ranks", path="questions.jsonl")
     with Grader(task, workers=2) as grader:
         futures = [grader.submit(task[n], *texts) for n, texts in enumerate((["b", "a"], ["x", "y", "x"]))]
-        (one, two) = ([outcome.score for outcome in future.result(timeout=60)] for future in futures)
+        (one, two) = (future.result(timeout=60) for future in futures)
     assert [score.reward for score in one] == [1.0, 0.0] and {score.note for score in one} == {"b|a"}
     assert [score.reward for score in two] == [0.0, 2.0, 0.0] and {score.note for score in two} == {"x|y|x"}
     assert task.grade(task[0], "alone") == Score(0.0, note="alone")
@@ -214,7 +211,7 @@ def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_oth
         good = grader.submit(task[1], "b", "a")
         partly = grader.submit(task[2], "b", "odd", "a")
         outcomes = {word: future.result(timeout=60) for word, future in bad.items()}
-        assert [outcome.score.reward for outcome in good.result(timeout=60)] == [1.0, 0.0]
+        assert [outcome.reward for outcome in good.result(timeout=60)] == [1.0, 0.0]
         kinds = [outcome.kind for outcome in partly.result(timeout=60)]
     assert kinds == ["scored", "infra_failed", "scored"], "one entry that is no number is the loss of its text alone"
     for word, kind, cause in (
@@ -228,7 +225,7 @@ def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_oth
         ),
         ("few", "infra_failed", r"\) returned 1 values for 3 texts; return a list with a number for each$"),
     ):
-        assert [(outcome.kind, outcome.score) for outcome in outcomes[word]] == [(kind, None)] * 3
+        assert [outcome.kind for outcome in outcomes[word]] == [kind] * 3
         assert all(re.search(cause, outcome.cause) for outcome in outcomes[word])
 
 
@@ -287,4 +284,4 @@ def test_graders_that_contradict_each_other(folder):
         def grade(self, problem, text):
             return 1.0
 
-    assert graded(Graded(path="questions.jsonl"), ["x"])[0].score.reward == 1.0
+    assert graded(Graded(path="questions.jsonl"), ["x"])[0].reward == 1.0

@@ -10,7 +10,7 @@ import pytest
 from scripted_task import PROBLEM, Scripted, graded
 from tables import every_row
 
-from torchtune_ext.grading import Grader, GraderConfig, rehearse
+from torchtune_ext.grading import Grader, GraderConfig, Ungraded, rehearse
 from torchtune_ext.tasks.jsonl import Jsonl
 from torchtune_ext.tasks.task import Problem
 
@@ -18,8 +18,8 @@ from torchtune_ext.tasks.task import Problem
 def test_scores_come_back_in_order():
     rewards = [i % 7 + 0.25 for i in range(500)]
     outcomes = graded([f"reward {reward}" for reward in rewards], workers=3)
-    assert [outcome.score.reward for outcome in outcomes] == rewards
-    assert all(o.kind == "scored" and o.cause == "" and o.score.parts == {"accuracy": o.score.reward} for o in outcomes)
+    assert [outcome.reward for outcome in outcomes] == rewards
+    assert all(o.kind == "scored" and o.parts == {"accuracy": o.reward} for o in outcomes)
 
 
 def test_each_text_is_graded_with_its_own_problem():
@@ -27,13 +27,13 @@ def test_each_text_is_graded_with_its_own_problem():
     with Grader(Scripted(), workers=2) as grader:
         outcomes = grader.grade([(problem, "answer") for problem in problems])
         assert grader.grade([]) == []
-    assert [outcome.score.reward for outcome in outcomes] == list(range(40))
+    assert [outcome.reward for outcome in outcomes] == list(range(40))
 
 
 def test_policy_failed_is_what_the_task_marks():
     failed, wrong = graded(["nothing_to_grade", "reward 0"])
-    assert (failed.kind, failed.score.reward, failed.cause) == ("policy_failed", -1.0, "")
-    assert (wrong.kind, wrong.score.reward) == ("scored", 0.0)
+    assert (failed.kind, failed.reward) == ("policy_failed", -1.0)
+    assert (wrong.kind, wrong.reward) == ("scored", 0.0)
 
 
 @every_row(
@@ -57,9 +57,9 @@ def test_policy_failed_is_what_the_task_marks():
 )
 def test_infra_failed(text, cause):
     before, failed, after = graded(["reward 1", text, "reward 2"])
-    assert failed.kind == "infra_failed" and failed.score is None
+    assert isinstance(failed, Ungraded) and failed.kind == "infra_failed"
     assert re.search(cause, failed.cause) and len(failed.cause) < 1200
-    assert (before.score.reward, after.score.reward) == (1.0, 2.0)
+    assert (before.reward, after.reward) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("text", ["sleeps 60", "backtracks"])
@@ -67,9 +67,9 @@ def test_timed_out(text):
     begin = time.monotonic()
     outcomes = graded(["reward 1", text, *["reward 2"] * 20], timeout_s=1.0)
     assert time.monotonic() - begin < 60
-    assert (outcomes[1].kind, outcomes[1].score) == ("timed_out", None)
+    assert isinstance(outcomes[1], Ungraded) and outcomes[1].kind == "timed_out"
     assert "1 s" in outcomes[1].cause
-    assert [o.score.reward for i, o in enumerate(outcomes) if i != 1] == [1.0, *[2.0] * 20]
+    assert [o.reward for i, o in enumerate(outcomes) if i != 1] == [1.0, *[2.0] * 20]
 
 
 def test_deadline_is_each_items_own():
@@ -97,12 +97,12 @@ def test_the_first_item_does_not_pay_for_the_start():
 
 def test_a_forking_grader_answers_once():
     outcomes = graded(["forks", "reward 1", "forks", "reward 2"])
-    assert [outcome.score.reward for outcome in outcomes] == [3.0, 1.0, 3.0, 2.0]
+    assert [outcome.reward for outcome in outcomes] == [3.0, 1.0, 3.0, 2.0]
 
 
 def test_a_note_comes_back_and_is_cut():
     short, long = graded(["noted 5", "noted 100000"])
-    assert short.score.note == "xxxxx" and len(long.score.note) == 2000
+    assert short.note == "xxxxx" and len(long.note) == 2000
 
 
 def test_failures_are_logged_with_their_causes(caplog):
@@ -118,7 +118,7 @@ def test_a_problem_that_cannot_be_sent_raises_where_it_is_handed_in():
     with Grader(Scripted(), workers=1) as grader:
         with pytest.raises(TypeError, match="pickle"):
             grader.grade([(PROBLEM, "reward 1"), (Problem("p", (), threading.Lock()), "reward 1")])
-        assert grader.grade([(PROBLEM, "reward 2")])[0].score.reward == 2.0
+        assert grader.grade([(PROBLEM, "reward 2")])[0].reward == 2.0
 
 
 def test_knobs_and_tasks_that_cannot_work_raise():

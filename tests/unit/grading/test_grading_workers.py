@@ -19,15 +19,15 @@ from torchtune_ext.run.parent import environment
 
 def test_workers_stay_and_have_no_torch():
     with Grader(Scripted(), workers=1) as grader:
-        first, second = (grader.grade([(PROBLEM, "pid")])[0].score.reward for _ in range(2))
+        first, second = (grader.grade([(PROBLEM, "pid")])[0].reward for _ in range(2))
         assert first == second != os.getpid()
         for module in ("torch", "transformers", "vllm"):
-            assert grader.grade([(PROBLEM, f"imported {module}")])[0].score.reward == 0.0
+            assert grader.grade([(PROBLEM, f"imported {module}")])[0].reward == 0.0
 
 
 def test_a_worker_killed_while_idle_costs_nothing():
     with Grader(Scripted(), workers=1) as grader:
-        pid = int(grader.grade([(PROBLEM, "pid")])[0].score.reward)
+        pid = int(grader.grade([(PROBLEM, "pid")])[0].reward)
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: ended(pid))
         assert {o.kind for o in grader.grade([(PROBLEM, "reward 1")] * 20)} == {"scored"}
@@ -35,9 +35,9 @@ def test_a_worker_killed_while_idle_costs_nothing():
 
 def test_a_stopped_worker_is_replaced():
     with Grader(Scripted(), workers=1, timeout_s=2.0) as grader:
-        os.kill(int(grader.grade([(PROBLEM, "pid")])[0].score.reward), signal.SIGSTOP)
+        os.kill(int(grader.grade([(PROBLEM, "pid")])[0].reward), signal.SIGSTOP)
         first, second = grader.grade([(PROBLEM, "reward 1"), (PROBLEM, "reward 2")])
-    assert first.kind == "timed_out" and second.score.reward == 2.0
+    assert first.kind == "timed_out" and second.reward == 2.0
 
 
 def test_workers_outlive_the_thread_that_made_the_grader():
@@ -57,7 +57,7 @@ def test_workers_outlive_the_thread_that_made_the_grader():
         ask()
 
     def ask() -> None:
-        pids.append(graders[0].grade([(PROBLEM, "pid")])[0].score.reward)
+        pids.append(graders[0].grade([(PROBLEM, "pid")])[0].reward)
 
     in_a_thread(make)
     with graders[0]:
@@ -72,7 +72,7 @@ def test_threads_share_a_grader():
 
         def work(base: int) -> None:
             items = [(PROBLEM, f"reward {base + i}") for i in range(100)]
-            results[base] = [outcome.score.reward for outcome in grader.grade(items)]
+            results[base] = [outcome.reward for outcome in grader.grade(items)]
 
         threads = [threading.Thread(target=work, args=(1000 * t,)) for t in range(3)]
         for thread in threads:
@@ -95,7 +95,7 @@ def test_an_interrupted_call_leaves_no_stale_answers(tmp_path):
         finally:
             signal.signal(signal.SIGINT, before)
         (tmp_path / "go on").touch()
-        assert [o.score.reward for o in grader.grade([(PROBLEM, "reward 2")])] == [2.0]
+        assert [o.reward for o in grader.grade([(PROBLEM, "reward 2")])] == [2.0]
         assert grader.processes.pids() == pids, "a text that sleeps would have cost its process"
 
 
@@ -103,7 +103,7 @@ def test_a_slow_text_delays_nobody(tmp_path):
     with Grader(Scripted(), workers=2, timeout_s=60.0) as grader:
         slow = grader.submit(PROBLEM, f"waits {tmp_path / 'go on'}")
         fast = [grader.submit(PROBLEM, f"reward {i}") for i in range(50)]
-        assert [future.result(timeout=50)[0].score.reward for future in fast] == list(range(50))
+        assert [future.result(timeout=50)[0].reward for future in fast] == list(range(50))
         assert not slow.done()
         (tmp_path / "go on").touch()
         assert slow.result(timeout=50)[0].kind == "scored"
@@ -131,7 +131,7 @@ def test_a_slow_callback_costs_nobody_a_deadline(tmp_path):
 
     with Grader(Scripted(), workers=2, timeout_s=3.0) as grader:
         # Both processes have started.
-        wait_until(lambda: len({each.score.reward for each in grader.grade([(PROBLEM, "pid")] * 20)}) == 2)
+        wait_until(lambda: len({each.reward for each in grader.grade([(PROBLEM, "pid")] * 20)}) == 2)
         first = grader.submit(PROBLEM, f"waits {both}")
         second = grader.submit(PROBLEM, f"answers {begun} {called} {over}")
         first.add_done_callback(slow)

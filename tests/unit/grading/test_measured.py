@@ -11,7 +11,7 @@ pytest.importorskip("tree_sitter_c")
 
 from waiting import wait_until
 
-from torchtune_ext.grading import Grader, GraderConfig, open_graders, rehearsal, rehearse
+from torchtune_ext.grading import Grader, GraderConfig, Ungraded, open_graders, rehearsal, rehearse
 from torchtune_ext.measured import grading, machine
 from torchtune_ext.measured.grading import BenchGrader, MeasuredTask
 from torchtune_ext.measured.results import BenchConfig, BenchError, Result
@@ -79,8 +79,8 @@ def test_a_text_goes_to_the_service_and_its_result_to_the_task(grader, bench):
     assert bench.requests == [("the kernel of p", "a text", {"blocking"})] and not outcome.done()
     bench.futures[0].set_result(result())
     (grade,) = outcome.result(5)
-    assert (grade.kind, grade.score.reward, grade.score.parts) == ("scored", 1.0, {"gflops": 3.0})
-    assert grade.score.facts == {"machine": "here"}
+    assert (grade.kind, grade.reward, grade.parts) == ("scored", 1.0, {"gflops": 3.0})
+    assert grade.facts == {"machine": "here"}
 
 
 def test_nobody_waits_for_a_slower_neighbor(grader, bench):
@@ -108,7 +108,7 @@ def test_what_the_machine_did_wrong_is_no_grade(grader, bench, end, kind, cause)
     (bench.futures[0].set_exception if isinstance(end, BaseException) else bench.futures[0].set_result)(end)
     (grade,) = outcome.result(5)
     line = Asked.score.__code__.co_firstlineno
-    assert (grade.kind, grade.score, grade.cause) == (kind, None, cause.format(line=line))
+    assert grade == Ungraded(kind, cause.format(line=line))
 
 
 def test_a_bug_of_the_task_reaches_who_waits(grader, bench):

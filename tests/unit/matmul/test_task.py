@@ -14,7 +14,7 @@ pytest.importorskip("tree_sitter_c")
 from calm_kernels import CalmReduction
 from records import sampled
 
-from torchtune_ext.grading import Outcome
+from torchtune_ext.grading import Ungraded
 from torchtune_ext.groups import Group, graded, group_json, group_of
 from torchtune_ext.measured.machine import fingerprint
 from torchtune_ext.measured.matmul import Matmul
@@ -265,7 +265,7 @@ def drawn_groups(task, rng, cursor):
         used = rng.sample(sorted(TECHNIQUES), rng.randrange(3))
         one = result(kind, 2.0 ** rng.uniform(-1, 5), tuple(sorted(used)), rng.uniform(0.0, 0.3))
         score = None if kind == "noisy" else task.score(problem, one)
-        outcome = Outcome("noisy", None, "disturbed") if score is None else Outcome("scored", score, "")
+        outcome = Ungraded("noisy", "disturbed") if score is None else score
         samples.append(sampled([1], text=fenced(f"{cursor}.{place}"), outcome=outcome))
     return Group(problem, np.array([1], np.int32), tuple(samples))
 

@@ -17,7 +17,6 @@ from torchtune.models.qwen2 import qwen2
 from unpacked import whole_float64
 
 from torchtune_ext.advantages import AdvantageConfig, with_advantages
-from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
 from torchtune_ext.objective.clipping import kl3_bounds
 from torchtune_ext.objective.constraints import CONSTRAINTS
@@ -318,7 +317,7 @@ def step_of(rewards: list[list[float]], loss: PolicyLoss, aggregation: str, num_
     rng, groups = np.random.default_rng(1), []
     for g, rewards_G in enumerate(rewards):
         samples = [
-            sampled(rng.integers(0, 60, n), np.full(n, -4.0), outcome=Outcome("scored", Score(reward, {}), ""))
+            sampled(rng.integers(0, 60, n), np.full(n, -4.0), outcome=Score(reward, {}))
             for n, reward in zip(range(1, 99, 2), rewards_G, strict=False)
         ]
         groups.append(Group(Problem(f"g{g}", (), None), rng.integers(0, 60, 5).astype(np.int32), tuple(samples)))

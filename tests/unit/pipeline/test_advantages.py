@@ -13,17 +13,17 @@ from records import sampled
 from tables import every_row
 
 from torchtune_ext.advantages import AdvantageConfig, best_of_k, refilled, with_advantages
-from torchtune_ext.grading import Outcome
+from torchtune_ext.grading import Outcome, Ungraded
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.tasks.task import Problem, Score
 
-FAILED = Outcome("infra_failed", None, "the grader raised")
-TIMED_OUT = Outcome("timed_out", None, "no answer")
+FAILED = Ungraded("infra_failed", "the grader raised")
+TIMED_OUT = Ungraded("timed_out", "no answer")
 REWARDS = st.sampled_from([-100.0, -1.0, 0.0, 0.1, 0.25, 1.0, 463.0])
 
 
 def sample(reward: float | Outcome, finish_reason: str = "stop", length: int = 3) -> Sample:
-    outcome = reward if isinstance(reward, Outcome) else Outcome("scored", Score(reward, {}), "")
+    outcome = reward if isinstance(reward, Outcome) else Score(reward, {})
     return sampled(range(length), finish_reason=finish_reason, text="text", outcome=outcome)
 
 
@@ -51,7 +51,7 @@ def conversation(*rewards: float, answered: bool = True) -> Sample:
     return replace(
         talk,
         completion=replace(talk.completion, turns=turns),
-        outcome=Outcome("scored", Score(sum(rewards), {}), ""),
+        outcome=Score(sum(rewards), {}),
         turn_rewards=rewards if answered else rewards[:-1],
     )
 
@@ -144,7 +144,7 @@ def test_one_gradable_sample_has_no_baseline():
 
 
 def test_policy_failed_is_trained_with_its_score():
-    bad = Outcome("policy_failed", Score(-1.0, {"failed": 1.0}), "")
+    bad = Score(-1.0, {"failed": 1.0})
     assert advantages(1.0, bad) == [1.0, -1.0]
 
 

@@ -9,7 +9,7 @@ from records import sampled
 from tables import every_row
 
 from torchtune_ext.evaluation import accuracy, pass_at_k
-from torchtune_ext.grading import Outcome
+from torchtune_ext.grading import Ungraded
 from torchtune_ext.groups import Group
 from torchtune_ext.tasks.order import ProblemStream, problem_index
 from torchtune_ext.tasks.task import Problem, Score
@@ -20,7 +20,7 @@ def group(rewards):
     samples = tuple(
         sampled(
             empty,
-            outcome=Outcome("scored", Score(r, {}), "") if r is not None else Outcome("infra_failed", None, "x"),
+            outcome=Score(r, {}) if r is not None else Ungraded("infra_failed", "x"),
         )
         for r in rewards
     )

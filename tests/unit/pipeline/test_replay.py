@@ -8,7 +8,6 @@ from letter_tokens import LetterTokenizer
 from records import sampled
 from tables import every_row
 
-from torchtune_ext.grading import Outcome
 from torchtune_ext.groups import Group
 from torchtune_ext.replay import Replay
 from torchtune_ext.tasks.order import ProblemStream
@@ -39,7 +38,7 @@ def settings(**own):
 
 
 def group(problem):
-    samples = [sampled([1, 2, k], [-0.1, -0.2, -0.3], outcome=Outcome("scored", Score(k, {}), "")) for k in range(2)]
+    samples = [sampled([1, 2, k], [-0.1, -0.2, -0.3], outcome=Score(k, {})) for k in range(2)]
     prompt = LetterTokenizer().prompt_ids(problem.messages)
     return Group(problem, np.array(prompt, np.int32), tuple(samples))
 

@@ -34,7 +34,7 @@ def rewards(task, items):
     with Grader(task, workers=2) as grader:
         outcomes = grader.grade(items)
     assert {outcome.kind for outcome in outcomes} <= {"scored", "policy_failed"}, outcomes
-    return [outcome.score.reward for outcome in outcomes]
+    return [outcome.reward for outcome in outcomes]
 
 
 def test_the_page_begins_with_a_function_and_a_whole_run(page):
@@ -84,10 +84,10 @@ def test_a_score_with_parts_and_a_function_for_a_task_of_ours(folder):
 
 
 def test_the_prompt_of_the_page(folder, page, capsys):
-    block = page.read_text().split("with the processes, as the run does:\n\n```python\n")[1].split("```")[0]
+    block = page.read_text().split("says why there is none:\n\n```python\n")[1].split("```")[0]
     exec(block, {})
     first, second = capsys.readouterr().out.splitlines()
-    assert "kind='scored'" in first and "reward=1.0" in first and "reward=0.0" in second
+    assert first.startswith("Score(reward=1.0") and second.startswith("Score(reward=0.0")
 
 
 def test_a_judge_that_compares(folder, page):
@@ -100,9 +100,9 @@ def test_a_judge_that_compares(folder, page):
     with Grader(task, **cfg.grader) as judge, Grader(held_out) as alone:
         assert judge.compares and not alone.compares
         outcomes = judge.submit(problem, *texts).result(timeout=60)
-        assert [outcome.score.reward for outcome in outcomes] == [0.6, 1.0, 1.0, 0.4, 0.2]
-        assert judge.submit(problem, str(answer)).result(timeout=60)[0].score.reward == 1.0
-        assert alone.grade([(held_out[0], str(held_out[0].answer))])[0].score.reward == 1.0
+        assert [outcome.reward for outcome in outcomes] == [0.6, 1.0, 1.0, 0.4, 0.2]
+        assert judge.submit(problem, str(answer)).result(timeout=60)[0].reward == 1.0
+        assert alone.grade([(held_out[0], str(held_out[0].answer))])[0].reward == 1.0
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -146,8 +146,8 @@ def test_a_judge_behind_a_server(folder, server):
         good = judge.submit(task[0], "b", "c", "a")
         bad = judge.submit(task[0], "b", "nonsense")
         one = judge.submit(task[0], "b")
-        assert [outcome.score.reward for outcome in good.result(timeout=60)] == [0.5, 0.0, 1.0]
-        assert [outcome.score.reward for outcome in one.result(timeout=60)] == [1.0]
+        assert [outcome.reward for outcome in good.result(timeout=60)] == [0.5, 0.0, 1.0]
+        assert [outcome.reward for outcome in one.result(timeout=60)] == [1.0]
         for outcome in bad.result(timeout=60):
             assert outcome.kind == "infra_failed"
             # json.loads raises, so the line of the page that calls it is named.

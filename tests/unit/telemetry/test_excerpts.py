@@ -9,7 +9,7 @@ from records import guessed, sampled
 from report_runs import byte_tokenizer
 
 from torchtune_ext.episodes import Episode
-from torchtune_ext.grading import Outcome
+from torchtune_ext.grading import Ungraded
 from torchtune_ext.groups import Group
 from torchtune_ext.tasks.task import Problem, Score, Turn
 from torchtune_ext.telemetry.excerpts import Limits, excerpts_of, sample_facts
@@ -22,7 +22,7 @@ def group(name, rewards, texts=None, advantages=None, tokens=None):
     mean, samples = float(np.mean(known)) if known else 0.0, []
     for i, reward in enumerate(rewards):
         score = None if reward is None else Score(reward, {})
-        outcome = Outcome("scored" if score else "infra_failed", score, "" if score else "broke")
+        outcome = score or Ungraded("infra_failed", "broke")
         advantage = 0.0 if reward is None else advantages[i] if advantages else reward - mean
         text = texts[i] if texts else f"{name} {i}"
         samples.append(

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import guessed
 
-from torchtune_ext.grading import Outcome
+from torchtune_ext.grading import Ungraded
 from torchtune_ext.groups import Group, Sample, run_lengths
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import rollouts as module
 from torchtune_ext.telemetry.rollouts import RolloutStore, pack_rollouts, read_rollouts, rollout_paths
 
-SCORED = Outcome("scored", Score(0.1 + 0.2, {"accuracy": 0.25, "format": 1.0}, "a note\non two lines"), "")
+SCORED = Score(0.1 + 0.2, {"accuracy": 0.25, "format": 1.0}, "a note\non two lines")
 
 
 def make_sample(length=5, seed=0, text="A. Mrs. Peacock", outcome=SCORED, advantage=-1 / 3, trained=True, **changes):
@@ -63,9 +63,9 @@ def test_round_trip(tmp_path):
         make_sample(0),
         replace(make_sample(4), teacher_logprobs=np.array([-0.1, -2e-7, -np.inf, -30.0], dtype=np.float32)),
         make_sample(9, versions=np.array([3, 3, 3, 4, 4, 3, 7, 7, 7], dtype=np.int32), finish_reason="length"),
-        make_sample(outcome=Outcome("infra_failed", None, "OSError: <no>\nworker"), advantage=0.0, trained=False),
+        make_sample(outcome=Ungraded("infra_failed", "OSError: <no>\nworker"), advantage=0.0, trained=False),
         make_sample(outcome=None, advantage=1.0),
-        make_sample(outcome=Outcome("policy_failed", Score(float("-inf"), {"x": float("inf")}), "no answer")),
+        make_sample(outcome=Score(float("-inf"), {"x": float("inf")})),
         guessed("max_turns", advantage=-0.5, trained=True),
         replace(branched := guessed(), completion=replace(branched.completion, kept=(7, 5, 11))),
         guessed(advantage=0.0, turn_advantages=(-0.25, 0.0, 0.25), trained=True),

@@ -13,7 +13,7 @@ import wandb_reader
 from records import sampled
 from tables import every_row
 
-from torchtune_ext.grading import Outcome
+from torchtune_ext.grading import Ungraded
 from torchtune_ext.groups import Group
 from torchtune_ext.run.folder import Run
 from torchtune_ext.tasks.task import Problem, Score
@@ -29,7 +29,7 @@ def group(name, *rewards, **sample):
     samples = []
     for reward in rewards:
         score = None if reward is None else Score(reward, {"part": reward / 2}, "a note")
-        outcome = Outcome("infra_failed", None, "no grader") if score is None else Outcome("scored", score, "")
+        outcome = Ungraded("infra_failed", "no grader") if score is None else score
         samples.append(sampled([1, 2], outcome=outcome, **{"text": f"{name} {reward}", **sample}))
     return Group(Problem(name, ({"role": "user", "content": name},), 0), np.arange(3, dtype=np.int32), tuple(samples))
 
