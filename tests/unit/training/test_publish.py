@@ -123,7 +123,7 @@ def test_a_publication_that_arrives(played):
     assert second["canary/update_applied"] == pytest.approx(1.0, abs=0.01)
     assert second["publish/changed_share"] > 0.99
     for prompts, samples, sampling in engine.requests:
-        assert (prompts, samples) == (PROMPTS, 8)
+        assert (prompts, samples) == (PROMPTS, 16)
         assert sampling == dataclasses.replace(SAMPLING, max_tokens=8, seed=0, early_stop_logprob=None)
 
 
@@ -145,7 +145,7 @@ def test_a_temperature_is_seen_where_the_engine_holds_other_values(played):
     publisher.publish(4)
     engine.temperature = 0.8
     with pytest.raises(
-        Disagreement, match="after publishing version 5: on 192 .* temperature: the sampler's is about 0.8"
+        Disagreement, match="after publishing version 5: on 384 .* temperature: the sampler's is about 0.8"
     ):
         publisher.publish(5)
 
