@@ -28,7 +28,7 @@ COMMANDS = {
     "a value that is no YAML": full("'sampling={max_tokens: [4'", r"sampling=\{max_tokens: \[4: the value is no YAML \(.*\); quote it, or set it in the file"),
     "a key to remove that is not there": full("~nothing", r"Could not find key nothing in yaml config to remove"),
     "a preset for the command": Mistake("presets gsop", r"preset='gsop' is unknown; did you mean 'gspo'\?"),
-    "a size of puzzles": Mistake("clue --size tinny --out x.jsonl", r"torchtune-ext clue: size='tinny'"),
+    "a size of puzzles": Mistake("clue --size tinny --out x.jsonl", r"size='tinny'"),
     "a count of puzzles": Mistake("clue --count 0 --out x.jsonl", r"--count 0: give a number from 1 on"),
     "ray without a number": Mistake("ray --config run.yaml --recipe grpo_full", r"how many GPUs\? Write --train-gpus N --engine-gpus N"),
     "ray without a recipe": Mistake("ray --config run.yaml --train-cpus 1 --engine-cpus 1", r"--config run.yaml: written for which recipe\? Add --recipe grpo_full"),
@@ -40,8 +40,8 @@ COMMANDS = {
     "a config of ours with its ending": Mistake("run grpo_full --config grpo/tiny.yaml", r"--config grpo/tiny.yaml: neither a file nor a config of ours; did you mean grpo/tiny\?"),
     "validate a config that is not there": Mistake("validate grpo/tinny", r"--config grpo/tinny: neither a file nor a config of ours; did you mean grpo/tiny, "),
     "evaluate a config for training": Mistake("run evaluate --config run.yaml", r"this config has 11 keys that the recipe does not know .* so it is written for another one, grpo_full; begin with a copy"),
-    "report of no run": Mistake("report .", r"\. is no folder of a run: it has no run.json; name one, an output_dir", status=1),
-    "report of a run's folder": Mistake("report out/checkpoints", r"out/checkpoints is a folder of a run, not the run; name .*/out", status=1, prepare=lambda folder: ((folder / "out/checkpoints").mkdir(parents=True), (folder / "out/metrics.jsonl").touch())),
+    "report of no run": Mistake("report .", r"\. is no folder of a run: it has no run.json; name one, an output_dir"),
+    "report of a run's folder": Mistake("report out/checkpoints", r"out/checkpoints is a folder of a run, not the run; name .*/out", prepare=lambda folder: ((folder / "out/checkpoints").mkdir(parents=True), (folder / "out/metrics.jsonl").touch())),
     "a knob that is not there": Mistake("knobs optimizer.weight_decy", r"optimizer.weight_decy is no recipe, and no knob of grpo_full; `torchtune-ext knobs grpo_full optimizer` lists the knobs"),
 }
 

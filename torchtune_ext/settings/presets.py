@@ -1,7 +1,6 @@
 """Finds presets. A preset is a published method as a few keys of a GRPO recipe, in configs/presets/NAME.yaml."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from torchtune_ext.run.catalog import folder, print_first_lines
@@ -38,13 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Lists the presets, or prints one of them. Returns the exit status: 0, or 2 for an unknown name."""
+    """Lists the presets, or prints one of them. Raises ValueError for an unknown name."""
     if args.name:
-        try:
-            print(preset_file(args.name).read_text(encoding="utf-8"), end="")
-        except ValueError as error:
-            print(f"torchtune-ext presets: {error}", file=sys.stderr)
-            return 2
-        return 0
-    print_first_lines(preset_files())
+        print(preset_file(args.name).read_text(encoding="utf-8"), end="")
+    else:
+        print_first_lines(preset_files())
     return 0

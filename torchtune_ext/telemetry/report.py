@@ -1,14 +1,13 @@
 """`torchtune-ext report RUN` makes one HTML file with the curves of a run and a browser of its rollouts."""
 
 import argparse
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.telemetry.comparison import build_comparison
 from torchtune_ext.telemetry.excerpts import LIMITS, Excerpts, Limits, excerpts_of, pack, short
@@ -33,10 +32,8 @@ class Report:
 
     def summary(self) -> str:
         """The line for the terminal."""
-        return (
-            f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {self.steps} steps, rollouts of {self.rollout_steps} of "
-            f"{self.stored_steps} stored steps"
-        )
+        rollouts = f", rollouts of {self.rollout_steps} of {self.stored_steps} stored steps" if self.stored_steps else ""
+        return f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {self.steps} steps{rollouts}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,16 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Writes the page. Returns 0, or 1 after a message that says why a run cannot be read."""
+    """Writes the page. Raises ValueError: why a run cannot be read, or the page not be written."""
     # Several runs, or a sweep, make a page of another kind.
     try:
         if len(args.runs) > 1 or is_several(args.runs[0]):
             page = build_comparison(args.runs, args.out)
         else:
             page = build_report(args.runs[0], args.out)
-    except (OSError, ValueError) as error:
-        print(f"torchtune-ext report: {error}", file=sys.stderr)
-        return 1
+    except OSError as error:
+        raise FileMistake(str(error)) from error
     print(page.summary())
     return 0
 

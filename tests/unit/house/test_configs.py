@@ -241,8 +241,9 @@ def test_presets_are_listed_and_printed(capsys):
     assert [line.split()[0] for line in listed] == PRESETS and all(len(line) < 128 for line in listed)
     assert main(["presets", "gspo"]) == 0
     assert capsys.readouterr().out == FILES["presets/gspo"].read_text()
-    assert main(["presets", "gsop"]) == 2
-    assert "did you mean 'gspo'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["presets", "gsop"])
+    assert "error: preset='gsop' is unknown; did you mean 'gspo'" in capsys.readouterr().err
 
 
 @every_row(

@@ -150,8 +150,8 @@ def test_command_line(tmp_path, capsys):
         ((tmp_path / "nowhere",), "no such folder"),
         ((tmp_path,), "is no folder of a run: it has no run.json; name one, an output_dir"),
     ):
-        assert run_main(*words) == 1
-        assert message in capsys.readouterr().err
+        with pytest.raises(ValueError, match=message):
+            run_main(*words)
 
 
 def test_a_report_does_without_what_programs_are_read_with():

@@ -7,11 +7,10 @@ torchtune-ext clue --seed 7 --count 1000 --size '{suspects: [2, 3], weapons: 2, 
 
 import argparse
 import os
-import sys
 
 from tqdm import tqdm
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.tasks.temporal_clue.files import generate, write_jsonl
 from torchtune_ext.tasks.temporal_clue.size import NAMED, parse_size
 
@@ -29,21 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Writes the file. Returns the exit status: 0; 2 for a wrong argument; 1 if nothing can be made or written."""
-    try:
-        size = parse_size(args.size)
-        for name, least in (("count", 1), ("first", 0), ("workers", 1)):
-            if getattr(args, name) < least:
-                raise Mistake(f"--{name} {getattr(args, name)}: give a number from {least} on")
-    except ValueError as error:
-        print(f"torchtune-ext clue: {error}", file=sys.stderr)
-        return 2
+    """Writes the file. Raises ValueError for a wrong argument, or a file that cannot be written."""
+    size = parse_size(args.size)
+    for name, least in (("count", 1), ("first", 0), ("workers", 1)):
+        if getattr(args, name) < least:
+            raise Mistake(f"--{name} {getattr(args, name)}: give a number from {least} on")
     puzzles = generate(args.seed, args.count, size, min(args.workers, args.count), args.first)
     try:
         with tqdm(puzzles, total=args.count, unit="puzzle", smoothing=0.05) as bar:
             count = write_jsonl(args.out, bar)
-    except (RuntimeError, OSError) as error:
-        print(f"torchtune-ext clue: {error}", file=sys.stderr)
-        return 1
+    except OSError as error:
+        raise FileMistake(str(error)) from error
     print(f"{count} puzzles -> {args.out}")
     return 0
