@@ -46,7 +46,6 @@ def test_unified_trains_and_samples_in_the_same_blocks(workplace):
     assert re.search(r"2 x k_proj +64 x 256 +bfloat16: 64 features out: vLLM fuses it", text)
     assert re.search(r"2 x q_proj +256 x 256 +bfloat16: vLLM fuses it with k_proj, which stays", text)
     assert "GEMMs: reference for fprop, dgrad, wgrad of" in text and "sent after each step" in text
-    assert re.search(r"mismatch after publishing version 0: mean .* on \d+ tokens", text)
 
 
 def test_an_engine_that_cannot_hold_an_update_has_not_lost_it(workplace):

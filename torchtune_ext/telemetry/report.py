@@ -32,7 +32,9 @@ class Report:
 
     def summary(self) -> str:
         """The line for the terminal."""
-        rollouts = f", rollouts of {self.rollout_steps} of {self.stored_steps} stored steps" if self.stored_steps else ""
+        rollouts = (
+            f", rollouts of {self.rollout_steps} of {self.stored_steps} stored steps" if self.stored_steps else ""
+        )
         return f"{self.path}: {self.num_bytes / 2**20:.1f} MiB, {self.steps} steps{rollouts}"
 
 

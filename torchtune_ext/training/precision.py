@@ -109,7 +109,6 @@ class Precision:
         self._sent = (
             "which are sent once, adapters after each step" if adapter and way == "adapter" else "sent after each step"
         )
-        self._file: Path | None = None
         source.require_unquantized()
         # The rest concerns FP8 only.
         if sampler is None:
@@ -190,21 +189,6 @@ class Precision:
         ]
         if policy.fp8 is None:
             lines.append(f"  trainer: none of them, {str(self.dtype)[6:]}; it and the engine drift apart")
-        self._file = Path(folder) / "fp8.txt"
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.unlink(missing_ok=True)
-        self._note("\n".join(lines))
-
-    def write_mismatch(self, mean_abs: float, tokens: int, when: str) -> None:
-        """Adds the first mismatch of trainer and engine to the receipt. Those of later steps are metrics."""
-        if self._file is not None:
-            self._note(
-                f"  mismatch {when}: mean |trainer - sampler log-prob| {mean_abs:.3g} on {tokens} tokens; of every step: "
-                "mismatch/* in metrics.jsonl"
-            )
-            self._file = None
-
-    def _note(self, text: str) -> None:
+        text = "\n".join(lines)
         say(text)
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
+        (Path(folder) / "fp8.txt").write_text(f"{text}\n", encoding="utf-8")

@@ -135,7 +135,7 @@ class Publisher:
         if wrong:
             raise Disagreement(f"{when}: weights: {wrong}")
         # Each engine is judged by itself, because a mean over all would hide one that was forgotten.
-        worst, shares, pairs = None, {}, []
+        worst, shares, pairs = 0.0, {}, []
         for name, rows in answers:
             whose = when if len(answers) == 1 else f"{when}, {name}"
             logprobs = self._learner.logprobs(rows)
@@ -151,16 +151,14 @@ class Publisher:
             if self._rounded:
                 sent = [replace(ours, logprobs_L=new) for ours, new in zip(logprobs, now, strict=True)]
                 self._agreement.require_sharpness(rows, sent, whose)
-            worst = mismatch if worst is None or mismatch.mean_abs > worst.mean_abs else worst
+            worst = max(worst, mismatch.mean_abs)
             pairs += zip(rows, now, strict=True)
             for change, share in applied.items():
                 if share.resolved:
                     key = f"canary/{change}_applied"
                     shares[key] = min(shares.get(key, share.slope), share.slope)
         self._remember(pairs)
-        if self._engine is not None:
-            self._precision.write_mismatch(worst.mean_abs, worst.tokens, when)
-        return {"canary/mean_abs": worst.mean_abs, "canary/limit": self._agreement.limit} | shares
+        return {"canary/mean_abs": worst, "canary/limit": self._agreement.limit} | shares
 
     def _canary(self, version: int) -> tuple[list[tuple[str, list[Row]]], str | None]:
         """This rank's share of the rows that each engine sampled, and a message if one has other weights."""
