@@ -364,9 +364,10 @@ class GRPORecipe:
                 deadline_s=self.cfg.rollouts.deadline_s,
             ),
             skipped=self.parts.held_out.skipped,
+            first=self.step == 0,
         )
         # The next checkpoint carries it: the best one is kept.
-        self.last_eval = values["eval/accuracy_sampled"]
+        self.last_eval = values.get("eval/accuracy_sampled")
         return values
 
     def log(self, values: dict[str, float]) -> None:

@@ -125,7 +125,7 @@ def with_advantages(
         raise Mistake(f"advantage.overlong={config.overlong} is a share of max_tokens, which is not given")
     gradable = [[s for s in group.samples if s.score is not None] for group in groups]
     rewards = [np.array([_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
-    batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and rewards else 1.0
+    batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and any(map(len, rewards)) else 1.0
     results, used, lone_turns = [], 0, 0
     for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
         # With equal grades the rewards differ only by the punishment of length, which must not be scaled to full size.

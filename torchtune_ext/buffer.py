@@ -148,7 +148,8 @@ class Ledger:
 
     def waits_for(self) -> list[int]:
         """Returns the unfinished groups among the oldest ones that would make a batch, lowest number first."""
-        oldest = nsmallest(self.batch, chain(self._outstanding(), range(self.next, self.total)))
+        new = range(self.next, min(self.total, self.next + self.batch))
+        oldest = nsmallest(self.batch, chain(self._outstanding(), new))
         return [number for number in oldest if number not in self.finished]
 
     def _outstanding(self) -> Iterable[int]:

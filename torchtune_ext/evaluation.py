@@ -89,12 +89,13 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
 def interval(means: np.ndarray) -> tuple[float, float]:
     """Returns the 95% interval of the mean over independent problems, from their means [problems].
 
-    It is Wilson's (JASA 22, 1927) if all means are in [0, 1], and otherwise that of the normal distribution.
+    It is Wilson's (JASA 22, 1927) if all means are in [0, 1], and otherwise that of the normal distribution, which says
+    nothing of a single problem: then both ends are the mean.
     """
     count, mean = len(means), float(means.mean())
     variance = float(means.var(ddof=1)) / count if count > 1 else math.inf
     if means.min() < 0 or means.max() > 1:
-        half = Z * math.sqrt(variance)
+        half = Z * math.sqrt(variance) if count > 1 else 0.0
         return mean - half, mean + half
     # Wilson's interval stays in [0, 1], and has a width even if all problems are alike. Its count is the number of
     # problems at which a share of right answers is as uncertain as this mean (Franco et al., J. Surv. Stat. Methodol.

@@ -109,7 +109,7 @@ def _sample_text(sample: Sample) -> str:
     arrays = f'"tokens":{_ints(completion.tokens)},"logprobs":{_floats(completion.logprobs)}'
     if sample.teacher_logprobs is not None:
         arrays += f',"teacher_logprobs":{_floats(sample.teacher_logprobs)}'
-    return f"{json.dumps(head)[:-1]},{arrays}}}"
+    return f"{json.dumps(head, default=repr)[:-1]},{arrays}}}"
 
 
 def group_of(record: dict[str, Any]) -> Group:

@@ -19,7 +19,7 @@ from torchtune_ext.episodes import Episode
 from torchtune_ext.grading import Grader, Outcome, Ungraded, log_failures
 from torchtune_ext.grading.environments import Environments
 from torchtune_ext.groups import Group, Sample
-from torchtune_ext.run.errors import Late, Mistake
+from torchtune_ext.run.errors import Late, text_of
 from torchtune_ext.sampling.calls import mixed_seed
 from torchtune_ext.sampling.engine import Engine, EngineFailed, Priority, SamplingConfig
 from torchtune_ext.sampling.records import Completion
@@ -411,9 +411,9 @@ class GroupStream:
             return
         try:
             prompt = self._next_context(group.problem, episode, answer)
-        except Mistake as error:
-            # The template cannot render this answer, but may render those of other conversations.
-            failure = Ungraded("infra_failed", f"its answer cannot be read: {error}")
+        except Exception as error:  # noqa: BLE001 (the template's and the tokenizer's code, on what an environment wrote)
+            # This answer cannot be rendered or encoded, but those of other conversations may be.
+            failure = Ungraded("infra_failed", f"its answer cannot be read: {text_of(error)}")
             self._end_episode(group, place, episode.over("environment_failed", failure))
             return
         # A row holds at least as much as the engine's context. What fits there with all its branches can be trained.

@@ -7,7 +7,7 @@ With staleness 0 nothing is submitted before `take`: sampling and training take 
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtune_ext.buffer import Ledger
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.grading.grader import GradingWatch
+from torchtune_ext.grading.grader import GradingWatch, is_failure
 from torchtune_ext.groups import Group, group_json, group_of
 from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
 from torchtune_ext.run.errors import Failure, Mistake, text_of
@@ -198,11 +198,13 @@ class GroupSource:
         self._cursors = dict(map(tuple, state["cursors"]))
         self._dropped_tokens = state["dropped_tokens"]
         changed = []
-        # A finished group stays as it is, unless the sampling settings or its problem have changed since.
+        # A finished group stays as it is, unless the sampling settings or its problem have changed since. One that no
+        # grader could grade is sampled again: the user may have mended the grader.
         for number, text in state["finished"]:
             group = group_of(json.loads(text))
             problem = self._problems.again(self._cursors[number], group.problem)
-            if state["drawn"] == self._drawn() and problem is not None:
+            failed = all(is_failure(sample.outcome) for sample in group.samples)
+            if state["drawn"] == self._drawn() and problem is not None and not failed:
                 # The task's own problem replaces the stored one, whose answer JSON may have changed.
                 self._stream.finished[number] = replace(group, problem=problem)
             else:
@@ -210,8 +212,8 @@ class GroupSource:
                 changed.append(number)
         if changed:
             log.warning(
-                "the settings of sampling or the problems have changed since the checkpoint: %d finished groups are sampled "
-                "again",
+                "the settings of sampling or the problems have changed since the checkpoint, or the grader had failed: %d "
+                "finished groups are sampled again",
                 len(changed),
             )
         self._forget_late(version)
@@ -243,7 +245,7 @@ class GroupSource:
                     "version is published; call open(version) after each publication, and publish once a step"
                 )
             self._stream.require_signs(begun, self._deadline_s, missing, self._named)
-            self._collect(WAKE_S, watch, missing)
+            self._collect(WAKE_S, watch, frozenset(missing))
         groups = [self._stream.take(number) for number in ages]
         for number in ages:
             del self._cursors[number]
@@ -297,7 +299,7 @@ class GroupSource:
         self,
         within_s: float,
         watch: Callable[[str], AbstractContextManager] = nullcontext,
-        missing: Sequence[int] | None = None,
+        missing: Collection[int] | None = None,
     ) -> None:
         """Tells the ledger of all groups that are finished; waits up to `within_s` seconds for the first one."""
         # All of them, because the ledger prefers the oldest.

@@ -71,6 +71,15 @@ class Script:
     def uses_a_tool(self, rest):
         return Turn([{"role": "tool", "content": "3"}])
 
+    def says_a_number(self, rest):
+        return Turn([{"role": "user", "content": 3}])
+
+    def breaks_a_letter(self, rest):
+        return Turn([{"role": "user", "content": "\ud83d"}])
+
+    def remembers(self, rest):
+        return Turn([AGAIN | {"distance": 1 + 2j}], done=True)
+
     def overpays(self, rest):
         return Turn([AGAIN], reward=float("nan"))
 

@@ -60,7 +60,11 @@ def checked_turn(turn: Any) -> Turn:
     score = score_of(Score(turn.reward, turn.parts, turn.note))
     messages = list(turn.messages)
     for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        if (
+            not isinstance(message, Mapping)
+            or not {"role", "content"} <= set(message)
+            or not isinstance(message["content"], str)
+        ):
             raise Mistake(f'step returned the message {message!r:.80}; write {{"role": "user", "content": "..."}}')
         if message["role"] == "assistant":
             raise Mistake("step returned a message of the assistant, whose turns only the policy writes")

@@ -25,6 +25,9 @@ def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Exa
     if Path(path).suffix == ".parquet":
         yield from _parquet_examples(path, fields)
         return
+    if Path(path).suffix in (".gz", ".zip", ".zst"):
+        raise Mistake(f"path={path!r}: a compressed file; unpack it")
+    csv.field_size_limit(2**31 - 1)  # a text may be longer than the 128 KiB of the default
     # "utf-8-sig" drops the mark that Excel puts at the start of a file. The csv module needs newline="" to find line
     # ends within quotes.
     with open(path, encoding="utf-8-sig", newline="") as file:

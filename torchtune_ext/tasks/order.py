@@ -114,6 +114,9 @@ class ProblemStream:
         index = self._index(place)
         if index in self.skipped and not self._adapts:
             return None
+        # The other thread ends first, since a task may draw from Python's own generator.
+        if self._ahead is not None:
+            self._ahead.exception()
         candidate = _checked(self._ask(index, place), self._fault)
         return None if candidate.reason else candidate.problem
 

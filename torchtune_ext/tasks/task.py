@@ -72,6 +72,8 @@ def score_of(value: float | Score) -> Score:
             raise Mistake(f"a Score with {name}={named!r:.60}, which is no dict")
     reward = _finite("reward", value.reward)
     parts = {str(name): _finite(name, number) for name, number in value.parts.items()}
+    if taken := parts.keys() & {"mean", "std"}:
+        raise Mistake(f"a Score with the part {min(taken)!r}, which is the reward's own metric; give it another name")
     facts = {str(name): str(fact) for name, fact in value.facts.items()}
     return Score(reward, parts, str(value.note or ""), facts)
 

@@ -8,6 +8,7 @@ import gzip
 import json
 import logging
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def read_rollouts(path: str | Path) -> list[Group]:
     try:
         with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
             header, *groups = map(json.loads, file)
-    except (EOFError, gzip.BadGzipFile, ValueError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
         raise Mistake(f"{path}: damaged or cut off ({error}); delete the file") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise Mistake(f"{path}: not a rollout file of format {FORMAT}: read it with the version that wrote it")

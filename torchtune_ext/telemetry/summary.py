@@ -1,5 +1,6 @@
 """The metrics of a step: what its groups are like, and where its seconds went."""
 
+import logging
 import resource
 import time
 from collections import defaultdict
@@ -12,7 +13,10 @@ import torch
 from torchtune_ext.evaluation import accuracy
 from torchtune_ext.grading.environments import ENDINGS
 from torchtune_ext.groups import Group
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.records import EngineStats
+
+log = logging.getLogger(__name__)
 
 
 class Stopwatch:
@@ -77,13 +81,23 @@ def clock_metrics(values: Mapping[str, float], seconds: Mapping[str, float]) -> 
     return metrics
 
 
-def evaluation_metrics(sampled: Sequence[Group], greedy: Sequence[Group], skipped: int = 0) -> dict[str, float]:
+def evaluation_metrics(
+    sampled: Sequence[Group], greedy: Sequence[Group], skipped: int = 0, first: bool = True
+) -> dict[str, float]:
     """Metrics of an evaluation on held-out problems, of which `skipped` could not be used.
 
-    `sampled` has groups at the temperature of training, `greedy` the same problems.
+    `sampled` has groups at the temperature of training, `greedy` the same problems. If none of either could be graded,
+    the `first` evaluation raises ValueError, and a later one has no metrics.
     """
     most = max(len(group.samples) for group in sampled)
-    drawn, best = accuracy(sampled, (1, most)), accuracy(greedy)
+    try:
+        drawn, best = accuracy(sampled, (1, most)), accuracy(greedy)
+    except Mistake as error:
+        # A grader that worked before may be back for the next one.
+        if first:
+            raise
+        log.warning("this evaluation is left out: %s", error)
+        return {}
     # pass@n is missing where a problem has fewer than n graded samples.
     several = {"eval/pass_at_" + str(most): drawn.pass_at[most]} if most > 1 and most in drawn.pass_at else {}
     return (

@@ -103,6 +103,10 @@ def test_a_number_is_a_reward(folder):
         ("Score('much')", "reward='much', which is no number"),
         ("Score(1.0, {'speed': None})", "speed=None, which is no number"),
         ("Score(1.0, {'speed': float('inf')})", "speed=inf, which is not finite"),
+        (
+            "Score(1.0, {'mean': 2.0})",
+            "a Score with the part 'mean', which is the reward's own metric; give it another name",
+        ),
         ("Score(1.0, 0.5)", "a Score with parts=0.5, which is no dict"),
         ("Score(1.0, {}, '', ['a'])", "a Score with facts=['a'], which is no dict"),
     ],

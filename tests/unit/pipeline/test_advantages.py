@@ -231,6 +231,11 @@ def test_leave_one_out_is_the_mean_of_the_others():
     assert values == pytest.approx([4 - 3 / 3, 0 - 7 / 3, 2 - 5 / 3, 1 - 6 / 3])
 
 
+def test_batch_std_of_a_step_without_a_grade_says_nothing(recwarn):
+    _, stats = with_advantages([group(sample(FAILED), sample(TIMED_OUT))], AdvantageConfig(scale="batch_std"))
+    assert not recwarn and stats.groups == 0
+
+
 def test_batch_std_is_that_of_all_gradable_rewards():
     groups = [
         group(sample(1.0), sample(0.0), sample(FAILED)),

@@ -1,6 +1,7 @@
 """A problem that cannot be used is named and passed over, and the same ones are whenever a run goes on."""
 
 import json
+import time
 
 import pytest
 from letter_tokens import LetterTokenizer
@@ -87,6 +88,24 @@ def test_the_places_of_problems_are_told():
     assert stream.at(drawn[5][0]).answer == drawn[5][1].answer
     bad = next(place for place in range(LENGTH) if problem_index(place, LENGTH, SEED) == 7)
     assert stream.at(bad) is None and stream.again(bad, Problem("p-7", (), 7)) is None
+
+
+def test_no_two_problems_are_made_at_once():
+    class Slow(Broken):
+        busy, together = False, False
+
+        def __getitem__(self, index):
+            Slow.together |= Slow.busy
+            Slow.busy = True
+            time.sleep(0.01)
+            Slow.busy = False
+            return super().__getitem__(index)
+
+    stream = ProblemStream(Slow(), SEED, long)
+    first = stream.draw(3)
+    stream.at(first[0][0])
+    stream.draw(3)
+    assert not Slow.together
 
 
 @pytest.mark.parametrize("stopped_after", [1, 3, 8])

@@ -34,7 +34,7 @@ class TurnLetters(LetterTokenizer):
     def between_turns_ids(self, messages, end, tools=()):
         if messages[0]["role"] == "tool":
             raise Mistake("the template has no tools")
-        return [ord(letter) for message in messages for letter in f"[{message['content']}]"]
+        return [*"".join(f"[{message['content']}]" for message in messages).encode()]
 
 
 class Policy:
@@ -164,6 +164,8 @@ def test_a_group_is_with_one_environment_and_its_random_numbers(environments):
             None,
             "its answer cannot be read: the template has no tools",
         ),
+        ("says_a_number", "environment_failed", "infra_failed", None, "step returned the message"),
+        ("breaks_a_letter", "environment_failed", "infra_failed", None, "surrogates not allowed"),
         ("answers_text", "environment_failed", "infra_failed", None, "returned str; return a Turn"),
     ],
 )
@@ -174,6 +176,12 @@ def test_how_conversations_end(environments, says, ending, kind, reward, cause):
     assert (sample.completion.finish_reason, sample.outcome.kind) == (ending, kind)
     assert (sample.score and sample.score.reward) == reward and (reward is not None or cause in sample.outcome.cause)
     assert (other.completion.finish_reason, other.score.reward) == ("completed", 1.0)
+
+
+def test_a_message_may_have_keys_that_json_lacks(environments):
+    (group,), _ = play(environments, lambda prompt, i: "remembers")
+    (stored,) = group_of(json.loads(group_json(group))).samples
+    assert stored.messages[-1] == {"role": "user", "content": "go", "distance": "(1+2j)"}
 
 
 def test_a_process_that_dies_between_two_turns_fails_its_conversation_only(environments):

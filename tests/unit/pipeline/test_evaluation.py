@@ -13,6 +13,7 @@ from torchtune_ext.grading import Ungraded
 from torchtune_ext.groups import Group
 from torchtune_ext.tasks.order import ProblemStream, problem_index
 from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.telemetry.summary import evaluation_metrics
 
 
 def group(rewards):
@@ -67,11 +68,21 @@ def test_interval_knows_how_far_problems_lie_apart():
     )
     beyond = accuracy([group([2.0]), group([-1.0])] * 20)
     assert beyond.high - beyond.low == pytest.approx(2 * 1.96 * 1.5 / 39**0.5)
+    single = accuracy([group([3.0])])
+    assert single.low == single.mean == single.high == 3.0
 
 
 def test_nothing_graded_is_an_error():
     with pytest.raises(ValueError, match="none of 1 samples"):
         accuracy([group([None])])
+
+
+def test_a_grader_that_is_down_costs_an_evaluation_and_not_the_run(caplog):
+    assert evaluation_metrics([group([1.0])], [group([1.0])], first=False)["eval/accuracy_sampled"] == 1.0
+    assert evaluation_metrics([group([1.0])], [group([None])], first=False) == {}
+    assert "this evaluation is left out: none of 1 samples could be graded" in caplog.text
+    with pytest.raises(ValueError, match="none of 1 samples"):
+        evaluation_metrics([group([None])], [group([1.0])])
 
 
 def test_problem_order_is_a_permutation_each_epoch_and_depends_on_the_seed():

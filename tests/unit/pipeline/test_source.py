@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 from letter_tokens import completion
@@ -10,8 +11,8 @@ from told_engine import PROBLEMS, SAMPLES, SEED, Call, Numbered
 from waiting import wait_until
 
 from torchtune_ext.buffer import Ledger
-from torchtune_ext.grading import Grader
-from torchtune_ext.groups import group_json
+from torchtune_ext.grading import Grader, Ungraded
+from torchtune_ext.groups import group_json, group_of
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.source import GroupSource
 from torchtune_ext.tasks.order import ProblemStream, problem_index
@@ -251,7 +252,7 @@ def test_a_rank_without_a_stream_does_nothing(make):
     source.close()
 
 
-@pytest.mark.parametrize("change", ["settings", "problem"])
+@pytest.mark.parametrize("change", ["settings", "problem", "grader"])
 def test_finished_groups_are_sampled_again_where_something_has_changed(make, change, caplog):
     source, _ = make(staleness=1)
     source.open(version=0)
@@ -260,8 +261,13 @@ def test_finished_groups_are_sampled_again_where_something_has_changed(make, cha
     assert [number for number, _ in state["finished"]] == [0, 1, 2, 3]
     if change == "settings":
         state["drawn"]["sampling"]["temperature"] = 0.5
-    else:
+    elif change == "problem":
         state["cursors"][2] = [2, 99]
+    else:
+        # The grader was down when group 2 was graded, and has been mended.
+        group = group_of(json.loads(state["finished"][2][1]))
+        failed = tuple(replace(sample, outcome=Ungraded("infra_failed", "down")) for sample in group.samples)
+        state["finished"][2][1] = group_json(replace(group, samples=failed))
     resumed, engine = make(staleness=1, cursor=4)
     resumed.load_state_dict(state, step=0, version=0)
     again = [0, 1, 2, 3] if change == "settings" else [2]

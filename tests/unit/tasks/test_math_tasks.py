@@ -77,6 +77,11 @@ def test_rows_of_csv_are_texts(tmp_path):
     ]
     (tmp_path / "excel.csv").write_text("question,answer\r\n1+1?,2\r\n", encoding="utf-8-sig", newline="")
     assert Jsonl(strict, path=str(tmp_path / "excel.csv"))[0].answer == "2"
+    (tmp_path / "long.csv").write_text(f"question,answer\n{'1' * 200_000},2\n")
+    assert len(Jsonl(strict, path=str(tmp_path / "long.csv"))[0].messages[0]["content"]) == 200_000
+    (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(ValueError, match=r"rows.jsonl.gz': a compressed file; unpack it"):
+        Jsonl(strict, path=str(tmp_path / "rows.jsonl.gz"))
     for row in ("1, or 2?,2", "1+1?"):
         (tmp_path / "odd.csv").write_text(f"question,answer\n{row}\n")
         with pytest.raises(

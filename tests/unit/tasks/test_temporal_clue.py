@@ -7,6 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from clue_reader import DATA, Translator, all_nights, check_by_trying, holds, needs_public, read
@@ -367,6 +368,16 @@ def test_command_refuses_wrong_numbers(tmp_path, words, message):
     with pytest.raises(ValueError, match=message):
         command(*words, "--out", str(out))
     assert not out.exists()
+
+
+def test_command_says_that_a_process_of_its_was_killed(tmp_path, monkeypatch):
+    def generate(*settings):
+        raise BrokenProcessPool("ended abruptly")
+        yield
+
+    monkeypatch.setattr(cli, "generate", generate)
+    with pytest.raises(RuntimeError, match="want of memory: ended abruptly; lower --workers"):
+        command("--out", str(tmp_path / "p.jsonl"))
 
 
 @needs_ortools

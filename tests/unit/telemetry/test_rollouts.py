@@ -128,7 +128,16 @@ def test_keep_every_and_resume(tmp_path):
         RolloutStore(tmp_path, keep_every=-1)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-30], lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"no gzip"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[:-30],
+        lambda b: b[: len(b) // 2],
+        lambda b: b"",
+        lambda b: b"no gzip",
+        lambda b: b[:20] + bytes(40) + b[60:],
+    ],
+)
 def test_damaged_files_are_errors(tmp_path, damage):
     path = RolloutStore(tmp_path).write(1, [make_group([make_sample(200)])])
     path.write_bytes(damage(path.read_bytes()))

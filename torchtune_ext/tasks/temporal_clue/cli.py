@@ -7,10 +7,11 @@ torchtune-ext clue --seed 7 --count 1000 --size '{suspects: [2, 3], weapons: 2, 
 
 import argparse
 import os
+from concurrent.futures.process import BrokenProcessPool
 
 from tqdm import tqdm
 
-from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.errors import Failure, FileMistake, Mistake
 from torchtune_ext.tasks.temporal_clue.files import generate, write_jsonl
 from torchtune_ext.tasks.temporal_clue.size import NAMED, parse_size
 
@@ -39,5 +40,9 @@ def main(args: argparse.Namespace) -> int:
             count = write_jsonl(args.out, bar)
     except OSError as error:
         raise FileMistake(str(error)) from error
+    except BrokenProcessPool as error:
+        raise Failure(
+            f"a process that makes puzzles was ended, perhaps for want of memory: {error}; lower --workers"
+        ) from error
     print(f"{count} puzzles -> {args.out}")
     return 0
