@@ -76,6 +76,7 @@ CLASSES = {
     "__getitem__ raises": task("def __getitem__(self, i): return {}[i]", r"task: Mine\(\.\.\.\)\[0\] raised KeyError: 0 \(mine.py:8\)"),
     "__getitem__ returns a dict": task("def __getitem__(self, i): return {'prompt': 'x'}", r"task: Mine\(\.\.\.\)\[0\] is a dict, not a Problem; return Problem\(id, messages, answer\)", real=True),
     "messages are a text": task("def __getitem__(self, i): return Problem('x', 'what?', 1)", r"task: Mine\(\.\.\.\)\[0\] has messages='what\?'; write \(\{\"role\": \"user\""),
+    "an answer with tuples as keys": task("def __getitem__(self, i): return Problem('x', ({'role': 'user', 'content': 'x'},), {(0, 1): 2})", r"task: Mine\(\.\.\.\)\[0\]: its answer as JSON raised TypeError: keys must be str.*; make the keys of its dicts texts"),
     "messages without a role": task("def __getitem__(self, i): return Problem('x', ({'content': 'x'},), 1)", r"task: Mine\(\.\.\.\)\[0\] has messages=.*write \(\{\"role\": \"user\""),
     "an environment without max_turns": environment("pass", r"task: Mine has an environment and max_turns=None; give it the number of turns", turns="pass"),
     "max_turns of 0": environment("pass", r"task: Mine has an environment and max_turns=0; give it the number of turns .*, 1 or more", turns="max_turns = 0"),

@@ -64,9 +64,11 @@ def _no_file(path: str) -> str:
 def _json_object(where: str, line: str) -> Example:
     try:
         example = json.loads(line)
-    except json.JSONDecodeError as error:
+    # A number of thousands of digits is a plain ValueError.
+    except ValueError as error:
+        cause = getattr(error, "msg", error)
         raise Mistake(
-            f"{where}: no JSON ({error.msg}); write one object a line, or name a .csv or .parquet file"
+            f"{where}: no JSON ({cause}); write one object a line, or name a .csv or .parquet file"
         ) from error
     if not isinstance(example, dict):
         raise Mistake(f"{where}: a {type(example).__name__}, not an object; write one object a line")

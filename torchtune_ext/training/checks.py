@@ -1,5 +1,6 @@
 """Tries the parts of a run on something small, before its folder is touched and before the engine starts."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -167,6 +168,9 @@ def _require_problem(problem: Any, what: str) -> None:
         raise Mistake(
             f'{what} has messages={messages!r:.80}; write ({{"role": "user", "content": "the question"}},): a tuple of them'
         )
+    # The rollouts of a step hold it.
+    with blame(f"{what}: its answer as JSON", "make the keys of its dicts texts"):
+        json.dumps(problem.answer, default=repr)
 
 
 def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:

@@ -194,6 +194,7 @@ def test_a_grading_process_gets_no_rows_and_imports_no_data_library(path):
 @every_row(
     "text, message",
     [
+        ('{"question": "a", "answer": ' + "9" * 5000 + "}\n", r"bad.jsonl:1: no JSON \(Exceeds the limit"),
         ('{"question": "a", "answer": 1}\n{"question": \n', r"bad.jsonl:2: no JSON \(Expecting value\); write one object a line"),
         ('{"question": "a", "answer": 1}\n\n[1]\n', "bad.jsonl:3: a list, not an object"),
         ("", "holds no example"),
