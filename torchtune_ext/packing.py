@@ -36,6 +36,7 @@ from torchtune_ext.sampling.records import Completion
 LENGTHS = 32
 ROUND = 512  # what a round costs beside its rows, in tokens: launching kernels, and gathering weights from the ranks
 TRIES = 5  # sizes of rows that are compared for each number of rounds
+PATIENCE = 8  # further rounds that are tried without a better result
 FINER = 1.02  # ratio of each size to the one before
 
 
@@ -419,10 +420,16 @@ def balanced_rows(groups: Sequence[Lengths], row_tokens: int, layout: Layout) ->
     longest_first = [sorted(range(len(g.completions)), key=lambda i: -g.completions[i]) for g in groups]
     # Fewer rounds launch fewer kernels, but more rounds can be balanced better. The search begins with the fewest.
     fewest = rounds = max(math.ceil(total / (ranks * row_tokens)), 1)
-    best, best_cost = None, math.inf
+    best, best_cost, best_rounds = None, math.inf, 0
     # However well they are balanced, the rounds cost at least `total / ranks + rounds * ROUND`. Once this bound exceeds
-    # the best cost, more rounds cannot win.
-    while best is None or (rounds <= 2 * fewest and total / ranks + rounds * ROUND < best_cost):
+    # the best cost, more rounds cannot win. The bound knows nothing of attention, so it may be far below any result.
+    while best is None or (
+        rounds <= min(2 * fewest, best_rounds + PATIENCE) and total / ranks + rounds * ROUND < best_cost
+    ):
+        # If the largest size does not do, no other does. Where rows are many, the next number is some percent larger.
+        if best is None and _fill(groups, largest_first, longest_first, rounds * ranks, row_tokens) is None:
+            rounds += max(1, rounds // 32)
+            continue
         tries = 0
         for size in _sizes(total / (rounds * ranks), row_tokens):
             filled = _fill(groups, largest_first, longest_first, rounds * ranks, size)
@@ -431,7 +438,7 @@ def balanced_rows(groups: Sequence[Lengths], row_tokens: int, layout: Layout) ->
             rows = _in_rounds([_parts(groups, row) for row in filled], layout)
             cost = layout.over_rounds(rows, layout.cost) + rounds * ROUND
             if cost < best_cost:
-                best, best_cost = rows, cost
+                best, best_cost, best_rounds = rows, cost, rounds
             tries += 1
             if tries == TRIES:
                 break

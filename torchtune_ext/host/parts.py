@@ -37,6 +37,7 @@ from torchtune_ext.training.checks import (
     check_prompts,
     check_task,
     check_tokenizer,
+    positions_of,
     require_rows,
     trained_too,
 )
@@ -261,10 +262,15 @@ def teacher_of(cfg: Any, tokenizer: ChatTokenizer) -> HFModel:
     # The checks are those of the policy's model, whose messages name the policy's keys.
     try:
         teacher = HFModel(cfg.teacher.model_dir)
+        if (longest := positions_of(teacher)) <= cfg.engine.max_model_len:
+            raise Mistake(
+                f"teacher.model_dir={cfg.teacher.model_dir} has {longest} positions, too few for a sample of "
+                f"engine.max_model_len={cfg.engine.max_model_len} and one token more; set engine.max_model_len={longest - 1}"
+            )
         check_engine(teacher, cfg.teacher.engine_config(cfg.engine))
         teacher.require_readable()
     except Mistake as error:
-        message = f"teacher.{error}" if str(error).startswith(("model_dir", "engine")) else str(error)
+        message = f"teacher.{error}" if str(error).startswith(("model_dir", "engine.")) else str(error)
         raise type(error)(message) from None
     # The teacher scores the policy's token ids, so both need the same tokenizer.
     try:

@@ -177,6 +177,8 @@ class Client:
                     part = output.outputs[0]
                     if call.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
                         await self._llm.abort(call.id)  # one more output follows it
+            if part.finish_reason == "abort" and call.keep is None:
+                raise CoreLost("the engine ended a request before it was done")
             spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
             scores = output.prompt_logprobs.logprobs if call.priority is Priority.SCORE else ()
             return call.completion(part.finish_reason, spans, output.num_cached_tokens or 0, scores)

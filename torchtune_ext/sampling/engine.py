@@ -270,7 +270,11 @@ class Engine:
         """
         self._thread.refuse_itself()
         groups = self._groups(prompts, n, sampling, priority)
-        return self._thread.result(self._begin(together(*map(self._pool.draw, groups)), priority))
+
+        async def drawn() -> list[list[Completion]]:
+            return await together(*map(self._pool.draw, groups))
+
+        return self._thread.result(self._begin(drawn(), priority))
 
     def _groups(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingConfig, priority: Priority

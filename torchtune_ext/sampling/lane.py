@@ -143,10 +143,9 @@ class Lane:
                     completion = await core.generate(replace(call, id=name, first_version=self._pool.first_version))
                     break
                 except CoreLost as error:
-                    replaced = self.lose(core, str(error))
+                    self.lose(core, str(error))
                     if self._pool.others_serve(self):
                         raise
-                    await replaced
         finally:
             self.throttle.release()
             # With no request left, the next ones are a new batch for the controller.
@@ -193,7 +192,8 @@ class Lane:
         limit = self.config.max_failures * (self.config.start_deadline_s + 4 * self.config.rpc_deadline_s)
         give_up_at = time.monotonic() + limit
         while not self._changed.is_set():
-            if elsewhere and self._pool.others_serve(self):
+            # At the start all come up, and each has its part of what waits.
+            if elsewhere and self._pool.begun and self._pool.others_serve(self):
                 raise CoreLost(f"{self.name} was lost")
             if time.monotonic() > give_up_at:
                 raise EngineFailed(f"{self.name} was not ready within {limit:g} s")
@@ -428,7 +428,7 @@ class Lane:
         """Finds an engine that has requests, and neither answers nor moves on, to be lost."""
         # A ping proves that the process answers, not that it computes: `_moved` is the time of the last step.
         config, still_s = self.config, now - self._moved
-        if not core.calls:
+        if not core.calls or core.asleep:
             self._moved = now
         elif now - core.sign_of_life > config.probe_interval_s:
             try:

@@ -44,7 +44,7 @@ class Pool:
         for number, each in enumerate(configs := engine_configs(config)):
             self.lanes.append(Lane(self, number, f"the {name}" if len(configs) == 1 else f"{name} {number}", each))
         self._homes: WeakKeyDictionary[object, Lane] = WeakKeyDictionary()  # where the turns of conversations go
-        self._prepared, self._begun = 0.0, False  # when the first lives began; whether all have come up once
+        self._prepared, self.begun = 0.0, False  # when the first lives began; whether all have come up once
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
@@ -83,15 +83,17 @@ class Pool:
         others = self.others_serve(lane)
         if lane.closed:
             return
-        if lane.state is State.RETIRED and self.left and self._begun:
+        if lane.state is State.RETIRED and self.left and self.begun:
             why = lane.cause.removeprefix(f"{lane.name} ")
             message = "%s is retired (%s); the run goes on with %d of %d"
             log.warning(message, lane.name, why, len(self.left), len(self.lanes))
         elif lane.state is State.COMING and served and others and lane.requests:
             left = "the other" if len(self.serving) == 1 else f"{len(self.serving)} others"
             log.warning("%s is lost; its requests go to %s meanwhile", lane.name, left)
-        if not lane.serves and others:
-            lane.throttle.withdraw()
+        # Also what waits for one that was lost while no other served.
+        for each in self.lanes:
+            if not each.serves and self.others_serve(each):
+                each.throttle.withdraw()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ class Pool:
         await asyncio.gather(*(lane.start() for lane in self.lanes))
         for lane in self.lanes:
             await lane.ready()
-        self._begun = True
+        self.begun = True
         return time.monotonic() - self._prepared
 
     def refuse(self) -> None:

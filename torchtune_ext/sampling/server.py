@@ -7,6 +7,7 @@ its memory, any other gets them from the trainer's sender (`courier.py`).
 import asyncio
 import json
 import logging
+import resource
 import secrets
 import sys
 import time
@@ -110,6 +111,8 @@ class ServerCore(VLLMCore):
         import aiohttp
 
         self.configure()
+        # Every request under way has a connection, and there may be more of them than files that a process may open.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard := resource.getrlimit(resource.RLIMIT_NOFILE)[1], hard))
         connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a kept connection may be closed as we use it
         timeout = aiohttp.ClientTimeout(total=None)  # since every call has its own deadline
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
@@ -254,6 +257,8 @@ class ServerCore(VLLMCore):
                     await self._abort(call)
                 reason = choice["finish_reason"] or reason
                 spans += [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()]
+        if reason == "abort" and call.keep is None:
+            raise CoreLost(f"{self.address} ended a request before it was done")
         return call.completion(reason, spans, cached, scores)
 
     async def _abort(self, call: Call) -> None:

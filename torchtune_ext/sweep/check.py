@@ -1,6 +1,7 @@
 """The commands of a sweep's runs, and what is tried of the first one before anything starts: no engine, no weights."""
 
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -39,6 +40,8 @@ def words_of(sweep: Sweep, point: Point, further: Sequence[str]) -> list[str]:
         words += [f"{name}={value}" for name, value in point.items()] if word == ARGUMENTS else [word]
     # Run the `tune` of this environment, even if another one comes first on PATH.
     ours = [sys.executable, "-m", "torchtune_ext"] if words[:1] in (["tune"], ["torchtune-ext"]) else words[:1]
+    if ours and shutil.which(ours[0]) is None:
+        raise Mistake(f"command: {ours[0]} is no program here: {EXAMPLE}")
     return [*ours, *words[1:], *further]
 
 

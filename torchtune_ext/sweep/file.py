@@ -198,6 +198,7 @@ def parameters_of(node: Any) -> list[Parameter]:
 def _parameter(name: str, given: Any) -> Parameter:
     # Without a `distribution`, W&B chooses it by the keys.
     node = given if isinstance(given, dict) else {}
+    node = {key: _number(each) if key in ("min", "max") else each for key, each in node.items()}
     keys, kind = node.keys() - {"distribution"}, node.get("distribution")
     if keys == {"value"} and kind in (None, "constant"):
         return Parameter(name, _values([node["value"]]))
@@ -216,9 +217,13 @@ def _parameter(name: str, given: Any) -> Parameter:
 
 
 def _values(given: Sequence[Any]) -> list[Any]:
-    # YAML 1.1 reads 1e-5 as a text, because it has no dot. A run reads it as a number.
-    values = [float(each) if isinstance(each, str) and _WITHOUT_DOT.fullmatch(each) else each for each in given]
+    values = [_number(each) for each in given]
     return [each for i, each in enumerate(values) if each not in values[:i]]
+
+
+def _number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-5 as a text, because it has no dot. A run reads it as a number.
+    return float(value) if isinstance(value, str) and _WITHOUT_DOT.fullmatch(value) else value
 
 
 def grid(parameters: Sequence[Parameter]) -> list[Point]:

@@ -198,6 +198,10 @@ def equal(gold: str, answer: str) -> bool:
     # math-verify takes 5% for 5 as well as for 0.05, so a percentage is right only where one is asked for.
     if _PERCENT.search(answer) and not _percentage(gold):
         return False
+    # What the patterns below and math-verify may not finish is rejected here, with reward 0. A sample that hangs is not
+    # trained on, so a policy would never unlearn to write such answers, while it unlearns wrong ones.
+    if _too_long(gold, answer) or _foreign_digits(answer):
+        return False
     # A style may enclose the whole answer, value and unit: \text{18 dollars}. Where the right answer is a number,
     # letters are a unit and no variables.
     whole = _STYLE.fullmatch(answer)
@@ -205,16 +209,18 @@ def equal(gold: str, answer: str) -> bool:
     numbers = _plain(gold), _plain(answer)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    # What math-verify may not finish is rejected here, with reward 0. A sample that hangs is not trained on, so a
-    # policy would never unlearn to write such answers, while it unlearns wrong ones.
-    if len(answer) > max(MAX_CHARS, 2 * len(gold)) or _foreign_digits(answer):
-        return False
     return verified(gold, expression(answer))
+
+
+def _too_long(gold: str, answer: str) -> bool:
+    return len(answer) > max(MAX_CHARS, 2 * len(gold))
 
 
 def all_equal(gold: str, answers: list[str]) -> bool:
     """Tells whether several answers are right: each of them equals `gold`, or only the whole list does."""
     # If some are right and others wrong, the text has only listed candidates.
+    if any(_too_long(gold, answer) for answer in answers):
+        return False
     verdicts = {equal(gold, answer) for answer in answers}
     values = (without_unit(tidy(answer), variables=False) for answer in answers)
     return verdicts == {True} or (len(answers) > 1 and True not in verdicts and equal(gold, ", ".join(values)))

@@ -198,14 +198,15 @@ def _slow_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
     there = [record for record in records if record.get("time/train")][1:]
     steps = {record["step"]: {phase: record.get(f"time/{phase}") or 0.0 for phase in _PHASES} for record in there}
     seconds = {step: sum(phases.values()) for step, phases in steps.items()}
-    slow = [step for step in steps if seconds[step] > _SLOW * median(seconds.values())]
+    usual = median(seconds.values()) if seconds else 0.0
+    slow = [step for step in steps if seconds[step] > _SLOW * usual]
     if not slow:
         return []
     longest = max(slow, key=seconds.get)
     # Not the longest phase, which may be long in every step, but the one that exceeds its own median most.
     phase = max(_PHASES, key=lambda name: steps[longest][name] - median(phases[name] for phases in steps.values()))
     text = (
-        f"{_count(len(slow), 'step')} took more than {_SLOW} times the median of {median(seconds.values()):.1f} s. The longest "
+        f"{_count(len(slow), 'step')} took more than {_SLOW} times the median of {usual:.1f} s. The longest "
         f"is step {longest:,}, {seconds[longest]:.1f} s; most of what it took longer is in {phase}."
     )
     return [Finding(text, "Speed")]

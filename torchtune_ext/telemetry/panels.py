@@ -228,7 +228,7 @@ def _sorted(words: Collection[str], order: Sequence[str]) -> list[str]:
 def _natural(name: str) -> list[tuple[int, str]]:
     """A key that sorts "x_2" before "x_16"."""
     # Both kinds of parts are pairs of the same types, so that a number can be compared with a word.
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _words(name: str) -> str:

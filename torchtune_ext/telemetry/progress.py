@@ -74,7 +74,9 @@ class Bar:
             parts.append(f"reward {self.reward_sum / self.rewards:.3f}")
         if self.tokens:
             speed = self.tokens / max(self._clock() - self._start, 1e-9)
-            parts += [f"length {self.tokens / self.count:.0f}", f"{speed:,.0f} tok/s"]
+            # A conversation counts when it is over, and its turns' tokens before.
+            parts += [f"length {self.tokens / self.count:.0f}"] if self.count else []
+            parts.append(f"{speed:,.0f} tok/s")
         return ", ".join(parts)
 
     def _show(self, count: int) -> None:

@@ -168,7 +168,12 @@ class Checkpoints:
             # has failed.
             from_main(begin)
             together(lambda: export(partial if self._main else None))
+            had_state = bool(optimizer.state)
             state = together(lambda: _state(model, optimizer, self._config.save_optimizer))
+            if optimizer.state and not had_state:
+                # To have something to save, torch has made an update without gradient, which must not count as the first.
+                optimizer.state.clear()
+                del state["optimizer"]
             together(lambda: _save_state(partial / "state", state))
             began = time.perf_counter()
             # Each rank reads only the files that it wrote: a network file system may show those of others late.
@@ -206,8 +211,8 @@ class Checkpoints:
             ) from error
         if self._main and not has_optimizer:
             say(
-                f"{path} was saved without the state of the optimizer (checkpoints.save_optimizer=false): its moments begin at "
-                "zero, so the first updates are larger than they would have been"
+                f"{path} was saved without the state of the optimizer (checkpoints.save_optimizer=false, or no update was "
+                "made): its moments begin at zero, and the first updates may be larger than they would have been"
             )
         return recipe
 

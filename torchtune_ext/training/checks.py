@@ -237,7 +237,7 @@ def check_prompts(
         # A run leaves out single prompts that are too long, but if all are, it has nothing to train on.
         if shortest > room:
             span = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
-            needed, positions = sampling.max_tokens + longest, _positions(source)
+            needed, positions = sampling.max_tokens + longest, positions_of(source)
             more = needed <= positions
             fix = f"set engine.max_model_len={needed}, or" if more else f"the model has {positions} positions: set"
             raise Mistake(
@@ -345,7 +345,7 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
         )
     # This raises for settings that do not go together.
     engine_configs(engine)
-    if engine.max_model_len > (longest := _positions(source)):
+    if engine.max_model_len > (longest := positions_of(source)):
         raise Mistake(
             f"engine.max_model_len={engine.max_model_len} is more than the {longest} positions that the model has "
             f"(max_position_embeddings in {source.path / 'config.json'}); set engine.max_model_len={longest} or less"
@@ -370,7 +370,7 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
             )
 
 
-def _positions(source: HFModel) -> float:
+def positions_of(source: HFModel) -> float:
     """The positions of a model; infinitely many where only the engine knows."""
     # Scaled RoPE reaches beyond max_position_embeddings.
     config = source.config

@@ -21,7 +21,7 @@ from torchtune_ext.training.manifest import NAME as MANIFEST
 
 SHARD_BYTES = 4 << 30  # largest size of one safetensors file
 # Files of the source with these endings are its weights, which are not copied.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data")
 # If the source is a checkpoint, these files of it belong to another run.
 _OF_CHECKPOINTS = ("recipe.json", MANIFEST)
 

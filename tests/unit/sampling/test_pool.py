@@ -103,6 +103,50 @@ def test_a_pool_goes_on_with_what_is_left_and_fails_when_none_is(monkeypatch, ca
     run(scenario, monkeypatch, 2)
 
 
+def test_what_waits_for_the_first_start_is_shared_by_all_engines(monkeypatch):
+    async def main():
+        bench = fake_pools.PoolBench(monkeypatch, 2)
+
+        def slow(core, number):
+            launch = core.launch
+
+            async def later():
+                await asyncio.sleep(0.2 * number)
+                await launch()
+
+            core.launch = later
+
+        bench.prepare_core = slow
+        await bench.pool.prepare()
+        groups = [asyncio.ensure_future(bench.pool.draw(bench.group())) for _ in range(4)]
+        await asyncio.sleep(0)
+        await bench.pool.start()
+        await asyncio.gather(*groups)
+        assert [lives[0].drawn for lives in bench.lives] == [8, 8]
+        await bench.pool.close()
+
+    asyncio.run(main())
+
+
+def test_the_groups_of_the_engine_that_was_lost_last_go_to_the_first_that_serves_again(monkeypatch):
+    async def scenario(bench):
+        def late(core, number):
+            async def never():
+                await asyncio.sleep(0.01 if number else 100)
+
+            core.launch = never
+
+        bench.prepare_core = late
+        groups = [asyncio.ensure_future(bench.pool.draw(bench.group(n=8))) for _ in range(4)]
+        await until(lambda: all(core.calls for core in bench.now))
+        for lane in bench.pool.lanes:
+            lane.lose(lane.core, "gone")  # both are, before any request learns of it
+        await asyncio.wait_for(asyncio.gather(*groups), 5)
+        assert bench.lives[1][1].drawn == 32
+
+    run(scenario, monkeypatch, 2, limit=4)
+
+
 def test_the_first_start_of_a_pool_wants_all_engines(monkeypatch):
     async def main():
         bench = fake_pools.PoolBench(monkeypatch, 3)

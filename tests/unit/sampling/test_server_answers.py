@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 aiohttp = pytest.importorskip("aiohttp")
 
 from torchtune_ext.sampling import server as server_module  # noqa: E402
-from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
+from torchtune_ext.sampling.calls import Call, CoreLost  # noqa: E402
+from torchtune_ext.sampling.records import EngineConfig, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.server import ServerCore  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer  # noqa: E402
@@ -53,6 +53,19 @@ def weights():
     buffer.version = 1
     yield buffer
     buffer.close()
+
+
+def test_a_request_that_the_server_ended_is_lost_and_no_sample(core):
+    async def scenario():
+        async def parts(method, path, body):
+            choice = {"token_ids": [5, 6], "logprobs": {"content": [{"logprob": -1.0}] * 2}, "weight_versions": None}
+            yield {"choices": [choice | {"finish_reason": "abort"}]}
+
+        core._open = parts
+        with pytest.raises(CoreLost, match="ended a request before it was done"):
+            await core.generate(Call([1, 2], SamplingConfig(max_tokens=8), 3, id="a"))
+
+    asyncio.run(scenario())
 
 
 def test_an_answer_that_is_no_http_does_not_bring_the_key_into_a_message(core):

@@ -34,6 +34,8 @@ def sweep_of(folder, method, runs, goal="maximize", **parameters):
 def test_random_points_follow_from_seed_and_number_and_lie_inside(tmp_path):
     pytest.importorskip("optuna")
     rates = {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1}
+    # YAML 1.1 reads numbers without a dot as texts.
+    rates |= {"min": "1e-5", "max": "1e-1"}
     sweep = sweep_of(tmp_path, "random", 50, lr=rates, b={"values": [1, 2, 3]}, c={"value": 9}, e={"min": 2, "max": 4})
     points = [point_of(sweep, 0, number) for number in range(50)]
     assert points[:3] == [point_of(sweep, 0, number) for number in range(3)] and points[0] != point_of(sweep, 1, 0)

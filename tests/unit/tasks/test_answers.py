@@ -18,6 +18,7 @@ from torchtune_ext.tasks.answers import (
     _plain,
     after_hashes,
     after_phrase,
+    all_equal,
     equal,
     expression,
     extract,
@@ -247,6 +248,9 @@ def test_an_answer_that_cannot_be_read_is_not_searched_for_numbers():
 
 
 def test_a_long_right_answer_may_be_met_by_a_long_one():
+    # A policy that repeats itself: the patterns of units would take twenty minutes.
+    assert not equal("72", "So the answer is " * 12_000 + "72")
+    assert not all_equal("5", ["the answer " * 12_000 + "= 5", "5"])
     gold = ", ".join(map(str, range(MAX_CHARS // 4)))
     assert len(gold) > MAX_CHARS
     assert reward(gold, f"\\boxed{{{gold.replace(', ', ',')}}}") == 1.0

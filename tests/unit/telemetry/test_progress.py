@@ -39,6 +39,16 @@ def test_a_bar_shows_reward_length_and_speed():
     assert "4/4" in file.getvalue() and "200 tok/s" in file.getvalue()
 
 
+def test_a_bar_shows_the_speed_of_conversations_of_which_none_is_over():
+    clock = Clock()
+    with Bar("sample", 4, "sample", io.StringIO(), clock=clock) as bar:
+        clock.now = 2.0
+        bar.add(0, tokens=50)
+        assert bar.read_out() == "25 tok/s"
+        bar.add(1)
+        assert bar.read_out() == "length 50, 25 tok/s"
+
+
 def test_summary_reads_as_a_table():
     file = io.StringIO()
     progress = Progress(total_steps=200, bars=False, file=file)

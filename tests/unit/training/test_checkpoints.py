@@ -74,6 +74,16 @@ def test_every_file_is_on_the_disk_before_a_checkpoint_appears(tmp_path, trained
     assert synced == written and any(name.endswith(".distcp") for name in written) and not any(appeared)
 
 
+def test_a_checkpoint_before_the_first_update_changes_nothing(tmp_path, source):
+    plain, other = Trained(source), Trained(source)
+    other.save(checkpoints_in(tmp_path / "c"), 1)
+    assert not other.optimizer.state
+    other.load(checkpoints_in(tmp_path / "c"), tmp_path / "c" / "step_000001")
+    plain.train(2, seed=1)
+    other.train(2, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(plain.tensors(), other.tensors(), strict=True))
+
+
 def test_without_its_state_an_optimizer_begins_anew(tmp_path, source, trained, capsys):
     """The weights are those of the checkpoint, and the updates after it those of a new optimizer, bit for bit."""
     trained.train(3, seed=1)
