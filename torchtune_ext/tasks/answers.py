@@ -61,8 +61,10 @@ _PERCENT = re.compile(rf"(\\(?:{STYLES})\s*\{{\s*)?\b(?:per\s?cent(?:age)?|pct)\
 
 
 def spoken(text: str) -> str:
-    """Returns the text after the last thought, which is empty if that thought never ends."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
+    """Returns the answer part of a text: everything after the last closed thought, or "" if a thought is still open."""
+    # Every grader reads texts by this rule. A text that never opens a thought is all answer.
+    rest = text.rpartition("</think>")[2]
+    return "" if "<think>" in rest else rest
 
 
 def last_box(text: str) -> str | None:

@@ -106,7 +106,8 @@ def test_a_thought_is_not_an_answer():
     assert spoken("<think>\\boxed{1}</think>\\boxed{2}") == "\\boxed{2}"
     assert spoken("it began in the prompt \\boxed{1}</think> I do not know") == " I do not know"
     assert spoken("<think>\\boxed{1} and on") == ""
-    assert spoken("<think>a</think>\\boxed{1}<think>b") == "\\boxed{1}"
+    assert spoken("<think>a</think>\\boxed{1}<think>b") == ""  # the second thought is still open
+    assert spoken("\\boxed{1} <think>or 2") == ""
     assert reward("1", "<think>so it is \\boxed{1}, I") == 0.0
     assert reward("1", "\\boxed{1}") == 1.0 and reward("1", "\\boxed{1}", require_thinking=True) == 0.0
     assert reward("1", "x</think>\\boxed{1}", require_thinking=True) == 1.0
