@@ -321,6 +321,9 @@ class GRPORecipe:
 
     def update(self, updates: list[list[Row]]) -> dict[str, float]:
         """Optimizer updates on the rows of this step."""
+        # The schedule counts planned updates: an update that was left out because no group had a signal counts, and so do
+        # those of earlier steps, as if they had been planned with the present `updates_per_step`.
+        self.learner.updates = (self.step - 1) * self.cfg.updates_per_step
         # The proximal policy is the policy of this moment. The first update starts from it, so its own forward pass
         # gives the log-probs; the later ones start from a policy that has moved, so theirs are computed beforehand.
         proximal = self.learner.proximal(updates)
@@ -341,9 +344,6 @@ class GRPORecipe:
                     when = f"step {self.step}, before its first update"
                     mismatch = self.agreement.require(rows, logprobs, when, self.version).metrics("mismatch")
                 metrics.append(self.learner.step(values, advice=partial(self.checkpoints.advice, self.step)))
-
-        # An update without a signal was not made. The learning rate goes on as if it had been.
-        self.learner.updates = self.step * self.cfg.updates_per_step
         return mismatch | over_updates(metrics)
 
     def evaluate(self) -> dict[str, float]:
@@ -384,7 +384,6 @@ class GRPORecipe:
             step=self.step,
             version=self.version,
             cursor=self.problems.cursor,
-            updates=self.learner.updates,
             throttle=self.engine.state_dict() if self.engine else {},
             source=self.source.state_dict(),
             task=self.problems.state_dict(),
@@ -402,8 +401,8 @@ class GRPORecipe:
     def load_checkpoint(self, path: Path) -> None:
         state = RunState.of(self.checkpoints.load(path, self.policy.model, self.learner.optimizer))
         self.step, self.version = state.step, state.version
-        # A finite task goes on behind the problems asked, and the learning rate behind the updates made.
-        self.problems.cursor, self.learner.updates = state.cursor, state.updates
+        # A finite task continues after the problems that were asked.
+        self.problems.cursor = state.cursor
         self.problems.load_state_dict(state.task)
         self.source.load_state_dict(state.source, self.step, self.version)
         if self.engine:

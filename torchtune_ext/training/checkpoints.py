@@ -360,7 +360,6 @@ class RunState:
     step: int  # the last step that has ended
     version: int  # version of the policy
     cursor: int  # places of the order of problems that were passed
-    updates: int  # updates that the schedule of the learning rate has counted
     throttle: dict[str, Any]  # state of the engine's throttle
     source: dict[str, Any]  # groups between submission and training
     # What the task has learned from outcomes, and which of its problems are passed over.

@@ -51,9 +51,7 @@ class Learner:
         self.policy, self.loss, self.ranks, self.temperature = policy, loss, ranks, temperature
         self.optimizer, self._schedule, self._max_grad_norm, self._watch = optimizer, schedule, max_grad_norm, watch
         self._rates = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
-        # A step that left out planned updates because no group had a signal counts them all the same, so that "linear"
-        # still ends at zero.
-        self.updates = 0  # updates that were planned until now
+        self.updates = 0  # place in the schedule: updates that were planned before the next one
         self.needs = needs_of(loss)
         self._reference = reference_of(policy.model) if self.needs.reference else None
 
@@ -290,14 +288,17 @@ class ScheduleConfig:
 
 
 def make_schedule(config: ScheduleConfig, total: int) -> Callable[[int], float]:
-    """Makes a schedule over `total` updates: a linear warm-up, then the decay. `config` has passed `require_fits`."""
+    """Makes a schedule over `total` updates: a linear warm-up, then the decay, which ends at its lowest rate.
+
+    `config` has passed `require_fits`. Factors lie in [0, 1], also after `total` updates.
+    """
     warmup = config.warmup
 
     def factor(update: int) -> float:
         # Update 0 already has a rate above 0; otherwise it would change no weight.
         if update < warmup:
             return (update + 1) / warmup
-        progress = (update - warmup) / max(1, total - warmup)
+        progress = min(1.0, (update - warmup) / max(1, total - warmup))
         cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
         return {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.decay]
 

@@ -1,6 +1,10 @@
 """The verbs of a learner, and what a loss gets that says what it needs."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -14,7 +18,9 @@ from torchtune_ext.objective.loss import Needs, NLLLoss, PolicyLoss, needs_of
 from torchtune_ext.packing import pack
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
-from torchtune_ext.training.learner import ScheduleConfig, make_schedule, over_updates
+from torchtune_ext.recipes.grpo import GRPORecipe
+from torchtune_ext.training.checkpoints import RunState
+from torchtune_ext.training.learner import DECAYS, ScheduleConfig, make_schedule, over_updates
 
 GROUPS = [(7, [5, 1, 9]), (4, [12, 11])]
 
@@ -174,6 +180,47 @@ def test_the_learning_rate_is_that_of_the_updates_that_were_planned_before():
         assert its.step(metrics, advice=str)["optim/lr"] == rate
         assert all(torch.equal(p, want) for p, want in zip(policy.trainable(), wanted, strict=True))
         assert its.updates == updates + 1
+
+
+@every_row("decay", DECAYS)
+@every_row("warmup", [0, 1, 5, 8])
+def test_schedule_beyond_its_end_stays_within_zero_and_one(decay, warmup):
+    factor = make_schedule(ScheduleConfig(decay, warmup), 8)
+    assert all(0 <= factor(update) <= 1 for update in range(100))
+    ends = 1.0 if decay == "constant" else 0.0
+    assert all(factor(update) == ends for update in range(max(8, warmup), 100)) or warmup == 8
+
+
+def steps_of(updates_per_step, decay, warmup, state, steps):
+    """Runs `steps` steps of the recipe after `state`. Returns its state and the learning rate of every update."""
+    recipe, rates = object.__new__(GRPORecipe), []
+    recipe.cfg = SimpleNamespace(updates_per_step=updates_per_step)
+    schedule = make_schedule(ScheduleConfig(decay, warmup), 6 * updates_per_step)
+    its = recipe.learner = learner(Silent(), schedule=lambda update: rates.append(schedule(update)) or rates[-1])
+    recipe.checkpoints = SimpleNamespace(load=lambda *_: state, advice=str)
+    recipe.problems, recipe.source = Mock(), Mock()
+    recipe.policy, recipe.engine, recipe.progress, recipe.agreement = its.policy, None, MagicMock(), Mock()
+    recipe.agreement.require().metrics.return_value = {}
+    recipe.load_checkpoint(Path())
+    for _ in range(steps):
+        recipe.step, recipe.version = recipe.step + 1, recipe.version + 1
+        # In the first step a group has no signal, so that an update is left out.
+        recipe.update([[]] * max(1, updates_per_step - (recipe.step == 1)))
+    return asdict(RunState(recipe.step, recipe.version, 0, {}, {}, {})), rates
+
+
+@every_row("decay", DECAYS)
+@every_row("warmup", [0, 5])
+@every_row("before, after", [(4, 1), (1, 4), (4, 4)])
+def test_resume_with_other_updates_per_step_keeps_the_schedule(decay, warmup, before, after):
+    """Each step has the learning rates of a run that had the present `updates_per_step` from its beginning."""
+    start = asdict(RunState(0, 0, 0, {}, {}, {}))
+    state, first = steps_of(before, decay, warmup, start, 2)
+    whole = make_schedule(ScheduleConfig(decay, warmup), 6 * after)
+    _, second = steps_of(after, decay, warmup, json.loads(json.dumps(state)), 4)
+    assert len(first) == max(1, before - 1) + before and second == [
+        whole(update) for update in range(2 * after, 6 * after)
+    ]
 
 
 @every_row("loss", [PolicyLoss(entropy_coef=0.01), PolicyLoss(level="sequence"), NLLLoss()])

@@ -12,7 +12,7 @@ import pytest
 from torchtune_ext.run.folder import Run
 from torchtune_ext.training.checkpoints import NothingToDo, RunState, checkpoint_to_go_on_from, resume_text, standing
 
-STATE = RunState(step=7, version=9, cursor=28, updates=14, throttle={"limit": 32}, source={"cursors": [[8, 9]]})
+STATE = RunState(step=7, version=9, cursor=28, throttle={"limit": 32}, source={"cursors": [[8, 9]]})
 
 
 def test_it_comes_back():
