@@ -432,7 +432,7 @@ class GroupStream:
         """Returns the prompt ids of the next turn. Raises Mistake: the template cannot render the answer."""
         tokenizer, path = self._tokenizer, episode.path
         if tokenizer.history == "sampled":
-            return [*path, *tokenizer.between_turns_ids(answer.messages, path[-1], problem.tools)]
+            return [*path, *tokenizer.between_turns_ids(answer.messages, path[-1], problem.tools, problem.messages)]
         context = tokenizer.context_ids(problem.messages, episode.messages, episode.sampled_ids, problem.tools)
         if not self._differs and context != tokenizer.prompt_ids([*problem.messages, *episode.messages], problem.tools):
             self._differs = True

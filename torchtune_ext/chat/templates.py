@@ -6,9 +6,11 @@ would see turns that it never sampled. For these templates every assistant turn 
 is the form in which it was sampled, and the pieces are joined.
 """
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from os.path import commonprefix
 from typing import Any
 
@@ -41,6 +43,13 @@ _FIX = (
     "Put {% generation %} and {% endgeneration %} around what the assistant writes (its text and the token that ends "
     "its turn) in a copy of the template, and name the copy in `template`; docs/tasks.md has an example."
 )
+
+
+# Arguments of `render_jinja_template`, and those that it gives to every template.
+_RENDERER = {*inspect.signature(render_jinja_template).parameters, "messages", "self", "compiled_template"} - {"kwargs"}
+# Some templates (Mistral's) refuse a tool message without an id of nine letters or digits.
+_CALL_ID = "000000000"
+QUESTION = ({"role": "user", "content": "x"},)
 
 
 class _NoCalls(tuple):
@@ -82,7 +91,12 @@ class ChatTemplate:
         self.name = name
         self.has_tags = bool(_TAG.search(source))
         self._variables = {**special_tokens, **(options or {})}
-        self._frame: tuple[str, str] | None = None
+        self._frames: dict[str, tuple[str, str]] = {}
+        if own := sorted(_RENDERER & set(options or {})):
+            raise Mistake(
+                f"tokenizer.template_options.{own[0]}: `{own[0]}` is an argument of the renderer, not a variable of the "
+                "template; leave it out"
+            )
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation_prompt: bool = False) -> str:
         """Returns the text that the template gives for `messages`. Raises ValueError if it refuses them."""
@@ -109,20 +123,26 @@ class ChatTemplate:
         else:
             text, spans = self._render_around(messages, tools, generation_prompt)
         # A turn's block may begin inside the generation prompt, whose rest the policy does not sample.
-        prompt = self._frame_texts()[0]
+        prompt = self._frame_texts(messages)[0]
         return Conversation(text, tuple(Turn(a, min(_after(text, a, prompt), b), b) for a, b in spans))
 
-    def between_turns(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+    def between_turns(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), problem: Sequence[Message] = QUESTION
+    ) -> str:
         """Returns the text between a turn's own and the next turn's: its end, `messages`, and the generation prompt.
+
+        Args:
+            problem: the messages before the first turn. A template may read them again for every turn.
 
         Raises:
             ValueError: the template refuses the messages, or does not write the turn before them.
         """
         # The turn before them is only a mark. So nothing that was sampled is rendered again, and the text is free of
-        # what the template writes before the first message or does with older turns.
-        base = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
-        _, mark, after = self.render([*base, *messages], tools, generation_prompt=True).partition(_MARK)
-        if not mark:
+        # what the template does with older turns.
+        mark = _unused_mark(problem)
+        base = [*problem, {"role": "assistant", "content": mark}]
+        _, found, after = self.render([*base, *messages], tools, generation_prompt=True).partition(mark)
+        if not found:
             raise self._no_place("an assistant's turn before further messages")
         return after
 
@@ -134,10 +154,7 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, or leaves nothing of a turn.
         """
-        # A policy may sample anything, also the mark.
-        mark = _MARK
-        while any(mark in str(message["content"]) for message in (*problem, *messages)):
-            mark += _MARK
+        mark = _unused_mark([*problem, *messages])
         turns = [message["role"] == "assistant" for message in messages]
         marked = [
             message | {"content": message["content"] + mark} if turn else message
@@ -149,9 +166,10 @@ class ChatTemplate:
         return pieces
 
     def _render(self, messages, tools, generation_prompt, tags) -> tuple[str, list[tuple[int, int]]]:
+        messages = [{"tool_call_id": _CALL_ID, **m} if m.get("role") == "tool" else m for m in messages]
         try:
             texts, spans = render_jinja_template(
-                conversations=[list(messages)],
+                conversations=[messages],
                 # Some templates write their part about tools for an empty list, too.
                 tools=list(tools) if tools else None,
                 chat_template=self.source,
@@ -169,7 +187,7 @@ class ChatTemplate:
 
     def _render_around(self, messages, tools, generation_prompt) -> tuple[str, list[tuple[int, int]]]:
         """Joins the turns, each rendered as the newest message, and the texts between them."""
-        header = self._frame_texts()[1]
+        header = self._frame_texts(messages)[1]
         pieces: list[str] = []
         spans: list[tuple[int, int]] = []
         length, previous = 0, -1
@@ -212,13 +230,15 @@ class ChatTemplate:
             raise self._no_place(f"the end of the turn of message {previous} (assistant): {then[2]!r} after its text")
         return now[2][len(then[2]) :]
 
-    def _frame_texts(self) -> tuple[str, str]:
+    def _frame_texts(self, conversation: Sequence[Message]) -> tuple[str, str]:
         """Returns the generation prompt, and the header: the part of it that begins *every* form of a turn."""
-        if self._frame is not None:
-            return self._frame
+        # They may depend on the system prompt: SmolLM3 reads /no_think in it.
+        system = list(takewhile(lambda message: message["role"] == "system", conversation))
+        if (frame := self._frames.get(str(system))) is not None:
+            return frame
         # Qwen2.5 writes the newline after "assistant" together with what follows, so its shortest turn has no newline,
         # and the header is shorter than the prompt. Hence three forms: plain, with a thought, and with tool calls only.
-        messages = [{"role": "user", "content": "x"}]
+        messages = [*system, *QUESTION]
         before, prompt = self.render(messages), self.render(messages, generation_prompt=True)
         if not prompt.startswith(before):
             raise self._no_place("a generation prompt behind the user's message (variable `add_generation_prompt`)")
@@ -232,11 +252,19 @@ class ChatTemplate:
                 continue
         if not all(form.startswith(before) for form in forms):
             raise self._no_place("the assistant's turn behind an unchanged user message")
-        self._frame = prompt, commonprefix([prompt, *(form[len(before) :] for form in forms)])
-        return self._frame
+        frame = prompt, commonprefix([prompt, *(form[len(before) :] for form in forms)])
+        return self._frames.setdefault(str(system), frame)
 
     def _no_place(self, looked_for: str) -> Mistake:
         return Mistake(f"chat template {self.name!r}: looked for {looked_for}, and it is not there. {_FIX}")
+
+
+def _unused_mark(messages: Sequence[Message]) -> str:
+    """Returns a mark that no message contains: a policy may sample anything, also the mark."""
+    mark = _MARK
+    while any(mark in str(message.get("content")) for message in messages):
+        mark += _MARK
+    return mark
 
 
 def _after(text: str, start: int, prompt: str) -> int:

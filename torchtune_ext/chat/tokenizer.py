@@ -5,7 +5,6 @@ engine sampled. Encoding a decoded text can give other ids than were sampled ("a
 and log-probs belong to ids.
 """
 
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -13,8 +12,9 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.chat.templates import CHATML, ChatTemplate, Message, Tool
+from torchtune_ext.chat.templates import CHATML, QUESTION, ChatTemplate, Message, Tool
 from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.json_files import read_object, require_no_pointer
 
 __all__ = ["CHATML", "ChatTokenizer"]
 
@@ -74,17 +74,20 @@ class ChatTokenizer:
         """Returns the prompt that the engine completes: the ids [P] of the messages and of the generation prompt."""
         return self.encode(self.template.render(messages, tools, generation_prompt=True))
 
-    def between_turns_ids(self, messages: Sequence[Message], end: int, tools: Sequence[Tool] = ()) -> list[int]:
+    def between_turns_ids(
+        self, messages: Sequence[Message], end: int, tools: Sequence[Tool] = (), problem: Sequence[Message] = QUESTION
+    ) -> list[int]:
         """Returns the ids to append to a sampled turn: the rest of its end, `messages`, and the next generation prompt.
 
         Args:
             messages: the environment's answer.
             end: the last sampled token.
+            problem: the messages before the first turn.
 
         Raises:
-            ValueError: the template cannot render `messages` behind a turn of the assistant.
+            ValueError: the template cannot render `messages` after a turn of the assistant.
         """
-        return self._after_turn(self.template.between_turns(messages, tools), end)
+        return self._after_turn(self.template.between_turns(messages, tools, problem), end)
 
     def context_ids(
         self,
@@ -219,14 +222,23 @@ class ChatTokenizer:
         return ids, offsets
 
     def _find_template(self, template: str | None) -> tuple[str, str]:
+        own = self._tokenizer.chat_template
+        named = own if isinstance(own, dict) else {"default": own}  # a folder may hold several templates
         if template is None:
-            source = self._tokenizer.get_chat_template() if self._tokenizer.chat_template else None
-            if source is None:
+            source = named.get("default")
+            if own and source is None:
+                raise Mistake(
+                    f"{str(self.path)!r} holds the chat templates {', '.join(named)} and no `default`; set tokenizer.template "
+                    "to one of these names"
+                )
+            if not source:
                 raise Mistake(
                     f"no chat template in {str(self.path)!r} (chat_template.jinja, or `chat_template` in "
                     "tokenizer_config.json); set `template` to a Jinja file, or to 'chatml' for the built-in one"
                 )
             return str(self.path), source
+        if template in named and named[template]:
+            return f"{self.path}: {template}", named[template]
         if template == "chatml":
             return "chatml", CHATML
         if "{%" in template or "{{" in template:
@@ -241,8 +253,14 @@ class ChatTokenizer:
         ids: list[int | None] = [self._tokenizer.eos_token_id]
         for name in ("generation_config.json", "config.json"):
             file = self.path / name
-            given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-            ids += given if isinstance(given, list) else [given]
+            given = read_object(file).get("eos_token_id") if file.is_file() else None
+            given = given if isinstance(given, list) else [given]
+            if wrong := [i for i in given if i is not None and (not isinstance(i, int) or isinstance(i, bool) or i < 0)]:
+                raise Mistake(
+                    f"{file} says eos_token_id={wrong[0]!r}; expected the id of a token, a list of ids, or null. Write the id "
+                    "that tokenizer.json gives to the token that ends a turn"
+                )
+            ids += given
         stop_ids = tuple(dict.fromkeys(i for i in [*ids, self._turn_end_id()] if i is not None))
         if not stop_ids:
             raise Mistake(
@@ -271,11 +289,19 @@ def _load_tokenizer(path: Path):
         raise FileMistake(f"path={str(path)!r} is not a directory; give a downloaded Hugging Face model directory")
     # Importing PreTrainedTokenizerFast takes 0.5 s and no torch, AutoTokenizer takes 2.4 s.
     if (path / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-    if (path / "vocab.json").is_file() or (path / "tokenizer.model").is_file():
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)
-    raise FileMistake(f"no tokenizer.json in {str(path)!r}; give a Hugging Face model directory with its tokenizer")
+        from transformers import PreTrainedTokenizerFast as Loader
+    elif (path / "vocab.json").is_file() or (path / "tokenizer.model").is_file():
+        from transformers import AutoTokenizer as Loader
+    else:
+        raise FileMistake(f"no tokenizer.json in {str(path)!r}; give a Hugging Face model directory with its tokenizer")
+    try:
+        return Loader.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare exceptions
+        # The error rarely names a file. Only now is the time spent to read them all.
+        for file in sorted(path.iterdir()):
+            require_no_pointer(file)
+        for file in sorted(path.glob("*token*.json")):
+            read_object(file)
+        raise FileMistake(
+            f"the tokenizer in {str(path)!r} cannot be loaded ({type(error).__name__}: {error}); download its files again"
+        ) from error

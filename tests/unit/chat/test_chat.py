@@ -13,6 +13,7 @@ from tables import every_row
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -344,6 +345,61 @@ def test_missing_files_raise(model_dir, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
     with pytest.raises(ValueError, match="names no end token"):
         ChatTokenizer(tmp_path, "{{ messages[0].content }}")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
+
+
+@every_row(
+    "name, content, message",
+    [
+        ("generation_config.json", "", "generation_config.json is empty; download it again"),
+        ("generation_config.json", "[]", r"generation_config.json holds \[\]; expected a JSON object"),
+        ("generation_config.json", "null", "generation_config.json holds null; expected"),
+        ("generation_config.json", "{'eos_token_id': 1}", "generation_config.json is not JSON in UTF-8"),
+        ("generation_config.json", "[" * 100_000, "generation_config.json is not JSON in UTF-8"),
+        ("generation_config.json", "\ufeff{}", "generation_config.json begins with a byte order mark"),
+        ("generation_config.json", POINTER, "generation_config.json is a pointer of Git LFS.*git lfs pull"),
+        ("config.json", "[1]", r"config.json holds \[1\]"),
+        ("tokenizer.json", POINTER, "tokenizer.json is a pointer of Git LFS"),
+        ("tokenizer.json", '{"model": ', "tokenizer.json is not JSON"),
+        ("tokenizer.json", '{"model": 1}', "the tokenizer in .* cannot be loaded .*; download its files again"),
+        ("tokenizer_config.json", "", "tokenizer_config.json is empty"),
+        ("tokenizer_config.json", "\ufeff{}", "tokenizer_config.json begins with a byte order mark"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds"),
+        *(
+            ("generation_config.json", f'{{"eos_token_id": {value}}}', "generation_config.json says eos_token_id=")
+            for value in ('"</s>"', "true", "2.0", "[[1, 2]]", "-1", "{}", '[1, "x"]')
+        ),
+    ],
+)
+def test_damaged_file_of_a_model_folder_is_named(model_dir, tmp_path, name, content, message):
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_text(content)
+    with pytest.raises(Mistake, match=message):
+        ChatTokenizer(tmp_path, "chatml")
+
+
+def test_several_templates_of_a_folder_are_chosen_by_name(model_dir, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    templates = [{"name": "tool_use", "template": PLAIN}, {"name": "rag", "template": ROLE_BLIND}]
+    config = {"eos_token": "<|im_end|>", "chat_template": templates}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        Mistake, match="holds the chat templates tool_use, rag and no `default`; set tokenizer.template"
+    ):
+        ChatTokenizer(tmp_path)
+    assert ChatTokenizer(tmp_path, "rag").template.source == ROLE_BLIND
+    config["chat_template"].append({"name": "default", "template": FORGETS})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTokenizer(tmp_path).template.source == FORGETS
+
+
+@pytest.mark.parametrize("name", ["tools", "chat_template", "messages", "add_generation_prompt", "conversations"])
+def test_template_options_of_the_renderer_are_refused(model_dir, name):
+    with pytest.raises(Mistake, match=f"tokenizer.template_options.{name}: .*leave it out"):
+        ChatTokenizer(model_dir, "chatml", template_options={name: []})
 
 
 @pytest.mark.parametrize("special", [False, True])

@@ -146,7 +146,8 @@ def appended(tokenizer: ChatTokenizer, messages, turns=(), history="sampled") ->
     Returns:
         The ids that the next turn would be sampled behind, how many of them are the prompt, and the episode.
     """
-    prompt = tokenizer.prompt_ids(before_a_turn(messages))
+    prompted = before_a_turn(messages)
+    prompt = tokenizer.prompt_ids(prompted)
     opened, turns, context = tokenizer.opened_thought(prompt), list(turns), []
     episode = Episode(prompt, opened)
     for place, message in enumerate(messages):
@@ -160,9 +161,9 @@ def appended(tokenizer: ChatTokenizer, messages, turns=(), history="sampled") ->
         answer = before_a_turn(messages[place + 1 :])
         episode.answered(Turn(answer))
         if history == "sampled":
-            context = [*episode.path, *tokenizer.between_turns_ids(answer, end=episode.path[-1])]
+            context = [*episode.path, *tokenizer.between_turns_ids(answer, episode.path[-1], (), prompted)]
         else:
-            context = tokenizer.context_ids(before_a_turn(messages), episode.messages, episode.sampled_ids)
+            context = tokenizer.context_ids(prompted, episode.messages, episode.sampled_ids)
         opened = tokenizer.opened_thought(context)
     return context, len(prompt), episode
 
@@ -408,6 +409,61 @@ def test_ends_of_other_kinds(small_dir, tmp_path, template, turn, answer, follow
     tokenizer_of = ChatTokenizer(small_dir, "{% for m in messages %}" + template + "{% endfor %}")
     ids = tokenizer_of.between_turns_ids([user(answer)], end=tokenizer_of.encode(turn)[-1])
     assert tokenizer_of.spell(ids) == follows
+
+
+# As SmolLM3's: a word of the system prompt decides how every turn begins.
+BY_SYSTEM = """{% set off = messages[0].role == 'system' and '/no_think' in messages[0].content %}{% for m in messages -%}
+<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and off %}<think>
+
+</think>
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if off %}<think>
+
+</think>
+{% endif %}{% endif %}"""
+
+
+# The marks stand around the whole turn, its header included.
+TAGGED = """{% set off = messages[0].role == 'system' and '/no_think' in messages[0].content %}{% for m in messages -%}
+{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant
+{% if off %}<think>
+
+</think>
+{% endif %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>{% endif %}
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if off %}<think>
+
+</think>
+{% endif %}{% endif %}"""
+
+
+@every_row("first", [[], [system("Be brief.")], [system("/no_think")], [system("\ue0f1\ue0f2 /no_think"), system("x")]])
+@every_row("template", [BY_SYSTEM, TAGGED])
+def test_system_prompt_decides_how_later_turns_begin(small_dir, first, template):
+    tokenizer = ChatTokenizer(small_dir, template)
+    messages = [*first, user("2+2?"), policy("4"), user("3+3?"), policy("6"), user("So?")]
+    ids, start, episode = appended(tokenizer, messages)
+    assert ids == tokenizer.prompt_ids(messages)
+    assert appended(tokenizer, messages, history="template")[0] == ids
+    learned, mask = tokenizer.conversation_ids(messages, add_generation_prompt=True)
+    assert (
+        learned == ids
+        and np.flatnonzero(mask).tolist() == (start + episode.over("completed").completion.sampled).tolist()
+    )
+
+
+def test_tool_message_without_an_id_is_rendered(small_dir):
+    """Mistral's template refuses one without an id of nine letters or digits; one with an id keeps it."""
+    refuses = "{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ m.tool_call_id }}"
+    tools = "{% if m.role == 'tool' %}" + refuses + "{% endif %}"
+    template = "{% for m in messages %}{{ m.content }}" + tools + "<|im_end|>{% endfor %}"
+    tokenizer = ChatTokenizer(small_dir, template)
+    assert "000000000" in tokenizer.spell(tokenizer.between_turns_ids([tool("4")], end=0))
+    named = tool("4") | {"tool_call_id": "abcdefgh1"}
+    assert "abcdefgh1" in tokenizer.spell(tokenizer.prompt_ids([user("x"), policy("add"), named]))
 
 
 def test_a_template_that_forgets_turns_is_refused(small_dir):

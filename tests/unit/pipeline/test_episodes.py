@@ -31,7 +31,8 @@ SAMPLING = SamplingConfig(max_tokens=20, seed=7)
 class TurnLetters(LetterTokenizer):
     """The next turn comes behind the answers in brackets."""
 
-    def between_turns_ids(self, messages, end, tools=()):
+    def between_turns_ids(self, messages, end, tools=(), problem=()):
+        assert problem == PROBLEM.messages  # a template may read its system prompt again
         if messages[0]["role"] == "tool":
             raise Mistake("the template has no tools")
         return [*"".join(f"[{message['content']}]" for message in messages).encode()]
@@ -77,7 +78,7 @@ class Forgetful(TurnLetters):
     history = "template"
 
     def context_ids(self, problem, messages, turns, tools=()):
-        return [*self.prompt_ids(problem), *self.between_turns_ids(messages[-1:], 0)]
+        return [*self.prompt_ids(problem), *self.between_turns_ids(messages[-1:], 0, problem=problem)]
 
 
 def play(environments, says, samples=1, groups=1, tokenizer=None):

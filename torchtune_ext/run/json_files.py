@@ -1,0 +1,51 @@
+"""Reads the JSON files of a model folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torchtune_ext.run.errors import FileMistake, Mistake
+
+_POINTER = b"version https://git-lfs"
+_BOM = b"\xef\xbb\xbf"
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns the object that a JSON file holds.
+
+    Raises:
+        Mistake: the file is missing, a pointer of Git LFS, or does not hold a JSON object in UTF-8.
+    """
+    require_no_pointer(file)
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise FileMistake(f"{file} cannot be read: {error.strerror}") from error
+    if data.startswith(_BOM):
+        raise Mistake(
+            f"{file} begins with a byte order mark, which transformers and vLLM do not read; save it as UTF-8 without one"
+        )
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        what = f"not JSON in UTF-8 ({error})" if data.strip() else "empty"
+        raise Mistake(f"{file} is {what}; download it again from where the weights come from") from None
+    if not isinstance(content, dict):
+        raise Mistake(
+            f"{file} holds {json.dumps(content):.40}; expected a JSON object, {{...}}. Download it again from where the "
+            "weights come from"
+        )
+    return content
+
+
+def require_no_pointer(file: Path) -> None:
+    """Raises FileMistake if a file holds the pointer that Git LFS leaves in place of the content."""
+    try:
+        with open(file, "rb") as opened:
+            pointer = opened.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return
+    if pointer:
+        raise FileMistake(
+            f"{file} is a pointer of Git LFS, not the file itself; run `git lfs pull` in {file.parent}, or download the file"
+        )
