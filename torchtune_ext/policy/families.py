@@ -1,6 +1,6 @@
 """The model families, and `from_config`, which builds a model of any of them."""
 
-import json
+import math
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +20,7 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.policy.decoder import decoder, lora_decoder
 from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.json_files import read_object
 
 Config = Mapping[str, Any]  # the content of a config.json
 
@@ -83,30 +84,26 @@ def _sizes(config: Config) -> dict[str, Any]:
         max_seq_len=config["max_position_embeddings"],
         norm_eps=config["rms_norm_eps"],
         rope_base=config["rope_theta"],
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=config["tie_word_embeddings"],
     )
 
 
 def _decoder_sizes(config: Config) -> dict[str, Any]:
-    # A config.json without head_dim means the default of its class in transformers, which is 128 for Qwen3.
-    usual = 128 if config["model_type"] == "qwen3" else config["hidden_size"] // config["num_attention_heads"]
-    return _sizes(config) | {"head_dim": config.get("head_dim") or usual}
+    return _sizes(config) | {"head_dim": config["head_dim"]}
 
 
 def _smollm3_sizes(config: Config) -> dict[str, Any]:
     # Against its name, `no_rope_layers` has a 1 for each layer with RoPE.
-    numbers = [i for i, rotates in enumerate(config["no_rope_layers"]) if not rotates]
-    return _decoder_sizes(config) | {"unrotated": numbers}
-
-
-def _mistral_sizes(config: Config) -> dict[str, Any]:
-    # If the key is missing, transformers and vLLM take a window of 4,096. Reading it here makes it required.
-    return _decoder_sizes({"sliding_window": config["sliding_window"], **config})
+    every, layers = config["no_rope_layer_interval"], range(config["num_hidden_layers"])
+    rotates = config.get("no_rope_layers") or [(i + 1) % every for i in layers]
+    return _decoder_sizes(config) | {"unrotated": [i for i in layers if not rotates[i]]}
 
 
 def _llama_sizes(config: Config) -> dict[str, Any]:
     # A factor of 1 leaves every frequency as it is, which is Llama 3.0.
-    return _sizes(config) | {"scale_factor": config["factor"] if config["rope_type"] == "llama3" else 1}
+    scaled = config["rope_type"] == "llama3"
+    factors = [config[key] for key in ("factor", "low_freq_factor", "high_freq_factor")] if scaled else [1]
+    return _sizes(config) | {"scale_factor": factors[0]}
 
 
 def _llama(
@@ -127,12 +124,28 @@ class Family:
     # Converts weights from Hugging Face's names and layout to torchtune's, and back.
     to_tune: Callable[..., dict[str, Tensor]]
     to_hf: Callable[..., dict[str, Tensor]]
-    # Turns a flat config.json (`_flat`) into arguments of the builders.
+    # Turns a complete config (`completed`) into arguments of the builders.
     arguments: Callable[[Config], dict[str, Any]]
-    # The values that the builders support of keys of config.json; a missing key is supported.
+    # The values that the builders support of keys of config.json; a missing key without a default is supported.
     can: Mapping[str, tuple]
+    # The values of keys that config.json lacks, where they differ from `_DEFAULTS`.
+    defaults: Mapping[str, Any]
 
 
+# The values of keys that config.json lacks: those of transformers' classes, which vLLM takes, too. Writers leave out keys
+# that have their default, and files are older than some keys.
+_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,  # as many as attention heads
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "rope_type": "default",
+    "tie_word_embeddings": False,
+}
 _QWEN = {
     "hidden_act": ("silu",),
     "rope_type": ("default",),
@@ -156,6 +169,7 @@ def _of_decoder(
     arguments: Callable[[Config], dict[str, Any]],
     to_tune: dict[str, str] = _TO_TUNE,
     can: Mapping[str, tuple] = types.MappingProxyType({}),
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
     **options: Any,
 ) -> Family:
     """A family that decoder.py builds with these options. Its weights only change their names."""
@@ -166,12 +180,19 @@ def _of_decoder(
         to_hf=partial(_renamed, names=_TO_HF),
         arguments=arguments,
         can=_QWEN | dict(can),
+        defaults=defaults,
     )
 
 
 # By model_type of config.json; Qwen2.5 calls itself qwen2. Llama's weights are permuted on the way, because torchtune's
 # Llama rotates neighboring values of q and k. To add a family, add a line; if torchtune has no builder for it, write
 # one first, as decoder.py does for four families.
+_QWEN_DEFAULTS = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
 FAMILIES = {
     "qwen2": Family(
         build=qwen2,
@@ -180,11 +201,41 @@ FAMILIES = {
         to_hf=qwen2_tune_to_hf,
         arguments=_sizes,
         can=_QWEN,
+        defaults=_QWEN_DEFAULTS,
     ),
-    "qwen3": _of_decoder(_decoder_sizes, qk_norm="head"),
-    "smollm3": _of_decoder(_smollm3_sizes),
-    "mistral": _of_decoder(_mistral_sizes, can={"sliding_window": (None,)}),
-    "olmo2": _of_decoder(_decoder_sizes, _OLMO2_TO_TUNE, qk_norm="whole", norm_behind=True),
+    "qwen3": _of_decoder(_decoder_sizes, defaults=_QWEN_DEFAULTS | {"head_dim": 128}, qk_norm="head"),
+    "smollm3": _of_decoder(
+        _smollm3_sizes,
+        defaults={
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        },
+    ),
+    "mistral": _of_decoder(
+        _decoder_sizes,
+        can={"sliding_window": (None,)},
+        defaults={
+            "vocab_size": 32000,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    ),
+    "olmo2": _of_decoder(
+        _decoder_sizes,
+        _OLMO2_TO_TUNE,
+        defaults={"vocab_size": 50304, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        qk_norm="whole",
+        norm_behind=True,
+    ),
     "llama": Family(
         build=partial(_llama, llama3_2, llama3_1),
         build_adapted=partial(_llama, lora_llama3_2, lora_llama3_1),
@@ -192,6 +243,7 @@ FAMILIES = {
         to_hf=tune_to_hf,
         arguments=_llama_sizes,
         can=_LLAMA,
+        defaults={"vocab_size": 32000, "max_position_embeddings": 2048},
     ),
 }
 
@@ -208,30 +260,96 @@ _CANNOT = {
 }
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+
+# The kinds of the values that are used. A key that may be left out may also be null.
+_SIZE, _NUMBER = (_is_size, "a whole number above 0"), (_is_number, "a number above 0")
+_OBJECT = (lambda value: isinstance(value, dict), "a JSON object")
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), _SIZE
+    ),
+    **dict.fromkeys(("head_dim", "max_position_embeddings", "no_rope_layer_interval"), _SIZE),
+    "num_key_value_heads": (lambda value: value is None or _is_size(value), "a whole number above 0, or null"),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor"), _NUMBER),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), _OBJECT),
+    "tie_word_embeddings": (lambda value: isinstance(value, bool), "true or false"),
+    "no_rope_layers": (_is_list_of(int), "a list of 0 and 1, one for each layer"),
+    "layer_types": (_is_list_of(str), "a list of texts"),
+}
+
+
 def read_config(model_dir: str | Path) -> dict[str, Any]:
-    """Reads a model directory's `config.json`. Raises ValueError if it is missing or damaged, or its family unknown."""
+    """Reads a model directory's `config.json`.
+
+    Raises:
+        Mistake: the file is missing or damaged, its family is unknown, or a value that is used has a wrong kind.
+    """
     path = Path(model_dir)
     file = path / "config.json"
     if not file.is_file():
         raise FileMistake(f"model_dir={str(model_dir)!r}: {_no_config(path)}")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise Mistake(f"{file} is no JSON ({error}); copy it anew from where the weights come from") from None
-    if not isinstance(config, dict):
-        raise Mistake(f"{file} holds no keys; copy it anew from where the weights come from")
-    if config.get("model_type") not in FAMILIES:
-        kind = str(config.get("model_type"))
-        why = next((f": {reason}" for part, reason in _CANNOT.items() if part in kind), "")
+    config = read_object(file)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        why = next((f": {reason}" for part, reason in _CANNOT.items() if part in str(kind)), "")
         raise Mistake(
-            f"{file} says model_type={config.get('model_type')!r}, which is not supported{why}; take a model of one of these: "
+            f"{file} says model_type={kind!r}, which is not supported{why}; take a model of one of these: "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    require_keys(config, ("hidden_size", "num_attention_heads", "num_key_value_heads"), file)
-    for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"):
-        if not isinstance(config[key], int) or config[key] < 1:
-            raise Mistake(f"{file} says {key}={config[key]!r}, which is no size; copy it anew")
+    # Those of the nodes of RoPE first, which are opened for the others.
+    _require_kinds(config, file)
+    _require_kinds(full := completed(config), file)
+    if len(full.get("no_rope_layers") or range(full["num_hidden_layers"])) < full["num_hidden_layers"]:
+        raise Mistake(
+            f"{file} has {len(full['no_rope_layers'])} no_rope_layers; expected one for each of the "
+            f"{full['num_hidden_layers']} layers. Copy the file from where the weights come from"
+        )
     return config
+
+
+def _require_kinds(config: Config, file: Path) -> None:
+    """Raises Mistake where a key that is used has a value of another kind."""
+    defaults = _DEFAULTS | dict(FAMILIES[config["model_type"]].defaults)
+    for key, (fits, expected) in _KINDS.items():
+        null = config.get(key) is None and defaults.get(key) is None
+        if key in config and not null and not fits(config[key]):
+            raise Mistake(
+                f"{file} says {key}={config[key]!r}; expected {expected}. Copy the file from where the weights come from"
+            )
+
+
+def completed(config: Config) -> dict[str, Any]:
+    """Returns a config with the defaults of its family for missing keys, and the settings of RoPE at the top."""
+    full = {**_DEFAULTS, **FAMILIES[config["model_type"]].defaults, **_flat(config)}
+    full["num_key_value_heads"] = full["num_key_value_heads"] or full["num_attention_heads"]
+    full["head_dim"] = full["head_dim"] or full["hidden_size"] // full["num_attention_heads"]
+    if full["rope_type"] == "llama3":
+        full.setdefault("original_max_position_embeddings", full["max_position_embeddings"])
+    return full
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """Brings the settings of RoPE to the top of a config."""
+    flat = dict(config)
+    # The node is "rope_parameters" in transformers 5 and "rope_scaling" in transformers 4.
+    for node in ("rope_parameters", "rope_scaling"):
+        rope = dict(config.get(node) or {})
+        # transformers once called the key "type".
+        if "type" in rope:
+            rope.setdefault("rope_type", rope.pop("type"))
+        flat |= rope
+    return flat
 
 
 def _no_config(path: Path) -> str:
@@ -313,14 +431,18 @@ def from_config(
 
     Raises ValueError for no config.json, a key that the family's builder does not support, or impossible adapters.
     """
-    config, file = _flat(read_config(model_dir)), Path(model_dir) / "config.json"
+    given, file = _flat(read_config(model_dir)), Path(model_dir) / "config.json"
+    config = completed(given)
     family = FAMILIES[config["model_type"]]
     for key, values in family.can.items():
-        if key in config and config[key] not in values:
+        value = config.get(key)
+        # There is a layer type for each layer, of which only the kinds count.
+        if (sorted(set(value)) if key == "layer_types" and value else value) not in values and key in config:
             possible = " or ".join(str(value) for value in values if value is not None) or "null"
+            says = f"says {key}={value!r}" if key in given else f"lacks {key}, which means {value!r}"
             raise Mistake(
-                f"{file} says {key}={config[key]!r}, but the builder of {config['model_type']} can only do {possible}; take a "
-                "model without it, or name a builder of your own as model._component_"
+                f"{file} {says}, but the builder of {config['model_type']} can only do {possible}; take a model without it, or "
+                "name a builder of your own as model._component_"
             )
     try:
         arguments = family.arguments(config)
@@ -328,13 +450,7 @@ def from_config(
         # A key that the file lacks is a mistake of the user's, any other one a bug of ours.
         require_keys(config, error.args, file)
         raise
-    # Only the builders of decoder.py take head_dim. torchtune's compute it.
-    width = arguments["embed_dim"] // arguments["num_heads"]
-    if "head_dim" not in arguments and config.get("head_dim") not in (None, width):
-        raise Mistake(
-            f"{file} says head_dim={config['head_dim']}, but in the builder of {config['model_type']} a head has hidden_size / "
-            f"num_attention_heads = {width}; take another model, or name a builder of your own as model._component_"
-        )
+    _require_heads(config, "head_dim" in arguments, file)
     if max_seq_len is not None:
         arguments["max_seq_len"] = max_seq_len
     switches = {
@@ -361,6 +477,25 @@ def from_config(
             "lora_attn_modules=[q_proj, v_proj], for instance, or leave it out"
         )
     return family.build(**arguments)
+
+
+def _require_heads(config: Config, any_width: bool, file: Path) -> None:
+    """Raises Mistake if the builder cannot divide the model into the heads of a config. `any_width`: it takes head_dim."""
+    heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
+    # torchtune's attention wants this also where a head has a width of its own.
+    for what, whole, parts in (("hidden_size", size, heads), ("num_attention_heads", heads, kv_heads)):
+        if whole % parts:
+            name = "num_attention_heads" if what == "hidden_size" else "num_key_value_heads"
+            raise Mistake(
+                f"{file} says {what}={whole}, which is not a multiple of {name}={parts}, as torchtune's attention needs; take "
+                "another model, or name a builder of your own as model._component_"
+            )
+    # Only the builders of decoder.py take head_dim. torchtune's compute it.
+    if not any_width and config["head_dim"] != size // heads:
+        raise Mistake(
+            f"{file} says head_dim={config['head_dim']}, but in the builder of {config['model_type']} a head has hidden_size / "
+            f"num_attention_heads = {size // heads}; take another model, or name a builder of your own as model._component_"
+        )
 
 
 def _require_numbers(numbers: dict[str, Any]) -> None:
@@ -401,22 +536,6 @@ def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], s
         f"model.quantize_base=True: NF4 holds weights of a multiple of {NF4_VALUES} values, and not those of "
         f"{', '.join(f'{name} ({rows} x {columns})' for name, (rows, columns) in odd.items())}; {advice}"
     )
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    """Brings the settings of RoPE to the top of a config."""
-    flat = {"rope_type": "default", **config}
-    # The node is "rope_parameters" in transformers 5 and "rope_scaling" in transformers 4.
-    for node in ("rope_parameters", "rope_scaling"):
-        rope = dict(config.get(node) or {})
-        # transformers once called the key "type".
-        if "type" in rope:
-            rope.setdefault("rope_type", rope.pop("type"))
-        flat |= rope
-    # There is an entry for each layer, of which only the kinds count.
-    if flat.get("layer_types"):
-        flat["layer_types"] = sorted(set(flat["layer_types"]))
-    return flat
 
 
 def published_config(name: str) -> dict[str, Any] | None:

@@ -12,9 +12,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear
 
-from torchtune_ext.policy.families import FAMILIES, owner_of, read_config
+from torchtune_ext.policy.families import FAMILIES, completed, owner_of, read_config
 from torchtune_ext.policy.sharded import fill, whole
 from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.json_files import read_object, require_no_pointer
 
 # The dtypes of weights, as safetensors spells them. Others belong to a quantized checkpoint.
 _DTYPES = ("BF16", "F16", "F32", "F64")
@@ -30,16 +31,16 @@ class HFModel:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.config: dict[str, Any] = read_config(path)
+        self.given: dict[str, Any] = read_config(path)  # what config.json says
+        self.config = completed(self.given)
         self._family = FAMILIES[self.config["model_type"]]
-        heads, width = self.config["num_attention_heads"], self.config["hidden_size"]
         self._shape = dict(
-            num_heads=heads,
+            num_heads=self.config["num_attention_heads"],
             num_kv_heads=self.config["num_key_value_heads"],
-            dim=width,
-            head_dim=self.config.get("head_dim") or width // heads,
+            dim=self.config["hidden_size"],
+            head_dim=self.config["head_dim"],
         )
-        self.tied: bool = bool(self.config.get("tie_word_embeddings", False))
+        self.tied: bool = self.config["tie_word_embeddings"]
 
     def files(self) -> list[Path]:
         """Returns the safetensors files, in order."""
@@ -57,11 +58,18 @@ class HFModel:
         # Some folders hold the same weights twice, in shards and in a single file.
         index = self.path / "model.safetensors.index.json"
         if not index.is_file():
+            # vLLM reads all files of such a folder, so a stray one cannot be passed over.
+            stray = [file.name for file in files if not file.name.startswith("model")]
+            if 0 < len(stray) < len(files):
+                raise FileMistake(
+                    f"model_dir={str(self.path)!r} holds {stray[0]} in addition to the model's weights, and no {index.name} "
+                    f"says which files belong to the model; move {', '.join(stray)} to another folder"
+                )
             return files
-        try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise Mistake(f"{index} is damaged; copy it anew from where the weights come from") from None
+        names = read_object(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise Mistake(f"{index} has no weight_map of file names; copy it anew from where the weights come from")
+        named = set(names.values())
         missing = sorted(named - {file.name for file in files})
         if missing:
             raise FileMistake(
@@ -192,6 +200,7 @@ def _require_plain(name: str, dtype: str, file: Path) -> None:
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
     """Where the data of a safetensors file begin, and its header: dtype, shape and place of each tensor."""
+    require_no_pointer(file)
     with open(file, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
         try:

@@ -157,11 +157,13 @@ def model_text(source: HFModel, model: nn.Module, adapter: AdapterSpec | None = 
     saved = {
         name: ["float32", *param.shape] for name, param in model.named_parameters() if not adapters or name in adapters
     }
-    config = {name: value for name, value in source.config.items() if name[0] != "_" and name not in _WRITERS_NOTES}
+    config = {name: value for name, value in source.given.items() if name[0] != "_" and name not in _WRITERS_NOTES}
     settings: dict[str, Any] = asdict(adapter) if adapter is not None else {}
     whole = json.dumps([config, saved, settings], sort_keys=True)
     values = sum(torch.Size(shape[1:]).numel() for shape in saved.values())
-    text = f"{config['model_type']} of {config.get('num_hidden_layers')} layers, width {config['hidden_size']}"
+    text = (
+        f"{config['model_type']} of {source.config['num_hidden_layers']} layers, width {source.config['hidden_size']}"
+    )
     if settings:
         texts = {name: value if not isinstance(value, tuple) else "+".join(value) for name, value in settings.items()}
         text += f", adapter {' '.join(f'{name}={value}' for name, value in texts.items())}"

@@ -1,8 +1,10 @@
 """`from_config` for every family: against transformers, and against torchtune's builders of published sizes."""
 
+import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tables import every_row
 from torchtune.models import llama3, llama3_1, llama3_2, qwen2_5
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
@@ -170,6 +173,67 @@ def test_configs_of_transformers_4_and_5_mean_the_same(case, tmp_path):
     assert (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
 
 
+def sizes_of_transformers(folder):
+    """The sizes of the model that transformers builds, in our words; None where we must refuse it."""
+    config = AutoConfig.from_pretrained(folder)
+    heads, rope = config.num_attention_heads, config.rope_parameters
+    if getattr(config, "sliding_window", None) or rope.get("original_max_position_embeddings", 8192) != 8192:
+        return None
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "embed_dim": config.hidden_size,
+        "intermediate_dim": config.intermediate_size,
+        "max_seq_len": config.max_position_embeddings,
+        "norm_eps": config.rms_norm_eps,
+        "rope_base": rope["rope_theta"],
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+    if config.model_type == "llama":
+        return sizes | {"scale_factor": rope["factor"] if rope["rope_type"] == "llama3" else 1}
+    if config.model_type == "smollm3":
+        sizes["unrotated"] = [i for i in range(config.num_hidden_layers) if not config.no_rope_layers[i]]
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return sizes if config.model_type == "qwen2" else sizes | {"head_dim": width}
+
+
+@every_row("case", KINDS)
+def test_missing_key_of_config_means_transformers_default(case, tmp_path, monkeypatch):
+    kind, changes = CASES[case]
+    unusual = {"hidden_size": 512, "num_attention_heads": 32, "max_position_embeddings": 9000, "rms_norm_eps": 1e-4}
+    whole = kind(**{**SIZES, **changes, **unusual, "tie_word_embeddings": False}).to_dict()
+    # transformers makes these of others, and compares them with these.
+    made = {"layer_types", "model_type", "head_dim"} - set(changes)
+    whole = {key: value for key, value in whole.items() if key not in made}
+    whole["no_rope_layers"] = [0, 1] * 20
+    monkeypatch.setitem(FAMILIES, kind.model_type, replace(FAMILIES[kind.model_type], build=lambda **sizes: sizes))
+    for key in [(key,) for key in whole] + [("rope_parameters", key) for key in whole["rope_parameters"]]:
+        config = copy.deepcopy(whole)
+        del (config if len(key) == 1 else config[key[0]])[key[-1]]
+        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": kind.model_type}))
+        try:
+            theirs = sizes_of_transformers(tmp_path)
+        except KeyError:
+            theirs = None
+        if theirs is None:
+            with pytest.raises(ValueError, match="lacks"):
+                from_config(str(tmp_path))
+        else:
+            assert from_config(str(tmp_path)) == theirs, key
+
+
+def test_smollm3_without_tie_word_embeddings_is_tied(tmp_path):
+    """transformers 4 wrote SmolLM3-3B's config.json without the key, because it has its default."""
+    kind, changes = CASES["smollm3"]
+    theirs = save(tmp_path, kind, **changes)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("tie_word_embeddings")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert HFModel(tmp_path).tied and (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
+
+
 @every_row("case", KINDS)
 @every_row("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_fresh_adapters_change_nothing(case, options, tmp_path):
@@ -288,11 +352,45 @@ QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
             {"rope_scaling": {**SCALED, "factor": 8.0, "high_freq_factor": 8.0}},
             "says high_freq_factor=8.0, .* do 4",
         ),
-        (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "config.json lacks factor; copy it anew"),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 8192}},
+            "config.json lacks factor; copy it anew",
+        ),
         (LLAMA, {"head_dim": 64}, "says head_dim=64, but in the builder of llama a head has .* = 128"),
         (LLAMA, {"hidden_act": "gelu"}, "says hidden_act='gelu', but the builder of llama can only do silu"),
-        (LLAMA, {"vocab_size": ...}, "config.json lacks vocab_size; copy it anew"),
-        (LLAMA, {"num_key_value_heads": ...}, "config.json lacks num_key_value_heads; copy it anew"),
+        (
+            QWEN,
+            {"model_type": "mistral", "sliding_window": ...},
+            "lacks sliding_window, which means 4096, but the builder of mistral can only do null",
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}},
+            "lacks original_max_position_embeddings, which means 131072, but the builder of llama can only do 8192",
+        ),
+        (
+            LLAMA,
+            {"num_attention_heads": 48},
+            "says hidden_size=4096, which is not a multiple of num_attention_heads=48",
+        ),
+        (QWEN, {"num_key_value_heads": 3}, "num_attention_heads=16, .* not a multiple of num_key_value_heads=3"),
+        *((QWEN, {"num_hidden_layers": value}, "config.json says num_hidden_layers=") for value in (0, "2", 2.0, True)),
+        (QWEN, {"vocab_size": "320"}, "says vocab_size='320'; expected a whole number above 0"),
+        (QWEN, {"rope_theta": "10000"}, "says rope_theta='10000'; expected a number above 0"),
+        (QWEN, {"rope_parameters": {"rope_theta": -1}}, "says rope_theta=-1; expected"),
+        (QWEN, {"rope_scaling": ["yarn"]}, r"says rope_scaling=\['yarn'\]; expected a JSON object"),
+        (QWEN, {"rms_norm_eps": "1e-6"}, "says rms_norm_eps='1e-6'; expected a number above 0"),
+        (QWEN, {"rms_norm_eps": float("nan")}, "says rms_norm_eps=nan; expected"),
+        (QWEN, {"quantization_config": "awq"}, "says quantization_config='awq'; expected a JSON object"),
+        (QWEN, {"tie_word_embeddings": "yes"}, "says tie_word_embeddings='yes'; expected true or false"),
+        (QWEN, {"layer_types": "full_attention"}, "says layer_types='full_attention'; expected a list of texts"),
+        (QWEN, {"model_type": ["qwen3"]}, r"says model_type=\['qwen3'\], which is not supported"),
+        (
+            QWEN,
+            {"model_type": "smollm3", "no_rope_layers": [1]},
+            "has 1 no_rope_layers; expected one for each of the 28",
+        ),
     ],
 )
 def test_directories_that_would_be_misread_are_refused(name, change, message, tmp_path):
