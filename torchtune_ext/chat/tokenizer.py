@@ -211,6 +211,11 @@ class ChatTokenizer:
             list(map(int, ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
+    def tokens_from(self, first: int) -> list[str]:
+        """Returns the tokens with this id or a higher one, in the order of their ids."""
+        vocabulary = self._tokenizer.get_vocab()
+        return sorted((token for token, i in vocabulary.items() if i >= first), key=vocabulary.get)
+
     def _encode_cut(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """Encodes each piece of a text between the cuts by itself. Returns the ids and their character spans."""
         ids: list[int] = []
@@ -255,7 +260,9 @@ class ChatTokenizer:
             file = self.path / name
             given = read_object(file).get("eos_token_id") if file.is_file() else None
             given = given if isinstance(given, list) else [given]
-            if wrong := [i for i in given if i is not None and (not isinstance(i, int) or isinstance(i, bool) or i < 0)]:
+            if wrong := [
+                i for i in given if i is not None and (not isinstance(i, int) or isinstance(i, bool) or i < 0)
+            ]:
                 raise Mistake(
                     f"{file} says eos_token_id={wrong[0]!r}; expected the id of a token, a list of ids, or null. Write the id "
                     "that tokenizer.json gives to the token that ends a turn"

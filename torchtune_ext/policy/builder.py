@@ -13,12 +13,22 @@ from torchtune_ext.policy import lora
 from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.logprobs import PackedPolicy
+from torchtune_ext.run.errors import Mistake
 
 
 def on_meta(make_model: Callable[[], TransformerDecoder]) -> TransformerDecoder:
-    """Builds a model on the meta device, where it has names, shapes and modules, but no weights."""
+    """Builds a model on the meta device, where it has names, shapes and modules, but no weights.
+
+    Raises Mistake if its attention has dropout, which attention over packed rows does not apply.
+    """
     with torch.device("meta"):
-        return make_model()
+        model = make_model()
+    for layer in model.layers:
+        if share := getattr(layer.attn, "attn_dropout", 0.0):
+            raise Mistake(
+                f"model.attn_dropout={share}: attention over packed rows has no dropout; set it to 0, or leave it out"
+            )
+    return model
 
 
 def build_policy(

@@ -7,6 +7,7 @@
 |V| is the norm of each row, and a constant in the backward.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -87,11 +88,22 @@ def adapter_spec(
             )
     first = next(iter(modules.values()))
     rank = first.lora_a.weight.shape[0]
+    alpha, dropout = _scaling(first) * rank, getattr(first.dropout, "p", 0.0)
+    if not 0 < alpha < math.inf:
+        raise Mistake(
+            f"model.lora_alpha={alpha}: expected a finite number above 0. An adapter's output is scaled by lora_alpha / "
+            "lora_rank, so with this value it learns nothing; set model.lora_alpha=16, for instance"
+        )
+    # torchtune takes NaN for 0.
+    if not 0 <= (share := node.get("lora_dropout", dropout)) < 1:
+        raise Mistake(
+            f"model.lora_dropout={share}: expected the share of an adapter's inputs that is dropped, at least 0 and below 1"
+        )
     names = [source.to_hf(f"{name}.weight", module.lora_b.weight)[0] for name, module in modules.items()]
     return AdapterSpec(
         rank=rank,
-        alpha=_scaling(first) * rank,
-        dropout=getattr(first.dropout, "p", 0.0),
+        alpha=alpha,
+        dropout=dropout,
         targets=tuple(dict.fromkeys(name.split(".")[-2] for name in names)),
         dora=isinstance(first, DoRALinear),
         quantized=any(isinstance(module.weight, NF4Tensor) for module in modules.values()),

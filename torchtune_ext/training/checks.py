@@ -296,13 +296,22 @@ def check_tokenizer(
     where = getattr(tokenizer, "path", None)
     highest = getattr(tokenizer, "vocab_size", 0)
     if highest > width:
+        # A token that was added without its row in the embedding has no other tokenizer that would fit.
+        added = getattr(tokenizer, "tokens_from", lambda first: [])(width)
+        named = f" (such as {', '.join(map(repr, added[:3]))})" if added else ""
+        if where is not None and Path(where).resolve() == source.path.resolve():
+            fix = "they were added to the tokenizer, but not to the model: take both from the same place"
         raise Mistake(
-            f"tokenizer.path={where} has ids up to {highest - 1}, the model in model_dir={source.path} knows {width}; {fix}"
+            f"tokenizer.path={where} has ids up to {highest - 1}{named}, the model in model_dir={source.path} knows {width}; "
+            f"{fix}"
         )
     if beyond := [token for token in stops if not 0 <= token < width]:
+        says = f"sampling.stop_token_ids names {beyond[0]}"
+        if beyond[0] in getattr(tokenizer, "stop_token_ids", ()):
+            says = f"generation_config.json or config.json in {where} says eos_token_id={beyond[0]}"
         raise Mistake(
-            f"sampling.stop_token_ids names {beyond[0]}, and the model in model_dir={source.path} has ids from 0 to "
-            f"{width - 1}: no completion would end with it; name one of tokenizer.json, or leave stop_token_ids out"
+            f"{says}, and the model in model_dir={source.path} has ids from 0 to {width - 1}: no completion would end with it; "
+            "name one of tokenizer.json, or leave it out"
         )
     files = [Path(folder or ".") / "tokenizer.json" for folder in (where, source.path)]
     if where is None or not all(file.is_file() for file in files) or files[0].resolve() == files[1].resolve():
