@@ -23,6 +23,10 @@ _store: dist.Store | None = None
 _meetings = 0
 
 
+class MainFailed(Failure):
+    """Rank 0, for which this rank waited, has failed."""
+
+
 def join(backend: str, deadline_s: float) -> None:
     """Joins the process group that torchrun set up, whose collectives wait `deadline_s` seconds at most.
 
@@ -57,7 +61,7 @@ def wait_for_main() -> None:
     pause_s = 0.001
     while not _store.check([str(_meetings)]):
         if _store.check([FAILED]):
-            raise Failure("rank 0 failed, for which this rank waited")
+            raise MainFailed("rank 0 failed, for which this rank waited")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S)
 

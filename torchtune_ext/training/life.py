@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from torchtune_ext.run.errors import FAILED, status_of
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import NAMES, Stopped, StopSignals
 from torchtune_ext.training.checkpoints import NothingToDo
-from torchtune_ext.training.collectives import main_failed
+from torchtune_ext.training.collectives import MainFailed, main_failed
 from torchtune_ext.training.distributed import close_ranks
 
 log = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             main_failed()
             # Some libraries turn an interruption into an error of their own. And if another rank was stopped a moment
             # earlier, this rank sees a broken connection. Any other error has nothing to do with the signal.
-            neighbor = stop.requested and several and isinstance(error, RuntimeError | ConnectionError)
+            neighbor = stop.requested and several and _comes_from_another_rank(error)
             if not (stop.raised or neighbor):
                 stop.status = status_of(error) or FAILED
                 # These are gloo's words for the wait that ran out, and for those after it. On GPUs NCCL's watchdog ends the
@@ -102,6 +104,14 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
         # knows that thread and can end it.
         threading.Thread(target=_end_after_main, args=[128 + stopped_by], daemon=True).start()
         sys.exit(128 + stopped_by)
+
+
+def _comes_from_another_rank(error: Exception) -> bool:
+    """Tells whether an error says only that another rank has ended."""
+    # gloo raises plain RuntimeErrors, which name its source files.
+    if type(error) is RuntimeError:
+        return any(word in str(error) for word in ("Connection", "gloo", "NCCL"))
+    return isinstance(error, ConnectionError | dist.DistError | MainFailed)
 
 
 def _end_after_main(status: int) -> None:

@@ -148,6 +148,27 @@ def test_weights_that_a_folder_holds_twice_are_read_once(tmp_path):
     assert (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
 
 
+@every_row("content", ["", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "version https://git-lfs"])
+def test_damaged_index_of_weights_is_named(content, tmp_path):
+    save(tmp_path, *CASES["qwen2"][:1], **CASES["qwen2"][1])
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match="model.safetensors.index.json "):
+        HFModel(tmp_path).files()
+
+
+def test_stray_weights_beside_those_of_the_model_are_refused(tmp_path):
+    """vLLM reads all of them. Where no file has the model's usual name, all files are taken."""
+    save(tmp_path, *CASES["qwen2"][:1], **CASES["qwen2"][1])
+    save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(
+        ValueError, match="holds adapter_model.safetensors in addition .* move adapter_model.safetensors"
+    ):
+        HFModel(tmp_path).files()
+    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    assert [file.name for file in HFModel(tmp_path).files()] == ["weights.safetensors"]
+
+
 @pytest.mark.parametrize("factor", [1.0, 8.0, 32.0])
 def test_another_scale_of_rope_would_show(factor, tmp_path):
     theirs = save(tmp_path, LlamaConfig, rope_parameters={**SCALED, "factor": factor})

@@ -287,6 +287,8 @@ def test_a_sound_engine_is_not_stopped_whatever_the_noise(strength, engine):
         ({"lora_rank": 0, "use_dora": True}, "lora_rank=0"),
         ({"lora_attn_modules": []}, "speaks of LoRA, but the model has no adapters"),
         ({"lora_attn_modules": [], "use_dora": True}, "model.use_dora=True without model.lora_attn_modules"),
+        *(({"lora_alpha": value}, f"model.lora_alpha={float(value)}: expected") for value in (0, -16, float("nan"))),
+        *(({"lora_dropout": value}, f"model.lora_dropout={value}: expected") for value in (1.0, float("nan"))),
         ({"quantize_base": True, "ranks": 4}, "1 groups of 256 NF4 blocks, which 4 ranks cannot share"),
     ],
 )
@@ -297,6 +299,16 @@ def test_adapters_that_cannot_be_are_named(source, options, message):
     with pytest.raises(ValueError) as error:
         lora.adapter_spec(on_meta(make), source, arguments, ranks)
     assert message in str(error.value)
+
+
+def test_attention_dropout_of_a_builder_is_refused():
+    """Attention over packed rows would leave it out in silence."""
+    for builder in (partial(qwen2, **DIMS), partial(lora_llama3_1, ["q_proj"], lora_rank=2, lora_alpha=2, **DIMS)):
+        on_meta(builder)
+        with pytest.raises(
+            ValueError, match="model.attn_dropout=0.1: attention over packed rows has no dropout; set it to 0"
+        ):
+            on_meta(partial(builder, attn_dropout=0.1))
 
 
 def test_a_model_without_adapters_trains_all_weights_unless_adapters_were_asked_for(source):

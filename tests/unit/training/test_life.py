@@ -1,6 +1,7 @@
 """A run's life: what it ends with, and that every part is closed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,11 +9,15 @@ import time
 import traceback
 
 import pytest
+import torch
+from tables import every_row
 
 from torchtune_ext.run import errors
 from torchtune_ext.run.stop import StopSignals
+from torchtune_ext.sampling.records import EngineFailed
 from torchtune_ext.telemetry.sinks import LoggingConfig
-from torchtune_ext.training import life
+from torchtune_ext.training import collectives, life
+from torchtune_ext.training.agreement import Disagreement
 
 
 class Recipe:
@@ -117,13 +122,42 @@ def test_a_library_that_makes_an_error_of_the_interrupt(capsys):
     assert end.value.code == 130 and "Stopped by Ctrl-C. It stood at step 3" in capsys.readouterr().err
 
 
-def test_a_broken_connection_to_a_stopped_neighbor_is(monkeypatch, capsys, caplog):
+@every_row(
+    "error",
+    [
+        RuntimeError("Connection closed by peer"),
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Application timeout caused pair closure"
+        ),
+        ConnectionResetError("Connection reset by peer"),
+        torch.distributed.DistBackendError("NCCL error"),
+        collectives.MainFailed("Connection to rank 0"),
+    ],
+)
+def test_a_broken_connection_to_a_stopped_neighbor_is(monkeypatch, capsys, caplog, error):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as end:
-        run(stopped_and_failing(RuntimeError("Connection closed by peer")))
+        run(stopped_and_failing(error))
     assert end.value.code == 143
     assert "Stopped by SIGTERM. It stood at step 3" in capsys.readouterr().err
-    assert "Connection closed by peer" in caplog.text
+    assert str(error) in caplog.text
+
+
+@every_row(
+    "error",
+    [
+        errors.Failure("loss is nan"),
+        Disagreement("the engine samples from another policy"),
+        EngineFailed("the engine did not start"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+        errors.Mistake("loss has shape (3,)"),
+    ],
+)
+def test_error_of_this_rank_while_sigterm_waits_is_raised(monkeypatch, error):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        run(stopped_and_failing(error))
 
 
 @pytest.mark.parametrize("words", ["Timed out waiting 600000ms for recv", "Application timeout caused pair closure"])
