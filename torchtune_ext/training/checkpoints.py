@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.errors import Failure, FileMistake, Mistake
 from torchtune_ext.run.files import discard, make_empty, partial_of, put_in_place
 from torchtune_ext.run.folder import Run, RunFolder, changes, checkpoint_folders, step_of
 from torchtune_ext.run.output import labelled, say
@@ -52,6 +52,14 @@ from torchtune_ext.training.manifest import DamagedCheckpoint, Identity, Manifes
 
 # Frozen weights are not saved, because they can be read from model_dir.
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
+# In torch's errors for a saved state with other names or shapes than those of this run.
+OTHER_STATE = (
+    "Missing key",
+    "Size mismatch",
+    "unexpected key",
+    "doesn't match",
+    "different number of parameter groups",
+)
 # A resumed run always has other values of these settings, so they are not listed as changes.
 NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run")
 
@@ -193,7 +201,8 @@ class Checkpoints:
         Raises:
             DamagedCheckpoint: `path` is damaged.
             ValueError: `path` belongs to another run, model or base.
-            OSError: it cannot be loaded, for example because it was saved with another kind of optimizer.
+            FileMistake: it was saved with another kind of optimizer, or the disk failed.
+            Failure: it cannot be loaded, for example because memory or a rank is lost.
         """
         # `choose` has already read every byte of what it returned, which takes long.
         if path != self._verified:
@@ -205,10 +214,18 @@ class Checkpoints:
             # KeyboardInterrupt and the like are no fault of the files.
             if not isinstance(cause, Exception):
                 raise cause from None
-            raise FileMistake(
-                f"{path} could not be loaded: {describe(cause).rstrip('.')}. Its files are whole: set `model:` and "
-                "`optimizer:` back to what it was saved with, or begin a new run in another output_dir"
-            ) from error
+            text = f"{path} could not be loaded: {describe(cause).rstrip('.')}"
+            if any(words in str(cause) for words in OTHER_STATE):
+                raise FileMistake(
+                    f"{text}. Its files are whole: set `model:` and `optimizer:` back to what it was saved with, or begin a "
+                    "new run in another output_dir"
+                ) from error
+            if isinstance(cause, OSError):
+                raise FileMistake(f"{text}. Its checksums were right: look at the disk, then resume") from error
+            # Memory that does not suffice and lost ranks raise these. Any other error is a bug.
+            if isinstance(cause, RuntimeError | MemoryError):
+                raise Failure(text) from error
+            raise cause from None
         if self._main and not has_optimizer:
             say(
                 f"{path} was saved without the state of the optimizer (checkpoints.save_optimizer=false, or no update was "
@@ -368,7 +385,7 @@ class RunState:
     @classmethod
     def of(cls, recipe: Mapping[str, Any]) -> Self:
         """The state in a checkpoint's recipe.json. Other keys there are ignored."""
-        return cls(**{each.name: recipe[each.name] for each in fields(cls)})
+        return cls(**{each.name: recipe[each.name] for each in fields(cls) if each.name in recipe})
 
 
 def checkpoint_to_go_on_from(

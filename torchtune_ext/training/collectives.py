@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtune_ext.run.errors import Failure, FileMistake
@@ -88,7 +89,7 @@ def gathered(value: T) -> list[T]:
 def together(action: Callable[[], T]) -> T:
     """Runs `action` on every rank and returns its result. A collective.
 
-    Raises the error of this rank; if there is none, OSError with that of the first rank that failed.
+    Raises the error of this rank; if there is none, FileMistake or Failure with the text of the first rank that failed.
     """
     error: BaseException | None = None
     try:
@@ -96,12 +97,15 @@ def together(action: Callable[[], T]) -> T:
     except FAILURES as raised:
         error = raised
     # The text travels, not the error: pickling would lose the cause behind it.
-    texts = gathered(None if error is None else describe(true_cause(error)))
+    cause = None if error is None else true_cause(error)
+    kind = FileMistake if isinstance(cause, OSError | ValueError | SafetensorError) else Failure
+    failed = gathered(None if cause is None else (kind, describe(cause)))
     if error is not None:
         raise error
-    for other, text in enumerate(texts):
-        if text is not None:
-            raise FileMistake(f"rank {other}: {text}")
+    for other, each in enumerate(failed):
+        if each is not None:
+            kind, text = each
+            raise kind(f"rank {other}: {text}")
     return result
 
 

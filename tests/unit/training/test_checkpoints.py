@@ -25,10 +25,10 @@ from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.run import files
-from torchtune_ext.run.errors import Failure
+from torchtune_ext.run.errors import Failure, FileMistake
 from torchtune_ext.run.files import sweep
 from torchtune_ext.training import checkpoints as checkpointing
-from torchtune_ext.training import export, manifest
+from torchtune_ext.training import collectives, export, manifest
 from torchtune_ext.training.checkpoints import CheckpointConfig
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.learner import ScheduleConfig, make_schedule
@@ -365,6 +365,51 @@ def test_a_model_is_replaced_only_by_a_whole_one(tmp_path, source, trained, monk
     assert all(
         torch.equal(a, b) for a, b in zip(trained.model.parameters(), build(HFModel(folder)).parameters(), strict=True)
     )
+
+
+@every_row(
+    "error, kind, message",
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            Failure,
+            "step_000001 could not be loaded: OutOfMemoryError: CUDA out of",
+        ),
+        (
+            RuntimeError("Timed out waiting 1ms for recv"),
+            Failure,
+            "could not be loaded: RuntimeError: Timed out waiting",
+        ),
+        (OSError(5, "Input/output error"), FileMistake, "could not be loaded: .*Input/output error.* look at the disk"),
+        (TypeError("a bug"), TypeError, "^a bug$"),
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+    ],
+)
+def test_error_while_loading_is_not_blamed_on_the_settings(tmp_path, trained, monkeypatch, error, kind, message):
+    checkpoints = checkpoints_in(tmp_path / "c")
+    trained.save(checkpoints, 1)
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(checkpointing.dcp, "load", fail)
+    with pytest.raises(kind, match=message) as caught:
+        trained.load(checkpoints, checkpoints.choose())
+    assert "optimizer" not in str(caught.value)
+
+
+@every_row("error, kind", [(OSError("full"), FileMistake), (torch.OutOfMemoryError("no memory"), Failure)])
+def test_error_of_another_rank_keeps_its_kind(error, kind, monkeypatch):
+    def fail():
+        raise error
+
+    sent = []
+    monkeypatch.setattr(collectives, "gathered", lambda value: sent.append(value) or [value])
+    with pytest.raises(type(error)):
+        collectives.together(fail)
+    monkeypatch.setattr(collectives, "gathered", lambda value: [None, sent[0]])
+    with pytest.raises(kind, match=f"^rank 1: .*{error}$"):
+        collectives.together(lambda: None)
 
 
 def test_another_optimizer_is_named(tmp_path, source, trained):
