@@ -23,6 +23,7 @@ import torch
 from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.advantages import refilled, with_advantages
+from torchtune_ext.buffer import depth_of
 from torchtune_ext.groups import Group, graded
 from torchtune_ext.host import nodes
 from torchtune_ext.host.opening import say_opening, say_ready
@@ -116,7 +117,7 @@ class GRPORecipe:
         """Checks what can be checked, opens the run's folder, starts the engine, and builds the learner meanwhile."""
         cfg = self.cfg
         # An engine that samples while the trainer works needs a core of its own, so fewer are left to torch.
-        ahead = cfg.staleness > 0 and not cfg.replay
+        ahead = depth_of(cfg.staleness, cfg.depth) > 0 and not cfg.replay
         self.ranks = init_ranks(cfg.device, cfg.ranks, engine_beside=ahead, output_dir=cfg.output_dir)
         self.profile = Profile(cfg.profile, cfg.output_dir, self.ranks.rank)
         # Adapters begin at random and dropout draws. Samples have seeds of their own, whatever torch has drawn before.

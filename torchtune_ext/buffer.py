@@ -22,6 +22,13 @@ from torchtune_ext.run.errors import Mistake
 WINDOW_TENTHS = 3
 
 
+def depth_of(staleness: int, depth: int | None) -> int:
+    """Returns how many steps ahead of the trainer groups are submitted. `depth` None: 1, or 0 if `staleness` is 0."""
+    # One step ahead brings most of the gain, and more steps make every group older: AReaL on 8 GPUs reaches with one
+    # step 92% of the throughput of 16. tinker-cookbook (PR 822) separates the two settings, too.
+    return min(1, staleness) if depth is None else depth
+
+
 class Ledger:
     """Follows groups from submission to training. It has no clock, thread or I/O: the same calls give the same answers.
 
@@ -41,10 +48,7 @@ class Ledger:
         _at_least(1, "prompts_per_step", prompts_per_step)
         _at_least(0, "max_steps", max_steps)
         _at_least(0, "staleness", staleness)
-        # One step ahead brings most of the gain, and more steps make every group older: AReaL on 8 GPUs reaches with
-        # one step 92% of the throughput of 16. tinker-cookbook (PR 822) separates the two settings, too.
-        if depth is None:
-            depth = min(1, staleness)
+        depth = depth_of(staleness, depth)
         _at_least(0, "depth", depth)
         if depth > staleness:
             raise Mistake(

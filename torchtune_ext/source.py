@@ -250,13 +250,14 @@ class GroupSource:
         for number in ages:
             del self._cursors[number]
         self._step = self.ledger.taken // self.ledger.batch
-        return groups, self._metrics(list(ages.values())) if self.ledger.staleness else {}
+        # A run that is resumed with depth 0 may find groups that were sampled ahead.
+        return groups, self._metrics(list(ages.values())) if self.ledger.depth or any(ages.values()) else {}
 
     def _take_beside(self, count: int, watch: Callable[[str], AbstractContextManager], refill: int) -> list[Group]:
         sampling = replace(self._sampling, seed=step_seed(self._seed, self._step, refill))
         # Their numbers are free: a refill has staleness 0, where nothing else is on its way.
         for place, problem in enumerate(self._problems.take(count)):
-            self._stream.submit(place, problem, self._samples, sampling, place)
+            self._submit_one(place, problem, sampling, place, self._step)
         begun = time.monotonic()
         while missing := [place for place in range(count) if place not in self._stream.finished]:
             self._stream.require_signs(begun, self._deadline_s, missing, self._named)
@@ -290,10 +291,13 @@ class GroupSource:
             # The seed follows from the number, so a group that is submitted again has the same seed.
             step, place = divmod(number, self.ledger.batch)
             sampling = replace(self._sampling, seed=step_seed(self._seed, step + 1))
-            try:
-                self._stream.submit(number, problem, self._samples, sampling, place)
-            except ValueError as error:
-                raise Mistake(f"problem {problem.id!r} of step {step + 1}: {error}") from error
+            self._submit_one(number, problem, sampling, place, step + 1)
+
+    def _submit_one(self, number: int, problem: Problem, sampling: SamplingConfig, place: int, step: int) -> None:
+        try:
+            self._stream.submit(number, problem, self._samples, sampling, place)
+        except ValueError as error:
+            raise Mistake(f"problem {problem.id!r} of step {step}: {error}") from error
 
     def _collect(
         self,

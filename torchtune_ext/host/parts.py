@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchtune.modules import TransformerDecoder
 
-from torchtune_ext.buffer import Ledger
+from torchtune_ext.buffer import Ledger, depth_of
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader, open_graders, rehearse
 from torchtune_ext.groups import Group
@@ -127,7 +127,7 @@ class Parts:
         """Starts what grades the task and the held-out task."""
         # Where groups are sampled ahead, grading goes on while the trainer computes.
         cfg, tasks = self.cfg, [self.task, self.eval_task]
-        return open_graders(tasks, cfg.grader, beside_training=cfg.staleness > 0, folder=cfg.output_dir)
+        return open_graders(tasks, cfg.grader, beside_training=self.ledger.depth > 0, folder=cfg.output_dir)
 
     def teacher_engine(self) -> EngineConfig:
         """Returns the settings of the teacher's engine.
@@ -298,7 +298,8 @@ def model_parts(
     # What is trained and its precision also decide how the engine is started and what it is sent.
     trained = trained_part(model, source, node=cfg.model, adapters=cfg.adapters, shards=shards)
     dtype = chosen_dtype(cfg.dtype, device.type, cfg.precision.fp8)
-    threads = engine_threads(cfg.engine, sum(p.numel() for p in model.parameters()), beside=cfg.staleness > 0)
+    ahead = depth_of(cfg.staleness, cfg.depth) > 0
+    threads = engine_threads(cfg.engine, sum(p.numel() for p in model.parameters()), beside=ahead)
     precision = Precision(
         cfg.precision,
         model,

@@ -45,7 +45,7 @@ def test_depth_0_submits_the_groups_of_a_step_when_they_are_asked_for(make, stal
         assert len(engine.calls) == 2 * step
         groups, values = source.take(2)
         assert names(groups) == [call(n).problem for n in (2 * step, 2 * step + 1)]
-        assert bool(values) == bool(staleness)
+        assert not values  # nothing was sampled ahead
     assert engine.calls == calls(*range(6))
 
 
@@ -291,6 +291,19 @@ def test_an_error_of_later_groups_waits_until_they_are_asked_for(make):
     assert source.state_dict()["ledger"]["version"] == 1
     with pytest.raises(ValueError, match=r"problem '\d+' of step 3: the prompt does not fit"):
         source.take(2)
+
+
+def test_refill_whose_prompt_does_not_fit_names_problem_and_step(make):
+    source, engine = make()
+    source.open(version=0)
+    source.take(2)
+
+    def refuse(*args):
+        raise ValueError("the prompt does not fit")
+
+    engine.submit = refuse
+    with pytest.raises(ValueError, match=r"problem '\d+' of step 1: the prompt does not fit"):
+        source.take(1, refill=1)
 
 
 def test_a_recipe_that_does_not_tell_of_its_publications_is_told_so(make):
