@@ -225,7 +225,8 @@ class Lane:
         if self.state is not State.BEHIND:
             await self.ready(elsewhere=True)
         async with self._control:
-            core = self.core
+            # One that was found lost meanwhile may still answer. It is about to be replaced, and must not serve again.
+            core = self.core if self.up else None
             if core is not None:
                 try:
                     pause_s, load_s = await self._load_buffers(core)
@@ -277,7 +278,7 @@ class Lane:
     async def _wake(self, core: Core) -> None:
         try:
             async with self._control:
-                if core is self.core and core.asleep:
+                if core is self.core and self.up and core.asleep:
                     await self._load_buffers(core)
         except CoreLost as error:
             self.lose(core, str(error))

@@ -120,6 +120,25 @@ def test_the_label_is_that_of_the_weights_in_the_buffer():
     run(scenario)
 
 
+@pytest.mark.parametrize("work", ["load", "wake"])
+def test_lost_engine_that_still_answers_does_not_serve_again(work):
+    async def scenario(bench):
+        bench.write(1)
+        await bench.lane.load()
+        core = bench.lives[0]
+        if work == "wake":
+            await bench.lane.sleep()
+        async with bench.lane._control:
+            bench.write(2)
+            late = asyncio.ensure_future(bench.lane.load() if work == "load" else bench.lane.awake())
+            await asyncio.sleep(0.01)
+            bench.lane.lose(core, "a request found it lost")
+        await late
+        assert len(core.loads) == 1 and bench.lives[1].loads == [([2], [2], 2)]
+
+    run(scenario)
+
+
 def test_a_version_counts_once_it_is_loaded_and_versions_grow():
     async def scenario(bench):
         assert bench.lane.version == 7
