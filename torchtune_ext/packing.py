@@ -153,7 +153,7 @@ class Layout:
         if self.tile is None:
             return tokens
         # The lengths between the two powers of two around `tokens` are equally far apart.
-        unit = max(2 ** (tokens - 1).bit_length() // (2 * lengths), self.tile)
+        unit = math.ceil(max(1, 2 ** (tokens - 1).bit_length() // (2 * lengths)) / self.tile) * self.tile
         return math.ceil(tokens / unit) * unit
 
     def row_length(self, row: Parts) -> int:

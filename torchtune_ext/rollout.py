@@ -118,6 +118,15 @@ class Unfinished:
     @property
     def missing(self) -> str:
         since = f"submitted {time.monotonic() - self.submitted:.0f} s ago"
+        if self.episodes:
+            open_ = [episode for episode, sample in zip(self.episodes, self.samples, strict=True) if sample is None]
+            # A turn that has no answer yet waits for a process of its environment, or for what that says.
+            asked = [each for each in open_ if each.messages and each.message["role"] == "assistant"]
+            seated = sum(each.seat is not None and each.seat.process.done() for each in asked)
+            return (
+                f"{since}, {len(open_)} of {len(self.samples)} conversations are not over: {len(open_) - len(asked)} wait for "
+                f"the engine, {len(asked) - seated} for a free environment process, {seated} for the environment's answer"
+            )
         if undrawn := self.samples.count(None):
             return f"{since}, the engine has not ended {undrawn} of {len(self.samples)} completions"
         return f"{since}, {self.ungraded} of {len(self.samples)} texts are not graded"
@@ -280,7 +289,7 @@ class GroupStream:
         count = "1 group is" if len(missing) == 1 else f"{len(missing)} groups are"
         raise Late(
             f"no completion and no grade came for {silent:.0f} s (rollouts.deadline_s={deadline_s:g}), while {count} waited "
-            f"for: {listed}{more}. Look at the engine's log, or raise rollouts.deadline_s"
+            f"for: {listed}{more}. Look at engine.log and grader.log, or raise rollouts.deadline_s"
         )
 
     def close(self) -> None:

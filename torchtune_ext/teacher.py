@@ -103,8 +103,8 @@ class Teacher:
         logprobs = {id(s): np.zeros(len(s.completion.tokens), np.float32) for _, s in samples}
         for (s, path), row in zip(paths, self.engine.score(texts), strict=True):
             # `row` has no value for the first token of a path, which follows nothing.
-            own = path >= 0  # of the completion, not of the prompt
-            logprobs[id(s)][path[own]] = row[own[1:]]
+            own = path[1:] >= 0  # of the completion, not of the prompt
+            logprobs[id(s)][path[1:][own]] = row[own]
 
         def with_teacher(sample: Sample) -> Sample:
             return replace(sample, teacher_logprobs=logprobs.get(id(sample)))

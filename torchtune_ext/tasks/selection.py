@@ -1,6 +1,8 @@
 """Problems near the policy's level: what brought no signal lately is asked less often.
 
-A group whose rewards are all equal teaches nothing. For each problem, or each level of a task that makes its problems,
+A group whose rewards are all equal teaches nothing. (With `advantage.credit: turn` rewards of turns may differ where their
+sums do not; such a group counts as one without a signal here.) A problem may be drawn again within an epoch, even within a
+step. For each problem, or each level of a task that makes its problems,
 s is a moving average of the share of groups with a signal, and decides how often it is asked:
 
     s <- s + rate * (1 - s)   or   s - rate * s      after a group with a signal, or without; it begins at 1
@@ -26,7 +28,7 @@ from torchtune_ext.tasks.functions import named
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import Graded, Problem
 
-# A level has several groups in a step, so about its last ten count. A problem comes only once in an epoch.
+# A level has several groups in a step, so about its last ten count. A problem comes about once in an epoch.
 LEVEL_RATE = 0.1
 PROBLEM_RATE = 0.5
 MOST_DRAWS = 100  # problems drawn for a place, after which the last one is asked, whatever its weight

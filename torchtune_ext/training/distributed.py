@@ -2,9 +2,10 @@
 
 import ctypes
 import gc
+import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -188,8 +189,13 @@ def reduce(values: dict[str, float]) -> dict[str, float]:
     for each in gathered(values):
         for name, value in each.items():
             both = (whole[name], value) if name in whole else (value,)
-            whole[name] = max(both) if name.endswith("_max") else sum(both)
+            whole[name] = highest(both) if name.endswith("_max") else sum(both)
     return whole
+
+
+def highest(values: Sequence[float]) -> float:
+    """The maximum, or NaN if any value is NaN. `max` would hide one that does not come first."""
+    return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def close_ranks() -> None:

@@ -17,7 +17,7 @@ from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterOff, adapter_names
 from torchtune_ext.run.errors import Failure, Mistake, nearest
 from torchtune_ext.training.buckets import Breakdown
-from torchtune_ext.training.distributed import Ranks, reduce
+from torchtune_ext.training.distributed import Ranks, highest, reduce
 
 DECAYS = ("constant", "linear", "cosine")
 
@@ -69,11 +69,13 @@ class Learner:
         `temperature` None is that of sampling.
         """
         temperature = self.temperature if temperature is None else temperature
+        training = self.policy.model.training
         self.policy.model.eval()
-        logprobs = [self.policy(row.to(self.ranks.device), temperature, top_k) for row in rows]
-        self.policy.model.train()
-        _reshard(self.policy.model)
-        return logprobs
+        try:
+            return [self.policy(row.to(self.ranks.device), temperature, top_k) for row in rows]
+        finally:
+            self.policy.model.train(training)
+            _reshard(self.policy.model)
 
     def proximal(self, updates: Sequence[Sequence[Row]]) -> list[list[LabelLogprobs] | None]:
         """The log-probs of the rows of each update under the policy before the first one; None where not needed."""
@@ -216,7 +218,7 @@ def over_updates(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
         # An update may lack a bucket of the breakdown, so each name has its own count.
         for name, value in update.items():
             values.setdefault(name, []).append(value)
-    return {name: max(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}
+    return {name: highest(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}
 
 
 def reference_of(model: nn.Module) -> "WeightCopy | AdapterOff":

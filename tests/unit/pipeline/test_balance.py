@@ -102,6 +102,7 @@ def test_few_lengths():
     assert all(n <= length and length % 128 == 0 for n, length in enumerate(lengths))
     assert all(length <= max(n * (1 + 1 / LENGTHS) + 1, n + 127) for n, length in enumerate(lengths) if n)
     assert len({length for length in lengths if 8192 < length <= 16_384}) == LENGTHS
+    assert all(Layout(tile=96).length(n) % 96 == 0 for n in range(0, 4096, 7))
     assert lengths[0] == 128 and Layout().length(0) == 1 and Layout().length(77) == 77
 
 

@@ -15,10 +15,10 @@ from letter_tokens import LetterTokenizer
 from scripted_environments import Scripted, Sticky
 from waiting import wait_until
 
-from torchtune_ext.grading.environments import Environments
+from torchtune_ext.grading.environments import Environments, Seat
 from torchtune_ext.groups import group_json, group_of
 from torchtune_ext.packing import pack
-from torchtune_ext.rollout import GroupStream
+from torchtune_ext.rollout import GroupStream, Unfinished
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.engine import Priority, SamplingConfig
 from torchtune_ext.sampling.records import Completion
@@ -122,6 +122,19 @@ def test_branches_fit_into_a_row_together(environments):
     trained = replace(groups[0], samples=tuple(replace(s, trained=True, advantage=1.0) for s in groups[0].samples))
     rows, stats = pack([trained], 60)
     assert stats.labels == sum(len(s.completion.sampled) for s in trained.samples) and len(rows) == 2
+
+
+def test_missing_conversation_says_what_it_waits_for(environments):
+    group = Unfinished(0, PROBLEM, TurnLetters(), 5, SAMPLING, 0, Priority.SAMPLE, environments)
+    turn = Completion(np.ones(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+    for episode in group.episodes[1:]:
+        episode.sampled(turn, "x")
+    # The second has no seat yet, the third waits for a process, the fourth for an answer, and the last is over.
+    group.episodes[2].seat, group.episodes[3].seat = Seat(), Seat()
+    group.episodes[3].seat.process.set_result(0)
+    group.samples[4] = group.episodes[4].over("max_turns")
+    says = "4 of 5 conversations are not over: 1 wait for the engine, 2 for a free environment process, 1 for the environment's"
+    assert says in group.missing
 
 
 def test_each_turn_has_a_seed_of_its_own_and_goes_before_new_samples(environments):

@@ -1,5 +1,6 @@
 """A teacher's log-probs of conversations with branches. With a real engine: tests/integration/test_teacher.py."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +29,21 @@ def test_every_sampled_token_is_scored_behind_its_own_context():
         for sample in group.samples:
             expected = [of_path(ids[: place + 1]) for ids, places in paths_of(group, sample) for place in places]
             assert sample.teacher_logprobs[sample.completion.sampled].tolist() == expected
+
+
+def test_branch_that_keeps_nothing_of_its_context_is_scored():
+    rng = np.random.default_rng(0)
+    teacher = Teacher.__new__(Teacher)
+    teacher.engine = SimpleNamespace(
+        score=lambda texts: [np.array([of_path(text[: n + 1]) for n in range(1, len(text))]) for text in texts]
+    )
+    (group,) = make_groups(rng, [(3, [8])])
+    (sample,) = group.samples
+    completion = replace(sample.completion, turns=((0, 3), (5, 8)), kept=(3, 0))
+    group = replace(group, samples=(replace(sample, completion=completion),))
+    (sample,) = teacher.scored([group])[0].samples
+    later = completion.tokens[3:].tolist()
+    assert sample.teacher_logprobs[5:].tolist() == [of_path(later[: place + 1]) for place in (2, 3, 4)]
 
 
 def test_messages_say_whose_engine_they_mean(tmp_path):

@@ -1,6 +1,7 @@
 """The verbs of a learner, and what a loss gets that says what it needs."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from torchtune_ext.packing import pack
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.recipes.grpo import GRPORecipe
+from torchtune_ext.training import distributed
 from torchtune_ext.training.checkpoints import RunState
 from torchtune_ext.training.learner import DECAYS, ScheduleConfig, make_schedule, over_updates
 
@@ -249,3 +251,22 @@ def test_a_step_of_several_updates_has_the_mean_of_each_metric_and_the_greatest_
         {"loss": 6.0, "ratio_max": 4.0},
     ]
     assert over_updates(updates) == {"loss": 3.0, "ratio_max": 5.0, "age_1": 7.0}
+
+
+@every_row("place", [0, 1, 2])
+def test_maximum_over_updates_and_ranks_keeps_nan(place, monkeypatch):
+    values = [{"ratio_max": math.nan if i == place else float(i)} for i in range(3)]
+    assert math.isnan(over_updates(values)["ratio_max"])
+    monkeypatch.setattr(distributed, "gathered", lambda value: values)
+    assert math.isnan(distributed.reduce({})["ratio_max"])
+
+
+def test_log_probs_leave_the_mode_of_the_model(monkeypatch):
+    its = learner(Silent())
+    for mode in (False, True):
+        its.policy.model.train(mode)
+        its.logprobs(rows())
+        assert its.policy.model.training is mode
+    with pytest.raises(ZeroDivisionError):
+        its.logprobs(1 / 0 for _ in range(1))
+    assert its.policy.model.training
