@@ -127,6 +127,8 @@ def test_mistakes(source, tmp_path, capsys):
     write(tmp_path / "whole.gguf", source)
     file.write_bytes((tmp_path / "whole.gguf").read_bytes()[:2000])
     assert "is cut or damaged" in refused(file, out)
+    write(tmp_path / "narrow.gguf", source, architecture="qwen3")
+    assert "has heads of 32 numbers, and transformers, which does not read" in refused(tmp_path / "narrow.gguf", out)
     write(tmp_path / "other.gguf", source, architecture="gemma3")
     assert "architecture 'gemma3', which is not supported; take one of these: llama, qwen2" in refused(
         tmp_path / "other.gguf", out

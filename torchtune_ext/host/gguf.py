@@ -86,6 +86,15 @@ def _kinds(file: Path) -> set[str]:
             f"{file} has {scaled[0]}, which stretches RoPE and which transformers does not read of such a file: the model "
             "would be another one; take the model's own directory instead"
         )
+    width, heads, own = (
+        reader.fields[key].contents() if (key := f"{architecture}.{name}") in reader.fields else None
+        for name in ("embedding_length", "attention.head_count", "attention.key_length")
+    )
+    if width and heads and (own or width // heads) != (usual := 128 if architecture == "qwen3" else width // heads):
+        raise Mistake(
+            f"{file} has heads of {own or width // heads} numbers, and transformers, which does not read their width of such a "
+            f"file, takes {usual}; take the model's own directory instead"
+        )
     return {tensor.tensor_type.name for tensor in reader.tensors}
 
 
