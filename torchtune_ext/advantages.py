@@ -259,7 +259,7 @@ def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> 
 
 
 def _cut(sample: Sample) -> bool:
-    # By max_tokens, a deadline or a limit of a conversation.
+    # By max_tokens or a limit of a conversation.
     return sample.completion.finish_reason in CUT
 
 

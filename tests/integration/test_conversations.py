@@ -63,7 +63,15 @@ def test_what_a_run_of_conversations_logs(run):
     """The gate of 1e-4 nats has passed in every step, on the packed rows."""
     for line in runs.metrics(run)[1:]:
         assert line["pack/labels"] <= line["length/tokens"] and line["episode/read_tokens"] > 5
-        endings = ("completed", "max_turns", "length", "context_overflow", "step_timeout", "environment_failed")
+        endings = (
+            "completed",
+            "max_turns",
+            "length",
+            "context_overflow",
+            "early_stop",
+            "step_timeout",
+            "environment_failed",
+        )
         assert sum(line[f"episode/{ending}"] for ending in endings) == pytest.approx(1.0)
         assert 1 < line["episode/turns"] <= 3 and line["mismatch/mean_abs"] < 1e-4
 

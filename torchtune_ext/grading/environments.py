@@ -22,11 +22,12 @@ from torchtune_ext.tasks.task import Environment, Message, Problem, Score, Task,
 # "max_turns"           it was not done after the last turn that the task allows
 # "length"              a turn was cut by sampling.max_tokens; the environment has not seen it
 # "context_overflow"    the environment's answer and another turn do not fit in engine.max_model_len
+# "early_stop"          a turn was stopped by sampling.early_stop_logprob; the environment has not seen it
 # "step_timeout"        the environment did not answer in time: not the policy's fault, so not trained on
 # "environment_failed"  it raised an error, died, or answered something other than a `Turn`: the same
-ENDINGS = ("completed", "max_turns", "length", "context_overflow", "step_timeout", "environment_failed")
+ENDINGS = ("completed", "max_turns", "length", "context_overflow", "early_stop", "step_timeout", "environment_failed")
 # Endings, and finish reasons of engines, that come from a limit of the run.
-CUT = ("length", "deadline", "max_turns", "context_overflow")
+CUT = ("length", "max_turns", "context_overflow")
 
 
 class Stage:

@@ -62,7 +62,7 @@ PANELS = (
     Panel("Learning", "Tokens read in a conversation", "What the environment answered, and what the template "
           "writes around it. Not sampled, and not trained on.", (("episode/read_tokens", "read"),), unit="int", zero=True),
     Panel("Learning", "Endings of conversations", "Share of the step's conversations that ended so.", (("episode/*", ""),),
-          unit="percent", style="stack", zero=True, order=ENDINGS, colors=(3, 7, 2, 4, 1, 5)),
+          unit="percent", style="stack", zero=True, order=ENDINGS, colors=(3, 7, 2, 4, 6, 1, 5)),
     Panel("Learning", "Groups", "With a signal, and without (all rewards equal).",
           (("groups/used", "signal"), ("groups/no_signal", "no signal")), unit="int", zero=True),
     Panel("Learning", "Signal by level", "Share of the latest groups of a level whose rewards differ, by which `NearLevel` "

@@ -15,7 +15,7 @@ from letter_tokens import LetterTokenizer
 from scripted_environments import Scripted, Sticky
 from waiting import wait_until
 
-from torchtune_ext.grading.environments import Environments, Seat
+from torchtune_ext.grading.environments import ENDINGS, Environments, Seat
 from torchtune_ext.groups import group_json, group_of
 from torchtune_ext.packing import pack
 from torchtune_ext.rollout import GroupStream, Unfinished
@@ -158,6 +158,7 @@ def test_a_group_is_with_one_environment_and_its_random_numbers(environments):
         ("win", "completed", "scored", 1.0, ""),
         ("more 1", "max_turns", "scored", 3.0, ""),
         ("more 1|length", "length", "scored", 0.0, ""),
+        ("more 1|early_stop", "early_stop", "scored", 0.0, ""),
         ("more 00000000000001", "context_overflow", "scored", 2.0, ""),
         ("raises", "environment_failed", "infra_failed", None, "KeyError: 'lost'"),
         ("dies", "environment_failed", "infra_failed", None, "the environment's process died: signal SIGKILL"),
@@ -187,6 +188,7 @@ def test_how_conversations_end(environments, says, ending, kind, reward, cause):
     """Beside each one is another that wins, in the same group: a failure is its own conversation's only."""
     (group,), _ = play(environments, lambda prompt, i: says if i == 0 else "win", samples=2)
     sample, other = group.samples
+    assert ending in ENDINGS  # so the shares of all endings add up to 1
     assert (sample.completion.finish_reason, sample.outcome.kind) == (ending, kind)
     assert (sample.score and sample.score.reward) == reward and (reward is not None or cause in sample.outcome.cause)
     assert (other.completion.finish_reason, other.score.reward) == ("completed", 1.0)
