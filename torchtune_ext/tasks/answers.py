@@ -1,4 +1,4 @@
-r"""Finds the answer in a text, and compares it with the right one by math-verify.
+r"""Finds the answer in a text, and grades it against the right one.
 
 Only the text after the last `</think>` is read. The first of these rules that finds an answer counts:
 
@@ -6,55 +6,53 @@ Only the text after the last `</think>` is read. The first of these rules that f
 2. With `brackets`, the last [...].
 3. `#### 72` in the last line, as GSM8K writes it.
 4. The last "answer is ..." or "Answer: ...".
-5. In the last `TAIL_CHARS` characters, the last joined values: "2, 3 or 5" is one list.
-6. The one expression that math-verify chooses in the same characters.
+5. With `unmarked: last_number`, the value at the end of the last `TAIL_CHARS` characters: "2, 3 or 5" is one list.
 
-Answers are equal when they are the same text, the same plain number, or the same for math-verify: values (1/2 = 0.5, to
-six decimals), sets in any order, tuples, intervals, equations. Units (`values.py`) are left out.
-
-Some answers take forever (10^{10^{10}}), so `grade` must run in the processes of `torchtune_ext.grading`, which end it
-at its deadline. Metric `groups/infra_failed` counts such groups. If it grows, the policy has found such answers: then
-subclass the task and give them a reward yourself.
+`equality.py` says when an answer is right. Where a text is ambiguous, it gets no reward. An answer that takes longer
+than `LIMIT_S` to compare is wrong, and counted in the part `timed_out`.
 """
 
+import contextlib
 import importlib.util
-import logging
 import re
-from dataclasses import replace
-from decimal import Decimal
-from functools import lru_cache
+import signal
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.tasks.equality import equal, is_name, readable
+from torchtune_ext.tasks.formulas import letters, normalize
 from torchtune_ext.tasks.task import Score
-from torchtune_ext.tasks.values import SENTENCE_END, STYLES, changes_value, joined_values, without_unit, word_behind
+from torchtune_ext.tasks.values import SENTENCE_END, last_values
 
 MAX_CHARS = 1000  # characters of an answer; a longer answer is wrong, unless the right one is more than half as long
-TAIL_CHARS = 2000  # characters at the end of a text without a mark, which are searched for values or an expression
+TAIL_CHARS = 2000  # characters at the end of a text without a mark, which are searched for values
+LIMIT_S = 3.0  # seconds for one comparison, well below the deadline of a grading process
 FORMATS = ("box", "think")
+UNMARKED = ("last_number", "none")
 
 # A box with braces, or one without, around what follows a space: \boxed 7.
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))")
+_BOX = re.compile(
+    r"(?:\\(?:boxed|fbox|framebox)|(?<![\w\\])boxed(?=\{))\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))"
+)
+_BOX_MARK = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])|(?<![\w\\])boxed\{")
 _BRACKETS = re.compile(r"(?<!\\)\[([^\[\]]*[^\[\]\\])\]")
 _HASHES = re.compile(r"(?:(?!####).)*####\s*:?\s*(\S.*)")
-_PHRASE = re.compile(r"\banswer\b[*_\s]*(?:is|:|=)[*_:\s]*", re.IGNORECASE)
+_PHRASE = re.compile(r"\banswer\b[*_\s]{0,9}(?:is|:|=|\n)[*_:\s]{0,9}", re.IGNORECASE)
 # A semicolon ends a clause only if no number follows soon after it.
-_CLAUSE_END = re.compile(r"[.!?](?=\s|$)|;\s(?![^\n]{0,80}\d)|,?\s(?:because|since|so|which)\b")
-# Clauses such as "the largest $n$ is 34": a subject that is no number, one verb, the answer. Words such as "or" and
-# "if" would leave the answer open.
-_STATED = re.compile(
-    r"(?!.*\b(?:or|if|unless|either|not|but)\b)[A-Za-z$\\(](?:(?!\b(?:is|are|equals)\b)[^,;:?])*\s(?:is|are|equals)\s+"
-    r"((?:(?!\b(?:is|are|equals)\b).)+)",
-    re.IGNORECASE,
+_CLAUSE_END = re.compile(
+    r"(?<!\\)[.!?](?=\s|$)|;\s(?![^\n]{0,80}\d)|,?\s(?:because|since|so|which)\b|\s\((?:because|since|as|i\.e)\b"
 )
 _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,234,567
-_PLAIN = re.compile(r"(?:0|-?[1-9][0-9]{0,14})|-?(?:0|[1-9][0-9]{0,8})\.[0-9]{1,5}|-?[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}")
-_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+|-?[0-9]+/[0-9]+|-?\\frac\{[0-9]+\}\{[0-9]+\}")
-_NARROW = re.compile(r"\\!\s*")  # 11,\! 111
-_SCIENTIFIC = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,3})")
-_STYLE = re.compile(rf"\\(?:{STYLES})\s*\{{([^{{}}]*)\}}")
-_SYMBOL = re.compile(rf"\\(?:{STYLES})\s*\{{\s*([A-Za-z0-9])\s*\}}")
-_PERCENT = re.compile(rf"(\\(?:{STYLES})\s*\{{\s*)?\b(?:per\s?cent(?:age)?|pct)\b(?(1)\s*\}})", re.IGNORECASE)
+_LABEL = re.compile(r"(\\?[A-Za-z][\w\\{}']{0,20}(?:\([^()\s]{1,9}\))?)\s*=\s*\$?\s*$")
+_ITEM = re.compile(r"\s*(?:[-*•]|\(?\w{1,3}[.):]|(?:option|case|candidate|choice)\s*\w{1,3}\W)\s*", re.IGNORECASE)
+_DOUBT = re.compile(
+    r"(?:\b(?:not|never|cannot|wrong|incorrect|unlike|except|than)\b|n't\b)(?:\s+[\w$]+){0,4}[\s$(*:]*$", re.IGNORECASE
+)
+_QUESTION = re.compile(r"[\s$).*]{0,9}\?")
+_OTHERWISE = re.compile(r"[\s$.,)*]{0,20}(?:or|alternatively|maybe)\b", re.IGNORECASE)
+_FORMULA = re.compile(r"[-+*/^=!_\\|]|\d[A-Za-z]|[A-Za-z]\(")
 
 
 # ---- extraction
@@ -69,12 +67,29 @@ def spoken(text: str) -> str:
 
 def last_box(text: str) -> str | None:
     r"""Returns what the last \boxed{...} or \fbox{...} holds ("\boxed 7": 7), or None without one that is closed."""
-    boxes = last_boxes(text)
-    return boxes[-1] if boxes else None
+    spans = _last_boxes(text)
+    return spans[-1][0] if spans else None
 
 
 def last_boxes(text: str) -> list[str] | None:
-    """Returns what the boxes of the last sentence with a box hold, in order, or None as `last_box` does."""
+    """Returns what the boxes of the last sentence with a box hold, in order, or None as `last_box` does. Of several
+    boxes, those after a name have it: "x = 3". The list is empty if the words around the last box deny it."""
+    spans = _last_boxes(text)
+    if not spans:
+        return None
+    line = text[: spans[-1][1]].rpartition("\n")[2][-200:]
+    clause = re.split(r"[,;:.!?](?=\s)|\b(?:so|that|then|hence|thus|but)\b", line)[-1]
+    if _QUESTION.match(text, spans[-1][2]) or _DOUBT.search(clause):
+        return []
+    held = []
+    for content, start, _ in spans:
+        label = _LABEL.search(text, max(0, start - 60), start) if len(spans) > 1 else None
+        held.append(f"{label[1]} = {content}" if label and is_name(label[1]) and "=" not in content else content)
+    return held
+
+
+def _last_boxes(text: str) -> list[tuple[str, int, int]]:
+    """Returns what the boxes of the last sentence with a box hold, where they begin and end."""
     # Boxes of earlier sentences do not count. Otherwise a text could answer twice.
     boxes, until = [], len(text)
     for box in reversed(list(_BOX.finditer(text))):
@@ -82,11 +97,11 @@ def last_boxes(text: str) -> list[str] | None:
         # The last box is never closed, or an earlier box contains the one after it.
         if held is None:
             break
-        if boxes and _parts(text[held[1] : until]):
+        if boxes and _parts(text, box.start(), held[1], until):
             break
-        boxes.append(held[0])
+        boxes.append((held[0], box.start(), held[1]))
         until = box.start()
-    return boxes[::-1] or None
+    return boxes[::-1]
 
 
 def _held(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
@@ -106,8 +121,18 @@ def _held(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
     return None
 
 
-def _parts(between: str) -> bool:
-    """Tells whether a sentence ends between two boxes."""
+def _parts(text: str, start: int, end: int, until: int) -> bool:
+    """Tells whether a sentence ends between two boxes, the first from `start` to `end`, the second at `until`."""
+    between = text[end:until]
+    if len(between) > TAIL_CHARS:
+        return True
+    # A question, "or" at the beginning of a sentence and items of a list name candidates, which are one list.
+    sentence = re.split(r"[.!?\n]", between)[-1] if re.search(r"[.!?\n]", between) else ""
+    if _QUESTION.match(between) or _OTHERWISE.match(sentence):
+        return False
+    lines = text[max(0, start - 200) : start].rpartition("\n")[2], between.rpartition("\n")[2]
+    if "\n" in between and all(map(_ITEM.match, lines)):
+        return False
     # Boxes of one list may stand on lines of their own with "and" or "or" between them. Other words on a new line begin
     # a new sentence.
     words = set(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", between))
@@ -115,15 +140,23 @@ def _parts(between: str) -> bool:
 
 
 def after_hashes(text: str) -> str | None:
-    """Returns what follows `####` in the last line that is not empty, without thousands separators, or None."""
+    """Returns what follows `####` in the last line with a digit or `####`, without thousands separators, or None."""
     # In earlier lines `####` may begin a heading.
-    lines = text.rstrip().rsplit("\n", 1)
-    match = _HASHES.match(lines[-1])
-    return _GROUPED.sub("", match[1].strip()) if match else None
+    for line in reversed(text[-TAIL_CHARS:].rstrip().split("\n")):
+        match = _HASHES.match(line)
+        if match or re.search(r"\d", line):
+            return _GROUPED.sub("", match[1].strip()) if match else None
+    return None
 
 
 def after_phrase(text: str) -> str | None:
     """Returns the clause after the last "answer is" or "answer:", or None without one."""
+    found = _last_phrase(text)
+    return None if found is None else found[0]
+
+
+def _last_phrase(text: str) -> tuple[str, int, int] | None:
+    """Returns the clause after the last phrase, where it begins and ends, or None."""
     phrases = list(_PHRASE.finditer(text))
     if not phrases:
         return None
@@ -131,16 +164,16 @@ def after_phrase(text: str) -> str | None:
     first = len(phrases) - 1
     while first and not re.search(r"[.!?]\s|\n", text[phrases[first - 1].end() : phrases[first].start()]):
         first -= 1
-    clause = _CLAUSE_END.split(text[phrases[first].end() :].partition("\n")[0], maxsplit=1)[0].strip()
-    # In "the answer is that the largest n is 34", only 34 is the answer.
-    stated = _STATED.fullmatch(clause)
-    return stated[1] if stated else clause
+    start = phrases[first].end()
+    line = text[start:].partition("\n")[0]
+    clause = _CLAUSE_END.split(line[: 4 * MAX_CHARS], maxsplit=1)[0]
+    return clause.strip(), start, start + len(clause)
 
 
 def extract(text: str, require_box: bool = False, brackets: bool = False) -> str | None:
     """Returns the answer in a text by rules 1 to 4 of this module, or None if these rules find no answer."""
     # A box that is empty or never closed is no answer, and no other rule is tried then.
-    if require_box or "\\boxed" in text or "\\fbox" in text:
+    if require_box or _BOX_MARK.search(text):
         boxes = last_boxes(text)
         return None if boxes is None else ", ".join(dict.fromkeys(boxes))
     if brackets and (contents := _BRACKETS.findall(text)):
@@ -158,9 +191,9 @@ def gold_answer(value: Any) -> str:
         value = int(value)  # a table may hold 145.0 where 145 is meant
     final = extract(str(value))
     answer = str(value).strip() if final is None else final
-    if not tidy(answer):
+    if not letters(normalize(answer)):
         raise Mistake(f"is {value!r:.60}, which holds no answer")
-    # `expression` puts answers into a box, which unmatched braces would end too early or never.
+    # Unmatched braces could not stand in a box.
     if last_box(f"\\boxed{{{answer}}}") != answer:
         raise Mistake(f"is {value!r:.60}: its braces do not match")
     return answer
@@ -171,47 +204,7 @@ def thinks(text: str) -> bool:
     return text.lstrip().startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
 
 
-# ---- equality
-
-
-def tidy(answer: str) -> str:
-    r"""Returns an answer without what never changes its value: math signs, dollars, spacing, emphasis, a full stop."""
-    answer = _NARROW.sub("", answer)
-    for useless in ("\\$", "$", "\\(", "\\)", "\\,", "\\;"):
-        answer = answer.replace(useless, "")
-    answer = answer.replace("{,}", ",").replace("\N{MINUS SIGN}", "-")
-    # \[ ... \] are math signs, but in "\left\[" the same characters are a bracket.
-    if "\\left" not in answer:
-        answer = answer.replace("\\[", "").replace("\\]", "")
-    answer = answer.strip().strip("*").strip()
-    answer = answer[:-1].rstrip() if answer.endswith((".", ",")) else answer
-    # math-verify reads e as Euler's number.
-    power = _SCIENTIFIC.fullmatch(answer)
-    return f"{power[1]} \\times 10^{{{int(power[2])}}}" if power else answer
-
-
-def equal(gold: str, answer: str) -> bool:
-    """Tells whether `answer` equals the right answer `gold`. It may never return, so a grading process must run it."""
-    gold, answer = tidy(gold), tidy(answer)
-    if not gold or not answer:
-        return False
-    if _words(gold) == _words(answer):
-        return True
-    # math-verify takes 5% for 5 as well as for 0.05, so a percentage is right only where one is asked for.
-    if _PERCENT.search(answer) and not _percentage(gold):
-        return False
-    # What the patterns below and math-verify may not finish is rejected here, with reward 0. A sample that hangs is not
-    # trained on, so a policy would never unlearn to write such answers, while it unlearns wrong ones.
-    if _too_long(gold, answer) or _foreign_digits(answer):
-        return False
-    # A style may enclose the whole answer, value and unit: \text{18 dollars}. Where the right answer is a number,
-    # letters are a unit and no variables.
-    whole = _STYLE.fullmatch(answer)
-    answer = without_unit(whole[1].strip() if whole else answer, variables=not _NUMBER.fullmatch(gold))
-    numbers = _plain(gold), _plain(answer)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    return verified(gold, expression(answer))
+# ---- verdicts
 
 
 def _too_long(gold: str, answer: str) -> bool:
@@ -221,112 +214,90 @@ def _too_long(gold: str, answer: str) -> bool:
 def all_equal(gold: str, answers: list[str]) -> bool:
     """Tells whether several answers are right: each of them equals `gold`, or only the whole list does."""
     # If some are right and others wrong, the text has only listed candidates.
-    if any(_too_long(gold, answer) for answer in answers):
+    answers = list(dict.fromkeys(answers))
+    if not answers or any(_too_long(gold, answer) for answer in answers):
         return False
     verdicts = {equal(gold, answer) for answer in answers}
-    values = (without_unit(tidy(answer), variables=False) for answer in answers)
-    return verdicts == {True} or (len(answers) > 1 and True not in verdicts and equal(gold, ", ".join(values)))
+    return verdicts == {True} or (len(answers) > 1 and True not in verdicts and equal(gold, ", ".join(answers)))
 
 
-def expression(answer: str) -> list:
-    """Parses an answer with math-verify: a sympy object and the text itself, or only the text if it cannot be read."""
-    # With "first_match", no part of an unreadable answer is searched for an expression. The time-outs of math-verify
-    # work by signals, which fail in threads, so they are off here and below.
-    answer = _PERCENT.sub(r"\\%", _SYMBOL.sub(r" \1", answer))
-    return _library().parse(f"\\boxed{{{answer}}}", [_latex()], extraction_mode="first_match", parsing_timeout=None)
-
-
-def search(text: str) -> list:
-    """Searches a text with math-verify. Returns a list as `expression` does, empty if nothing is found."""
-    library = _library()
-    return library.parse(_SYMBOL.sub(r" \1", text), [_latex(), library.ExprExtractionConfig()], parsing_timeout=None)
-
-
-def verified(gold: str, guesses: list) -> bool:
-    """Tells whether the first of `guesses` equals `gold`."""
-    # math-verify would accept a match among any of the guesses. A text has only one.
-    right = _gold_expressions(tidy(gold))
-    return _library().verify(right, guesses[:1], float_rounding=_decimals(right), timeout_seconds=None)
-
-
-def unmarked(gold: str, tail: str) -> tuple[bool, bool]:
-    """Tells whether the end of a text has an answer by rules 5 and 6 of this module, and whether that is right."""
+def in_words(gold: str, text: str) -> tuple[bool, bool]:
+    """Tells whether the end of a text without a mark has an answer, and whether that is right."""
+    tail = text[-TAIL_CHARS:]
     # Whatever the rules would find in it, the right answer itself is right.
-    if _words(tidy(tail)) == _words(tidy(gold)):
+    if letters(normalize(tail)) == letters(normalize(gold)):
         return True, True
-    values = joined_values(tail)
-    if len(values) > 1:
-        return True, all_equal(gold, values)
-    read = [] if _foreign_digits(tail) else search(tail)
-    if not read:
-        return False, False
-    # math-verify reads "5 million" and "5 tenths" as 5.
-    behind, text = word_behind(tail), str(read[-1])
-    if changes_value(behind) and not (_PERCENT.fullmatch(behind) and _percentage(gold)):
+    values = last_values(tail)
+    return values is not None, bool(values) and all_equal(gold, values)
+
+
+def stated(gold: str, text: str) -> tuple[bool, bool]:
+    """Tells whether the phrase "answer is" is followed by an answer, and whether that is right."""
+    clause, start, end = _last_phrase(text)
+    if _too_long(gold, clause) or _OTHERWISE.match(text, end):
         return True, False
-    # Inside math signs, a unit may follow the value. Then the value without it is compared.
-    return True, verified(gold, read) or (without_unit(text) != text and equal(gold, text))
+    if equal(gold, clause):
+        return True, True
+    # In "the answer is the number of apples, which is 3" and "To find the answer: add 3 and 4", the value comes later.
+    words = re.sub(r"\\[A-Za-z]+|\$[^$]*\$", " ", clause)
+    if not re.search(r"[A-Za-z]{3,}", words):
+        return bool(letters(normalize(clause))), False
+    return in_words(gold, text[start:])
 
 
-def _percentage(gold: str) -> bool:
-    return "%" in gold or bool(_PERCENT.search(gold))
+def echoes(gold: str, answers: list[str], question: str) -> bool:
+    """Tells whether an answer is a formula of the question that still has to be worked out."""
+    # A number in its final form may stand in the question as well.
+    asked = _bare(question)
+    for answer in answers:
+        copied = _bare(answer)
+        if copied == _bare(gold) or len(copied) < 3 or not _FORMULA.search(copied.lstrip("-+")) or is_final(answer):
+            continue
+        at = asked.find(copied)
+        while at >= 0:
+            around = asked[at - 1 : at] + asked[at + len(copied) : at + len(copied) + 1]
+            if not re.search(r"[A-Za-z0-9^_]", around):
+                return True
+            at = asked.find(copied, at + 1)
+    return False
 
 
-def readable(gold: str) -> bool:
-    """Tells whether math-verify can read the right answer. Otherwise it is compared as text."""
-    gold = tidy(gold)
-    return _plain(gold) is not None or any(not isinstance(e, str) for e in _gold_expressions(gold))
+def is_final(answer: str) -> bool:
+    """Tells whether an answer is a number, a fraction in lowest terms or a name, which nothing can simplify."""
+    import math
+
+    text = normalize(answer)
+    fraction = re.fullmatch(r"-?(?:\\frac\{(\d{1,9})\}\{(\d{1,9})\}|(\d{1,9})/(\d{1,9}))", text.replace(" ", ""))
+    if fraction:
+        return math.gcd(int(fraction[1] or fraction[3]), int(fraction[2] or fraction[4])) == 1
+    return re.fullmatch(r"[-+]?[\d.,]+(?:\^\\circ|\\?%)?|\\[A-Za-z]+|\\text\{.*", text) is not None
 
 
-def _words(answer: str) -> str:
-    """Returns the text that is compared letter by letter, without styles."""
-    plain = " ".join(_STYLE.sub(r"\1", answer).split())
-    # In words the case does not matter. In formulas and single letters, which may be variables, it does.
-    return plain.casefold() if len(plain) > 1 and plain.replace(" ", "").isalpha() else plain
+def _bare(text: str) -> str:
+    return re.sub(r"\\left|\\right|\\[,;:!]|[\s${}]", "", text).replace("dfrac", "frac").replace("tfrac", "frac")
 
 
-def _plain(answer: str) -> Decimal | None:
-    """Returns the value of an integer (at most 15 digits) or a decimal (at most 5 digits after the point), or None."""
-    # The rounding of math-verify to six decimals does not change such numbers, so they need no library. Most answers of
-    # GSM8K and AIME are such numbers.
-    return Decimal(answer.replace(",", "")) if _PLAIN.fullmatch(answer) else None
+class _Hung(BaseException):
+    """A comparison took longer than `LIMIT_S`. Libraries must not catch it, so it is no `Exception`."""
 
 
-def _foreign_digits(text: str) -> bool:
-    return not text.isascii() and any(c.isdecimal() and not c.isascii() for c in text)
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises `_Hung` inside of the block after some seconds. Outside of the main thread there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
+    def stop(_signal: int, _frame: Any) -> None:
+        raise _Hung
 
-def _decimals(right: list) -> int:
-    """Returns the number of decimals to which math-verify rounds: six, or more for a small right answer."""
-    # Rounded to six decimals, 0.0000001 would equal 0.
-    if right and getattr(right[0], "is_number", False):
-        size = abs(right[0].evalf(3))
-        if size.is_finite and 0 < size < 1e-4:
-            return 3 + len(str(int(1 / size)))
-    return 6
-
-
-# All samples of a problem have the same right answer.
-@lru_cache(maxsize=1024)
-def _gold_expressions(gold: str) -> list:
-    return expression(without_unit(gold))
-
-
-@lru_cache(maxsize=1)
-def _latex() -> Any:
-    # With units=True, math-verify drops any \text at the end, also "million". `values.py` removes units instead.
-    defaults = _library().LatexExtractionConfig()
-    return replace(defaults, normalization_config=replace(defaults.normalization_config, units=False))
-
-
-@lru_cache(maxsize=1)
-def _library() -> Any:
-    # The import takes half a second, most of it for sympy.
-    import math_verify
-
-    # It warns that its time-outs are off, which is intended.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 # ---- the grader
@@ -336,7 +307,8 @@ class MathGrader:
     r"""Grades a text against a right answer: reward 1.0 if the answer in the text is right, else 0.0.
 
     Parts of the score: "accuracy", 1.0 for a right answer; "format", 1.0 for an answer in a box (or, with
-    format="think", one closed thought before the rest); "failed", 1.0 when the text holds no answer.
+    format="think", one closed thought before the rest); "failed", 1.0 when the text holds no answer; "timed_out", 1.0
+    when the comparison took longer than `LIMIT_S`, and then the reward is 0.
 
     Args:
         require_box: only an answer in \boxed{} counts.
@@ -344,9 +316,10 @@ class MathGrader:
         brackets: [45] counts as an answer, too; the prompts of Geometry3K ask for this form.
         format: what the part "format" looks for: "box" or "think".
         format_reward: share of the reward for the format: (1 - format_reward) * accuracy + format_reward * format.
+        unmarked: what counts in a text without a box, `####` or "answer is": the "last_number", or "none".
 
     Raises:
-        ValueError: `format` is unknown, `format_reward` is not in [0, 1), or math-verify is not installed.
+        ValueError: `format` or `unmarked` is unknown, `format_reward` is not in [0, 1), or math-verify is not installed.
     """
 
     def __init__(
@@ -356,38 +329,57 @@ class MathGrader:
         brackets: bool = False,
         format: str = "box",
         format_reward: float = 0.0,
+        unmarked: str = "last_number",
     ) -> None:
         if format not in FORMATS:
             raise Mistake(f"format={format!r}: choose one of {', '.join(FORMATS)}")
+        if unmarked not in UNMARKED:
+            raise Mistake(f"unmarked={unmarked!r}: choose one of {', '.join(UNMARKED)}")
         if not 0.0 <= format_reward < 1.0:
             raise Mistake(f"format_reward={format_reward} must lie in [0, 1): it is a share of the reward")
         if importlib.util.find_spec("math_verify") is None:
             raise Mistake("grading mathematics needs math-verify: pip install 'torchtune-ext[math]'")
         self.require_box, self.require_thinking, self.brackets = require_box, require_thinking, brackets
-        self.format, self.format_reward = format, format_reward
+        self.format, self.format_reward, self.unmarked = format, format_reward, unmarked
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        # This loads math-verify in the grading process, so that the first text does not wait for it.
-        expression("1")
+        # This loads the arithmetic in the grading process, so that the first text does not wait for it.
+        equal("x", "x+0")
 
-    def __call__(self, gold: str, text: str) -> Score:
+    def __call__(self, gold: str, text: str, question: str = "") -> Score:
+        """Grades a text. A formula copied from the `question` is right only if it is `gold` letter by letter."""
         # Where thinking is required, a text without a closed thought has no reply.
         reply = spoken(text) if not self.require_thinking or "</think>" in text else ""
         boxes = last_boxes(reply)
-        answer = extract(reply, self.require_box, self.brackets)
-        if answer is not None:
-            has_answer = bool(tidy(answer))
-            right = all_equal(gold, [answer] if boxes is None else boxes)
-        elif self.require_box or "\\boxed" in reply or "\\fbox" in reply:
-            # A box was required, or one is never closed. Nothing else counts then.
-            has_answer, right = False, False
-        else:
-            has_answer, right = unmarked(gold, reply[-TAIL_CHARS:])
+        hung = False
+        try:
+            with _time_limit(LIMIT_S):
+                has_answer, right = self._verdict(gold, reply, boxes, question)
+        except _Hung:
+            has_answer, right, hung = True, False, True
         boxed = has_answer and boxes is not None
         well_formed = float(boxed if self.format == "box" else thinks(text))
-        reward = (1.0 - self.format_reward) * right + self.format_reward * well_formed
-        return Score(reward, {"accuracy": float(right), "format": well_formed, "failed": float(not has_answer)})
+        reward = 0.0 if hung else (1.0 - self.format_reward) * right + self.format_reward * well_formed
+        parts = {"accuracy": float(right), "format": well_formed, "failed": float(not has_answer)}
+        return Score(reward, parts | {"timed_out": float(hung)})
+
+    def _verdict(self, gold: str, reply: str, boxes: list[str] | None, question: str) -> tuple[bool, bool]:
+        """Tells whether a reply has an answer, and whether that is right."""
+        if self.require_box or _BOX_MARK.search(reply):
+            # A box was required, or one is never closed. Nothing else counts then.
+            if not boxes:
+                return boxes is not None, False
+            right = all_equal(gold, boxes) and not (question and echoes(gold, boxes, question))
+            return any(letters(normalize(box[: 2 * MAX_CHARS])) for box in boxes), right
+        answer = extract(reply, brackets=self.brackets)
+        if question and echoes(gold, [answer or "", reply[-MAX_CHARS:]], question):
+            return True, False
+        if answer is not None and (after_hashes(reply) is not None or self.brackets and _BRACKETS.search(reply)):
+            return bool(letters(normalize(answer[: 2 * MAX_CHARS]))), all_equal(gold, [answer])
+        if answer is not None:
+            return stated(gold, reply)
+        return in_words(gold, reply) if self.unmarked == "last_number" else (False, False)
 
 
 def grade(answer: Any, text: str) -> Score:

@@ -1,119 +1,178 @@
-r"""Reads values in prose: which words after a number are its unit, and which values form a list.
+r"""Reads values in prose: the unit of a number, numbers in words, and the value that a text without a mark ends with.
 
 Units: "18 dollars" is 18 and "5 \text{ cm}^2" is 5, but "5 squared", "5 tenths" and "5 or six" are not 5.
 Lists: "3 or 4", "2, 3 and 5" and "A: 3 B: 4" name several values, "12 eggs, so 4 are left" only one.
 """
 
 import re
+from collections import Counter
 
 MAX_WORDS = 3  # words of one phrase of a unit
 MAX_JOINT = 8  # words between two alternatives
+MAX_LINE = 2000  # characters of the line that is searched for a value
 SENTENCE_END = re.compile(r"(?<!\\)[.!?][^\w\s]*\s")
 
-STYLES = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox"
-_STYLED = rf"\\(?:{STYLES})\s*\{{[^{{}}]*\}}"
-# From the first letter after the value to the end of the text, but not from inside a word or a command. Each repetition
-# takes one letter or one group. So there is only one way to match, and backtracking is never slow.
 _TAIL = re.compile(
     r"(?:(?<![A-Za-z\\])|(?![A-Za-z]))"
-    rf"(?:(?:{_STYLED}|[A-Za-z])(?:\^(?:[23]|\{{[23]\}}))?|[\s/~-]|\\[ ,;:]|\\cdot(?=\s*\\[tm])|(?<=[A-Za-z])\.)+$"
+    r"(?:(?:\\text\{[^{}]*\}|[A-Za-z])(?:\^(?:-?\d|\{\s*-?\d\s*\}))?|\\(?:mu|Omega|circ)(?![A-Za-z])|Å"
+    r"|\^\s*(?:\\circ|\{\s*(?:\\circ|\\text\{(?:th|st|nd|rd)\}|th|st|nd|rd)\s*\}|\\text\{(?:th|st|nd|rd)\})"
+    r"|[\s/()-]|\\cdot(?=\s*(?:\\text|[A-Za-z]))|(?<=[A-Za-z])\.)+$"
 )
-_POWER = re.compile(r"\^\{?[23]\}?")
-_STYLE = re.compile(rf"\\(?:{STYLES})\s*\{{([^{{}}]*)\}}")
-_PRODUCT = re.compile(r"[A-Za-z^{}23]+|\s*[A-Za-z]\s*")
+_RAISED = re.compile(r"\^(?:-?\d|\{\s*-?\d\s*\})")
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_PRODUCT = re.compile(r"[A-Za-z^{}\d\s]+")
 _VALUE_END = re.compile(r"[\w})\]%!]$")
-_SPACES = re.compile(r"\\(?:[ ,;:]|cdot)|[~()-]")
-_PREPOSITION = re.compile(r"(?<=\w)\s+(?:per|of|in|an?|each)\b")
-_PER_CENT = re.compile(r"\bper cents?\b")
+_PREPOSITION = re.compile(r"(?<=\w)\s+(?:per|of|in|an?|each|for|on)\b")
 _PLURAL = re.compile(r"[a-z]+[^siu\W\d_]s")  # does not match less, is, plus
-_FRACTION = re.compile(
+_ORDINAL = re.compile(
     r"(?:thir|four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|\w+illion)(?:d|th)s?"
 )
-_LARGE = re.compile(r"(?:ten|dozen|hundred|thousand|\w*illion)s?")
+_LARGE = re.compile(r"(?:ten|dozen|hundred|thousand|\w*illion|lakh|lac|crore|score|gross|myriad|bn|mn|bio|mio|[ck]?k)s?")
+_CURRENCY = {"\\$": "dollar", "US\\$": "dollar", "USD": "dollar", "€": "euro", "\\euro": "euro", "£": "pound", "\\pounds": "pound",
+             "¥": "yen", "₹": "rupee", "Rs.": "rupee", "Rs": "rupee", "INR": "rupee", "EUR": "euro", "GBP": "pound"}  # fmt: skip
+_SIGN = "|".join(re.escape(sign) for sign in sorted(_CURRENCY, key=len, reverse=True))
+_MONEY = re.compile(rf"([-+]?)\s*(?:({_SIGN})\s*(?=[-\d.\\(])(.+)|(.*[\d}})])\s*({_SIGN}))")
+_PERCENT = re.compile(r"(.*?)\s*(?:\\?(%)|\\text\{\s*(?:per\s?cent(?:age)?|pct)\s*\}|(?:per\s?cent(?:age)?|pct))")
 
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_NUMERALS = {word: number for number, word in enumerate(_ONES)} | {word: 10 * n for n, word in enumerate(_TENS, 2)}
 # A word of the next three sets is never part of a unit: it is a number itself, changes the value before it, or joins
 # something to it.
-NUMBERS = set(
-    (
-        "zero one two three four five six seven eight nine eleven twelve thirteen fourteen fifteen sixteen seventeen "
-        "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety half halves quarter quarters twice "
-        "thrice double triple"
-    ).split()
-)
+NUMBERS = set(_NUMERALS) - {"ten"} | set("half halves quarter quarters twice thrice double triple".split())
 OPERATIONS = set(
     (
         "plus minus times over equals squared cubed doubled tripled halved negated inverted factorial factorials root "
         "roots power powers mod modulo choose divided multiplied added subtracted raised log percent percents "
-        "percentage percentages pct negative positive reciprocal reciprocals inverse repeating recurring pi"
+        "percentage percentages pct negative positive reciprocal reciprocals inverse repeating recurring pi off fewer "
+        "more less short below above under greater smaller larger extra"
     ).split()
 )
 JOINTS = set(
     (
         "and or nor xor not no but if when unless otherwise else either neither maybe perhaps possibly alternatively "
-        "is are was vs versus than to from by for with"
+        "is are was vs versus than to from by with"
     ).split()
 )
 # Units without a plural in -s, and singulars. "100 square" is 100, because answers to MATH are often written so.
 MEASURES = set(
     (
         "in mm cm dm km nm ft yd mi mph kph kmh kmph sq square cubic cu mg kg lb oz gal qt pt ml dl cl cc ms sec min hr "
-        "yr am pm rpm hz khz mhz ghz kj kw mw kwh mv ma pa kpa atm mol cal kcal ev db ohm usd eur gbp inr cad aud rs "
+        "hrs yr rpm hz khz mhz ghz kj kw mw kwh mv ma pa kpa atm mol cal kcal ev db ohm usd eur gbp inr cad aud rs "
         "rupee yen yuan won cent dollar euro pound peso unit degree deg radian meter metre liter litre gram kilogram "
         "kilometer kilometre centimeter centimetre mile foot feet inch inches yard acre hectare gallon ounce ton "
         "tonne second minute hour day week month year people men women children teeth geese mice fish sheep deer dice "
-        "celsius fahrenheit kelvin bit byte kb mb gb tb th st nd rd"
+        "celsius fahrenheit kelvin bit byte kb mb gb tb th st nd rd joule newton watt volt ampere mole times unitless "
+        "remaining total altogether overall left"
     ).split()
-)
-# Words that join the values on both sides to a list. Single letters do, too ("A: 3 B: 4"). `_ALTERNATIVES` join if
-# there are few words between the values. The other words of `_JOINING` need a hedge or a comma beside them.
-_ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split())
-_HEDGES = set("and either maybe perhaps possibly option case choice candidate".split())
-_JOINING = _HEDGES | set("but it is are was could might may be".split())
-# A formula between math signs, a fraction, a number, or a number word.
-_VALUE = re.compile(
-    r"\$(?=\S)[^$\n]+(?<=\S)\$(?!\d)|\\\((?:(?!\\\)).)+\\\)|-?\\frac\{\d+\}\{\d+\}"
-    r"|(?<![\w.])[-+]?(?:(?:\d{1,3}(?:[ ,]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?\\?%?"
-    rf"|\b(?:{'|'.join(sorted(NUMBERS))})\b"
-)
-_NEXT_WORD = re.compile(r"[\s~$-]*(?:\\[a-z]+\s*\{\s*)?([Pp]er\s?cent|[A-Za-z]+)")
-_JOINT = re.compile(r"\b(?:and|or)\b")
-_LABEL = re.compile(r"\b[A-Za-z]\s*=")  # x = 3 or x = 4
-_OPERATOR = re.compile(r"[-+*=^<>]")
+) - {"times"}  # fmt: skip
 # The only single letters that are units: meters, grams, seconds, hours, liters. Others are variables, unless a style
 # sets them upright.
 LETTERS = set("mgshlL")
-STYLED_LETTERS = LETTERS | set("NJWVCF")
+STYLED_LETTERS = LETTERS | set("NJWVCFKA")
+_SAME_UNITS = (
+    "meter metre m|kilometer kilometre km|centimeter centimetre cm|millimeter mm|inch inche in|foot feet ft|yard yd|mile mi"
+    "|second sec s|minute min|hour hr h|day|week|month|year yr|gram g|kilogram kg|milligram mg|pound lb|ounce oz|ton tonne"
+    "|liter litre l L|milliliter ml mL|gallon gal|dollar usd|cent|euro eur|degree deg|radian rad|celsius C|fahrenheit F|kelvin K"
+    "|joule J|newton N|watt W|volt V|unit|acre|hectare|mph|kph kmh kmph|rupee rs inr|yen|hz Hz|kilojoule kj kJ|kw kW|dm|nm"
+)
+_UNIT = {word: group.split()[0] for group in _SAME_UNITS.split("|") for word in group.split()}
+_COMPOUND = {"mph": {"mile": 1, "hour": -1}, "kph": {"kilometer": 1, "hour": -1}}
 
 
-def without_unit(answer: str, variables: bool = True) -> str:
-    """Returns the answer without a unit at its end. If letters may be `variables`, "2m" and "2 m" have none."""
-    # Without a value before them, the words are the answer itself.
+# ---- numbers in words, percentages, units
+
+
+def number_word(text: str) -> str | None:
+    """Returns the number that a text of up to four words names ("twenty-one", "negative three", "two hundred"), or None."""
+    words = text.lower().replace("-", " ").split()
+    sign = "-" if words[:1] in (["minus"], ["negative"]) else ""
+    words = words[1:] if sign else words
+    if not words or len(words) > 4:
+        return None
+    if sign and len(words) == 1 and re.fullmatch(r"\d+(?:\.\d+)?", words[0]):
+        return sign + words[0]
+    total, last = 0, ""
+    for word in words:
+        if word in ("hundred", "thousand") and last:
+            total *= 100 if word == "hundred" else 1000
+        elif word == "and" and last == "hundred":
+            continue
+        elif word in _NUMERALS and (not last or last == "hundred" or last == "thousand" or (last in _TENS and 0 < _NUMERALS[word] < 10)):
+            total += _NUMERALS[word]
+        else:
+            return None
+        last = word
+    return f"{sign}{total}"
+
+
+def split_percent(text: str) -> tuple[str, bool] | None:
+    """Returns the value of a percentage, and whether it has the sign % and not the word; None if it is none."""
+    match = _PERCENT.fullmatch(text) if text.endswith(("%", "cent", "centage", "pct", "}")) else None
+    return (match[1], match[2] is not None) if match and match[1] else None
+
+
+def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
+    """Returns a normalized answer without its unit, and the unit. If letters may be `variables`, "2m" has no unit."""
+    money = _MONEY.fullmatch(answer)
+    if money:
+        rest, unit = money[1] + (money[3] or money[4]), _CURRENCY[money[2] or money[5]]
+        return split_unit(rest, variables)[0], unit
     tail = _TAIL.search(answer)
+    # Without a value before them, the words are the answer itself.
     if tail is None or not _VALUE_END.search(value := answer[: tail.start()].rstrip()):
-        return answer
-    if variables and _PRODUCT.fullmatch(tail[0]):
-        return answer
-    styled = _STYLE.fullmatch(tail[0].strip())
-    words = _STYLE.sub(r" \1 ", _POWER.sub("", tail[0]))
+        return answer, ""
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value) and "circ" in tail[0]:
+        return answer, ""
+    written = tail[0].strip()
+    if not tail[0].strip("() "):
+        return answer, ""
+    styled = _TEXT.fullmatch(_RAISED.sub("", written))
     upright = styled is not None and styled[1].strip() in STYLED_LETTERS
+    if variables and _PRODUCT.fullmatch(written) and not re.search(r"[A-Za-z]{3}| (?:in|cm|km|ft|kg|mm)$", " " + written):
+        return answer, ""
+    if not variables and re.fullmatch(r"[NJWVK]|°?[CF]", written) and answer[tail.start()] == " ":
+        upright = True
+    words = spelled(written)
     # After 1, a unit is in the singular.
-    return value if upright or is_unit(words, singular=value in ("1", "-1")) else answer
+    return (value, words) if upright or is_unit(words, singular=value in ("1", "-1")) else (answer, "")
+
+
+def spelled(unit: str) -> str:
+    """Returns a unit in words and exponents, such as "m per s^2"."""
+    unit = _TEXT.sub(r" \1 ", unit)
+    unit = re.sub(r"\^\s*\{?\s*(?:\\circ|th|st|nd|rd)\s*\}?|\\circ", " deg ", unit)
+    unit = re.sub(r"\\mu\s*|\\Omega", lambda sign: "u" if "mu" in sign[0] else " ohm ", unit).replace("Å", " angstroms ")
+    unit = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1 ", unit)
+    unit = re.sub(r"\b(sq|ft|in|cu|yd|hr|min|sec|lb|oz)\.", r"\1 ", unit)
+    return " ".join(re.sub(r"\\(?:cdot|[ ,;:])|[~()]|(?<!\^)-", " ", unit).replace("/", " per ").split())
 
 
 def is_unit(words: str, singular: bool = False) -> bool:
     """Tells whether words name a unit, such as "miles per hour"; with `singular`, also "apple"."""
     # No list of units can be complete, but the words that change a value are few and known. So a unit is recognized by
     # its form: phrases of a few words, none of which is a number ("million"), an operation ("times") or a joint ("or").
-    words = _SPACES.sub(" ", words).replace("/", " per ").replace(".", "").strip()
+    words = re.sub(r"\^-?\d", "", words.replace(".", "")).strip()
+    every = words.split()
+    if words in ("in total", "in all", "deg C", "deg F"):
+        return True
     phrases = [phrase.split() for phrase in _PREPOSITION.split(words)]
-    every = [word for phrase in phrases for word in phrase]
-    if not phrases[0] or max(map(len, phrases)) > MAX_WORDS or _PER_CENT.search(words):
+    if words.startswith("of the "):
+        phrases[0] = every[2:]
+    if not phrases[0] or max(map(len, phrases)) > MAX_WORDS or re.search(r"\bper cents?\b", words):
         return False
-    if not all(word in LETTERS if len(word) == 1 else _neutral(word.lower()) for word in every):
+    if not all(
+        word in LETTERS or (index and every[index - 1] == "of") if len(word) == 1 and word != "a" else _neutral(word.lower())
+        for index, word in enumerate(every)
+    ):
         return False
-    # A plural or a known measure shows that the first phrase has a noun, unlike "over" or "left".
+    # A plural or a known measure shows that the first phrase has a noun, unlike "over".
     return singular or any(
-        word in LETTERS or word.lower() in MEASURES or _PLURAL.fullmatch(word.lower()) for word in phrases[0]
+        word in LETTERS or word.lower() in MEASURES or word in ("um", "uum") or _PLURAL.fullmatch(word.lower())
+        for word in phrases[0]
     )
 
 
@@ -125,29 +184,202 @@ def changes_value(word: str) -> bool:
     """Tells whether a word after a number changes its value: "5 million", "5 tenths", "5 squared"."""
     if word in MEASURES:
         return False
-    return word in NUMBERS or word in OPERATIONS or bool(_FRACTION.fullmatch(word) or _LARGE.fullmatch(word))
+    stems = {word, word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("ies") + "y"}
+    return bool(stems & NUMBERS) or word in OPERATIONS or bool(_ORDINAL.fullmatch(word) or _LARGE.fullmatch(word))
 
 
-def joined_values(text: str) -> list[str]:
-    """Returns the last value of a text (a number, number word or formula with a digit), after those joined to it."""
-    # From the last value backwards, for as long as the text between two values joins them.
-    line, values = _last_line(text)
-    tail = values[-1:]
-    for value, following in zip(values[-2::-1], values[:0:-1], strict=True):
-        if not _joins(line[value.end() : following.start()]):
+def contradict(unit: str, other: str) -> bool:
+    """Tells whether two units are known and different, such as m and km, minutes and hours, cm and cm^2."""
+    first, second = measure(unit), measure(other)
+    if first is None or second is None or ("unit" in first) != ("unit" in second):
+        return False
+    return first != second
+
+
+def measure(unit: str) -> dict | None:
+    """Returns the exponent of each known unit in words such as "m per s^2", or None if a word is unknown."""
+    result: Counter = Counter()
+    sign, next_power = 1, 1
+    for word in unit.split():
+        word, _, power = word.partition("^")
+        lower = word.lower()
+        if lower == "per":
+            sign = -1
+        elif lower in ("square", "sq", "cubic", "cu"):
+            next_power = 3 if lower in ("cubic", "cu") else 2
+        elif lower in ("squared", "cubed") and result:
+            result[last] *= 3 if lower == "cubed" else 2
+        else:
+            known = _UNIT.get(word) or _UNIT.get(lower) or _UNIT.get(lower.removesuffix("s")) or _UNIT.get(lower.removesuffix("es"))
+            if known is None:
+                return None
+            last = known
+            for name, exponent in _COMPOUND.get(known, {known: 1}).items():
+                result[name] += sign * exponent * next_power * int(power or 1)
+            next_power = 1
+    if next_power != 1:
+        result["unit"] += next_power
+    if "celsius" in result or "fahrenheit" in result:
+        result.pop("degree", None)
+    return dict(result) or None
+
+
+# ---- values in prose
+
+# Words that join the values on both sides to a list. Single letters do, too ("A: 3 B: 4"). `_ALTERNATIVES` join if
+# there are few words between the values. The other words of `_JOINING` need a hedge or a comma beside them.
+_ALTERNATIVES = set("or if unless else otherwise alternatively versus vs".split())
+_HEDGES = set("and either maybe perhaps possibly option case choice candidate".split())
+_JOINING = _HEDGES | set("but it is are was could might may be".split())
+_JOINT = re.compile(r"\b(?:and|or)\b")
+_LABEL = re.compile(r"\b[A-Za-z]\s*=")  # x = 3 or x = 4
+_OPERATOR = re.compile(r"[-+*=^<>]")
+_NEGATION = re.compile(
+    r"\b(?:not|never|cannot|neither|nor|without|except|wrong|incorrect|instead of|unlike|anything but|rather than)\b|n't\b", re.IGNORECASE
+)
+_CLAUSE = re.compile(r"[,;:.!?](?=\s)|\b(?:so|then|therefore|thus|hence|because|since)\b", re.IGNORECASE)
+_BOUND = set("than least most exceed exceeds exceeding maximum minimum under below above beyond between".split())
+_CHANGING = set(
+    "minus negative root roots half twice double triple thrice over times power mod modulo plus log sqrt square cube up "
+    "almost nearly".split()
+)
+_PARTS = set("half third quarter root roots out log logarithm factorial square cube multiple multiples percent twice double reciprocal inverse negative part parts power one".split())  # fmt: skip
+_NUMBERED = set(
+    "step steps problem question part case figure fig example equation eq option chapter section exercise page line method "
+    "theorem lemma item no number table attempt round candidate candidates choice version".split()
+)
+_FORMULA = re.compile(r"\$\s*([^$\n]+?)\s*\$(?!\d)|\\\(\s*((?:(?!\\\)).)+?)\s*\\\)|\\\[\s*((?:(?!\\\]).)+?)\s*\\\]")
+_FUNCTIONS = "sqrt|log|ln|sin|cos|tan|plus|minus|divided by|multiplied by|mod"
+_PIECE = re.compile(
+    rf"(?P<formula>\x01\d+\x01)|(?P<word>(?!(?:{_FUNCTIONS})\b)[A-Za-z](?:[A-Za-z]|['’-](?=[A-Za-z]))+)|(?P<number>(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    rf"|(?P<math>(?:{_FUNCTIONS})\b|\\[A-Za-z]+|\\[%$]|[A-Za-z]|[-+*/=^<>(){{}}|!%$_−–×÷·π√∞≤≥≠≈°²³½¼¾€£¥]|[:,.](?=\d))|(?P<blank>\s+)|(?P<other>.)"
+)
+_WORDS_FOR_SIGNS = (("divided by", "/"), ("multiplied by", "*"), ("plus", "+"), ("minus", "-"))
+
+
+def last_values(text: str) -> list[str] | None:
+    """Returns the value that a text ends with, or several values that are joined to a list; [] if words around it change
+    or deny it, and None without any value."""
+    line, formulas = _last_line(text)
+    runs = _runs(line)
+    values = [run for run in runs if _is_value(run[2], line, run[1], formulas)]
+    if not values:
+        return None
+    chosen = [values[-1]]
+    for run in values[-2::-1]:
+        if not _joins(line[run[1] : chosen[-1][0]]):
             break
-        tail.append(value)
-    return [value[0] for value in tail[::-1]]
+        chosen.append(run)
+    start, end = chosen[-1][0], chosen[0][1]
+    if _refused(line, start, end, values[: -len(chosen)], len(chosen)) or _listed(text, line):
+        return []
+    return [_written(run[2], formulas) for run in chosen[::-1]]
 
 
-def _last_line(text: str) -> tuple[str, list[re.Match]]:
-    """Returns the last line that has a value, and its values."""
-    # A list is assumed not to go beyond its line.
+def _last_line(text: str) -> tuple[str, list[str]]:
+    """Returns the last line that has a value, with its formulas replaced by marks, and the formulas."""
+    formulas: list[str] = []
+
+    def mark(match: re.Match) -> str:
+        held = match[1] or match[2] or match[3]
+        words = re.sub(r"\\[A-Za-z]+(?:\{[^{}]*\})?", " ", held)
+        if match[1] and re.search(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}|\w\s*,\s+[A-Za-z]{2,}|^\s*[.,;]", words):
+            return match[0]
+        formulas.append(held)
+        return f"\x01{len(formulas) - 1}\x01"
+
+    text = _FORMULA.sub(mark, re.sub(r"\$\$", "$", text.replace("\x01", " "))[-MAX_LINE:])
     for line in reversed(text.split("\n")):
-        values = [v for v in _VALUE.finditer(line) if v[0].isalpha() or any(map(str.isdigit, v[0]))]
-        if values:
-            return line, values
-    return "", []
+        line = re.sub(r"[*`\"“”]", "", line)
+        line = re.sub(r"^\s*\(?\d{1,2}[.)]\s+(?=\S*[A-Za-z])", "", line)
+        if re.search(r"\d", line.replace("\x01", " ")) or set(re.findall(r"[a-z]+", line.lower())) & set(_NUMERALS):
+            return line, formulas
+    return "", formulas
+
+
+def _runs(line: str) -> list[tuple[int, int, str]]:
+    """Returns the runs of numbers, signs and single letters in a line, where they begin and end."""
+    result: list[tuple[int, int, str]] = []
+    start = end = -1
+    for piece in _PIECE.finditer(line):
+        kind, token = piece.lastgroup, piece[0]
+        if kind == "blank":
+            continue
+        alone = kind == "math" and token in ("a", "A", "I") and line[end:end + 1] in ("", " ") and line[piece.end() : piece.end() + 1] == " "
+        word = kind in ("word", "other") or alone
+        if kind == "formula" or word:
+            if start >= 0:
+                result.append((start, end, line[start:end]))
+            start = -1
+            if kind == "formula" or (kind == "word" and token.lower() in _NUMERALS):
+                result.append((piece.start(), piece.end(), token))
+            continue
+        start = piece.start() if start < 0 else start
+        end = piece.end()
+    if start >= 0:
+        result.append((start, end, line[start:end]))
+    return result
+
+
+def _is_value(run: str, line: str, end: int, formulas: list[str]) -> bool:
+    if run.startswith("\x01"):
+        return any(map(str.isdigit, formulas[int(run.strip("\x01"))])) or not line[end:].strip(" .,;:!?$*")
+    return run.lower() in _NUMERALS or any(map(str.isdigit, run))
+
+
+def _written(run: str, formulas: list[str]) -> str:
+    if run.startswith("\x01"):
+        return formulas[int(run.strip("\x01"))]
+    run = run.strip()
+    if run.endswith("!") and not re.search(r"\d!", run[:-1]):
+        run = run[:-1]
+    for words, sign in _WORDS_FOR_SIGNS:
+        run = run.replace(words, sign)
+    run = run.removesuffix(")") if run.count(")") > run.count("(") else run
+    return run.removeprefix("(") if run.count("(") > run.count(")") else run
+
+
+def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool:
+    """Tells whether the words around a value change it, deny it, or only number something with it."""
+    before, after = line[:start], line[end:]
+    clause = _CLAUSE.split(before)[-1]
+    words = [word.lower() for word in re.findall(r"[A-Za-z]+(?:'[a-z]+)?", clause)]
+    near = words[-1:] if words[-1:] and words[-1] not in ("a", "an", "the", "about", "only", "just") else words[-2:-1]
+    if _NEGATION.search(clause) or re.match(r"[^.!?\n]{0,20}\b(?:not|wrong|incorrect)\b|\s*(?:is|was)n't\b", after):
+        return True
+    if _BOUND & set(words[-5:]) or set(near) & (_CHANGING | _NUMBERED):
+        return True
+    if near == ["of"] and (set(words[-3:-1]) & _PARTS or any(map(changes_value, words[-3:-1]))):
+        return True
+    if earlier and near in (["to"], ["from"], ["by"]) and not line[earlier[-1][1] : start].strip(" \x01").removesuffix(near[0]).strip():
+        return True
+    if earlier and near == ["from"]:
+        return True
+    if re.match(r"\s*or\b", before, re.IGNORECASE) and count == 1:
+        return True
+    glued = re.match(r"[-’']?([A-Za-z]{2,})", after)
+    if glued and not is_unit(glued[1]) and glued[1] not in ("st", "nd", "rd", "th"):
+        return True
+    if re.match(r"[+#_@&]", after) or re.search(r"[#_@&A-Za-z]$", before):
+        return True
+    if line[:end].endswith("!") and re.match(r"\s+[a-z]", after):
+        return False
+    behind = re.match(r"[\s~$-]*(?:\\[a-z]+\s*\{\s*)?([Pp]er\s?cent|[A-Za-z]+)(?:\s+([a-z]+))?(?:\s+([a-z]+))?", after)
+    if not behind:
+        return False
+    first, second, third = (re.sub(r"per\s", "per", (word or "").lower()) for word in behind.groups())
+    if first == "times" and not after[behind.end(1) :].strip(" .!*$"):
+        return False  # in "it rang 22 times." the word is a count and multiplies nothing
+    if first == "more" or first == "extra":
+        return second == "than" or third == "than"
+    return changes_value(first) or first == "or" or (first == "and" and (second in ("a", "one", "half") or changes_value(second))) or "than" in (second, third)
+
+
+def _listed(text: str, line: str) -> bool:
+    """Tells whether the value stands alone in its line, as in the line before, so that both are members of a list."""
+    bare = re.compile(r"\s*(?:.*:\s*)?[-*•]?\s*\(?[A-Za-z\d]?[\d.,/]*[.):]?\s*(?:-?[\d./]+)?\s*")
+    lines = [part for part in text.rstrip().split("\n")[-3:] if part.strip()]
+    return len(lines) > 1 and all(len(part) < 80 and bare.fullmatch(part) and any(map(str.isdigit, part)) for part in lines[-2:])
 
 
 def _joins(between: str) -> bool:
@@ -166,14 +398,3 @@ def _joins(between: str) -> bool:
     if others:
         return words[-1] == "and" and is_unit(" ".join(words[:-1]))
     return not words or bool(_HEDGES.intersection(words) or re.search(r"[,;:/|&]", between))
-
-
-def word_behind(text: str) -> str:
-    """Returns the word right after the last number of a text, in lower case, or "". "per cent" is one word."""
-    line, values = _last_line(text)
-    numbers = [value for value in values if not value[0].isalpha()]
-    word = _NEXT_WORD.match(line, numbers[-1].end()) if numbers else None
-    if word is None or (word[1] == "times" and numbers[-1].start() and not line[word.end() :].strip(" .!*$")):
-        # In "it rang 22 times." the word is a count and multiplies nothing.
-        return ""
-    return re.sub(r"per\s", "per", word[1].lower())

@@ -1,0 +1,608 @@
+r"""Normalizes formulas in LaTeX or plain text, and tells whether two of them have the same value.
+
+`normalize` removes what never changes a value: math signs, spacing, sizes, colors. `same_value` parses both formulas,
+and evaluates them at a few fixed points, exactly where they are rational, else to 80 and to 120 digits. Their
+difference is zero if more digits make it smaller. Nothing is evaluated whose size could not be bounded before, so no
+formula takes long. `Unreadable` is raised for a formula outside this grammar.
+"""
+
+import math
+import re
+import zlib
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+MAX_BITS = 100_000  # of an exact number
+MAX_SIZE = 1e5  # of the natural logarithm of a number that is not exact
+MAX_DEPTH = 40  # of nested brackets
+DIGITS = (80, 120)
+POINTS = 6
+SIGNS = (1, 1, 1, 1, -1, -1)
+
+GREEK = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau upsilon "
+    "phi chi psi omega"
+).split()
+_CHARACTERS = {ord(a): b for a, b in zip("−–—‐\u00a0\u202f\u2009×·÷√∞≤≥≠≈°′’‘“”…∪∩∈ℝ∖∅±", (
+    "-", "-", "-", "-", " ", " ", " ", r"\times ", r"\cdot ", r"\div ", r"\sqrt ", r"\infty ", r"\le ", r"\ge ", r"\ne ",
+    r"\approx ", r"^\circ ", "'", "'", "'", '"', '"', r"\ldots ", r"\cup ", r"\cap ", r"\in ", r"\mathbb{R}",
+    r"\setminus ", r"\emptyset ", r"\pm ",
+), strict=True)}  # fmt: skip
+_CHARACTERS |= {0x3B1 + i: f"\\{name} " for i, name in enumerate(GREEK)}
+_CHARACTERS |= {ord(a): rf"\frac{{{b}}}{{{c}}}" for a, b, c in ("½12", "⅓13", "⅔23", "¼14", "¾34", "⅕15", "⅛18")}
+_CHARACTERS |= {0x200B: None, 0x200C: None, 0x200D: None, 0xFEFF: None, 0x2061: None}
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_RAISED_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+
+_TEXT = "text|textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|hbox|operatorname"
+_USELESS = re.compile(
+    r"(?P<row>\\\\(?:\s*\[[-\d. ]*[a-z]{0,2}\])?)"
+    r"|(?P<group>(?<=\d)\\[,;: ](?=\d{3}(?!\d)))|\\!\s*"
+    r"|(?P<side>\\m?(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*)(?P<bracket>\\?[()\[\]{}|<>.]|\\[A-Za-z]+)?"
+    r"|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm"
+    r"|it|sf|tt|bfseries|centering|therefore|mathop|hfill|thinspace|enspace|quad|qquad)(?![A-Za-z])"
+    r"|\\(?:[,;:>\s]|[()\[\]](?!\s*\]))|~"
+)
+_REMOVED = re.compile(r"\\(?:h?phantom|vphantom|x?cancel|bcancel|sout|tag\*?|label|color|hspace\*?|vspace\*?)\s*\{[^{}]*\}")
+_WRAPPED = re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}(?=\s*\{)|\\(?:boxed|fbox|framebox|ensuremath)(?=\s*\{)")
+_ALIGNED = re.compile(r"\\(?:begin|end)\s*\{(?:aligned|align\*?|equation\*?|gathered|split)\}")
+_STYLE = re.compile(rf"\\(?:{_TEXT})(?![A-Za-z])\s*\{{([^{{}}]*)\}}")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]|\.\d*,)")
+_SPACED = re.compile(r"(?<![\d.,] )(?<![\d.,])[1-9]\d{0,2}(?:(?: \d{3})+|(?:, 000)+)(?![\d,]| \d|, \d)")
+_LEADING = re.compile(r"(?:=|:|\\(?:quad|approx|implies|Rightarrow|simeq|to)(?![A-Za-z])|\s)+")
+_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_PLAIN_NAMES = re.compile(
+    r"(?<![A-Za-z\\])(sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infinity|infty)"
+    r"(?![A-Za-z])"
+)
+_ASCII = (("...", r"\ldots "), ("**", "^"), ("<=", r"\le "), (">=", r"\ge "), ("!=", r"\ne "), ("\\lbrace", "\\{"), ("\\rbrace", "\\}"))  # fmt: skip
+_ASCII += (("\\surd", "\\sqrt"), ("\\degree", "^\\circ"), ("\\dots", "\\ldots"), ("\\cdots", "\\ldots"))
+_NAMES = {"\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne", "\\leqslant": "\\le", "\\geqslant": "\\ge", "\\lt": "<", "\\gt": ">", "\\ast": "*",
+          "\\varnothing": "\\emptyset", "\\vert": "|", "\\mid": "|", "\\lbrack": "[", "\\rbrack": "]", "\\land": "\\wedge", "\\backslash": "\\setminus",
+          "\\Reals": "\\mathbb{R}", "\\R": "\\mathbb{R}", "\\infin": "\\infty", "\\colon": ":", "\\varepsilon": "\\epsilon", "\\varphi": "\\phi",
+          "\\star": "*", "\\dbinom": "\\binom", "\\tbinom": "\\binom", "\\lvert": "|", "\\rvert": "|", "\\dotsc": "\\ldots", "\\AA": "Å"}  # fmt: skip
+_NAME = re.compile(r"\\[A-Za-z]+")
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\.\d+|\S")
+
+
+class Unreadable(Exception):
+    """A formula outside the grammar of this module, without a value, or too large to be evaluated."""
+
+
+# ---- the normal form
+
+
+def normalize(text: str) -> str:
+    """Returns a formula or an answer without what never changes its value."""
+    text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text + " ").translate(_CHARACTERS)
+    if text.count("$") - text.count("\\$") == 1:
+        text = re.sub(r"(?<!\\)\$(?=\s*\d)", r"\\$", text)  # one dollar sign is a currency, and opens no formula
+    text = re.sub(r"(?<!\\)\$", " ", text).replace("{,}", ",").replace("{.}", ".")
+    text = _USELESS.sub(_replaced, re.sub(r"^\W*\*\*|\*\*\W*$", " ", text))
+    text = _ALIGNED.sub(" ", _WRAPPED.sub("", _REMOVED.sub(" ", text)))
+    text = _NAME.sub(lambda name: _NAMES.get(name[0], name[0]), _FRACTION.sub(r"\\frac", text))
+    for written, meant in _ASCII:
+        text = text.replace(written, meant)
+    text = _STYLE.sub(_styled, text)
+    text = _PLAIN_NAMES.sub(lambda name: f"\\{name[1].replace('infinity', 'infty')} ", text)
+    text = re.sub(r"(?<=\d) [xX] (?=\d)", r"\\times ", text)
+    return _stripped(_thousands(" ".join(text.split())))
+
+
+def _replaced(match: re.Match) -> str:
+    if match["row"]:
+        return "\\\\ "
+    if match["side"]:
+        bracket = match["bracket"] or ""
+        return {".": "", "\\[": "[", "\\]": "]", "\\(": "(", "\\)": ")", "\\lvert": "|", "\\rvert": "|"}.get(bracket, bracket) + " "
+    return "" if match["group"] or match[0].startswith("\\!") else " \\quad " if "quad" in match[0] else " "
+
+
+def _styled(match: re.Match) -> str:
+    r"""Writes each style as \text{...}, and takes it from numbers, single symbols and names of functions."""
+    inner = match[1].strip()
+    if match[0].startswith("\\operatorname"):
+        return f"\\{inner} "
+    if re.fullmatch(r"[^A-Za-z]*|[eidxyzjk]", inner):
+        return f" {inner} "
+    return f"\\text{{{match[1]}}}"
+
+
+def _thousands(text: str) -> str:
+    """Takes the separators out of 1,234 and 1 234, but not inside brackets, where they may separate members."""
+    pieces, depth, start = [], 0, 0
+    for match in re.finditer(r"[(\[]|[)\]]|\\[{}]", text):
+        opens = match[0] in "([" or match[0] == "\\{"
+        if depth == 0 and opens:
+            pieces.append(_ungrouped(text[start : match.start()]))
+            start = match.start()
+        depth = depth + 1 if opens else max(0, depth - 1)
+        if depth == 0 and not opens:
+            pieces.append(text[start : match.end()])
+            start = match.end()
+    rest = text[start:]
+    return "".join(pieces) + (rest if depth else _ungrouped(rest))
+
+
+def _ungrouped(text: str) -> str:
+    text = _SPACED.sub(lambda number: re.sub("[, ]", "", number[0]), text)
+    return _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+
+
+def _stripped(text: str) -> str:
+    """Takes marks at both ends, outer braces, a style around the whole and a sign such as = before it."""
+    before = None
+    while text != before:
+        before = text
+        text = text.strip().strip('"*`').strip()
+        text = re.sub(r"(?:\\\\|\\quad|[.,;:\s])+$", "", text)
+        text = text[_LEADING.match(text).end() :] if _LEADING.match(text) else text
+        if text.startswith("\\text{") and closing(text, 5) == len(text) - 1:
+            text = text[6:-1]
+        elif text.startswith("{") and closing(text, 0) == len(text) - 1:
+            text = text[1:-1]
+    return text
+
+
+def closing(text: str, start: int) -> int:
+    """Returns where the bracket that opens at `start` is closed, or -1. Brackets may be of two kinds, as in [0, 1)."""
+    depth, at = 0, start
+    while at < len(text):
+        if text[at] == "\\":
+            if text[at + 1 : at + 2] in ("{", "}"):
+                depth += 1 if text[at + 1] == "{" else -1
+            elif text.startswith(("\\langle", "\\rangle", "\\begin", "\\end"), at):
+                depth += 1 if text[at + 1] in "lb" else -1
+            at += 1
+        elif text[at] in "([{":
+            depth += 1
+        elif text[at] in ")]}":
+            depth -= 1
+        if depth == 0:
+            return at
+        at += 1
+    return -1
+
+
+def letters(text: str) -> tuple[str, ...]:
+    """Returns what two answers must share to be the same letter by letter: the tokens without styles and spacing."""
+    text = re.sub(r"\\text\{([^{}]*)\}|\\quad", r" \1 ", text)
+    tokens = _TOKEN.findall(re.sub(r"(?<=[A-Za-z])\s+(?=[A-Za-z])", "", text))
+    result: list[str] = []
+    for token in tokens:
+        result.append(token)
+        if token == "}" and len(result) > 2 and result[-3] == "{":
+            result[-3:] = result[-2:-1]  # {x} is x
+    return tuple(result)
+
+
+# ---- the grammar
+
+FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp max min gcd lcm".split())
+_FUNCTION_NAMES = {"arctg": "arctan", "tg": "tan", "ctg": "cot", "asin": "arcsin", "acos": "arccos", "atan": "arctan"}
+_INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
+SYMBOLS = {f"\\{name}" for name in GREEK} - {"\\pi"} | {"\\" + name.capitalize() for name in GREEK} | {"\\ell", "\\hbar"}
+_DECORATED = {"\\vec", "\\hat", "\\bar", "\\overline", "\\tilde", "\\dot", "\\ddot", "\\mathbb", "\\mathcal", "\\overrightarrow"}
+_TIMES = {"\\cdot", "\\times", "*", "\\div", "/"}
+_REPEATING = re.compile(r"(\d*)\.(\d*)\s*(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d)))")
+_DOTTED = re.compile(r"(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,})\4{1,})\s*(?:\\ldots|\.\.\.)")
+_MIXED = re.compile(r"(?<![\d.}])(\d+)(?:\s*\\frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))|\s+(\d+)\s*/\s*(\d+))(?!\d)")
+_LITERAL = re.compile(r"\\[A-Za-z]+|\\.|\d+\.?\d*|\.\d+|\S")
+_SCIENTIFIC = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))\s?[eE]\s?([-+]?\d{1,4})")
+
+
+def _repeated(match: re.Match) -> str:
+    """Writes a decimal that repeats as a fraction."""
+    whole, fixed, block = match[1] or "0", match[2], match[3] or match[4]
+    top = int(whole + fixed + block) - int(whole + fixed)
+    return f"(\\frac{{{top}}}{{{'9' * len(block)}{'0' * len(fixed)}}})"
+
+
+def _mixed(match: re.Match) -> str:
+    whole, top, below = match[1], match[2] or match[4] or match[6], match[3] or match[5] or match[7]
+    return f"({whole}+\\frac{{{top}}}{{{below}}})" if int(top) < int(below) else match[0]
+
+
+class _Parser:
+    """Parses a formula by recursive descent into nested tuples: ("+", a, b), ("number", 2), ("symbol", "x")."""
+
+    def __init__(self, text: str) -> None:
+        power = _SCIENTIFIC.fullmatch(text)
+        if power:
+            text = f"{power[1]} \\times 10^{{{power[2]}}}"
+        text = _MIXED.sub(_mixed, _DOTTED.sub(_repeated, _REPEATING.sub(_repeated, text)))
+        self.tokens, self.at, self.depth, self.bars = _LITERAL.findall(text), 0, 0, 0
+
+    def parse(self) -> tuple:
+        result = self.sum()
+        if self.at < len(self.tokens):
+            raise Unreadable(self.peek())
+        return result
+
+    def peek(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def take(self, token: str = "") -> str:
+        found = self.peek()
+        if not found or (token and found != token):
+            raise Unreadable(found)
+        self.at += 1
+        return found
+
+    def accept(self, *tokens: str) -> bool:
+        found = self.peek() in tokens and self.at < len(self.tokens)
+        self.at += found
+        return found
+
+    def sum(self) -> tuple:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Unreadable("too deep")
+        over, result = self.at, self.product()
+        while self.peek() in ("+", "-"):
+            sign = self.take()
+            term = self.product()
+            result = ("+", result, term if sign == "+" else ("neg", term))
+        if self.accept("\\over"):
+            result = ("/", result, self.sum())
+        elif self.accept("\\choose"):
+            result = ("binom", result, self.sum())
+        self.depth -= 1
+        if self.at == over:
+            raise Unreadable(self.peek())
+        return result
+
+    def product(self, implicit: bool = False) -> tuple:
+        sign = 1
+        while not implicit and self.peek() in ("+", "-"):
+            sign = -sign if self.take() == "-" else sign
+        result = self.power()
+        while True:
+            token = self.peek()
+            if not implicit and token in _TIMES:
+                self.take()
+                minus = False
+                while self.peek() in ("+", "-"):
+                    minus ^= self.take() == "-"
+                factor = self.power()
+                factor = ("neg", factor) if minus else factor
+                result = ("/" if token in ("/", "\\div") else "*", result, factor)
+            elif self.starts_factor(token) and not (implicit and token[1:] in FUNCTIONS):
+                if token[0].isdigit() and self.tokens[self.at - 1][-1].isdigit():
+                    raise Unreadable("two numbers side by side")
+                result = ("*", result, self.power())
+            else:
+                return result if sign > 0 else ("neg", result)
+
+    def starts_factor(self, token: str) -> bool:
+        if token == "|":
+            return self.bars == 0
+        return bool(token) and (token[0].isalnum() or token[0] in ".([{\\") and token not in (
+            "\\}", "\\over", "\\choose", "\\rfloor", "\\rceil", "\\\\", "\\pm", "\\mp", "\\%", *_TIMES
+        )  # fmt: skip
+
+    def power(self) -> tuple:
+        result = self.atom()
+        while True:
+            if self.accept("^"):
+                if self.peek() == "\\circ" or self.tokens[self.at : self.at + 2] == ["{", "\\circ"]:
+                    braced = self.accept("{")
+                    self.take("\\circ")
+                    if braced:
+                        self.take("}")
+                    result = ("*", result, ("/", ("constant", "pi"), ("number", Fraction(180))))
+                else:
+                    result = ("^", result, self.argument())
+            elif self.accept("!"):
+                result = ("factorial", result)
+            elif self.accept("\\%", "%"):
+                result = ("/", result, ("number", Fraction(100)))
+            else:
+                return result
+
+    def argument(self) -> tuple:
+        r"""Parses what follows ^, \sqrt or \frac: a group in braces, a bracket or one digit or symbol."""
+        if self.accept("{"):
+            result = self.sum()
+            self.take("}")
+            return result
+        token = self.peek()
+        if token[:1].isdigit() and len(token) > 1:
+            self.tokens[self.at : self.at + 1] = [token[0], token[1:]]
+        if self.accept("-"):
+            return ("neg", self.argument())
+        return self.atom()
+
+    def atom(self) -> tuple:
+        token = self.take()
+        if token[0].isdigit() or (token[0] == "." and len(token) > 1):
+            return ("number", Fraction(token.rstrip(".") or "x"))
+        if token in ("(", "[", "{"):
+            result = self.sum()
+            self.take({"(": ")", "[": "]", "{": "}"}[token])
+            return result
+        if token == "|":
+            self.bars += 1
+            result = self.sum()
+            self.bars -= 1
+            self.take("|")
+            return ("abs", result)
+        if token in ("\\lfloor", "\\lceil"):
+            result = self.sum()
+            self.take(token.replace("l", "r", 1))
+            return (token[2:], result)
+        if token == "\\frac":
+            return ("/", self.argument(), self.argument())
+        if token == "\\binom":
+            return ("binom", self.argument(), self.argument())
+        if token == "\\sqrt":
+            index = ("number", Fraction(2))
+            if self.accept("["):
+                index = self.sum()
+                self.take("]")
+            return ("root", self.argument(), index)
+        if token in ("\\pi", "e", "i"):
+            return ("constant", token.strip("\\")) if self.peek() != "_" else self.symbol(token)
+        if token in _DECORATED:
+            return self.symbol(token + "".join(self.group()))
+        name = _FUNCTION_NAMES.get(token[1:], token[1:])
+        if token[0] == "\\" and name in FUNCTIONS:
+            return self.function(name)
+        if (token.isalpha() and token.isascii()) or token in SYMBOLS:
+            return self.symbol(token)
+        raise Unreadable(token)
+
+    def group(self) -> list[str]:
+        if not self.accept("{"):
+            return [self.take()]
+        start = self.at
+        while not self.accept("}"):
+            if not re.fullmatch(r"[A-Za-z0-9,+\-']|\d+|\\[A-Za-z]+", self.take()):
+                raise Unreadable("subscript")
+        if any(token[0].isdigit() for token in self.tokens[start : start + 1]) and self.tokens[start - 2][0] == "\\":
+            raise Unreadable("a decorated number")
+        return self.tokens[start : self.at - 1]
+
+    def symbol(self, name: str) -> tuple:
+        while self.peek() in ("_", "'"):
+            name += self.take()
+            if name[-1] == "_":
+                name += "".join(self.group())
+        return ("symbol", name)
+
+    def function(self, name: str) -> tuple:
+        base, exponent = None, None
+        while self.peek() in ("_", "^"):
+            if self.take() == "_":
+                base = self.argument()
+            else:
+                exponent = self.argument()
+        if self.peek() in ("(", "[", "{", "\\{"):
+            self.take()
+            arguments = [self.sum()]
+            while self.accept(","):
+                arguments.append(self.sum())
+            self.take()
+        else:
+            minus = self.accept("-")
+            arguments = [self.product(implicit=True)]
+            if minus:
+                arguments = [("neg", arguments[0])]
+        if exponent == ("neg", ("number", Fraction(1))):
+            if name not in _INVERSE:
+                raise Unreadable(name)
+            name, exponent = _INVERSE[name], None
+        if base is not None and name not in ("log", "lg"):
+            raise Unreadable(name)
+        many = name in ("max", "min", "gcd", "lcm")
+        if not many and len(arguments) > 1:
+            raise Unreadable(name)
+        result = ("log", arguments[0], base) if base else (name, *arguments)
+        return result if exponent is None else ("^", result, exponent)
+
+
+@lru_cache(maxsize=4096)
+def parsed(text: str) -> tuple:
+    """Parses a normalized formula. Raises `Unreadable`."""
+    try:
+        return _Parser(text).parse()
+    except (ValueError, IndexError, RecursionError, ZeroDivisionError) as error:
+        raise Unreadable(text[:40]) from error
+
+
+def names(tree: Any) -> set[str]:
+    """Returns the symbols and constants of a parsed formula."""
+    if tree[0] in ("symbol", "constant"):
+        return {tree[1]} if tree[0] == "symbol" else {f"\\{tree[1]}"}
+    return set().union(*(names(part) for part in tree[1:] if isinstance(part, tuple)))
+
+
+# ---- evaluation
+
+
+class Undefined(Exception):
+    """A formula has no real value at a point."""
+
+
+class _Evaluation:
+    """Evaluates formulas at one point: exactly in fractions, else with mpmath."""
+
+    def __init__(self, point: dict[str, Fraction], digits: int, complex_values: bool) -> None:
+        import mpmath
+
+        self.point, self.complex_values = point, complex_values
+        self.mp = mpmath.MPContext()
+        self.mp.dps = digits
+
+    def value(self, tree: tuple) -> Any:
+        kind = tree[0]
+        if kind == "number":
+            return tree[1]
+        if kind == "symbol":
+            return self.point[tree[1]]
+        if kind == "constant":
+            return {"pi": self.mp.pi, "e": self.mp.e, "i": self.mp.mpc(0, 1)}[tree[1]] * 1
+        parts = [self.value(part) for part in tree[1:]]
+        try:
+            result = self.operation(kind, *parts)
+        except (ZeroDivisionError, ValueError, TypeError, OverflowError) as error:
+            raise Undefined(kind) from error
+        return self.bounded(result)
+
+    def bounded(self, result: Any) -> Any:
+        if isinstance(result, Fraction):
+            if max(result.numerator.bit_length(), result.denominator.bit_length()) > MAX_BITS:
+                raise Unreadable("too large")
+            return result
+        if not self.mp.isfinite(result):
+            raise Undefined("infinite")
+        if isinstance(result, self.mp.mpc):
+            if result.imag == 0:
+                return result.real
+            if not self.complex_values:
+                raise Undefined("complex")
+        elif result and abs(self.mp.mag(result)) > MAX_SIZE * 1.5:
+            raise Unreadable("too large")
+        return result
+
+    def number(self, value: Any) -> Any:
+        return self.mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+
+    def operation(self, kind: str, *parts: Any) -> Any:
+        exact = all(isinstance(part, Fraction) for part in parts)
+        if kind in ("gcd", "lcm"):
+            if not exact or any(part.denominator != 1 for part in parts):
+                raise Unreadable(kind)
+            return Fraction(getattr(math, kind)(*(int(part) for part in parts)))
+        if not exact and kind not in ("^", "root"):
+            parts = tuple(map(self.number, parts))
+        first, second = parts[0], parts[-1]
+        if kind in "+*/":
+            return first + second if kind == "+" else first * second if kind == "*" else first / second
+        if kind == "neg":
+            return -first
+        if kind == "^":
+            return self.raised(first, second)
+        if kind == "root":
+            return self.raised(first, 1 / second)
+        if kind == "abs":
+            return abs(first)
+        if kind in ("floor", "ceil"):
+            whole = getattr(math if exact else self.mp, kind)(first)
+            return Fraction(int(whole))
+        if kind in ("max", "min"):
+            return max(parts) if kind == "max" else min(parts)
+        if kind in ("factorial", "binom"):
+            return self.counted(kind, *parts)
+        return self.called(kind, *map(self.number, parts))
+
+    def raised(self, base: Any, exponent: Any) -> Any:
+        if isinstance(exponent, Fraction) and exponent.denominator == 1:
+            count = abs(int(exponent))
+            if isinstance(base, Fraction):
+                if count * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS and abs(base) != 1:
+                    raise Unreadable("too large")
+                if base == 0 and exponent <= 0:
+                    raise Undefined("0^0")
+                return base ** int(exponent) if abs(base) != 1 else base ** (count % 2)
+        number, power = self.number(base), self.number(exponent)
+        if number == 0:
+            if isinstance(power, self.mp.mpc) or power <= 0:
+                raise Undefined("0^0")
+            return Fraction(0)
+        if abs(power * self.mp.log(abs(number))) > MAX_SIZE:
+            raise Unreadable("too large")
+        real = not isinstance(number, self.mp.mpc) and isinstance(exponent, Fraction)
+        if real and number < 0 and exponent.denominator % 2 == 1:
+            # The real root of a negative number, such as the cube root of -8.
+            return abs(number) ** power * (-1 if exponent.numerator % 2 else 1)
+        return self.mp.power(number, power)
+
+    def counted(self, kind: str, first: Any, second: Any = Fraction(0)) -> Any:
+        if isinstance(first, self.mp.mpc) or isinstance(second, self.mp.mpc) or max(abs(first), abs(second)) > 10_000:
+            raise Unreadable("too large")
+        if isinstance(first, Fraction) and first.denominator == second.denominator == 1:
+            if first < 0 or second < 0:
+                raise Undefined(kind)
+            return Fraction(math.factorial(int(first)) if kind == "factorial" else math.comb(int(first), int(second)))
+        number = self.number(first)
+        return self.mp.gamma(number + 1) if kind == "factorial" else self.mp.binomial(number, self.number(second))
+
+    def called(self, name: str, value: Any, base: Any = None) -> Any:
+        if name in ("exp", "sinh", "cosh", "tanh") and abs(value) > MAX_SIZE:
+            raise Unreadable("too large")
+        if name in ("ln", "log", "lg"):
+            base = self.mp.mpf(10) if name == "lg" and base is None else base
+            return self.mp.log(value) if base is None else self.mp.log(value) / self.mp.log(base)
+        names = {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
+        return getattr(self.mp, names.get(name, name))(value)
+
+
+def real(text: str) -> Any:
+    """Returns the real value of a normalized formula without symbols, to 80 digits. Raises `Unreadable`."""
+    tree = parsed(text)
+    try:
+        if names(tree) <= {"\\pi", "\\e"}:
+            return _Evaluation({}, DIGITS[0], False).value(tree)
+    except Undefined as error:
+        raise Unreadable(text) from error
+    raise Unreadable(text)
+
+
+def same_value(first: str, second: str) -> bool:
+    """Tells whether two normalized formulas have the same value wherever they have one. Raises `Unreadable`."""
+    return differ_by_factor(parsed(first), parsed(second), factor=False) is True
+
+
+def differ_by_factor(first: tuple, second: tuple, factor: bool = True) -> bool | int:
+    """Tells whether two parsed formulas are equal; with `factor`, whether their ratio is one number at all points, and
+    then returns the sign of this number."""
+    known = names(first) | names(second)
+    symbols = sorted(name for name in known if name not in ("\\pi", "\\e", "\\i"))
+    complex_values = "\\i" in known or not symbols
+    ratio, checked = None, 0
+    for index in range(POINTS if symbols else 1):
+        point = {name: _coordinate(name, index) for name in symbols}
+        evaluations = [_Evaluation(point, digits, complex_values) for digits in DIGITS]
+        try:
+            right = [evaluation.value(first) for evaluation in evaluations]
+        except Undefined:
+            continue  # outside the domain of the first formula
+        try:
+            other = [evaluation.value(second) for evaluation in evaluations]
+        except Undefined:
+            return False
+        checked += 1
+        if factor:
+            if any(not evaluation.number(value) for evaluation, value in zip(evaluations, right, strict=True)):
+                return False
+            ratio = ratio or [e.number(b) / e.number(a) for e, a, b in zip(evaluations, right, other, strict=True)]
+            right = [evaluation.number(a) * r for evaluation, a, r in zip(evaluations, right, ratio, strict=True)]
+        if not _vanishes(evaluations, right, other):
+            return False
+    if not checked or (factor and not _real_sign(ratio[0])):
+        return False
+    return _real_sign(ratio[0]) if factor else True
+
+
+def _real_sign(ratio: Any) -> int:
+    return 0 if hasattr(ratio, "imag") and ratio.imag else (ratio.real > 0) - (ratio.real < 0)
+
+
+def _vanishes(evaluations: list, right: list, other: list) -> bool:
+    """Tells whether the difference of two values is zero: exactly, or the smaller, the more digits are used."""
+    if all(isinstance(value, Fraction) for value in (*right, *other)):
+        return right[0] == other[0]
+    rough, fine = (
+        abs(evaluation.number(a) - evaluation.number(b)) for evaluation, a, b in zip(evaluations, right, other, strict=True)
+    )
+    return not fine or not rough or fine < rough * evaluations[0].mp.mpf(10) ** -20
+
+
+def _coordinate(name: str, index: int) -> Fraction:
+    """Returns the value of a symbol at a point: the same for every formula."""
+    # Odd numerators over powers of two: a negative one has no real power with such an exponent.
+    number = zlib.crc32(f"{name} {index}".encode())
+    size = Fraction(2 * (number % 29) + 3, 64) if index < 2 else Fraction(2 * (number % 61) + 17, 32)
+    return SIGNS[index] * (size + index) if index < 5 or number & 4096 else size + 1
