@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("math_verify")
 
 from torchtune_ext.grading import Grader
-from torchtune_ext.tasks.answers import MathGrader, after_hashes, equal, gold_answer, last_box, search, thinks, verified
+from torchtune_ext.tasks.answers import MathGrader, after_hashes, equal, gold_answer, last_box, thinks
 from torchtune_ext.tasks.math import Math
+from torchtune_ext.tasks.values import last_values
 
 REFUSED = "refused"  # the right answer is none: a task with it does not load
 
@@ -95,8 +96,8 @@ def test_extraction(cases):
         if case["op"] == "gsm8k_final_answer":
             return after_hashes(text)
         if case["op"] == "final_int":  # our last resort; the value counts
-            answer, gold = search(text), case["expected"]
-            return gold if answer and verified(str(gold), answer) else answer or None
+            answer, gold = last_values(text), case["expected"]
+            return gold if answer and equal(str(gold), answer[-1]) else answer or None
         return last_box(text)
 
     def expected(case):

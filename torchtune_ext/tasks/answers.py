@@ -21,12 +21,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.equality import equal, is_name, readable
+from torchtune_ext.tasks.equality import MAX_CHARS, equal, is_name, readable
 from torchtune_ext.tasks.formulas import letters, normalize
 from torchtune_ext.tasks.task import Score
 from torchtune_ext.tasks.values import SENTENCE_END, last_values
 
-MAX_CHARS = 1000  # characters of an answer; a longer answer is wrong, unless the right one is more than half as long
 TAIL_CHARS = 2000  # characters at the end of a text without a mark, which are searched for values
 LIMIT_S = 3.0  # seconds for one comparison, well below the deadline of a grading process
 FORMATS = ("box", "think")
@@ -81,6 +80,9 @@ def last_boxes(text: str) -> list[str] | None:
     clause = re.split(r"[,;:.!?](?=\s)|\b(?:so|that|then|hence|thus|but)\b", line)[-1]
     if _QUESTION.match(text, spans[-1][2]) or _DOUBT.search(clause):
         return []
+    between = [text[end:start] for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False)]
+    if any(map(_ends, between)) and len({letters(normalize(content)) for content, _, _ in spans}) > 1:
+        return []  # candidates
     held = []
     for content, start, _ in spans:
         label = _LABEL.search(text, max(0, start - 60), start) if len(spans) > 1 else None
@@ -133,6 +135,11 @@ def _parts(text: str, start: int, end: int, until: int) -> bool:
     lines = text[max(0, start - 200) : start].rpartition("\n")[2], between.rpartition("\n")[2]
     if "\n" in between and all(map(_ITEM.match, lines)):
         return False
+    return _ends(between)
+
+
+def _ends(between: str) -> bool:
+    """Tells whether a text between two boxes has the end of a sentence."""
     # Boxes of one list may stand on lines of their own with "and" or "or" between them. Other words on a new line begin
     # a new sentence.
     words = set(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", between))
@@ -207,16 +214,10 @@ def thinks(text: str) -> bool:
 # ---- verdicts
 
 
-def _too_long(gold: str, answer: str) -> bool:
-    return len(answer) > max(MAX_CHARS, 2 * len(gold))
-
-
 def all_equal(gold: str, answers: list[str]) -> bool:
     """Tells whether several answers are right: each of them equals `gold`, or only the whole list does."""
     # If some are right and others wrong, the text has only listed candidates.
     answers = list(dict.fromkeys(answers))
-    if not answers or any(_too_long(gold, answer) for answer in answers):
-        return False
     verdicts = {equal(gold, answer) for answer in answers}
     return verdicts == {True} or (len(answers) > 1 and True not in verdicts and equal(gold, ", ".join(answers)))
 
@@ -234,13 +235,13 @@ def in_words(gold: str, text: str) -> tuple[bool, bool]:
 def stated(gold: str, text: str) -> tuple[bool, bool]:
     """Tells whether the phrase "answer is" is followed by an answer, and whether that is right."""
     clause, start, end = _last_phrase(text)
-    if _too_long(gold, clause) or _OTHERWISE.match(text, end):
+    if _OTHERWISE.match(text, end):
         return True, False
     if equal(gold, clause):
         return True, True
     # In "the answer is the number of apples, which is 3" and "To find the answer: add 3 and 4", the value comes later.
     words = re.sub(r"\\[A-Za-z]+|\$[^$]*\$", " ", clause)
-    if not re.search(r"[A-Za-z]{3,}", words):
+    if not re.search(r"[A-Za-z]{3,}", words) or re.match(r"[$*(\s]*-?\d", clause):
         return bool(letters(normalize(clause))), False
     return in_words(gold, text[start:])
 

@@ -13,6 +13,7 @@ from typing import Any
 from torchtune_ext.tasks.formulas import GREEK, Unreadable, closing, differ_by_factor, letters, normalize, parsed, real, same_value
 from torchtune_ext.tasks.values import contradict, number_word, split_percent, split_unit
 
+MAX_CHARS = 1000  # characters of an answer; a longer answer is wrong, unless the right one is more than half as long
 MAX_ITEMS = 400  # of a list
 
 _GREEK = "|".join(GREEK + [name.capitalize() for name in GREEK] + ["ell"])
@@ -47,15 +48,20 @@ _LABELLED = re.compile(
 )
 _LABEL = re.compile(r"\([A-Z]\)|(?<![A-Za-z])[A-Z](?:\)|\.\s)|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 _CALCULUS = re.compile(r"\\(?:sum|prod|int|iint|oint|lim)(?![A-Za-z])")
+_INTEGER = re.compile(r"-?\d{1,18}")
 _REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|R|all\s*real\s*numbers?|all\s*reals")
 _ENDLESS = re.compile(r"([-+]?)\s*\\infty")
 
 
 def equal(gold: str, answer: str) -> bool:
     """Tells whether an answer equals the right answer, both as they are written."""
+    if len(answer) > max(MAX_CHARS, 2 * len(gold)):
+        return False
     gold, answer = normalize(gold), normalize(answer)
     if not letters(gold) or not letters(answer):
         return False
+    if not answer.isascii() and any(c.isdecimal() and not c.isascii() for c in answer):
+        return letters(gold) == letters(answer)
     for given in (answer, stated(answer)):
         try:
             if given and (same_choice(plain(gold), plain(given)) or same(gold, given)):
@@ -68,7 +74,7 @@ def equal(gold: str, answer: str) -> bool:
 def stated(answer: str) -> str | None:
     """Returns the value of an answer in words, such as "Jane has 5 apples" or "Jane: 5", or None."""
     subject, _, value = re.sub(_VERB, "\x00", plain(answer)).rpartition("\x00")
-    if not re.search(r"[A-Za-z]", subject) or _OPEN.search(subject) or not value.strip():
+    if not re.search(r"[A-Za-z]", subject) or re.search(r"\d", subject) or _OPEN.search(subject) or not value.strip():
         return None
     return normalize(value)
 
@@ -281,6 +287,8 @@ def matched(right: list[str], given: list[str]) -> bool:
     """Tells whether each member of one list has its own equal in the other."""
     if len(right) != len(given):
         return False
+    if all(map(_INTEGER.fullmatch, (*right, *given))):
+        return sorted(map(int, right)) == sorted(map(int, given))
     rest = list(given)
     for item in right:
         found = next((index for index, other in enumerate(rest) if same(item, other)), None)

@@ -189,6 +189,7 @@ _REPEATING = re.compile(r"(\d*)\.(\d*)\s*(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d
 _DOTTED = re.compile(r"(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,})\4{1,})\s*(?:\\ldots|\.\.\.)")
 _MIXED = re.compile(r"(?<![\d.}])(\d+)(?:\s*\\frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))|\s+(\d+)\s*/\s*(\d+))(?!\d)")
 _LITERAL = re.compile(r"\\[A-Za-z]+|\\.|\d+\.?\d*|\.\d+|\S")
+_SENTENCE = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]{5,}|[A-Za-z]{3,}\s+[A-Za-z]{2,}|[A-Za-z]{2,}\s+[A-Za-z]{3,})")
 _SCIENTIFIC = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))\s?[eE]\s?([-+]?\d{1,4})")
 
 
@@ -208,6 +209,8 @@ class _Parser:
     """Parses a formula by recursive descent into nested tuples: ("+", a, b), ("number", 2), ("symbol", "x")."""
 
     def __init__(self, text: str) -> None:
+        if _SENTENCE.search(text):
+            raise Unreadable("words")
         power = _SCIENTIFIC.fullmatch(text)
         if power:
             text = f"{power[1]} \\times 10^{{{power[2]}}}"

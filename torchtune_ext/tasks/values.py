@@ -273,7 +273,7 @@ def last_values(text: str) -> list[str] | None:
     start, end = chosen[-1][0], chosen[0][1]
     if _refused(line, start, end, values[: -len(chosen)], len(chosen)) or _listed(text, line):
         return []
-    return [_written(run[2], formulas) for run in chosen[::-1]]
+    return [_written(run[2], line[run[1] :], formulas) for run in chosen[::-1]]
 
 
 def _last_line(text: str) -> tuple[str, list[str]]:
@@ -327,12 +327,12 @@ def _is_value(run: str, line: str, end: int, formulas: list[str]) -> bool:
     return run.lower() in _NUMERALS or any(map(str.isdigit, run))
 
 
-def _written(run: str, formulas: list[str]) -> str:
+def _written(run: str, after: str, formulas: list[str]) -> str:
     if run.startswith("\x01"):
         return formulas[int(run.strip("\x01"))]
     run = run.strip()
-    if run.endswith("!") and not re.search(r"\d!", run[:-1]):
-        run = run[:-1]
+    if not re.match(r"\s+[a-z]", after):
+        run = run.removesuffix("!")  # the end of a sentence, and no factorial
     for words, sign in _WORDS_FOR_SIGNS:
         run = run.replace(words, sign)
     run = run.removesuffix(")") if run.count(")") > run.count("(") else run
@@ -362,8 +362,6 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
         return True
     if re.match(r"[+#_@&]", after) or re.search(r"[#_@&A-Za-z]$", before):
         return True
-    if line[:end].endswith("!") and re.match(r"\s+[a-z]", after):
-        return False
     behind = re.match(r"[\s~$-]*(?:\\[a-z]+\s*\{\s*)?([Pp]er\s?cent|[A-Za-z]+)(?:\s+([a-z]+))?(?:\s+([a-z]+))?", after)
     if not behind:
         return False
@@ -372,7 +370,7 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
         return False  # in "it rang 22 times." the word is a count and multiplies nothing
     if first == "more" or first == "extra":
         return second == "than" or third == "than"
-    return changes_value(first) or first == "or" or (first == "and" and (second in ("a", "one", "half") or changes_value(second))) or "than" in (second, third)
+    return changes_value(first) or (first == "or" and second != "so") or (first == "and" and (second in ("a", "one", "half") or changes_value(second))) or "than" in (second, third)
 
 
 def _listed(text: str, line: str) -> bool:
