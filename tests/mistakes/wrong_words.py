@@ -2,6 +2,7 @@
 
 from trying import MATMUL, Mistake, evaluate, full, lora, warmup
 
+JSONL = "torchtune_ext.tasks.jsonl.Jsonl"
 PUBLIC = "torchtune_ext.tasks.arithmetic.Arithmetic"
 OTHER_TRAINER = "dataset: x\nnum_generations: 8\nbeta: 0.1\nepsilon: 0.2\nlearning_rate: 1.0e-6\n"
 TWO_SIDED = "torchtune_ext.objective.loss.PolicyLoss"
@@ -86,8 +87,14 @@ VALUES = {
     "max_steps=abc": full("max_steps=abc", r"max_steps=abc must be a whole number"),
     "seed=1.5": full("seed=1.5", r"seed=1.5 must be a whole number"),
     "max_grad_norm=none": full("max_grad_norm=none", r"max_grad_norm=none must be a number, or null"),
+    "text that YAML reads as a mapping": full(f"task._component_={JSONL} 'task.system=Format: a number only'", r"""task.system=\{'Format': 'a number only'\} must be text: quote it, 'task.system="Format: a number only"'"""),
+    "text that YAML reads as a truth value": full(f"task._component_={JSONL} task.system=No", r"""task.system=False must be text, .*: quote it, 'task.system="no"'"""),
+    "a prompt that YAML reads as a mapping": full(f"task._component_={JSONL} 'task.prompt=Answer: {{question}}'", r"""quote it, 'task.prompt="Answer: \{question\}"'"""),
+    "a count that YAML reads as a decimal": full(f"task._component_={JSONL} task.count=1e1", r"task.count=10.0 must be a whole number: task.count=10"),
+    "a list that YAML reads as text": lora("model.lora_attn_modules=q_proj", r"model.lora_attn_modules='q_proj' must be a list, each item text: model.lora_attn_modules=\[q_proj\]"),
+    "output_dir=no": full("output_dir=no", r"""output_dir=False must be text, .*: quote it, 'output_dir="no"'"""),
     "compile=perhaps": full("compile=perhaps", r"compile=perhaps must be true or false"),
-    "a list for a text": full("precision=[a]", r"precision\.flow=\['a'\] must be a text"),
+    "a list for a text": full("precision=[a]", r"precision\.flow=\['a'\] must be text"),
     "sampling.temperature=hot": full("sampling.temperature=hot", r"sampling.temperature=hot must be a number"),
     "logging=wandb": full("logging=wandb", r"logging=wandb is no mapping; write logging.to=\[wandb\]"),
     "logging.to=wandb": full("logging.to=wandb", r"logging.to='wandb' must be a list: logging.to=\[wandb\]"),
@@ -122,7 +129,7 @@ VALUES = {
     "optimizer.lr=0": full("optimizer.lr=0", r"optimizer.lr=0 changes no weight, ever; set optimizer.lr=1e-5"),
     "warmup: optimizer.lr=0.0": warmup("optimizer.lr=0.0", r"optimizer.lr=0 changes no weight, ever"),
     "optimizer.lr=-1": full("optimizer.lr=-1", r"optimizer.lr=-1: torch.optim.AdamW does not take it \(Invalid learning rate: -1\)"),
-    "optimizer.betas=0.9": full("optimizer.betas=0.9", r"optimizer.betas=0.9: torch.optim.AdamW does not take it \(.*\); the default is \(0.9, 0.999\)"),
+    "optimizer.betas=0.9": full("optimizer.betas=0.9", r"optimizer.betas=0.9 must be a list of 2, .*; the default is \(0.9, 0.999\)"),
     "schedule.decay=cosin": full("schedule.decay=cosin", r"schedule.decay='cosin' is unknown; did you mean 'cosine'\?"),
     "engine.threads=999": full("engine.threads=999", r"engine.threads=999 of 1 engine: this process may use \d+ cores; set engine.threads=\d+ or less", cpu_only=True),
     "profile=[0,1]": full("profile=[0,1]", r"profile=\[0, 1\] names step 0, but the steps are 1 to max_steps=3"),
@@ -170,7 +177,7 @@ VALUES = {
     "output_dir=": full("output_dir=", r"output_dir has no value; set it, as in output_dir=\.\.\."),
     "output_dir=/proc/x": full("output_dir=/proc/x", r"output_dir=/proc/x: /proc .*; choose another output_dir"),
     "resume_from_checkpoint=latest": full("resume_from_checkpoint=latest", r"resume_from_checkpoint=latest must be true or false; true goes on from the newest checkpoint of output_dir; to begin anew from any: model_dir=PATH"),
-    "lora_alpha=high": lora("model.lora_alpha=high", r"model.lora_alpha=high must be a number"),
+    "lora_alpha=high": lora("model.lora_alpha=high", r"model.lora_alpha='high' must be a number"),
     "lora_alpha=0": lora("model.lora_alpha=0", r"model.lora_alpha=0.0: expected a finite number above 0. .* it learns nothing; set model.lora_alpha=16"),
     "lora_alpha=-16": lora("model.lora_alpha=-16", r"model.lora_alpha=-16.0: expected a finite number above 0"),
     "lora_alpha=.inf": lora("model.lora_alpha=.inf", r"model.lora_alpha=inf: expected a finite number above 0"),

@@ -13,6 +13,7 @@ from typing import Any
 from torchtune_ext.run import errors
 from torchtune_ext.run.catalog import by_path, folder, recipe_files
 from torchtune_ext.run.errors import Blamed, FileMistake, Mistake, nearest
+from torchtune_ext.settings.kinds import require_kind
 
 
 class Component(dict[str, Any]):
@@ -68,6 +69,9 @@ def find_component(node: Mapping[str, Any], **extra: Any) -> tuple[Callable[...,
         article = "an" if kind[0] in "aeiou" else "a"
         raise Mistake(f"{where} _component_={path} is {article} {kind}; name a class or a function")
     _require_arguments(component, path, name, arguments, extra)
+    for key, parameter in _parameters(component).items():
+        if key in arguments and type(value := arguments[key]) is not type(parameter.default):
+            require_kind(f"{name}.{key}", value, parameter.annotation, parameter.default)
     return component, path, arguments
 
 
@@ -128,10 +132,13 @@ def _refused(
 
 
 def _parameters(component: Any) -> dict[str, inspect.Parameter]:
-    try:
-        return dict(inspect.signature(component).parameters)
-    except (TypeError, ValueError):
-        return {}
+    # An annotation may be a text whose names exist for type checkers alone. Then it stays a text.
+    for evaluate in (True, False):
+        try:
+            return dict(inspect.signature(component, eval_str=evaluate).parameters)
+        except Exception:  # noqa: S112, BLE001 (evaluating an annotation may raise anything)
+            continue
+    return {}
 
 
 def takes(node: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,7 @@ from torchtune_ext.run.folder import own_folder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.settings.command_line import check_words
 from torchtune_ext.settings.components import Component, recipe_module, takes
+from torchtune_ext.settings.kinds import TYPE_TEXTS, require_kind
 from torchtune_ext.settings.presets import preset_file
 
 T = TypeVar("T")
@@ -34,7 +35,6 @@ _BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quot
 _NO_READS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
 _RECORD = "_record"  # the attribute in which settings carry what `record` returns
 
-TYPE_TEXTS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 # Advice behind the message about a value of a wrong type.
 INSTEAD = {
     "resume_from_checkpoint": "; true goes on from the newest checkpoint of output_dir; to begin anew from any: model_dir=PATH",
@@ -71,6 +71,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     if preset is not None:
         cfg = _over(load_preset(preset, list(defaults)), cfg)
     cfg = _with_nodes(schema, cfg)
+    _require_texts(schema, cfg)
     merged = _merged(schema, cfg)
     # Each run that an agent of Weights & Biases starts gets its own folder. It does so before references are resolved,
     # so that files which are named below the folder move along.
@@ -170,6 +171,16 @@ def _with_nodes(schema: type, cfg: DictConfig) -> DictConfig:
             raise Mistake(_no_mapping(node, value._value(), kind))
         cfg[node] = {bare: value._value()}
     return cfg
+
+
+def _require_texts(kind: type, node: DictConfig, where: str = "") -> None:
+    """Raises ValueError for a truth value or a decimal number where text belongs. OmegaConf would make text of it."""
+    for spec in fields(kind):
+        given = node._get_node(spec.name)
+        if is_dataclass(spec.type) and isinstance(given, DictConfig) and not given._is_none():
+            _require_texts(spec.type, given, f"{where}{spec.name}.")
+        elif spec.type in (str, str | None) and given is not None and isinstance(given._value(), bool | float):
+            require_kind(f"{where}{spec.name}", given._value(), spec.type)
 
 
 def _at_home(value: Any) -> Any:

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from torchtune_ext.run.catalog import config_files
 from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.kinds import require_kind
 
 
 def nodes(tree, where=""):
@@ -29,10 +30,14 @@ def check(tree):
         if not module or module.startswith("my_"):  # it stands in a file of the user
             continue
         component = getattr(importlib.import_module(module), name)
-        given = {key: None for key in node if key != "_component_"}
+        given = {key: value for key, value in node.items() if key != "_component_"}
         try:
-            inspect.signature(component).bind_partial(**given)
-        except TypeError as error:
+            bound = inspect.signature(component, eval_str=True).bind_partial(**given)
+            for key, value in bound.arguments.items():
+                # A reference has another type than its value.
+                if "${" not in str(value):
+                    require_kind(key, value, bound.signature.parameters[key].annotation)
+        except (TypeError, ValueError) as error:
             raise AssertionError(f"{where}: {node['_component_']}: {error}") from None
     return len(components)
 
@@ -40,7 +45,7 @@ def check(tree):
 def test_configs_give_components_what_they_take(repo_root):
     for name, path in config_files(repo_root / "configs").items():
         try:
-            check(yaml.safe_load(path.read_text()))
+            check(OmegaConf.to_container(OmegaConf.load(path)))
         except AssertionError as error:
             raise AssertionError(f"configs/{name}.yaml: {error}") from None
 
@@ -52,7 +57,7 @@ def test_docs_give_components_what_they_take(repo_root):
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S):
             if language in ("", "yaml") and "_component_" in block:
                 try:
-                    count += check(yaml.safe_load(block))
+                    count += check(OmegaConf.to_container(OmegaConf.create(block)))
                 except (AssertionError, yaml.YAMLError) as error:
                     raise AssertionError(f"{page.name}: {error} in\n{block}") from None
     assert count > 5
@@ -63,6 +68,11 @@ def test_an_argument_that_is_not_taken_is_found(wrong):
     tree = {"task": {"_component_": "torchtune_ext.tasks.math.Math", wrong: "aime2024"}}
     with pytest.raises(AssertionError, match=f"task: .*Math: got an unexpected keyword argument '{wrong}'"):
         check(tree)
+
+
+def test_an_argument_of_another_kind_is_found():
+    with pytest.raises(AssertionError, match="task: .*Math: count='8' must be a whole number: count=8"):
+        check({"task": {"_component_": "torchtune_ext.tasks.math.Math", "count": "8"}})
 
 
 GENERATED = (
