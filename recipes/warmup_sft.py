@@ -150,7 +150,7 @@ class WarmupRecipe:
         self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
         cfg.schedule.require_fits(self.updates)
         cfg.logging.require_login()
-        check_optimizer(partial(instantiate, cfg.optimizer))
+        check_optimizer(partial(instantiate, cfg.optimizer), device=self.ranks.device.type)
         # The files of a new model do not exist yet, so only the names of components and arguments can be checked.
         if cfg.model_dir is None:
             find_component(self.model_node("start"))

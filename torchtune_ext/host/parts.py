@@ -213,7 +213,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
         check_task(eval_task, "evaluation.task", ends=True)
     adapters = adapter_names(meta_model)
     trained_dims = {param.ndim for name, param in meta_model.named_parameters() if not adapters or name in adapters}
-    check_optimizer(partial(instantiate, cfg.optimizer), trained_dims)
+    check_optimizer(partial(instantiate, cfg.optimizer), trained_dims, ranks.device.type)
     check_loss(loss)
     check_engine(hf_model, precision.engine, meta_model)
     require_rows(cfg.row_tokens, precision.engine)

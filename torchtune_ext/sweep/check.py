@@ -91,7 +91,8 @@ def check(sweep: Sweep, point: Point, further: Sequence[str], out: Path) -> Any:
     # Only for our own recipes are the checks and the metrics known. A copy may have others.
     if recipe in {each.name for each in recipe_files(folder("recipes"), folder("configs"))}:
         if hasattr(cfg, "optimizer"):
-            check_optimizer(partial(instantiate, cfg.optimizer))
+            # With "auto" a run may have a GPU, and then looks for itself.
+            check_optimizer(partial(instantiate, cfg.optimizer), device="cpu" if cfg.device == "cpu" else "cuda")
         if hasattr(cfg, "loss"):
             check_settings(cfg, instantiate(cfg.loss))
         known = {name for panel in PANELS for name in (*(name for name, _ in panel.series), *(panel.band or ()))}

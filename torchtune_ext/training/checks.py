@@ -27,14 +27,18 @@ LOOKED_AT, LOOK_S = 64, 1.0
 PROBE = "The 7 quick foxes: 12+34=46, isn't it?\n"
 
 
-def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> None:
-    """Builds the optimizer on small parameters, one for each number in `dims`.
+def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), device: str = "cpu") -> None:
+    """Builds the optimizer on small parameters, one for each number in `dims`, and makes a step on dense gradients.
 
-    Raises ValueError if a setting has a wrong type or value, or what is built is no optimizer.
+    Args:
+        device: the kind of device that trains.
+
+    Raises ValueError if a setting has a wrong type or value, what is built is no optimizer, or its step fails.
     """
     # Some optimizers take only matrices, so the parameters have the dims of those that are trained. They are on the
     # CPU, because an engine that shares the GPU has yet to measure how much of it is free.
-    optimizer = make(params=[nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)])
+    params = [nn.Parameter(torch.zeros((2,) * ndim)) for ndim in sorted(dims)]
+    optimizer = make(params=params)
     if not hasattr(optimizer, "param_groups"):
         raise Mistake(
             f"optimizer: {type(optimizer).__name__} is no torch optimizer: it has no param_groups; name a class such as "
@@ -47,6 +51,17 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2)) -> N
             raise Mistake(f"optimizer.lr={rate} is no learning rate; set optimizer.lr=1e-5, for instance")
     if not any(rates):
         raise Mistake("optimizer.lr=0 changes no weight, ever; set optimizer.lr=1e-5, for instance")
+    # An optimizer of another library may compute on GPUs alone, and so does torch's own with `capturable`.
+    capturable = any(group.get("capturable") for group in optimizer.param_groups)
+    if device != "cpu" and (capturable or not type(optimizer).__module__.startswith("torch.optim.")):
+        return
+    for param in params:
+        param.grad = torch.ones_like(param)
+    name = type(optimizer).__name__
+    with blame(f"optimizer: a step of {name} on dense gradients", "use torch.optim.AdamW, or change the settings"):
+        optimizer.step()
+    if sum(param.sum().item() for param in params) > 0:
+        raise Mistake(f"optimizer: a step of {name} raises the loss; leave out optimizer.maximize")
 
 
 def check_loss(loss: Any) -> None:
@@ -168,6 +183,14 @@ def _require_problem(problem: Any, what: str) -> None:
         raise Mistake(
             f'{what} has messages={messages!r:.80}; write ({{"role": "user", "content": "the question"}},): a tuple of them'
         )
+    for message in messages:
+        # A message with tool calls needs no text.
+        if not isinstance(content := message["content"], str) and (
+            content is not None or not message.get("tool_calls")
+        ):
+            raise Mistake(
+                f"{what}: its message of role {message['role']!r} has content={content!r:.80}, which must be text"
+            )
     # The rollouts of a step hold it.
     with blame(f"{what}: its answer as JSON", "make the keys of its dicts texts"):
         json.dumps(problem.answer, default=repr)
@@ -176,9 +199,12 @@ def _require_problem(problem: Any, what: str) -> None:
 def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
     """Measures prompts from all over a task, in tokens. Those that cannot be made or encoded are left out.
 
-    Raises ValueError if none can be, or if the chat template does not show the tools of one.
+    Raises ValueError if none can be, if the chat template does not show the tools or a message of one, or if two
+    problems with different messages have the same prompt.
     """
     lengths, began, first = [], time.monotonic(), None
+    looked_for: set[tuple[str, ...]] = set()  # the roles of problems whose messages the template shows
+    known: dict[tuple[int, ...], tuple[int, str]] = {}  # by the ids of a prompt: index and texts of its problem
     # The indices are evenly spaced, so that a task sorted by length shows its long prompts, too. An endless task has no
     # end to space them over.
     looked_at, whole = min(len(task), LOOKED_AT), len(task) if len(task) <= SHUFFLE_LIMIT else LOOKED_AT
@@ -193,6 +219,18 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
             first = first or error
         else:
             lengths.append(len(ids))
+            if (roles := tuple(message["role"] for message in problem.messages)) not in looked_for:
+                _require_shown(problem, ids, tokenizer, f"{key}: {_name(task)}(...)[{index}]")
+                looked_for.add(roles)
+            # Templates may strip white space.
+            texts = "".join(str(message["content"]) for message in problem.messages)
+            other, others = known.setdefault(tuple(ids), (index, words := "".join(texts.split()).casefold()))
+            if words != others:
+                raise Mistake(
+                    f"{key}: problems {other} and {index} of {_name(task)} have different messages and the same prompt of "
+                    f"{len(ids)} tokens: the tokenizer or its chat template drops what tells them apart; change "
+                    "tokenizer.path or tokenizer.template"
+                )
             # With a template that does not know tools the prompt is the same, and the policy would never see them.
             if problem.tools and ids == tokenizer.prompt_ids(problem.messages):
                 raise Mistake(
@@ -202,6 +240,25 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
     if not lengths:
         raise first
     return lengths
+
+
+def _require_shown(problem: Problem, ids: Sequence[int], tokenizer: ChatTokenizer, what: str) -> None:
+    """Raises ValueError if the chat template leaves out a message of a problem, whose prompt has these ids."""
+    # A template may trim, escape or move a text, or obey a "/no_think" in it. So its effect is looked for, not itself:
+    # a longer text has to change the prompt. It repeats its own words, because a tokenizer may drop others, but no
+    # thought, which templates leave out of older turns.
+    messages = list(problem.messages)
+    for i, message in enumerate(messages):
+        if message.get("tool_calls") or not (content := str(message["content"])).strip():
+            continue
+        messages[i] = {**message, "content": f"{content} 7 {content.rpartition('</think>')[2]}"}
+        if tokenizer.prompt_ids(messages, problem.tools) == ids:
+            raise Mistake(
+                f"{what}: the chat template {tokenizer.template.name!r} does not show its message of role "
+                f"{message['role']!r}, {content!r:.60}; name a template that does in tokenizer.template, or put the "
+                "text into a message of another role"
+            )
+        messages[i] = message
 
 
 def check_prompts(
