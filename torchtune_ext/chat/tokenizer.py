@@ -194,7 +194,13 @@ class ChatTokenizer:
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text. Special tokens written in it become their ids, and none is added."""
         # Without `verbose`, transformers would warn of a text that is too long, for which a run has words of its own.
-        return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        except TypeError:
+            # JSON may hold half of a surrogate pair, which tokenizers refuse without a name.
+            if half := re.search("[\ud800-\udfff]", text):
+                raise Mistake(f"the text holds half of a character, {half[0]!r}; write all of it") from None
+            raise
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of sampled ids, for graders and people, never for training."""

@@ -333,6 +333,11 @@ def test_prompts_work_where_conversations_do_not(model_dir):
     assert tokenizer.decode(tokenizer.prompt_ids(conversation("a"))).startswith("1 messages")
 
 
+def test_half_a_character_is_named(model_dir):
+    with pytest.raises(ValueError, match=r"the text holds half of a character, '\\ud83d'; write all of it"):
+        ChatTokenizer(model_dir, "chatml").encode("1+1 \ud83d?")
+
+
 def test_missing_files_raise(model_dir, tmp_path):
     with pytest.raises(ValueError, match="not a directory"):
         ChatTokenizer(tmp_path / "nowhere", "chatml")
