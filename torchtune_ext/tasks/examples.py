@@ -13,27 +13,32 @@ from torchtune_ext.run.errors import FileMistake, Mistake
 Example = Mapping[str, Any]
 _NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty braces of \boxed{} do not match
 
+READ = ".parquet, .csv, .tsv or .jsonl"
+
 
 def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
     """Yields the place and the content of every example of a file.
 
-    Of a .parquet file, only `fields` are read (None: all). A .csv file has names in its first line, and its values are
-    texts. Any other file is JSONL, one object a line. Raises ValueError if the file or a line cannot be read.
+    Of a .parquet file, only `fields` are read (None: all). A .csv or .tsv file has names in its first line, and its
+    values are texts. Any other file is JSONL, one object a line. Raises ValueError if the file or a line cannot be read.
     """
     if not Path(path).is_file():
         raise FileMistake(f"path={path!r}: {_no_file(path)}")
-    if Path(path).suffix == ".parquet":
+    if (suffix := Path(path).suffix.lower()) == ".parquet":
         yield from _parquet_examples(path, fields)
         return
-    if Path(path).suffix in (".gz", ".zip", ".zst"):
+    if suffix in (".gz", ".zip", ".zst"):
         raise Mistake(f"path={path!r}: a compressed file; unpack it")
     csv.field_size_limit(2**31 - 1)  # a text may be longer than the 128 KiB of the default
     # "utf-8-sig" drops the mark that Excel puts at the start of a file. The csv module needs newline="" to find line
     # ends within quotes.
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
-            if Path(path).suffix == ".csv":
-                for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
+            if suffix in (".csv", ".tsv"):
+                reader = csv.DictReader(file, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
+                # Spreadsheets write empty columns, whose names are empty, too.
+                _require_unique(path, [name for name in reader.fieldnames or () if name])
+                for number, row in enumerate(reader, start=1):
                     # DictReader puts surplus values under the key None, and None where a value is missing.
                     if None in row or None in row.values():
                         raise Mistake(
@@ -45,9 +50,16 @@ def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Exa
                 if line.strip():
                     yield f"{path}:{number}", _json_object(f"{path}:{number}", line)
         except UnicodeDecodeError as error:
-            raise Mistake(f"path={path!r}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+            raise Mistake(
+                f"path={path!r}: not text in UTF-8 ({error.reason}); save it as UTF-8 with the ending {READ}"
+            ) from error
         except csv.Error as error:
             raise Mistake(f"path={path!r}: no CSV ({error}); write commas between values, and quote texts") from error
+
+
+def _require_unique(where: str, names: list[str]) -> None:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise Mistake(f"{where}: the field {twice[0]!r} is there twice; rename or remove one")
 
 
 def _no_file(path: str) -> str:
@@ -62,13 +74,21 @@ def _no_file(path: str) -> str:
 
 
 def _json_object(where: str, line: str) -> Example:
+    def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # Python's reader keeps the last of two equal names.
+        if len(example := dict(pairs)) < len(pairs):
+            _require_unique(where, [name for name, _ in pairs])
+        return example
+
     try:
-        example = json.loads(line)
+        example = json.loads(line, object_pairs_hook=fields)
+    except Mistake:
+        raise
     # A number of thousands of digits is a plain ValueError.
     except ValueError as error:
         cause = getattr(error, "msg", error)
         raise Mistake(
-            f"{where}: no JSON ({cause}); write one object a line, or name a .csv or .parquet file"
+            f"{where}: no JSON ({cause}); write one object a line, or name a file with the ending {READ}"
         ) from error
     if not isinstance(example, dict):
         raise Mistake(f"{where}: a {type(example).__name__}, not an object; write one object a line")
@@ -82,6 +102,7 @@ def _parquet_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str,
 
     try:
         file = ParquetFile(path)
+        _require_unique(path, file.schema_arrow.names)
         known = [name for name in file.schema_arrow.names if fields is not None and name in fields]
         # If a field is missing, all fields are read, so that the error can list them.
         columns = known if fields is not None and len(known) == len(fields) else None

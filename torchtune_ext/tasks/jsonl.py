@@ -1,5 +1,7 @@
 """A task of questions and answers from a file or the Hugging Face hub, graded by any function."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,6 +13,11 @@ from torchtune_ext.tasks.examples import Example, field_names, fill, hub_example
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
 from torchtune_ext.tasks.task import Problem, Score, length_of, score_of
 
+# A field in a prompt. The braces of \boxed{answer} are LaTeX.
+_FIELD = re.compile(r"(?<![\w\\}])\{([A-Za-z_][\w.]*)\}")
+# Chat messages that a CSV or parquet file holds as text.
+_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:.*\]\s*""", re.DOTALL)
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -19,7 +26,7 @@ class Source:
     hub: str | None = None  # id of a data set of the hub, when there is no path
     config: str | None = None  # config of the data set of the hub
     split: str = "train"  # split of the data set of the hub
-    path: str | None = None  # a .parquet or .csv file, or any other file, which is read as JSONL
+    path: str | None = None  # a .parquet, .csv or .tsv file, or any other file, which is read as JSONL
     question: str = "question"  # a field, "a.b.0" for a nested one, or a template "{Body} {Question}"
     answer: str | None = "answer"  # a field or a template, as in `question`; None: there are no answers
     solution: str | None = None  # a field with a worked solution
@@ -74,7 +81,14 @@ class Questions:
         hub_name = "" if prefix else f"{source.hub}-".rpartition("/")[2].lower()
         # The ids of the problems begin with it.
         self.name = prefix + (Path(where).stem if source.path else hub_name + source.split)
-        examples = source.examples(fields)
+        named = [name for name in _FIELD.findall(prompt) if name != "question"]
+        examples = source.examples(fields if fields is None else [*fields, *named])
+        if examples and (known := [name for name in named if name.split(".")[0] in examples[0][1]]):
+            fix = f"write it in the question, as in question='{{{source.question.strip('{}')}}} {{{known[0]}}}'"
+            raise Mistake(
+                f"prompt={prompt!r:.80}: {{{known[0]}}} is a field of the examples, and a prompt fills {{question}} alone; "
+                + (fix if known[0] != source.answer else "leave out the answer")
+            )
         chosen = list(islice(examples, first, first + length))
         if not examples:
             kept = f" whose {source.keep[0]} contains {source.keep[1]!r}" if source.keep else ""
@@ -124,12 +138,13 @@ class Jsonl(Questions):
 
     Args:
         grader: dotted path of a function (problem, text) -> float or Score; in Python, the function itself.
-        path: a JSONL file (one object a line), a .csv file (names in its first line) or a .parquet file.
+        path: a JSONL file (one object a line), a .csv or .tsv file (names in its first line) or a .parquet file.
         hub: id of a data set of the Hugging Face hub, in place of a path.
         config: config of the hub's data set.
         split: split of the hub's data set.
         question: field of the question, "a.b.0" for a nested one, or a template: "{Body} {Question}". It may hold chat
-            messages, a list of {"role": ..., "content": ...} that ends with the user's: they are then the prompt.
+            messages, a list of {"role": ..., "content": ...} or its JSON text that ends with the user's: they are then
+            the prompt.
         answer: field of the answer, of any JSON type. The function gets it unchanged, as `problem.answer`. None: there
             are no answers.
         solution: field of a text with reward 1.0, for the supervised warm-up. Without it the answer is used.
@@ -169,6 +184,10 @@ class Jsonl(Questions):
             raise Mistake(f"hub={hub!r}, path={path!r}: give one of the two")
         source = Source(hub, config, split, path, question, answer, solution)
         super().__init__(source, prompt, system, count, first, "", grader, group_grader, fields)
+        if prompt != "{question}" and not all(isinstance(question, str) for question, _, _ in self.examples):
+            raise Mistake(
+                f"prompt={prompt!r:.80}: the questions are chat messages, which are the whole prompt; leave it out"
+            )
 
     def grade(self, problem: Problem, text: str) -> Score:
         """Grades one text with the `group_grader`."""
@@ -186,6 +205,13 @@ def _chosen(fields: Sequence[str] | None, example: Example, where: str) -> Examp
 
 def _question(source: Source, example: Example, where: str) -> str | tuple[Mapping[str, str], ...]:
     question = fill(source.question, example, where, "question")
+    if isinstance(question, str) and _CHAT.fullmatch(question):
+        try:
+            question = json.loads(question)
+        except ValueError as error:
+            raise Mistake(
+                f"{where}: {source.question!r} looks like chat messages, but is not JSON ({error}); write it with json.dumps"
+            ) from error
     if isinstance(question, list) and question and all(isinstance(each, Mapping) for each in question):
         last = question[-1].get("role")
         if last != "user":

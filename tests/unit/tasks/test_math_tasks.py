@@ -55,8 +55,16 @@ def test_rows_of_chats_are_prompts_as_they_are(tmp_path):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     path = jsonl(tmp_path, [{"messages": chat, "answer": 2}])
     assert Jsonl(strict, path=path, question="messages")[0].messages == tuple(chat)
-    task = Jsonl(strict, path=path, question="messages", system="You add.", prompt="not used: {question}")
+    task = Jsonl(strict, path=path, question="messages", system="You add.")
     assert task[0].messages == ({"role": "system", "content": "You add."}, *chat) and task[0].answer == 2
+    with pytest.raises(ValueError, match="prompt='Say {question}': the questions are chat messages"):
+        Jsonl(strict, path=path, question="messages", prompt="Say {question}")
+    # CSV holds them as text.
+    path = jsonl(tmp_path, [{"messages": json.dumps(chat), "answer": 2}])
+    assert Jsonl(strict, path=path, question="messages")[0].messages == tuple(chat)
+    path = jsonl(tmp_path, [{"messages": str(chat), "answer": 2}])
+    with pytest.raises(ValueError, match="some.jsonl:1: 'messages' looks like chat messages, but is not JSON"):
+        Jsonl(strict, path=path, question="messages")
     for content in (None, [{"type": "text", "text": "1+1?"}]):
         with pytest.raises(ValueError, match="some.jsonl:1: a message of 'messages' has no text as its content"):
             Jsonl(
@@ -75,8 +83,10 @@ def test_rows_of_csv_are_texts(tmp_path):
         ("1, or 2?", "2"),
         ('a "word" of\nlines', "x"),
     ]
-    (tmp_path / "excel.csv").write_text("question,answer\r\n1+1?,2\r\n", encoding="utf-8-sig", newline="")
-    assert Jsonl(strict, path=str(tmp_path / "excel.csv"))[0].answer == "2"
+    (tmp_path / "EXCEL.CSV").write_text("question,answer,,\r\n1+1?,2,,\r\n", encoding="utf-8-sig", newline="")
+    (tmp_path / "some.tsv").write_text("question\tanswer\n1+1?\t2\n")
+    for name in ("EXCEL.CSV", "some.tsv"):
+        assert Jsonl(strict, path=str(tmp_path / name))[0].answer == "2"
     (tmp_path / "long.csv").write_text(f"question,answer\n{'1' * 200_000},2\n")
     assert len(Jsonl(strict, path=str(tmp_path / "long.csv"))[0].messages[0]["content"]) == 200_000
     (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b")
@@ -197,6 +207,8 @@ def test_a_grading_process_gets_no_rows_and_imports_no_data_library(path):
         ('{"question": "a", "answer": ' + "9" * 5000 + "}\n", r"bad.jsonl:1: no JSON \(Exceeds the limit"),
         ('{"question": "a", "answer": 1}\n{"question": \n', r"bad.jsonl:2: no JSON \(Expecting value\); write one object a line"),
         ('{"question": "a", "answer": 1}\n\n[1]\n', "bad.jsonl:3: a list, not an object"),
+        ('{"question": "a", "answer": 1, "answer": 2}', "bad.jsonl:1: the field 'answer' is there twice; rename or remove one"),
+        ('{"question": "a", "answer": {"x": 1, "x": 2}}', "bad.jsonl:1: the field 'x' is there twice"),
         ("", "holds no example"),
         ('{"question": "", "answer": 1}', "bad.jsonl:1: 'question' is ''; write the text"),
         ('{"question": 3, "answer": 1}', "bad.jsonl:1: 'question' is 3; write the text"),
@@ -214,17 +226,45 @@ def test_mistakes_in_a_file_are_named(tmp_path, text, message):
 def test_files_that_cannot_be_read(tmp_path, parquet):
     (tmp_path / "latin.jsonl").write_bytes('{"question": "é"}'.encode("latin-1"))
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing else")
-    (tmp_path / "cut.parquet").write_bytes((tmp_path / "some.parquet").read_bytes()[:-20])
+    (tmp_path / "cut.PARQUET").write_bytes((tmp_path / "some.parquet").read_bytes()[:-20])
+    (tmp_path / "rows.xlsx").write_bytes(b"PK\x03\x04\xff")
     for name, message in (
-        ("latin.jsonl", "not UTF-8"),
+        ("latin.jsonl", "not text in UTF-8 .*; save it as UTF-8 with the ending .parquet, .csv, .tsv or .jsonl"),
+        ("rows.xlsx", "not text in UTF-8 .*; save it as UTF-8 with the ending .parquet, .csv, .tsv or .jsonl"),
         ("broken.parquet", r"not a readable parquet file \("),
-        ("cut.parquet", r"not a readable parquet file \("),
+        ("cut.PARQUET", r"not a readable parquet file \("),
         ("none.jsonl", "no such file, seen from"),
     ):
         with pytest.raises(ValueError, match=f"{name}'.*{message}"):
             Math(path=str(tmp_path / name))
     with pytest.raises(ValueError, match="some.parquet, example 1: no field 'anser'; there are: answer, "):
         Math(path=parquet, answer="anser")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    columns = [pyarrow.array(["a"]), pyarrow.array(["1"]), pyarrow.array(["2"])]
+    write_table(pyarrow.Table.from_arrays(columns, ["question", "answer", "answer"]), tmp_path / "two.parquet")
+    (tmp_path / "two.csv").write_text("question,answer,answer\na,1,2\n")
+    for name in ("two.parquet", "two.csv"):
+        with pytest.raises(ValueError, match=f"{name}: the field 'answer' is there twice; rename or remove one"):
+            Jsonl(strict, path=str(tmp_path / name))
+
+
+def test_a_field_in_the_prompt_is_refused(tmp_path):
+    path = jsonl(tmp_path, [{"question": "1+1?", "answer": 2, "unit": "m"}])
+    for prompt, message in (
+        ("{question} In {unit}.", "{unit} is a field of the examples, .* as in question='{question} {unit}'"),
+        ("{question} {{unit}}", "{unit} is a field of the examples"),
+        ("{question} Not {answer}!", "{answer} is a field of the examples, .*; leave out the answer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Jsonl(strict, path=path, prompt=prompt)
+    for prompt in (r"{question} Write \boxed{answer}.", "{question} {other}", "{question} {}"):
+        assert Jsonl(strict, path=path, prompt=prompt)[0].messages[0]["content"].endswith(prompt[-4:])
+    assert Jsonl(strict, path=path, question="{question} In {unit}.")[0].messages[0]["content"] == "1+1? In m."
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch, tmp_path):
