@@ -69,6 +69,23 @@ def test_an_optimizer_of_matrices_may_train_matrices():
         checks.check_optimizer(partial(instantiate, muon), {1, 2})
 
 
+@every_row(
+    "optimizer, says",
+    [
+        ({"_component_": "torch.optim.LBFGS"}, "a step of LBFGS on dense gradients raised TypeError: .*'closure'; use torch.optim.AdamW"),
+        ({"_component_": "torch.optim.SparseAdam"}, "a step of SparseAdam on dense gradients raised .*does not support dense"),
+        ({"_component_": "torch.optim.AdamW", "capturable": True}, "a step of AdamW .*If capturable=True"),
+        ({"_component_": "torch.optim.SGD", "maximize": True}, "a step of SGD raises the loss; leave out optimizer.maximize"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_cannot_step_is_refused(optimizer, says):
+    make = partial(instantiate, {"lr": 0.1, **optimizer})
+    with pytest.raises(ValueError, match=f"optimizer: {says}"):
+        checks.check_optimizer(make)
+    if optimizer.get("capturable"):
+        checks.check_optimizer(make, device="cuda")
+
+
 def test_weights_fit_their_model_and_no_other(model_dir):
     source, model = HFModel(model_dir), on_meta(partial(from_config, str(model_dir)))
     source.require_fits(model)
@@ -166,6 +183,63 @@ def test_tools_that_the_template_does_not_show_are_told(model_dir):
     ):
         checks.prompt_lengths(task, ChatTokenizer(model_dir, "chatml"), "task")
     assert len(checks.prompt_lengths(task, ChatTokenizer(model_dir, shows), "task")) == 2
+
+
+class Chats(list):
+    """Problems of these messages."""
+
+    def __getitem__(self, index):
+        return Problem(str(index), super().__getitem__(index), "4")
+
+
+SYSTEM, USER = {"role": "system", "content": "Only digits.\n"}, {"role": "user", "content": " 1+1?\n"}
+TURN = {"role": "assistant", "content": "<think>\nx\n</think>\n\n2"}
+
+
+def loop(inside):
+    return f"{{%- for m in messages -%}}{inside}{{%- endfor -%}}"
+
+
+TRIMS, SHOUTS = loop("{{ m.role + (m.content | trim) }}"), loop("{{ m.role + (m.content | tojson | upper) }}")
+SWITCH = "{{ '/no_think' in messages[0].content }}{{ messages[0].content.replace('/no_think', '') }}{{ messages[-1].content }}"
+THOUGHTS = loop("{{ m.role + m.content.split('</think>')[-1] }}")
+NO_SYSTEM = loop("{%- if m.role != 'system' -%}{{ m.content }}{%- endif -%}")
+PARTS = loop("{{ m.role }}{%- for part in m.content -%}{{ part.text }}{%- endfor -%}")
+
+
+@every_row(
+    "template, messages, hidden",
+    [
+        ("chatml", [SYSTEM, USER], None), (TRIMS, [SYSTEM, USER], None), (SHOUTS, [SYSTEM, USER], None),
+        (SWITCH, [{"role": "system", "content": "/no_think"}, USER], None), (THOUGHTS, [USER, TURN, USER], None),
+        ("{{ messages[0].content + messages[1].content }}", [SYSTEM, USER], None),
+        (NO_SYSTEM, [SYSTEM, USER], "system"), (NO_SYSTEM, [USER], None), (PARTS, [USER], "user"), ("{{ 'x' }}", [USER], "user"),
+        ("{{ messages[-1].content }}", [USER, TURN, {"role": "user", "content": "So?"}], "user"),
+        (loop("{{ m.content.strip().split('\n')[0] }}"), [{"role": "user", "content": "a\nb"}], "user"),
+    ],
+)  # fmt: skip
+def test_a_template_has_to_show_each_message(model_dir, template, messages, hidden):
+    tokenizer = ChatTokenizer(model_dir, template)
+    if hidden is None:
+        assert len(checks.prompt_lengths(Chats([messages]), tokenizer, "task")) == 1
+    else:
+        with pytest.raises(
+            ValueError, match=rf"task: Chats\(...\)\[0\]: the chat template .* not show its message of role '{hidden}'"
+        ):
+            checks.prompt_lengths(Chats([messages]), tokenizer, "task")
+
+
+def test_different_problems_with_the_same_prompt_are_refused():
+    def task(*questions):
+        return Chats([[{"role": "user", "content": question}] for question in questions])
+
+    # It knows no letters.
+    tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [len(messages[0]["content"].strip().upper())])
+    with pytest.raises(
+        ValueError, match="problems 0 and 2 of Chats have different messages and the same prompt of 1 tok"
+    ):
+        checks.prompt_lengths(task("ab", "a", "ac"), tokenizer, "task")
+    assert len(checks.prompt_lengths(task("ab", "AB ", "ab"), tokenizer, "task")) == 3
 
 
 def test_held_out_problems_that_are_trained_on_are_told(monkeypatch):
