@@ -19,6 +19,7 @@ from torchtune_ext.grading.grader import GradingWatch, is_failure
 from torchtune_ext.groups import Group, group_json, group_of
 from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
 from torchtune_ext.run.errors import Failure, Mistake, text_of
+from torchtune_ext.run.seconds import require_seconds
 from torchtune_ext.sampling.calls import mixed_seed
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.order import Fault, ProblemStream
@@ -36,8 +37,7 @@ class RolloutConfig:
     deadline_s: float = 1800.0  # seconds without a completion or grade after which a wait is given up
 
     def __post_init__(self) -> None:
-        if not self.deadline_s > 0:
-            raise Mistake(f"rollouts.deadline_s={self.deadline_s} must be a number of seconds greater than 0")
+        require_seconds("rollouts.deadline_s", self.deadline_s)
 
 
 def prompt_fault(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: int) -> Fault:

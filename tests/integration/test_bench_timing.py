@@ -246,7 +246,7 @@ def test_the_command_prints_a_table(monkeypatch, capsys):
     [
         (["nowhere.c"], "nowhere.c cannot be read: No such file"),
         (["{other}"], "other.c defines none of dgemm, gemv, reduction; it has to be one of them"),
-        (["{file}", "--budget", "0"], "bench.budget_s=0.0 must be more than 0"),
+        (["{file}", "--budget", "0"], "bench.budget_s=0.0 must be a number of seconds"),
         (["{file}", "--size", "0"], "Dgemm.timed: m is 0, and must be an int from 1"),
         (["{file}", "--cores", "4096"], "cores=[4096]: use some of"),
         (["{file}", "--threads", "4096"], "threads=4096, but this process may run on"),

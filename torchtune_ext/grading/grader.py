@@ -14,6 +14,7 @@ import cloudpickle
 from torchtune_ext.grading.calls import Grading, Outcome, Ungraded
 from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.run.processes import Processes
+from torchtune_ext.run.seconds import require_seconds
 from torchtune_ext.tasks.task import Problem, Task
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,7 @@ class GraderConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise Mistake(f"grader.workers={self.workers} must be at least 1")
-        if not 0 < self.timeout_s < float("inf"):
-            raise Mistake(f"grader.timeout_s={self.timeout_s} must be a number of seconds greater than 0")
+        require_seconds("grader.timeout_s", self.timeout_s)
 
 
 class Grader:

@@ -24,6 +24,7 @@ from torchtune_ext.run.catalog import config_name, config_path, owner
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.run.parent import environment
+from torchtune_ext.run.seconds import require_seconds
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_key
 from torchtune_ext.settings.config import read_config
@@ -120,8 +121,7 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
             f"--address={args.address}: write auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: this "
             "machine must be a member of the cluster)"
         )
-    if not 0 < args.wait < float("inf"):
-        raise Mistake(f"--wait={args.wait}: it has to be a positive number of seconds")
+    require_seconds("--wait", args.wait)
     request = request_of(args, cfg.engine.tensor_parallel_size)
     # The machines have to see a config of the user's own. One of ours comes with the package, so the folder is enough.
     folder = Path.cwd()

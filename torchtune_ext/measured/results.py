@@ -1,7 +1,6 @@
 """What the benchmark service says of a program, and how it is set up."""
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -10,6 +9,7 @@ from typing import Any
 
 import torchtune_ext
 from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.run.seconds import require_seconds
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
 NOISY = "noisy"
@@ -83,8 +83,7 @@ class BenchConfig:
             raise Mistake(f"bench.workers={self.workers} must be at least 1, or null for one on each core")
         if self.threads < 1:
             raise Mistake(f"bench.threads={self.threads} must be at least 1")
-        if not (self.budget_s > 0 and math.isfinite(self.budget_s)):
-            raise Mistake(f"bench.budget_s={self.budget_s} must be more than 0 seconds, and finite")
+        require_seconds("bench.budget_s", self.budget_s)
 
 
 def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:

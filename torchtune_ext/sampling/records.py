@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.run.seconds import require_seconds
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a rank between is padded to the next
 TRANSFERS = ("auto", "shm", "nccl", "gloo")
@@ -114,9 +115,7 @@ class EngineConfig:
                 "engine.dtype=float32 with quantized weights: vLLM computes around them in bfloat16; set it so"
             )
         for name in ("start_deadline_s", "rpc_deadline_s", "probe_interval_s", "probe_deadline_s"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise Mistake(f"engine.{name} is {value}: it has to be a positive number of seconds")
+            require_seconds(f"engine.{name}", getattr(self, name))
         if not 0 < self.gpu_memory_utilization <= 1:
             raise Mistake(
                 f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}: it is a share of the GPU in (0, 1]"

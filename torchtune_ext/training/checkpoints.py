@@ -37,6 +37,7 @@ from torchtune_ext.run.errors import Failure, FileMistake, Mistake
 from torchtune_ext.run.files import discard, make_empty, partial_of, put_in_place
 from torchtune_ext.run.folder import Run, RunFolder, changes, checkpoint_folders, step_of
 from torchtune_ext.run.output import labelled, say
+from torchtune_ext.run.seconds import require_seconds
 from torchtune_ext.training.collectives import (
     FAILURES,
     describe,
@@ -80,10 +81,7 @@ class CheckpointConfig:
             raise Mistake(
                 f"checkpoints.keep_last={self.keep_last} must be at least 1: a run resumes from its last checkpoint"
             )
-        if not 0 <= self.stop_grace_s < float("inf"):
-            raise Mistake(
-                f"checkpoints.stop_grace_s={self.stop_grace_s} must be a number of seconds, 0 or more; 0 writes none"
-            )
+        require_seconds("checkpoints.stop_grace_s", self.stop_grace_s, "from 0")
 
 
 class Checkpoints:

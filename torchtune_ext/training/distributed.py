@@ -16,6 +16,7 @@ from torchtune import training
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent
+from torchtune_ext.run.seconds import require_seconds
 from torchtune_ext.training.collectives import from_main, gathered, join, on_any
 
 T = TypeVar("T")
@@ -30,11 +31,7 @@ class RanksConfig:
     shard_within: int | None = None  # ranks that share one copy of the weights, as those of a machine do; null: all
 
     def __post_init__(self) -> None:
-        if not 0 < self.deadline_s < float("inf"):
-            raise Mistake(
-                f"ranks.deadline_s={self.deadline_s} must be a number greater than 0: the seconds that ranks which compute "
-                "wait for one that does not come"
-            )
+        require_seconds("ranks.deadline_s", self.deadline_s)
         if self.shard_within is not None and self.shard_within < 1:
             raise Mistake(
                 f"ranks.shard_within={self.shard_within} must be at least 1: the ranks that share one copy of the weights"

@@ -56,7 +56,7 @@ def place(tmp_path, monkeypatch):
         ("--config grpo/tiny --train-cpus 1 --engine-cpus 2 engine.tensor_parallel_size=2", "=2 asks for GPUs"),
         (f"--config grpo/tiny {GPUS} engine.address=http://x:1", "torchtune-ext ray starts servers of its own"),
         (f"--config grpo/tiny {GPUS} engine.max_model_len=0", "engine.max_model_len is 0"),
-        (f"--config grpo/tiny {GPUS} --wait 0", "--wait=0.0: it has to be a positive number"),
+        (f"--config grpo/tiny {GPUS} --wait 0", "--wait=0.0 must be a number of seconds"),
         (f"--config grpo/tiny {GPUS} --address ray://10.0.0.1:10001", "no ray://"),
         (f"--config grpo/tiny {GPUS} --address 10.0.0.1", "HOST:PORT of the cluster's head"),
         (f"--config grpo/tiny {GPUS} max_steps", "'max_steps' is no setting: write key=value"),

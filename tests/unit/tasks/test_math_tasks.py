@@ -263,7 +263,7 @@ def test_a_field_in_the_prompt_is_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             Jsonl(strict, path=path, prompt=prompt)
     for prompt in (r"{question} Write \boxed{answer}.", "{question} {other}", "{question} {}"):
-        assert Jsonl(strict, path=path, prompt=prompt)[0].messages[0]["content"].endswith(prompt[-4:])
+        assert Jsonl(strict, path=path, prompt=prompt)[0].messages[0]["content"].endswith(prompt[-3:])
     assert Jsonl(strict, path=path, question="{question} In {unit}.")[0].messages[0]["content"] == "1+1? In m."
 
 
