@@ -201,12 +201,13 @@ def test_a_prompt_that_leaves_no_room_is_bad():
     [
         ({"deadline_s": 0.0}, "rollouts.deadline_s=0.0 must be a number of seconds greater than 0"),
         ({"deadline_s": float("nan")}, "rollouts.deadline_s=nan must be"),
+        ({"deadline_s": float("inf")}, r"rollouts.deadline_s=inf must be .*, at most 604800 \(a week\)"),
     ],
 )
 def test_settings_out_of_range_are_named(own, message):
     with pytest.raises(ValueError, match=message):
         RolloutConfig(**own)
-    RolloutConfig(float("inf"))
+    RolloutConfig(604_800.0)
 
 
 class Gaps(Numbered):
