@@ -28,6 +28,7 @@ from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 from torchtune_ext.policy.memory import GIB, Sizes
 from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.launcher import number, place
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.settings.components import Component, instantiate
@@ -53,9 +54,10 @@ def dry_run(cfg: Any) -> None:
         ValueError: a setting is wrong, or `dry_run` names no machine.
     """
     # Under torchrun every rank is here. One plan is enough.
-    if int(os.environ.get("RANK", 0)):
+    rank, ranks = place()
+    if rank:
         sys.exit(0)
-    ranks, visible = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     machine, missing = machine_of(cfg, ranks), None
     plan, notes = plan_of(cfg, machine)
     plan = plan.with_trainers(ranks if ranks > 1 else None, visible)
@@ -116,7 +118,7 @@ def machine_of(cfg: Any, ranks: int) -> Machine:
             raise Mistake(f"dry_run={cfg.dry_run!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
         return machine
     # LOCAL_WORLD_SIZE is the number of ranks on this machine, the only one whose GPUs can be looked at.
-    if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
+    if ranks > number("LOCAL_WORLD_SIZE", ranks):
         raise Mistake(
             "dry_run=True under torchrun on several machines: name the GPUs of all, for instance dry_run=16x80"
         )

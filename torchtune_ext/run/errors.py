@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtune_ext.run.launcher import place
 from torchtune_ext.run.terminal import RED, styled
 
 STATUS = 2  # the exit status of a mistake
@@ -179,7 +180,8 @@ def shown() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        rank, several = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) > 1
+        rank, ranks = place()
+        several = ranks > 1
         if several and rank:
             time.sleep(OTHER_RANKS_WAIT_S)
         status = status_of(error)

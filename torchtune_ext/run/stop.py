@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from torchtune_ext.run.launcher import place
+
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 REACTION_S = 5.0  # seconds that the main thread has to raise `Stopped` when it is time
 CLEANUP_S = 60.0  # seconds that closing all parts may take
@@ -71,7 +73,7 @@ class StopSignals:
         self._closing_at = NEVER  # the time.monotonic() at which the cleanup began
         self.status = 0  # the exit status that the process will have, once the recipe's work is over (`training.life`)
         self.raised = False  # whether the signal handler raised `Stopped`, in the middle of some work
-        self.speaks = os.environ.get("RANK", "0") == "0"  # only one rank tells the user
+        self.speaks = place()[0] == 0  # only one rank tells the user
         self._handlers: dict[int, Any] = {}  # the signal handlers that were set before ours
         self._thread: threading.Thread | None = None
 

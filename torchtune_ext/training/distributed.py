@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torchtune import training
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.launcher import misread, number, place
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.run.seconds import require_seconds
@@ -102,7 +103,12 @@ def init_ranks(
     Raises ValueError if device, `shard_within` or torchrun's variables do not fit, or a machine misses the folder.
     """
     config = config or RanksConfig()
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if wrong := misread():
+        raise Mistake(
+            f"{wrong[0]}={os.environ[wrong[0]]!r} in the environment must be a whole number, as torchrun sets it; "
+            f"`env -u {wrong[0]} tune run ...` starts without it"
+        )
+    rank, world_size = place()
     config.require_divides(world_size)
     # A torchrun that gets SIGKILL cannot stop its ranks, so they ask the kernel to be killed with it. That works
     # because torchrun starts them from its main thread: the kernel watches the thread, not the process.
@@ -119,8 +125,9 @@ def init_ranks(
     if world_size == 1 or dist.is_initialized():
         return Ranks(rank, world_size, here, shard_within=config.shard_within)
     # Only a run of several ranks needs these imports.
-    from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, require_shared
+    from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, require_meeting, require_shared
 
+    require_meeting(rank, world_size, config.deadline_s)
     choose_interface()
     # NCCL carries what the model needs on GPUs. What rank 0 tells the others travels over gloo: a rank that waits in
     # NCCL keeps its GPU and a core busy, and rank 0 may let the others wait for hours.
@@ -148,14 +155,14 @@ def local_device(device: str) -> torch.device:
         raise Mistake("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if number >= count:
+    mine, count = number("LOCAL_RANK", 0), torch.cuda.device_count()
+    if mine >= count:
         raise Mistake(
-            f"rank {os.environ.get('RANK', 0)} is number {number} on {socket.gethostname()}, which shows it {count} "
+            f"rank {number('RANK', 0)} is number {mine} on {socket.gethostname()}, which shows it {count} "
             f"{'GPU' if count == 1 else 'GPUs'}: start at most {count} ranks there (--nproc_per_node), or set "
             "CUDA_VISIBLE_DEVICES"
         )
-    here = torch.device("cuda", number)
+    here = torch.device("cuda", mine)
     torch.cuda.set_device(here)
     return here
 

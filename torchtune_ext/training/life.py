@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from torchtune_ext.run.errors import FAILED, status_of
+from torchtune_ext.run.launcher import place
 from torchtune_ext.run.output import say
 from torchtune_ext.run.stop import NAMES, Stopped, StopSignals
 from torchtune_ext.training.checkpoints import NothingToDo
@@ -45,7 +46,7 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
         Exception: what set-up and work raise, after the cleanup.
     """
     recipe, stopped_by, orderly, works, nothing = make(cfg), None, True, False, ""
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    several = place()[1] > 1
     with recipe.stop as stop:
         # Until something else is known, the run has failed. The cleanup reports the status to the sinks of the metrics.
         stop.status = FAILED

@@ -8,11 +8,34 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.output import say
 from torchtune_ext.training.collectives import from_main, gathered, rank
 
 # Seconds within which a network file system must show a new file on other machines. NFS keeps what it knows of a folder
 # for 30 s and more (acdirmin), but asks anew when the folder is opened, as it is here.
 SEEN_S = 10.0
+
+
+def require_meeting(rank: int, ranks: int, deadline_s: float) -> None:
+    """Prints for whom this process will wait, if it is one of several ranks and torchrun did not start it.
+
+    Raises ValueError if the variables of the environment do not say where the ranks meet.
+    """
+    alone = "`env -u WORLD_SIZE tune run ...` starts a single process"
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise Mistake(
+            f"WORLD_SIZE={ranks} in the environment without {missing[0]}: start {ranks} ranks by tune run --nproc_per_node "
+            f"{ranks}; {alone}"
+        )
+    if rank >= ranks:
+        raise Mistake(f"RANK={rank} in the environment must be less than WORLD_SIZE={ranks}; {alone}")
+    # A job launcher may leave such variables to a single process.
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        say(
+            f"ranks: this is rank {rank} of WORLD_SIZE={ranks} in the environment; it waits for the others at {where}, up to "
+            f"{deadline_s:g} s; {alone}"
+        )
 
 
 def choose_interface() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.launcher import number
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
@@ -87,9 +88,9 @@ def training_gpus(ranks: int | None = None) -> list[str]:
     """
     # A rank takes the GPU with its number among those that it sees. If another launcher started the ranks and does not
     # say how many are here, only the GPU of this process is known.
-    visible, local = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_WORLD_SIZE")
-    mine = int(os.environ.get("LOCAL_RANK", 0))
-    numbers = range(mine, mine + 1) if ranks is None and local is None else range(ranks or int(local))
+    visible, local = os.environ.get("CUDA_VISIBLE_DEVICES"), number("LOCAL_WORLD_SIZE", 0)
+    mine = number("LOCAL_RANK", 0)
+    numbers = range(ranks or local) if ranks or local else range(mine, mine + 1)
     # Without the variable a rank sees all GPUs of the machine by their numbers, as an engine that it starts does.
     if visible is None:
         return [str(number) for number in numbers]

@@ -227,7 +227,7 @@ def test_without_a_key_offline_is_offered_before_a_run_begins(tmp_path):
     code = "from torchtune_ext.telemetry.sinks import LoggingConfig; LoggingConfig(to=('wandb',)).require_login()"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environ |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_CONFIG_DIR": str(tmp_path)}
-    for mode, status in ({}, 1), ({"WANDB_MODE": "offline"}, 0), ({"RANK": "1"}, 0):
+    for mode, status in ({}, 1), ({"WANDB_MODE": "offline"}, 0), ({"RANK": "1", "WORLD_SIZE": "2"}, 0):
         ended = subprocess.run(
             [sys.executable, "-c", code], env=environ | mode, stdin=subprocess.DEVNULL, capture_output=True, text=True
         )

@@ -54,6 +54,8 @@ def test_otherwise_nothing_changes_and_nothing_is_said(cores, capsys, machine, b
 def test_of_several_ranks_one_says_it(cores, capsys, monkeypatch):
     cores(4, threads=4)
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     init_ranks("cpu", engine_beside=True)
     assert torch.get_num_threads() == 3 and not capsys.readouterr().out
 

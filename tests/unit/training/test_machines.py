@@ -15,6 +15,7 @@ from checkpoint_runs import fork
 from torchtune import training
 
 from torchtune_ext.policy.builder import _mesh
+from torchtune_ext.run import launcher
 from torchtune_ext.training import machines
 from torchtune_ext.training.collectives import gathered
 from torchtune_ext.training.distributed import (
@@ -183,6 +184,61 @@ def test_ranks_that_cannot_be_grouped_are_refused_before_they_join(within, ranks
     with pytest.raises(ValueError, match="does not divide") as error:
         init_ranks("cpu", RanksConfig(shard_within=within))
     assert str(error.value).startswith(fix)
+
+
+def test_variables_of_a_launcher_that_cannot_be_are_named(monkeypatch, capsys):
+    here = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    names = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *here)
+    for values, says in (
+        ({"RANK": "x"}, "RANK='x' in the environment must be a whole number, .*; `env -u RANK tune run"),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment must be a whole number"),
+        (
+            {"WORLD_SIZE": "2", "RANK": ""},
+            "WORLD_SIZE=2 in the environment without RANK: .*`env -u WORLD_SIZE tune run",
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2 in the environment without MASTER_ADDR"),
+        ({"WORLD_SIZE": "2", "RANK": "2", **here}, "RANK=2 in the environment must be less than WORLD_SIZE=2"),
+    ):
+        with monkeypatch.context() as patch:
+            for name in names:
+                patch.delenv(name, raising=False)
+            for name, value in values.items():
+                patch.setenv(name, value)
+            with pytest.raises(ValueError, match=says):
+                init_ranks("cpu")
+    for values in (
+        {"WORLD_SIZE": "", "RANK": ""},
+        {"WORLD_SIZE": "1", "RANK": "3"},
+        {"RANK": "3"},
+        {"WORLD_SIZE": "0"},
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in values.items():
+                patch.setenv(name, value)
+            ranks = init_ranks("cpu")
+            assert (ranks.rank, ranks.world_size, launcher.place()) == (0, 1, (0, 1))
+    assert not capsys.readouterr().out
+
+
+def test_a_rank_without_torchrun_prints_for_whom_it_waits(monkeypatch, capsys):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    for torchrun in (False, True):
+        if torchrun:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        monkeypatch.setenv("RANK", "1")
+        machines.require_meeting(1, 4, 600.0)
+        said = capsys.readouterr().out
+        assert (
+            not said
+            if torchrun
+            else said
+            == (
+                "ranks: this is rank 1 of WORLD_SIZE=4 in the environment; it waits for the others at 10.0.0.1:29500, up to 600 s; "
+                "`env -u WORLD_SIZE tune run ...` starts a single process\n"
+            )
+        )
 
 
 def test_a_copy_is_cut_for_its_own_ranks():

@@ -13,6 +13,7 @@ import psutil
 
 from torchtune_ext.groups import Group
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.launcher import place
 from torchtune_ext.telemetry.excerpts import by_reward, chosen_groups, cut_text, sample_facts, spaced
 from torchtune_ext.telemetry.sinks.settings import Opening
 
@@ -64,7 +65,7 @@ class WeightsAndBiases:
         """
         # Offline there is no server to ask. Only rank 0 writes to W&B, and on a terminal W&B itself asks for a key.
         offline = os.environ.get("WANDB_MODE", "online") in ("offline", "dryrun", "disabled", "shared")
-        if offline or int(os.environ.get("RANK", 0)) or (sys.stdin is not None and sys.stdin.isatty()):
+        if offline or place()[0] or (sys.stdin is not None and sys.stdin.isatty()):
             return
         set_defaults()
         import wandb
