@@ -17,6 +17,8 @@ import torch
 from torchtune_ext.host.parts import model_parts
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
+from torchtune_ext.sampling.early import IGNORED
+from torchtune_ext.sampling.engine_args import say_ignored
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_command, server_key, shown_command
 from torchtune_ext.settings.config import read_config
@@ -52,10 +54,12 @@ def main(arguments: argparse.Namespace, more: Sequence[str] = ()) -> int:
             f"the run starts, e.g. export {KEY_VARIABLE}=$(openssl rand -hex 32)"
         )
     say(shown_command(command, environ), sys.stderr)
+    say_ignored()
     # The server takes the place of this process, so signals and the exit status are its own. What is still in Python's
     # buffers would be lost.
     sys.stdout.flush()
-    os.execve(command[0], command, {**os.environ, **environ})
+    kept = {name: value for name, value in os.environ.items() if name not in IGNORED}
+    os.execve(command[0], command, {**kept, **environ})
 
 
 def engine_of(config: str, settings: Sequence[str], recipe: str | None = None) -> tuple[str, EngineConfig]:

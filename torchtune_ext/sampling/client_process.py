@@ -28,7 +28,8 @@ from torchtune_ext.sampling.engine_args import CORES, engine_args, on_cpu
 from torchtune_ext.sampling.records import Completion, EngineConfig, Priority
 from torchtune_ext.sampling.weight_buffer import ADAPTER_ID
 
-LOG_LEVEL = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+# vLLM takes lower case, too.
+LOG_LEVEL = logging.getLevelNamesMapping().get(os.environ.get("VLLM_LOGGING_LEVEL", "").upper(), logging.WARNING)
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LOOK_S = 0.1  # seconds between two looks at the engine's process
 

@@ -20,8 +20,23 @@ OTHERWISE = ("-h", "--help", "dry_run", "replay", "engine.address", "engine.back
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 # An engine on a CPU keeps freed memory, as the trainer does (`keep_memory`).
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+# The client sets up logging itself. vLLM's own limit for the start of an engine may not end before
+# `engine.start_deadline_s`, which is a week at most.
+CLIENT_VARIABLES = {
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_LOGGING_CONFIG_PATH": "",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "604800",
+}
 # What torch and vLLM read on a CPU while they are imported. The client itself computes nothing.
-CPU = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CONFIGURE_LOGGING": "0"} | KEPT
+CPU = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"} | CLIENT_VARIABLES | KEPT
+# Variables of vLLM that would replace a setting of the run, and that setting. An engine does not get them.
+IGNORED = {
+    "VLLM_CPU_KVCACHE_SPACE": "engine.kv_cache_bytes",
+    "VLLM_DP_SIZE": "engine.count",
+    "VLLM_PP_LAYER_PARTITION": "engine.tensor_parallel_size",
+    "VLLM_MODEL_REDIRECT_PATH": "model_dir",
+    "VLLM_USE_MODELSCOPE": "model_dir",
+}
 
 Begun = tuple[subprocess.Popen, socket.socket]
 
@@ -29,8 +44,8 @@ _waiting: Begun | None = None  # for the engine that takes it
 
 
 def child_environment(more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process of the sampler: ours without torchrun's variables, our `sys.path`, and `more`."""
-    env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN)}
+    """The environment of a process of the sampler: ours without torchrun's and ignored variables, our path, and `more`."""
+    env = {key: value for key, value in environment().items() if not key.startswith(TORCHRUN) and key not in IGNORED}
     return env | {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry or ".") for entry in sys.path), **more}
 
 

@@ -28,7 +28,7 @@ from torchtune_ext.run.errors import Failure, Late, Mistake
 from torchtune_ext.run.janitor import Janitor
 from torchtune_ext.sampling import early
 from torchtune_ext.sampling.calls import Call, Core, OnCompletion, Step, fetch_error, group_calls, together
-from torchtune_ext.sampling.engine_args import log_name
+from torchtune_ext.sampling.engine_args import log_name, say_ignored
 from torchtune_ext.sampling.lane import Lane
 from torchtune_ext.sampling.pool import Pool
 from torchtune_ext.sampling.records import (
@@ -176,6 +176,8 @@ class Engine:
         """
         if self._started is not None or self._closed:
             raise Failure("Engine.start: an engine is started once; make a new one")
+        if self._backend is RemoteCore and self.config.address is None:
+            say_ignored()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._janitor = Janitor()
         # A strong reference in atexit would keep the engine alive until the trainer ends.

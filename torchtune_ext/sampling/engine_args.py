@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 import torch
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.sampling.early import KEPT, vllm_cpu
+from torchtune_ext.run.output import labelled, say
+from torchtune_ext.sampling.early import IGNORED, KEPT, vllm_cpu
 from torchtune_ext.sampling.records import CANARY_REQUESTS, LORA_RANKS, EngineConfig
 
 HERE = ("127.0.0.1", "localhost", "::1")
@@ -137,6 +138,14 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
     if config.devices is not None:
         environ[CORES if on_cpu() else "CUDA_VISIBLE_DEVICES"] = config.devices
     return environ
+
+
+@cache
+def say_ignored() -> None:
+    """Prints once which variables of the environment the engines of this process do not get."""
+    for name, key in IGNORED.items():
+        if name in os.environ:
+            say(labelled([("engine", f"{name}={os.environ[name]} of the environment is ignored: {key} decides")]))
 
 
 def log_name(config: EngineConfig) -> str:

@@ -164,7 +164,7 @@ class RemoteCore(ChildProcess, VLLMCore):
         self.log = log_path
         self._configured = False
         self.log_start = log_path.stat().st_size if log_path.exists() else 0
-        environ = engine_environment(config) | {"VLLM_CONFIGURE_LOGGING": "0", "TMPDIR": temp_dir} | ONE_MACHINE
+        environ = engine_environment(config) | early.CLIENT_VARIABLES | {"TMPDIR": temp_dir} | ONE_MACHINE
         environ = child_environment(environ | {"VLLM_RPC_BASE_PATH": temp_dir})
         first, begun = [model_dir, config, str(log_path), environ], early.take()
         ChildProcess.__init__(self, "the engine's client", early.CLIENT, log_path, self._hear, first, environ, begun)

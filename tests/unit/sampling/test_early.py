@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import reload
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,7 @@ pytest.importorskip("torch")
 from waiting import wait_until  # noqa: E402
 
 from torchtune_ext.run.catalog import folder  # noqa: E402
-from torchtune_ext.sampling import early  # noqa: E402
+from torchtune_ext.sampling import client_process, early, engine_args  # noqa: E402
 from torchtune_ext.sampling.child_process import pack  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -124,3 +125,26 @@ def test_why_vllm_cannot_be_imported_is_in_the_log(tmp_path, monkeypatch):
         end.sendall(pack(["model", None, str(tmp_path / "engine.log"), early.child_environment({})]))
         assert process.wait(50) == 1
     assert "ImportError: it is broken" in (tmp_path / "engine.log").read_text()
+
+
+def test_an_engine_gets_no_variable_that_replaces_a_setting(monkeypatch, capsys):
+    for name in early.IGNORED:
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "info")
+    variables = early.child_environment(early.CLIENT_VARIABLES)
+    assert not early.IGNORED.keys() & variables.keys() and variables["VLLM_LOGGING_LEVEL"] == "info"
+    engine_args.say_ignored.cache_clear()
+    engine_args.say_ignored()
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "engine:    VLLM_CPU_KVCACHE_SPACE=3 of the environment is ignored: engine.kv_cache_bytes decides"
+    assert len(said) == len(early.IGNORED)
+
+
+def test_the_level_of_the_log_may_be_in_lower_case(monkeypatch):
+    try:
+        for level, number in (("debug", 10), ("INFO", 20), ("verbose", 30), ("", 30)):
+            monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+            assert reload(client_process).LOG_LEVEL == number
+    finally:
+        monkeypatch.undo()
+        reload(client_process)
