@@ -33,6 +33,16 @@ class Problem:
     # `tasks.tool_calls` reads in a turn.
     tools: tuple[Mapping[str, Any], ...] = ()
 
+    def __post_init__(self) -> None:
+        # Some templates write whatever they are given, such as a dict. A message with tool calls needs no text.
+        for message in self.messages if isinstance(self.messages, tuple | list) else ():
+            content = message.get("content", "") if isinstance(message, Mapping) else ""
+            if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+                raise Mistake(
+                    f"problem {self.id!r}: the content of its message of role {message.get('role')!r} is {content!r:.60}, not "
+                    "text"
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class Score:

@@ -183,14 +183,6 @@ def _require_problem(problem: Any, what: str) -> None:
         raise Mistake(
             f'{what} has messages={messages!r:.80}; write ({{"role": "user", "content": "the question"}},): a tuple of them'
         )
-    for message in messages:
-        # A message with tool calls needs no text.
-        if not isinstance(content := message["content"], str) and (
-            content is not None or not message.get("tool_calls")
-        ):
-            raise Mistake(
-                f"{what}: its message of role {message['role']!r} has content={content!r:.80}, which must be text"
-            )
     # The rollouts of a step hold it.
     with blame(f"{what}: its answer as JSON", "make the keys of its dicts texts"):
         json.dumps(problem.answer, default=repr)
