@@ -37,7 +37,7 @@ from torchtune_ext.tasks.task import Message, Problem, solution_messages
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
-from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer
+from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer, prompt_lengths
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import save_model
 from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule
@@ -157,7 +157,9 @@ class WarmupRecipe:
             find_component(cfg.tokenizer, path="start")
         else:
             source, model = HFModel(cfg.model_dir), on_meta(partial(instantiate, self.model_node(cfg.model_dir)))
-            check_tokenizer(instantiate(cfg.tokenizer, path=cfg.model_dir), source, model.tok_embeddings.num_embeddings)
+            tokenizer = instantiate(cfg.tokenizer, path=cfg.model_dir)
+            check_tokenizer(tokenizer, source, model.tok_embeddings.num_embeddings)
+            prompt_lengths(self.task, tokenizer, "task")
             source.require_fits(model)
 
     def dtype_text(self) -> str:
