@@ -113,6 +113,9 @@ CLASSES = {
     "a metric of one value": loss("def __call__(self, t): return -t.logprobs_L, {'mean': t.logprobs_L.mean()}", r"loss: Mine: metric 'mean' has shape \(\) for three labels"),
     "a loss that asks for no reference": loss("def __init__(self, kl_coef): pass\ndef __call__(self, t): return -t.logprobs_L, {}", r"loss.kl_coef=0.1, but the loss mine.Mine does not ask for it: give the class the attribute `needs_reference`", words="loss.kl_coef=0.1"),
     "an optimizer that is none": full("optimizer._component_=mine.Own", r"optimizer: Own is no torch optimizer: it has no param_groups; name a class such as torch.optim.AdamW", files={"mine.py": "class Own:\n    def __init__(self, params, lr): pass\n"}),
+    "an optimizer that needs a closure": full("optimizer._component_=torch.optim.LBFGS", r"optimizer: a step of LBFGS on dense gradients raised TypeError: .*; use torch.optim.AdamW, or change the settings"),
+    "warmup: an optimizer of sparse gradients": warmup("optimizer._component_=torch.optim.SparseAdam", r"optimizer: a step of SparseAdam on dense gradients raised "),
+    "content that is not text": task("def __getitem__(self, i): return Problem('x', ({'role': 'user', 'content': {'a': 1}},), 1)", r"problem 'x': the content of its message of role 'user' is \{'a': 1\}, not text"),
     "an optimizer that raises": full("optimizer._component_=mine.Own", r"`optimizer:` mine.Own raised ZeroDivisionError: division by zero \(mine.py:3\)", files={"mine.py": "class Own:\n    def __init__(self, params, lr):\n        1 / 0\n"}),
     "puzzles that nobody made": full(f"task._component_={CLUE} task.path=data/train.jsonl", r"task.path='data/train.jsonl': no such file, seen from .*; `torchtune-ext clue --size public --count 3000 --out data/train.jsonl` makes one", real=True),
     "held-out puzzles that nobody made": full(f"evaluation.task._component_={CLUE} evaluation.task.path=data/val.json evaluation.task.count=64", r"evaluation.task.path='data/val.json': no such file, .*`torchtune-ext clue --size public --seed 1 --count 64 --out data/val.json` makes one"),
@@ -232,6 +235,8 @@ MODELS = {
     "output_dir is a file": full("output_dir=sums.py", r"output_dir=sums.py is no folder. Choose another output_dir"),
     "evaluate: no such folder": evaluate("model_dir=models/none", r"model_dir='models/none': no such folder, seen from "),
     "evaluate: random bytes": evaluate("", r"model/model.safetensors is no safetensors file", prepare=written("model.safetensors", b"random" * 99)),
+    "a template that drops the question": full("tokenizer.template=mine.jinja", r"task: Base\(...\)\[0\]: the chat template 'mine.jinja' does not show its message of role 'user', '0\+1='; name a template", files={"mine.jinja": "{% for m in messages %}{{ m.content.text }}{% endfor %}"}),
+    "warmup: a template that drops the question": warmup("model_dir=model tokenizer.template=mine.jinja", r"task: Base\(...\)\[0\]: the chat template 'mine.jinja' does not show its message of role 'user'", files={"mine.jinja": "{% for m in messages %}{{ m.role }}{% endfor %}"}),
     "warmup: no such folder": warmup("model_dir=models/none", r"model_dir='models/none': no such folder, seen from "),
     "warmup: a file that is cut": warmup("model_dir=model", r"model/model.safetensors has 50,000 bytes", prepare=cut),
 }

@@ -238,5 +238,9 @@ def _require_keys(given: str, path: Path) -> None:
         raise Mistake(
             f"{given} holds no keys; write `key: value` lines, or copy a config: tune cp grpo/tiny {path.name}"
         )
+    if wrong := [key for key in loaded if not isinstance(key, str)]:
+        raise Mistake(
+            f"{given}: the key {wrong[0]!r} is not text to YAML ({type(wrong[0]).__name__}); quote or remove it"
+        )
     if "config" in loaded:
         raise Mistake(f"{given}: the key 'config' is torchtune's own word for the file; rename or remove it")

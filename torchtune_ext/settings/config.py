@@ -84,7 +84,10 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     try:
         missing = sorted(OmegaConf.missing_keys(merged) | nothing)
         if missing:
-            raise Mistake(f"{missing[0]} has no value; set it in the YAML or on the command line as {missing[0]}=...")
+            preset_too = ", or name a preset, which brings it" if missing[0] == "loss" and preset is None else ""
+            raise Mistake(
+                f"{missing[0]} has no value; set it in the YAML or on the command line as {missing[0]}=...{preset_too}"
+            )
         OmegaConf.resolve(merged)
     except ValidationError as error:
         raise Mistake(_wrong_type(error, merged, schema)) from None
