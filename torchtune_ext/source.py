@@ -18,8 +18,7 @@ from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading.grader import GradingWatch, is_failure
 from torchtune_ext.groups import Group, group_json, group_of
 from torchtune_ext.rollout import WAKE_S, GroupStream, Watcher
-from torchtune_ext.run.errors import Failure, Mistake, text_of
-from torchtune_ext.run.seconds import require_seconds
+from torchtune_ext.run.errors import Failure, Mistake, require_seconds, text_of
 from torchtune_ext.sampling.calls import mixed_seed
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.order import Fault, ProblemStream

@@ -12,9 +12,8 @@ from typing import Self
 import cloudpickle
 
 from torchtune_ext.grading.calls import Grading, Outcome, Ungraded
-from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.run.errors import Failure, Mistake, require_seconds
 from torchtune_ext.run.processes import Processes
-from torchtune_ext.run.seconds import require_seconds
 from torchtune_ext.tasks.task import Problem, Task
 
 log = logging.getLogger(__name__)

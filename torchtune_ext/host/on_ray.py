@@ -21,10 +21,9 @@ from typing import Any, TextIO
 from torchtune_ext.cluster.driver import KINDS, WAIT_S, Driver, Plan, Request
 from torchtune_ext.measured.ray_connect import SETTINGS, Refused, connect
 from torchtune_ext.run.catalog import config_name, config_path, owner
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import Mistake, require_seconds
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.run.parent import environment
-from torchtune_ext.run.seconds import require_seconds
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_key
 from torchtune_ext.settings.config import read_config

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torchtune_ext
-from torchtune_ext.run.errors import Failure, Mistake
-from torchtune_ext.run.seconds import require_seconds
+from torchtune_ext.run.errors import Failure, Mistake, require_seconds
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
 NOISY = "noisy"

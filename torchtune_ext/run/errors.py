@@ -26,6 +26,7 @@ WITH_TRACEBACK = "TORCHTUNE_EXT_TRACEBACK"  # set to 1, this environment variabl
 # Seconds that a rank other than 0 waits before it prints its error. If rank 0 has the same one, torchrun ends the other
 # ranks meanwhile, and the user reads the message once.
 OTHER_RANKS_WAIT_S = 5.0
+WEEK_S = 604_800.0  # the longest time of a setting
 FAILED = 1  # the exit status of a failure
 STDLIB = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = ("site-packages", "dist-packages")
@@ -247,3 +248,10 @@ def leading_argument(text: str) -> str | None:
     """Returns the name at the beginning of a message "name=value ..." or "name.key=value ...", or None."""
     match = re.match(r"([A-Za-z_]\w*)(\.\w+)*=", text)
     return match[1] if match else None
+
+
+def require_seconds(key: str, value: float, least: str = "greater than 0") -> None:
+    """Raises ValueError unless a setting is finite, `least` ("greater than 0" or "from 0") and at most a week."""
+    # A wait of the system counts milliseconds in 32 bits, which end after 24.8 days.
+    if not 0 <= value <= WEEK_S or (value == 0 and least != "from 0"):
+        raise Mistake(f"{key}={value} must be a number of seconds {least}, at most {WEEK_S:.0f} (a week)")

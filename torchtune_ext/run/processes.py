@@ -29,10 +29,9 @@ from typing import Any
 import cloudpickle
 
 from torchtune_ext.run import worker_process
-from torchtune_ext.run.errors import Failure
+from torchtune_ext.run.errors import WEEK_S, Failure
 from torchtune_ext.run.janitor import Janitor
 from torchtune_ext.run.parent import environment
-from torchtune_ext.run.seconds import WEEK_S
 
 START_DEADLINE_S = 120.0  # seconds that a process has to unpickle the object, with all imports
 MAX_START_FAILURES = 3  # consecutive failures to start after which no more processes are started
@@ -206,7 +205,7 @@ class Processes:
     def _wait(self) -> None:
         """Waits until a process answers, a deadline passes, or the bell rings, and handles what happened."""
         busy = [worker for worker in self._workers if worker.item is not None or not worker.ready]
-        # A wait may not last 25 days (`run/seconds.py`).
+        # A wait may not last 25 days (`require_seconds`).
         left_s = min(max(0.0, min(worker.deadline for worker in busy) - time.monotonic()), WEEK_S) if busy else None
         answered = set(wait([self._listener, *(worker.connection for worker in busy)], timeout=left_s))
         if self._listener in answered:

@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from torchtune_ext.run.errors import Failure, Mistake
-from torchtune_ext.run.seconds import require_seconds
+from torchtune_ext.run.errors import Failure, Mistake, require_seconds
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a rank between is padded to the next
 TRANSFERS = ("auto", "shm", "nccl", "gloo")

@@ -33,11 +33,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from torchtune_ext.run.errors import Failure, FileMistake, Mistake
+from torchtune_ext.run.errors import Failure, FileMistake, Mistake, require_seconds
 from torchtune_ext.run.files import discard, make_empty, partial_of, put_in_place
 from torchtune_ext.run.folder import Run, RunFolder, changes, checkpoint_folders, step_of
 from torchtune_ext.run.output import labelled, say
-from torchtune_ext.run.seconds import require_seconds
 from torchtune_ext.training.collectives import (
     FAILURES,
     describe,

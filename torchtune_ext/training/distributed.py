@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torchtune import training
 
-from torchtune_ext.run.errors import Mistake
+from torchtune_ext.run.errors import Mistake, require_seconds
 from torchtune_ext.run.launcher import misread, number, place
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent
-from torchtune_ext.run.seconds import require_seconds
 from torchtune_ext.training.collectives import from_main, gathered, join, on_any
 
 T = TypeVar("T")
