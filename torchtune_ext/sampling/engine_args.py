@@ -144,7 +144,7 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
 def say_ignored() -> None:
     """Prints once which variables of the environment the engines of this process do not get."""
     for name, key in IGNORED.items():
-        if name in os.environ:
+        if os.environ.get(name):
             say(labelled([("engine", f"{name}={os.environ[name]} of the environment is ignored: {key} decides")]))
 
 

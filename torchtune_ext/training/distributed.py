@@ -180,7 +180,7 @@ def leave_a_core() -> int | None:
     # An engine on a CPU computes in one thread. If it takes a core from one of the trainer's threads, all others wait
     # for that thread at the end of every operation.
     cores = len(os.sched_getaffinity(0))
-    if "OMP_NUM_THREADS" not in os.environ and 1 < cores <= torch.get_num_threads():
+    if not os.environ.get("OMP_NUM_THREADS") and 1 < cores <= torch.get_num_threads():
         torch.set_num_threads(cores - 1)
         return cores
     return None

@@ -41,7 +41,7 @@ def require_meeting(rank: int, ranks: int, deadline_s: float) -> None:
 def choose_interface() -> None:
     """Makes gloo listen on the loopback interface if all ranks are on one machine, unless GLOO_SOCKET_IFNAME is set."""
     # By default gloo listens on the address of the host's name, which other machines may reach.
-    if "GLOO_SOCKET_IFNAME" in os.environ:
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     first = os.environ.get("MASTER_ADDR", "localhost")
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] or first in ("localhost", "127.0.0.1", "::1"):

@@ -283,6 +283,7 @@ def environ(monkeypatch):
 
 def test_gloo_of_one_machine_listens_on_the_loopback(environ):
     assert environ(LOCAL_WORLD_SIZE="4", MASTER_ADDR="10.0.0.1") == "lo", "all ranks are here"
+    assert environ(GLOO_SOCKET_IFNAME="") == "lo", "it names none"
     assert environ() == "lo", "nobody said how many are here, but no other machine could find rank 0"
     assert environ(LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0") == "ib0"
     assert environ(LOCAL_WORLD_SIZE="2", MASTER_ADDR="10.0.0.1") is None
