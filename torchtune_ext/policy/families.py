@@ -397,12 +397,6 @@ def owner_of(name: str) -> str:
     return next((owner for begin, owner in owners.items() if name.startswith(begin)), "OWNER")
 
 
-def require_keys(config: Config, keys: Sequence[str], file: Path) -> None:
-    """Raises ValueError where a config.json lacks one of `keys`."""
-    if lacking := [key for key in keys if key not in config]:
-        raise Mistake(f"{file} lacks {', '.join(lacking)}; copy it anew from where the weights come from")
-
-
 def from_config(
     model_dir: str,
     max_seq_len: int | None = None,
@@ -447,9 +441,7 @@ def from_config(
     try:
         arguments = family.arguments(config)
     except KeyError as error:
-        # A key that the file lacks is a mistake of the user's, any other one a bug of ours.
-        require_keys(config, error.args, file)
-        raise
+        raise Mistake(f"{file} lacks {error.args[0]}; copy it anew from where the weights come from") from None
     _require_heads(config, "head_dim" in arguments, file)
     if max_seq_len is not None:
         arguments["max_seq_len"] = max_seq_len

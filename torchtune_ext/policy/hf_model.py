@@ -137,10 +137,10 @@ class HFModel:
     def _require_none(self, missing: Collection[str]) -> None:
         if missing:
             first = ", ".join(sorted(missing)[:4]) + (", ..." if len(missing) > 4 else "")
-            raise Mistake(
-                f"model_dir={str(self.path)!r} lacks {len(missing)} weights of the model ({first}): `model:` is larger than "
-                "what the files hold, or a file is missing; copy the weights anew, or change `model:`"
-            )
+            fix = "`model:` is larger than what the files hold, or a file is missing; copy the weights anew, or change `model:`"
+            if set(missing) == {"output.weight"}:
+                fix = f"if the output layer is the embedding, write tie_word_embeddings: true in {self.path / 'config.json'}"
+            raise Mistake(f"model_dir={str(self.path)!r} lacks {len(missing)} weights of the model ({first}): {fix}")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (torchtune name, tensor) of every weight, one at a time."""

@@ -148,6 +148,16 @@ def test_weights_that_a_folder_holds_twice_are_read_once(tmp_path):
     assert (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
 
 
+def test_missing_output_layer_names_the_key_that_ties_it(tmp_path):
+    save(tmp_path, *CASES["qwen2"][:1], **CASES["qwen2"][1])
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"lacks 1 weights .output.weight.: .* write tie_word_embeddings: true in .*config"
+    ):
+        HFModel(tmp_path).require_fits(from_config(str(tmp_path)))
+
+
 @every_row("content", ["", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "version https://git-lfs"])
 def test_damaged_index_of_weights_is_named(content, tmp_path):
     save(tmp_path, *CASES["qwen2"][:1], **CASES["qwen2"][1])
