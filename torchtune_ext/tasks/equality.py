@@ -7,6 +7,7 @@ What is ambiguous is not equal. math-verify compares sums, integrals and limits,
 
 import logging
 import re
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +29,7 @@ _CALL = re.compile(
     rf"|[A-Za-z]\s*\(\s*\d+\s*\))"
 )
 _OTHER_NAME = re.compile(
-    r"m?\s*\\angle\s*[A-Z]{1,3}|\\overline\s*\{[A-Z]{2}\}|\|?\s*[A-Z]{2,4}\s*\|?|\[\s*[A-Z]{3,6}\s*\]|\\frac\s*\{\s*d\s*\^?2?\s*[a-zA-Z]\s*\}\s*\{\s*d\s*[a-zA-Z]\s*(?:\^\s*\{?2\}?)?\s*\}"
+    r"\\begin\{vmatrix\}.*\\end\{vmatrix\}|m?\s*\\angle\s*[A-Z]{1,3}|\\overline\s*\{[A-Z]{2}\}|\|?\s*[A-Z]{2,4}\s*\|?|\[\s*[A-Z]{3,6}\s*\]|\\frac\s*\{\s*d\s*\^?2?\s*[a-zA-Z]\s*\}\s*\{\s*d\s*[a-zA-Z]\s*(?:\^\s*\{?2\}?)?\s*\}"
 )
 _WORD_NAME = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z0-9 .'()-]*")
 _RELATION = re.compile(r"\\(?:le|ge|ne|in|subset|equiv|cong|sim|approx|mid|to|rightarrow|Rightarrow|iff)(?![A-Za-z])|[<>=]")
@@ -48,6 +49,7 @@ _LABELLED = re.compile(
 )
 _LABEL = re.compile(r"\([A-Z]\)|(?<![A-Za-z])[A-Z](?:\)|\.\s)|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 _CALCULUS = re.compile(r"\\(?:sum|prod|int|iint|oint|lim)(?![A-Za-z])")
+_DECIMALS = re.compile(r"-?[0-9]*\.([0-9]+)")
 _INTEGER = re.compile(r"-?\d{1,18}")
 _REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|R|all\s*real\s*numbers?|all\s*reals")
 _ENDLESS = re.compile(r"([-+]?)\s*\\infty")
@@ -573,7 +575,20 @@ def same_leaf(gold: str, answer: str) -> bool:
     if unit and given_unit and contradict(unit, given_unit):
         return False
     words = number_word(plain(gold)), number_word(plain(answer))
-    return same_value(words[0] or gold, words[1] or answer)
+    return same_value(words[0] or gold, words[1] or answer) or rounded(gold, answer)
+
+
+def rounded(gold: str, answer: str) -> bool:
+    """Tells whether a right answer of at least six significant decimals is the answer rounded, or the other way round."""
+    places = _DECIMALS.fullmatch(gold)
+    if not places or len(gold.replace(".", "").strip("-0")) < 6:
+        return False
+    other = _DECIMALS.fullmatch(answer)
+    if not other:
+        return abs(real(answer) - Fraction(gold)) * 2 * 10 ** len(places[1]) <= 1
+    if len(other[1]) >= len(places[1]) or len(answer.replace(".", "").strip("-0")) < 6:
+        return False
+    return abs(Fraction(answer) - Fraction(gold)) * 2 * 10 ** len(other[1]) <= 1
 
 
 def same_percent(gold: str, answer: str, right: tuple | None, given: tuple | None) -> bool:

@@ -79,6 +79,8 @@ def normalize(text: str) -> str:
     if text.count("$") - text.count("\\$") == 1:
         text = re.sub(r"(?<!\\)\$(?=\s*\d)", r"\\$", text)  # one dollar sign is a currency, and opens no formula
     text = re.sub(r"(?<!\\)\$", " ", text).replace("{,}", ",").replace("{.}", ".")
+    if "\\begin" not in text:
+        text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # a command whose backslash was escaped
     text = _USELESS.sub(_replaced, re.sub(r"^\W*\*\*|\*\*\W*$", " ", text))
     text = _ALIGNED.sub(" ", _WRAPPED.sub("", _REMOVED.sub(" ", text)))
     text = _NAME.sub(lambda name: _NAMES.get(name[0], name[0]), _FRACTION.sub(r"\\frac", text))
@@ -184,7 +186,7 @@ _FUNCTION_NAMES = {"arctg": "arctan", "tg": "tan", "ctg": "cot", "asin": "arcsin
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 SYMBOLS = {f"\\{name}" for name in GREEK} - {"\\pi"} | {"\\" + name.capitalize() for name in GREEK} | {"\\ell", "\\hbar"}
 _DECORATED = {"\\vec", "\\hat", "\\bar", "\\overline", "\\tilde", "\\dot", "\\ddot", "\\mathbb", "\\mathcal", "\\overrightarrow"}
-_TIMES = {"\\cdot", "\\times", "*", "\\div", "/"}
+_TIMES = {"\\cdot": "*", "\\times": "*", "*": "*", "\\div": "/", "/": "/", "\\bmod": "mod", "\\mod": "mod"}
 _REPEATING = re.compile(r"(\d*)\.(\d*)\s*(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d)))")
 _DOTTED = re.compile(r"(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,})\4{1,})\s*(?:\\ldots|\.\.\.)")
 _MIXED = re.compile(r"(?<![\d.}])(\d+)(?:\s*\\frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))|\s+(\d+)\s*/\s*(\d+))(?!\d)")
@@ -270,7 +272,7 @@ class _Parser:
                     minus ^= self.take() == "-"
                 factor = self.power()
                 factor = ("neg", factor) if minus else factor
-                result = ("/" if token in ("/", "\\div") else "*", result, factor)
+                result = (_TIMES[token], result, factor)
             elif self.starts_factor(token) and not (implicit and token[1:] in FUNCTIONS):
                 if token[0].isdigit() and self.tokens[self.at - 1][-1].isdigit():
                     raise Unreadable("two numbers side by side")
@@ -474,9 +476,11 @@ class _Evaluation:
 
     def operation(self, kind: str, *parts: Any) -> Any:
         exact = all(isinstance(part, Fraction) for part in parts)
-        if kind in ("gcd", "lcm"):
+        if kind in ("gcd", "lcm", "mod"):
             if not exact or any(part.denominator != 1 for part in parts):
                 raise Unreadable(kind)
+            if kind == "mod":
+                return parts[0] % parts[1]
             return Fraction(getattr(math, kind)(*(int(part) for part in parts)))
         if not exact and kind not in ("^", "root"):
             parts = tuple(map(self.number, parts))
