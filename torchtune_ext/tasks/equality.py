@@ -65,11 +65,8 @@ def equal(gold: str, answer: str) -> bool:
     if not answer.isascii() and any(c.isdecimal() and not c.isascii() for c in answer):
         return letters(gold) == letters(answer)
     for given in (answer, stated(answer)):
-        try:
-            if given and (same_choice(plain(gold), plain(given)) or same(gold, given)):
-                return True
-        except (RecursionError, Unreadable):
-            pass
+        if given and (same_choice(plain(gold), plain(given)) or same(gold, given)):
+            return True
     return False
 
 
@@ -203,16 +200,21 @@ def stem(name: str | None) -> str | None:
 
 
 def same(gold: str, answer: str) -> bool:
-    """Tells whether two normalized answers are equal."""
-    if letters(gold) == letters(answer):
-        return True
+    """Tells whether two normalized answers are equal. What cannot be read is not."""
+    try:
+        return letters(gold) == letters(answer) or _same(gold, answer)
+    except (RecursionError, Unreadable):
+        return False
+
+
+def _same(gold: str, answer: str) -> bool:
     if _CALCULUS.search(gold + answer):
         return verified(gold, answer)
     text = same_text(gold, answer)
     if text is not None:
         return text
     right, given = members(gold), members(answer)
-    if len(right) > MAX_ITEMS or len(given) > MAX_ITEMS:
+    if not right or not given or len(right) > MAX_ITEMS or len(given) > MAX_ITEMS:
         return False
     order = regions(gold, answer)
     if order is not None:
@@ -255,16 +257,10 @@ def distinct(names: list) -> bool:
 
 
 def plain_list(right: list[str], given: list[str]) -> bool:
-    """Compares the members of two lists in any order. A name before the first may stand for all: x = 2, 3."""
-    for number, items in enumerate((right, given)):
-        pairs = [unnamed(item) for item in items]
-        stems = {stem(name) for name, _ in pairs[1:]} | ({stem(pairs[0][0])} if len(pairs) == 1 or pairs[1][0] else set())
-        if pairs[0][0] is not None and len(stems | {stem(pairs[0][0])} - {None}) == 1 or (pairs[0][0] and stems == {None}):
-            items = [value for _, value in pairs]
-        if number:
-            given = items
-        else:
-            right = items
+    """Compares the members of two lists in any order."""
+    (name, right), (other, given) = common_name(right), common_name(given)
+    if name and other and name != other:
+        return False
     unions = [[part for item in items for part in flat(item)] for items in (right, given)]
     right, given = unions
     if len(right) == 1 and len(given) == 1:
@@ -278,6 +274,15 @@ def plain_list(right: list[str], given: list[str]) -> bool:
     if len(given) == 1 and len(right) == len(given[0]) and all(re.fullmatch(r"\(?[A-J]\)?", item) for item in right):
         return sorted(item.strip("()") for item in right) == sorted(given[0])
     return False
+
+
+def common_name(items: list[str]) -> tuple[str | None, list[str]]:
+    """Returns the name of all members and their values: x = 2 or x = 3, x_1 = 2 and x_2 = 3, or x = 2, 3."""
+    pairs = [unnamed(item) for item in items]
+    stems = {stem(name) for name, _ in pairs}
+    if pairs[0][0] and (len(stems) == 1 or {name for name, _ in pairs[1:]} == {None}):
+        return stem(pairs[0][0]), [value for _, value in pairs]
+    return None, items
 
 
 def flat(item: str) -> list[str]:
@@ -543,7 +548,7 @@ def same_words(right: str, given: str, styled: bool) -> bool | None:
     """Compares two answers in words, without regard to case, a full stop or a plural; else returns None."""
     if not re.search(r"(?<![A-Za-z\\])[A-Za-z]{3,}", right) or re.search(r"[=^_<>\\]", right):
         return None
-    words, others = (re.findall(r"[a-z]+|\d+(?:\.\d+)?|[^\s\w.,'\"-]", text.casefold()) for text in (right, given))
+    words, others = (re.findall(r"[a-z]+|[-+]?\d*\.?\d+|[^\s\w.'\"!-]", text.casefold()) for text in (right, given))
     if not words or not others:
         return None
     if words == others or [*words[:-1], words[-1].rstrip("s")] == [*others[:-1], others[-1].rstrip("s")]:

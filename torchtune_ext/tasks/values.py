@@ -32,6 +32,7 @@ _CURRENCY = {"\\$": "dollar", "US\\$": "dollar", "USD": "dollar", "€": "euro",
              "¥": "yen", "₹": "rupee", "Rs.": "rupee", "Rs": "rupee", "INR": "rupee", "EUR": "euro", "GBP": "pound"}  # fmt: skip
 _SIGN = "|".join(re.escape(sign) for sign in sorted(_CURRENCY, key=len, reverse=True))
 _MONEY = re.compile(rf"([-+]?)\s*(?:({_SIGN})\s*(?=[-\d.\\(])(.+)|(.*[\d}})])\s*({_SIGN}))")
+_MONEY_TEXT = re.compile(rf"\\text\{{\s*({_SIGN})\s*\}}")
 _PERCENT = re.compile(r"(.*?)\s*(?:\\?(%)|\\text\{\s*(?:per\s?cent(?:age)?|pct)\s*\}|(?:per\s?cent(?:age)?|pct))")
 
 _ONES = (
@@ -117,7 +118,7 @@ def split_percent(text: str) -> tuple[str, bool] | None:
 
 def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
     """Returns a normalized answer without its unit, and the unit. If letters may be `variables`, "2m" has no unit."""
-    money = _MONEY.fullmatch(answer)
+    money = _MONEY.fullmatch(_MONEY_TEXT.sub(r"\1", answer))
     if money:
         rest, unit = money[1] + (money[3] or money[4]), _CURRENCY[money[2] or money[5]]
         return split_unit(rest, variables)[0], unit
