@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -13,7 +14,15 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed, whi
 from reasoning_gym.factory import DATASETS, has_curriculum
 
 from torchtune_ext.tasks.order import ProblemStream
-from torchtune_ext.tasks.reasoning_gym import BY_HASH, UNFIT, WINDOW, ReasoningGym, ReasoningGymCurriculum, held_out
+from torchtune_ext.tasks.reasoning_gym import (
+    ALSO,
+    BY_HASH,
+    UNFIT,
+    WINDOW,
+    ReasoningGym,
+    ReasoningGymCurriculum,
+    held_out,
+)
 from torchtune_ext.tasks.task import Score
 
 SUMS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
@@ -54,6 +63,58 @@ def test_every_generator_asks_the_same_in_every_process_and_scores_its_own_answe
         if not isinstance(task.grade(problem, "\\x00 { [ 1/0 __import__('os') <answer>"), Score):
             wrong.append(f"{name} (nonsense)")
     assert not wrong
+
+
+def same_value(gold, text):
+    """Whether a text has the numbers of the right answer, or its letters if that has no numbers."""
+    numbers = [[float(n) for n in re.findall(r"-?\d+(?:\.\d*)?(?:e[+-]?\d+)?", each)] for each in (gold, text)]
+    letters = [re.sub(r"[\W\d_]", "", each).casefold() for each in (gold, text)]
+    return (
+        numbers[0] == pytest.approx(numbers[1], rel=1e-12)
+        if numbers[0] and len(numbers[0]) == len(numbers[1])
+        else letters[0] == letters[1] != ""
+    )
+
+
+def test_generators_right_answers_are_solved_and_garbage_is_not(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    wrong, names = [], sorted(set(DATASETS) - set(SLOW) - set(UNFIT))
+    for name in names:
+        task = ReasoningGym(name, seed=5)
+        for problem in (task[0], task[1], task[2]):
+            texts = {"", "idk", "nan", "nan + nani", "0", "no", "[]", problem.messages[-1]["content"]}
+            if (gold := problem.answer) is not None:
+                right = [gold, f"so <answer>{gold}</answer>", f"<think>\nIs it <answer>0</answer>?</think>\n{gold}"]
+                wrong += [(name, text) for text in right if not task.grade(problem, text).parts["solved"]]
+                # power_function asks for three digits.
+                texts |= {gold[:k] for k in range(1, len(gold))[:40]} if name != "power_function" else set()
+                texts = {text for text in texts if not same_value(gold, text)} | {
+                    f"<think>{gold}",
+                    f"<think>a</think><think>{gold}",
+                }
+            wrong += [(name, text) for text in texts if task.grade(problem, text).parts["solved"]]
+    assert not wrong and len(names) > 85
+
+
+@pytest.mark.parametrize(
+    ("name", "gold", "right", "wrong"),
+    [
+        ("coin_flip", "0.3125", ["5/16", "0.31250"], ["0.3124", "0.313", "1/3", "3125"]),
+        ("coin_flip", "1.52587890625e-05", ["1/65536"], ["0", "0.00002"]),
+        ("complex_arithmetic", "-6.0 + 15.0i", ["-6 + 15i"], ["nani", "inf", "nan + 15i"]),
+        ("decimal_arithmetic", "6.32098837209", ["6.320988372090"], ["6.3209", "6.32098837208", "6.321"]),
+        ("gsm_symbolic", "90", ["90", "$90.00", "90."], ["-90", "90 or 91", "not 90", "90!", "90 + 1", "90%"]),
+        ("number_format", "569204296.88", ["569,204,296.88"], ["569204296.8", "569204296.889"]),
+        ("number_sorting", "['1.0', '20.5']", ['["1", "20.50"]'], ["['1.4', '20.5']", "['1', '21']", "['20.5', '1']"]),
+        ("pool_matrix", "5.17 4.5", ["5.1667 4.50"], ["5.18 4.5", "5.2 4.5", "5.17 4.54"]),
+        ("spell_backward", "retuhc", ["Retuhc"], ["retuhcs", "retuhc a", "retuh"]),
+        ("game_of_life_halting", "True", ["true"], ["False", "True False", "yes"]),
+        ("fraction_simplification", "$4/5$", ["\\frac{4}{5}", "4/5"], ["4/5 + 1", "4/5 or 3/5"]),
+    ],
+)
+def test_generators_that_overpay_are_judged_by_a_rule_of_ours(name, gold, right, wrong):
+    assert all(ALSO[name](gold, text) for text in [gold, *right])
+    assert not any(ALSO[name](gold, text) for text in wrong)
 
 
 def test_a_question_is_trained_on_or_held_out_whatever_the_seed():

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torchtune_ext.run.worker_process import last_line
-from torchtune_ext.tasks.functions import name_of
+from torchtune_ext.tasks.functions import is_shipped, name_of
 from torchtune_ext.tasks.task import Problem, Score, Task, score_of
 
 MAX_NOTE_CHARS = 2000
+MAX_FAILURES = 5  # failed calls in a row after which a process that has graded before is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Ungraded:
 
     # kind            what happened
     # "infra_failed"  the grader raised, crashed, or returned anything else than a number or a Score
-    # "timed_out"     the grader was still busy after the deadline, and was killed
+    # "timed_out"     the user's grader was still busy after the deadline, and was killed
     # "noisy"         the text is a right program, but others disturbed the machine while its speed was measured (measured/)
     kind: str
     cause: str  # the error, for the log
@@ -27,22 +28,48 @@ class Ungraded:
 Outcome = Score | Ungraded  # of grading one text
 
 
+def hung(cause: str) -> Score:
+    """Returns the score of a text that a shipped grader could not finish."""
+    # Ungraded, such texts would not be trained on, and a policy that has found one would keep writing it.
+    return Score(0.0, {"timed_out": 1.0}, cause)
+
+
 class Grading:
     """Grades texts with a task, in a grading process."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
+        self.is_spent = False  # True: the process should be replaced
+        self._has_graded, self._failures = False, 0  # failed calls in a row
 
     def __call__(self, problem: Problem, texts: Sequence[str]) -> list[Outcome]:
         """Returns one outcome for each text. A task that compares gets all at once, another one after the other."""
-        # A grader is the user's code: whatever it raises, `sys.exit` included, costs only these texts.
+        outcomes = self._outcomes(problem, texts)
+        # One text may have ruined the process for all later ones: closed its output, lowered a limit, deleted a module.
+        is_failure = all(isinstance(outcome, Ungraded) for outcome in outcomes)
+        self._has_graded |= not is_failure
+        self._failures = self._failures + 1 if is_failure else 0
+        self.is_spent = self._has_graded and self._failures >= MAX_FAILURES
+        return outcomes
+
+    def _outcomes(self, problem: Problem, texts: Sequence[str]) -> list[Outcome]:
+        # A grader is the user's code: whatever it raises, `sys.exit` and `CancelledError` included, costs only these
+        # texts.
         try:
             if self.compares:
                 return checked_all(self.task.grade_group(problem, list(texts)), len(texts), self.task.grade_group)
             return [checked(self.task.grade(problem, text), self.task.grade) for text in texts]
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (reported as infra_failed)
+        except BaseException as error:  # noqa: BLE001 (reported with its cause)
+            # Only a text of the policy exhausts the stack or the memory of a shipped grader.
+            if isinstance(error, MemoryError | RecursionError) and shipped_grader(self.task):
+                return [hung(_cause(error))] * len(texts)
             return [Ungraded("infra_failed", _cause(error))] * len(texts)
+
+
+def shipped_grader(task: Task) -> bool:
+    """Tells whether the texts of a task are graded by a function of this package."""
+    return not hasattr(task, "grade_group") and is_shipped(getattr(task, "grade", None))
 
 
 def checked_all(values: object, count: int, grade: Callable) -> list[Outcome]:

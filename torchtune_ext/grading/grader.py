@@ -11,10 +11,10 @@ from typing import Self
 
 import cloudpickle
 
-from torchtune_ext.grading.calls import Grading, Outcome, Ungraded
+from torchtune_ext.grading.calls import Grading, Outcome, Ungraded, hung, shipped_grader
 from torchtune_ext.run.errors import Failure, Mistake, require_seconds
 from torchtune_ext.run.processes import Processes
-from torchtune_ext.tasks.task import Problem, Task
+from torchtune_ext.tasks.task import Problem, Score, Task
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class Grader:
     A task that compares texts has `grade_group(problem, texts)` instead. One call grades a group, within the same time,
     and if it fails, no text of the group has a score.
 
+    A text that hangs or kills a grader of this package has the reward 0 and the part "timed_out".
+
     The processes start at once and end with this process or with `close`. They print where this process does, or into
     the file `output`, which `close` removes if it is empty.
 
@@ -56,6 +58,7 @@ class Grader:
     def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0, output: Path | None = None):
         config = GraderConfig(workers, timeout_s)
         self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
+        self.is_shipped = shipped_grader(task)
         try:
             # Plain pickle sends a class only by its name. A user's copied recipe may define the task in `__main__`.
             target = cloudpickle.dumps(self._calls(task))
@@ -75,9 +78,13 @@ class Grader:
 
         def otherwise(kind: str, cause: str) -> list[Outcome]:
             cause = f"the grading process died: {cause}" if kind == "died" else cause
+            if self.is_shipped and kind in ("late", "died"):
+                return [hung(cause)] * len(texts)
             return [Ungraded("timed_out" if kind == "late" else "infra_failed", cause)] * len(texts)
 
-        return self.processes.submit((problem, texts), self._timeout_s, otherwise)
+        # The kernel may kill a process for want of memory, which is not the text's fault. So before a shipped grader
+        # gives a text the reward 0 for it, it tries a second time.
+        return self.processes.submit((problem, texts), self._timeout_s, otherwise, retries=int(self.is_shipped))
 
     def grade(self, items: Sequence[tuple[Problem, str]]) -> list[Outcome]:
         """Returns one outcome for each (problem, text), in the same order."""
@@ -122,10 +129,15 @@ def results(futures: Sequence[Future]) -> list:
 def log_failures(outcomes: Sequence[Outcome], during: str = "grading") -> None:
     """Logs a line for each kind of failure, with its most common causes."""
     for kind in ("infra_failed", "timed_out", "noisy"):
-        causes = Counter(outcome.cause for outcome in outcomes if outcome.kind == kind)
+        causes = Counter(cause_of(outcome) for outcome in outcomes if outcome.kind == kind)
         if causes:
             common = "; ".join(f"{count} x {cause}" for cause, count in causes.most_common(3))
             log.warning("%s: %d of %d texts %s: %s", during, sum(causes.values()), len(outcomes), kind, common)
+
+
+def cause_of(outcome: Outcome) -> str:
+    """Returns why a text was not graded to the end."""
+    return outcome.note if isinstance(outcome, Score) else outcome.cause
 
 
 class GradingFailed(Failure):
@@ -155,7 +167,7 @@ class GradingWatch:
             return
         if not self._failed_steps:
             problem, outcome = failed[0]
-            self._first = f"problem {problem!r} {outcome.kind}: {outcome.cause}"
+            self._first = f"problem {problem!r} {outcome.kind}: {cause_of(outcome)}"
         self._failed_steps.append(step)
         if len(self._failed_steps) >= FAILED_STEPS:
             raise GradingFailed(
@@ -165,5 +177,5 @@ class GradingWatch:
 
 
 def is_failure(outcome: Outcome) -> bool:
-    """Tells whether a text has no score by the fault of its grader. A disturbed machine is not its fault."""
-    return isinstance(outcome, Ungraded) and outcome.kind != "noisy"
+    """Tells whether the grader raised, hung or crashed on a text. A disturbed machine is not its fault."""
+    return outcome.kind in ("infra_failed", "timed_out")

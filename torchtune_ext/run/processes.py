@@ -34,6 +34,8 @@ from torchtune_ext.run.janitor import Janitor
 from torchtune_ext.run.parent import environment
 
 START_DEADLINE_S = 120.0  # seconds that a process has to unpickle the object, with all imports
+RECEIVE_S = 10.0  # seconds that the next part of an answer has to come
+MAX_ANSWER_BYTES = 1 << 26
 MAX_START_FAILURES = 3  # consecutive failures to start after which no more processes are started
 _LOST = (EOFError, OSError, pickle.UnpicklingError)  # the errors that this process sees when another one ends
 _REMOVALS = 20  # attempts to remove a folder into which a killed process may still write
@@ -85,20 +87,27 @@ class Processes:
         timeout_s: float,
         otherwise: Callable[[str, str], Any],
         process: int | None = None,
+        retries: int = 0,
     ) -> Future:
         """Queues a call and returns at once, with a future of what the call or `otherwise` returns.
 
         Args:
-            arguments: the arguments of the call. What cannot be pickled raises here.
+            arguments: the arguments of the call. If they cannot be pickled, the call fails with kind "raised".
             timeout_s: seconds for the call, from when a process takes it.
             otherwise: makes the result of a failed call from the kind of failure and its cause, in the serving thread.
             process: the number, from 0, of the process that takes the call; None: any. A process that was replaced
                 meanwhile has lost what earlier calls left in it.
+            retries: how often the call is repeated in a new process after its process died.
 
         A process that already has a call finishes it even if its future is canceled. Once no calls are accepted
         anymore, this method and the waiting futures raise the reason.
         """
-        item = _Item(cloudpickle.dumps(arguments), timeout_s, otherwise, process)
+        item = _Item(b"", timeout_s, otherwise, process, retries)
+        try:
+            item.payload = cloudpickle.dumps(arguments)
+        except Exception as error:  # noqa: BLE001 (pickling runs the code of classes)
+            item.finish("raised", None, f"cannot be sent to a {self._name} process: {worker_process.last_line(error)}")
+            return item.future
         with self._lock:
             if self._ended is not None:
                 raise self._ended
@@ -219,6 +228,8 @@ class Processes:
                 failure = "late", f"no answer within {worker.allowed_s:g} s; the process was killed"
             if failure is not None:
                 self._fail(slot, *failure)
+            elif worker.is_spent:
+                self._replace(slot)
 
     def _fail(self, slot: int, kind: str, cause: str) -> None:
         """Replaces a process that failed, and passes the failure to its call. Raises Failure if none can start."""
@@ -230,7 +241,11 @@ class Processes:
             cause = f"the {self._name} process died: {cause}" if kind == "died" else cause
             raise Failure(f"a {self._name} process could not start with this {self._subject}: {cause}")
         self._replace(slot)
-        if worker.item is not None:
+        if worker.item is not None and kind == "died" and worker.item.retries:
+            worker.item.retries -= 1
+            with self._lock:
+                self._queue.appendleft(worker.item)
+        elif worker.item is not None:
             worker.finish(kind, None, cause)
 
     def _replace(self, slot: int) -> None:
@@ -246,6 +261,7 @@ class _Item:
     timeout_s: float
     otherwise: Callable[[str, str], Any]
     process: int | None  # the number of the process that has to take it; None: any
+    retries: int  # how often it may be repeated after its process died
     future: Future = field(default_factory=Future)
 
     def finish(self, kind: str, value: Any, cause: str) -> None:
@@ -284,11 +300,12 @@ class _Worker:
                     env=variables,
                 )
             # A process that is stopped in the middle of a message must not block this thread forever.
-            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-                ours.setsockopt(socket.SOL_SOCKET, option, _timeval(START_DEADLINE_S))
+            for option, seconds in ((socket.SO_SNDTIMEO, START_DEADLINE_S), (socket.SO_RCVTIMEO, RECEIVE_S)):
+                ours.setsockopt(socket.SOL_SOCKET, option, _timeval(seconds))
             self.connection = Connection(ours.detach())
         self.ready = False  # True: the process has unpickled the object
         self.refused = False  # True: the process has said that it cannot unpickle the object
+        self.is_spent = False  # True: the process has asked to be replaced
         self.item: _Item | None = None  # the call that the process has
         self._allow(START_DEADLINE_S)
         try:
@@ -310,17 +327,21 @@ class _Worker:
     def receive(self) -> tuple[str, str] | None:
         """Takes one message. Returns kind and cause if the process died or cannot start, otherwise None."""
         try:
-            data = self.connection.recv_bytes()
+            # What the code of a call writes to this socket would be read as the length of an answer.
+            data = self.connection.recv_bytes(MAX_ANSWER_BYTES)
         except _LOST as error:
             return "died", self._epitaph(error)
         try:
             kind, value, cause = pickle.loads(data)
         except Exception as error:  # noqa: BLE001 (unpickling runs the code of classes)
-            kind, value, cause = "raised", None, f"the answer cannot be read: {type(error).__name__}: {error}"
+            # Something else may have come in place of the answer, which then would be that of the next call. So the
+            # process is replaced.
+            return "raised", f"the answer cannot be read: {type(error).__name__}: {error}"
         if not self.ready:
             self.ready, self.refused = kind == "ready", kind == "failed"
             return ("raised", cause) if self.refused else None
-        self.finish(kind, value, cause)
+        self.is_spent = kind == "spent"
+        self.finish("returned" if self.is_spent else kind, value, cause)
         return None
 
     def finish(self, kind: str, value: Any, cause: str) -> None:

@@ -4,11 +4,13 @@
 
 message                        answer
 (sys.path, pickled object)     ("ready", None, "") or ("failed", None, cause)
-the arguments of a call        ("returned", value, "") or ("raised", None, cause)
+the arguments of a call        ("returned", value, "") or ("raised", None, cause); "spent" in place of "returned" if
+                               the object asks for a new process by `is_spent`
 """
 
 import os
 import pickle
+import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -18,7 +20,9 @@ MAX_CAUSE_CHARS = 1000
 
 def last_line(error: BaseException) -> str:
     """Returns the last line of a traceback with the place: "ValueError: no digits (my_task.py:12)"."""
-    text = traceback.format_exception_only(error)[-1].strip()
+    lines = traceback.TracebackException(type(error), error, None)
+    lines.__notes__ = None  # they would come after the error
+    text = [*lines.format_exception_only()][-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return text[:MAX_CAUSE_CHARS] + place
@@ -53,8 +57,14 @@ def main(fd: int, parent_pid: int) -> None:
             # The parent closed the socket. By returning, the process ends like any program and runs its exit functions.
             return
         try:
-            answer = pickle.dumps(("returned", target(*pickle.loads(message)), ""))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (the parent is told)
+            try:
+                value = target(*pickle.loads(message))
+            finally:
+                # An alarm that the call left set would kill this process during a later one.
+                for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+                    signal.setitimer(timer, 0)
+            answer = pickle.dumps(("spent" if getattr(target, "is_spent", False) else "returned", value, ""))
+        except BaseException as error:  # noqa: BLE001 (reported to the parent)
             answer = pickle.dumps(("raised", None, last_line(error)))
         if os.getpid() != pid:
             # The call forked, and this is the child, which must not answer.

@@ -68,6 +68,11 @@ def named(path: str, key: str, kind: str, example: str) -> Any:
     return catalog.by_path(path, setting)
 
 
+def is_shipped(function: Callable) -> bool:
+    """Tells whether a function or method belongs to this package, and not to the user."""
+    return (getattr(function, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
+
+
 def name_of(function: str | Callable) -> str:
     """Returns the name of a function, with its file and line if it has them: "my_reward.short (my_reward.py:3)"."""
     if isinstance(function, str):

@@ -11,14 +11,17 @@ import json
 import os
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake, nearest
+from torchtune_ext.tasks.answers import spoken
 from torchtune_ext.tasks.functions import Grade, use_graders
 from torchtune_ext.tasks.task import Graded, Problem, Score, length_of
 
@@ -40,15 +43,46 @@ UNFIT = dict.fromkeys(
 ) | {
     "codeio": "runs programs of its data set in the folder of the run",
     "list_functions": "draws from a random state that it does not set, so no run of it could be resumed",
+    "propositional_logic": "pays for a copy of a premise; grade it with grader: FILE.FUNCTION",
 }  # fmt: skip
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[+-]?\d+)?|-?\.\d+", re.IGNORECASE)
+
+
+def _same_text(gold: str, answer: str) -> bool:
+    return gold.casefold().split() == answer.casefold().split()
+
+
+def _same_numbers(gold: str, answer: str, digits: int = 15, slack: float = 0.0) -> bool:
+    """Tells whether a text has the same numbers as the right one, in order: to so many digits, or up to `slack`."""
+    right, given = ([Decimal(number) for number in _NUMBER.findall(text)] for text in (gold, answer))
+    return len(right) == len(given) and all(
+        abs(a - b) <= max(Decimal(5).scaleb(a.adjusted() - digits), Decimal(slack))
+        for a, b in zip(right, given, strict=True)
+    )
+
+
+# What an answer must satisfy, too, where a generator gives its full score to wrong ones: (right answer, answer) -> bool.
+ALSO: dict[str, Callable[[str, str], bool]] = {
+    "coin_flip": lambda gold, answer: _same_numbers(gold, str(float(Fraction(answer))), digits=10),
+    "complex_arithmetic": lambda gold, answer: not re.search(r"[a-df-hk-z]", answer.casefold()),  # nan
+    "decimal_arithmetic": lambda gold, answer: _same_numbers(gold, answer, digits=12),
+    "fraction_simplification": _same_numbers,
+    "game_of_life_halting": _same_text,
+    "gsm_symbolic": lambda gold, answer: _same_numbers(gold, answer) and not re.search(r"[^\W\d]|[!%]", answer),
+    "letter_jumble": _same_text,
+    "number_format": lambda gold, answer: _same_numbers(gold, answer.replace(",", "")),
+    "number_sorting": _same_numbers,
+    "pool_matrix": lambda gold, answer: _same_numbers(gold, answer, slack=0.0051),  # two decimals
+    "spell_backward": _same_text,
+}
 
 
 class ReasoningGym:
     """A task over one generator of reasoning-gym or several.
 
-    The answer in a text is what stands between the last `<answer>` and `</answer>`, or else the whole text. The
-    generator scores it from 0 to 1. Many give partial credit to a long text that contains the answer.
+    The answer in a text is what stands between the last `<answer>` and `</answer>` after a closed thought, or else all of
+    that. The generator scores it from 0 to 1. Many give partial credit to a long text that contains the answer.
 
     Args:
         generators: a name, several with equal probability ([gcd, lcm]), or {name: options}. Option `weight` is the
@@ -104,7 +138,8 @@ class ReasoningGym:
         # contains the draw. So a problem does not depend on those before it.
         for draw in range(DRAWS):
             entry = self.generator(name, f"{self.seed}/{block}/{draw}")[place]
-            if held_out(entry["question"]) == (self.split == "heldout"):
+            # If the right answer is an empty text, some generators pay for any text, and others for none.
+            if held_out(entry["question"]) == (self.split == "heldout") and str(entry["answer"]).strip():
                 break
         else:
             raise Mistake(
@@ -125,13 +160,16 @@ class ReasoningGym:
         """Grades a text. Parts: "solved" (1.0 for the full score), "credit" (the generator's score), and with several
         generators "solved_NAME"."""
         name = problem.example["generator"]
+        text = spoken(text)
         answers = _ANSWER.findall(text)
         answer = (answers[-1] if answers else text).strip()
         # Generators parse answers, and some raise at what they cannot read.
         try:
             # The score depends only on the entry, so any instance will do.
             judge = _generator(name, json.dumps(problem.example["options"], sort_keys=True), "0")
-            credit = float(judge.score_answer(answer, dict(problem.example)))
+            credit = float(judge.score_answer(answer, dict(problem.example))) if answer else 0.0
+            if credit >= SOLVED and name in ALSO and not ALSO[name](str(problem.answer), answer):
+                credit = 0.0
         except Exception as error:  # noqa: BLE001 (a text of the policy must not make `grade` raise)
             return self._score(name, 0.0, f"{type(error).__name__}: {error}")
         return self._score(name, min(max(credit, 0.0), 1.0), "")
@@ -141,6 +179,12 @@ class ReasoningGym:
         reward = solved if self.reward == "solved" else credit
         several = {f"solved_{name}": solved} if len(self.weights) > 1 else {}
         return Score(reward, {"solved": solved, "credit": credit} | several, note)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # In a grading process, the first text does not wait for the import and for what takes seconds to make.
+        for name in self.options:
+            self.generator(name, "0")
 
     def solution(self, problem: Problem) -> str:
         """Returns the answer. Raises ValueError if the generator knows none and only judges."""
@@ -264,7 +308,7 @@ def _chosen(generators: Any, graded: bool) -> tuple[dict[str, float], dict[str, 
             near = nearest(str(name), known)
             hint = f"did you mean {near!r}?" if near else "the README of reasoning-gym lists them"
             raise Mistake(f"generators: there is no {name!r} in reasoning-gym; {hint}")
-        if name in UNFIT and not (graded and UNFIT[name] == RUNS_TEXT):
+        if name in UNFIT and not (graded and "grader: FILE.FUNCTION" in UNFIT[name]):
             raise Mistake(f"generators.{name} {UNFIT[name]}")
         if given is not None and not isinstance(given, Mapping):
             raise Mistake(f"generators.{name}={given!r} must be a mapping of options, {{}} for none")

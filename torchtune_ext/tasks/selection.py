@@ -19,7 +19,7 @@ import inspect
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,8 @@ class NearLevel:
         if name.startswith("_"):
             raise AttributeError(name)
         value = getattr(self._tasks[0], name)
-        return partial(self._of_its_task, name) if name in OF_A_PROBLEM else value
+        # A wrapped method keeps its module, which says whether its grader is the user's.
+        return update_wrapper(partial(self._of_its_task, name), value) if name in OF_A_PROBLEM else value
 
     def ask(self, index: int, cursor: int) -> Problem:
         """Returns problem `index` of a level drawn by weight; without levels, problem `index` or another one."""

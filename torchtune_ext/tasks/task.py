@@ -55,7 +55,10 @@ class Score:
 
     @property
     def kind(self) -> str:
-        """Returns "policy_failed" if `parts["failed"]` is not 0: the text holds no answer to grade; else "scored"."""
+        """Returns "timed_out" if `parts["timed_out"]` is not 0: the text hangs the grader; "policy_failed" if
+        `parts["failed"]` is not 0: the text holds no answer to grade; else "scored"."""
+        if self.parts.get("timed_out"):
+            return "timed_out"
         return "policy_failed" if self.parts.get("failed") else "scored"
 
 

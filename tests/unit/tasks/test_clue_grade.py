@@ -34,9 +34,12 @@ def published(solution: dict[str, str], text: str) -> float:
 def test_all_published_cases():
     cases = json.loads((DATA / "grader_cases.json").read_text())
     assert len(cases) == 27
+    # The published rule with digits denies these right answers.
+    read = {"bold_key", "bold_value", "full_stop", "colon_style", "no_space", "late_initial", "unicode_space"}
     for case in cases:
         assert reward(case["content"], "published", case["solution"]) == case["reference_reward"], case["name"]
-        assert reward(case["content"], "exact", case["solution"]) == case["digits_allowed_reward"], case["name"]
+        expected = 1.0 if case["name"] in read else case["digits_allowed_reward"]
+        assert reward(case["content"], "exact", case["solution"]) == expected, case["name"]
 
 
 @every_row(
@@ -48,6 +51,15 @@ def test_all_published_cases():
         (GOLD + "\nA. Mr. Green", 0.8, 0.6),
         (GOLD.replace("11:30 PM", "11:30 pm  "), 1.0, 0.8),
         (GOLD.replace("11:30 PM", "11:45 PM"), 0.8, 0.8),
+        (f"<think>{GOLD}", 0.0, 0.0),
+        (f"<think>{GOLD}</think> <think>{GOLD}", 0.0, 0.0),
+        (f"<think>A. Mr. Green</think>{GOLD}\nSee B. above.", 1.0, 0.6),
+        (GOLD.replace("\n", ".\n") + ".", 1.0, 0.0),
+        (re.sub(r"([A-E])\. ", r"- **\1:** ", GOLD), 1.0, 0.0),
+        (re.sub(r"([A-E])\. (.*)", r"(\1) _\2_", GOLD), 1.0, 0.0),
+        (GOLD.replace(". ", ".\u00a0").replace(" ", "\u202f"), 1.0, 0.0),
+        (GOLD.replace("Rope", "Rope or Knife").replace("Fear", "Fear Greed"), 0.6, 0.4),
+        (GOLD + "\nB: Knife", 0.8, 0.8),
         ("", 0.0, 0.0),
     ],
 )

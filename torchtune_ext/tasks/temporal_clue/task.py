@@ -1,11 +1,12 @@
 """The task Temporal Clue: deduction puzzles after the board game, generated or read from a file."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
 from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.tasks.answers import spoken
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
 from torchtune_ext.tasks.task import Problem, Score, length_of
 from torchtune_ext.tasks.temporal_clue.files import read_puzzles
@@ -94,24 +95,39 @@ class TemporalClue:
 _puzzle = lru_cache(maxsize=4096)(make_puzzle)
 
 
-# Both rules look for "A. answer", take the last one for each letter, and ignore case. The published rule (OpenPipe,
-# deductive-reasoning) allows no digits in an answer, so "11:30 PM" never matches. With it, the right answers of the 64
-# public validation puzzles get a mean reward of 0.926. It exists so that results can be compared with published ones.
+# Both rules take the last answer for each letter, and ignore case. The published rule (OpenPipe, deductive-reasoning)
+# looks for "A. answer" anywhere, and allows no digits in an answer, so "11:30 PM" never matches. With it, the right
+# answers of the 64 public validation puzzles get a mean reward of 0.926. It exists so that results can be compared with
+# published ones. Ours prefers answers at the start of a line, also "A: answer", "- A) answer" and "**A.** answer".
 @lru_cache(maxsize=256)
-def _pattern(key: str, letters: str) -> re.Pattern:
-    return re.compile(rf"{re.escape(key)}\. ([{letters}]+)")
+def _patterns(key: str, grader: str) -> list[re.Pattern]:
+    anywhere = re.compile(rf"{re.escape(key)}\. ([{ANSWER_LETTERS[grader]}]+)")
+    if grader == "published":
+        return [anywhere]
+    return [re.compile(rf"^[ >#(-]*{re.escape(key)}[.:)]+ *([{ANSWER_LETTERS[grader]}]+)", re.MULTILINE), anywhere]
+
+
+def answers_in(text: str, keys: Iterable[str], grader: str = "exact") -> dict[str, str]:
+    """Returns the last answer in `text` for each letter that has one."""
+    text = spoken(text)
+    if grader != "published":
+        # Emphasis, and spaces that are not the plain one.
+        text = re.sub(r"[^\S\r\n]", " ", re.sub(r"[*_`]", "", text))
+    found = {}
+    for key in keys:
+        for pattern in _patterns(key, grader):
+            if matches := pattern.findall(text):
+                found[key] = matches[-1].strip(" " if grader == "published" else " .:-")
+                break
+    return found
 
 
 def right_answers(solution: dict[str, str], text: str, grader: str = "exact") -> dict[str, bool]:
     """Tells for each letter whether the last answer in `text` is the one in `solution`."""
-    letters = ANSWER_LETTERS[grader]
-    right = {}
-    for key, answer in solution.items():
-        matches = _pattern(key, letters).findall(text)
-        right[key] = bool(matches) and matches[-1].strip().lower() == answer.lower()
-    return right
+    found = answers_in(text, solution, grader)
+    return {key: found.get(key, "").lower() == answer.lower() for key, answer in solution.items()}
 
 
 def answered(solution: dict[str, str], text: str) -> float:
     """Returns the share of the questions to which `text` has any answer in the right format."""
-    return sum(bool(_pattern(key, ANSWER_LETTERS["exact"]).search(text)) for key in solution) / len(solution)
+    return len(answers_in(text, solution)) / len(solution)
