@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.tasks.answers import spoken
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
 from torchtune_ext.tasks.task import Problem, Score, length_of
 
@@ -104,7 +105,7 @@ class Arithmetic:
 
     def grade(self, problem: Problem, text: str) -> Score:
         """Grades a text. Parts: "accuracy", and "failed" (1.0 if the text does not end with an integer)."""
-        guess = last_integer(text)
+        guess = last_integer(spoken(text))
         right = float(guess == problem.answer[-1])
         return Score(right, {"accuracy": right, "failed": float(guess is None)})
 

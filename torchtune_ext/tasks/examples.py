@@ -84,8 +84,8 @@ def _json_object(where: str, line: str) -> Example:
         example = json.loads(line, object_pairs_hook=fields)
     except Mistake:
         raise
-    # A number of thousands of digits is a plain ValueError.
-    except ValueError as error:
+    # A number of thousands of digits is a plain ValueError, and thousands of open brackets are a RecursionError.
+    except (ValueError, RecursionError) as error:
         cause = getattr(error, "msg", error)
         raise Mistake(
             f"{where}: no JSON ({cause}); write one object a line, or name a file with the ending {READ}"

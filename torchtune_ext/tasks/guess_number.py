@@ -14,6 +14,7 @@ import random
 import re
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.tasks.answers import spoken
 from torchtune_ext.tasks.arithmetic import SPLITS, held_out
 from torchtune_ext.tasks.task import Message, Problem, Turn, length_of
 
@@ -104,7 +105,7 @@ class Game:
         self.number = number
 
     def step(self, message: Message) -> Turn:
-        text = message["content"].strip()
+        text = spoken(message["content"]).strip()
         if not re.fullmatch(r"[0-9]{1,9}", text):
             return Turn(done=True, parts={"accuracy": 0.0, "failed": 1.0}, note="no number")
         if int(text) == self.number:

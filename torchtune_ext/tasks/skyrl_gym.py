@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake, blame
+from torchtune_ext.tasks.answers import spoken
 from torchtune_ext.tasks.games import Games, prompt_of
 from torchtune_ext.tasks.task import Message, Turn
 
@@ -71,7 +72,7 @@ class SkyRLEnvironment:
     def step(self, message: Message) -> Turn:
         # What an environment makes of the turn (`postprocessed_action`) is not used, because the policy is trained on
         # what it sampled.
-        step = self.game.step(message["content"])
+        step = self.game.step(spoken(message["content"]))
         # The parts of a score are numbers. Metrics may be anything.
         metrics = {name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)}
         return Turn(step["observations"], step["reward"], step["done"], metrics)

@@ -84,11 +84,16 @@ def score_of(value: float | Score) -> Score:
         if not isinstance(named, Mapping):
             raise Mistake(f"a Score with {name}={named!r:.60}, which is no dict")
     reward = _finite("reward", value.reward)
-    parts = {str(name): _finite(name, number) for name, number in value.parts.items()}
+    parts = {_text(name): _finite(name, number) for name, number in value.parts.items()}
     if taken := parts.keys() & {"mean", "std"}:
         raise Mistake(f"a Score with the part {min(taken)!r}, which is the reward's own metric; give it another name")
-    facts = {str(name): str(fact) for name, fact in value.facts.items()}
-    return Score(reward, parts, str(value.note or ""), facts)
+    facts = {_text(name): _text(fact) for name, fact in value.facts.items()}
+    return Score(reward, parts, _text(value.note or ""), facts)
+
+
+def _text(value: Any) -> str:
+    # A half surrogate pair, which no log can write, becomes a question mark.
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def _finite(name: str, value: Any) -> float:

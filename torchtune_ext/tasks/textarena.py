@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake, blame, nearest
+from torchtune_ext.tasks.answers import spoken
 from torchtune_ext.tasks.games import Games
 from torchtune_ext.tasks.task import Message, Turn
 
@@ -79,13 +80,20 @@ class TextArenaEnvironment:
             self.bare = self.bare.env
 
     def step(self, message: Message) -> Turn:
-        done, _ = self.game.step(message["content"])
-        if not done:
-            return Turn(self.observation())
-        # TextArena gives out the rewards when a game is closed.
-        rewards, info = self.game.close()
-        parts = {"invalid_move": float(info[0]["invalid_move"])}
-        return Turn(reward=rewards[0], done=True, parts=parts, note=str(info[0].get("reason", "")))
+        # Some games raise at a move that they cannot read. As a failure of the environment it would not be trained on.
+        try:
+            done, _ = self.game.step(spoken(message["content"]))
+            if not done:
+                return Turn(self.observation())
+            # TextArena gives out the rewards when a game is closed.
+            rewards, info = self.game.close()
+        except Exception as error:  # noqa: BLE001 (the game's code, on a text of the policy)
+            return Turn(done=True, parts={"invalid_move": 1.0}, note=f"{type(error).__name__}: {error}")
+        parts, note = {"invalid_move": float(info[0]["invalid_move"])}, str(info[0].get("reason", ""))
+        # A few games interchange the arguments when they refuse a move. Then the reward is the reason.
+        if isinstance(rewards[0], str):
+            return Turn(done=True, parts=parts, note=rewards[0])
+        return Turn(reward=rewards[0], done=True, parts=parts, note=note)
 
     def observation(self) -> list[Message]:
         """Returns what the game has shown since the last call, without what the policy said itself."""

@@ -60,5 +60,9 @@ def _values(text: str) -> list[Any]:
 def _call(value: Any) -> ToolCall:
     arguments = value.get("arguments", value.get("parameters")) if isinstance(value, dict) else None
     if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
-        raise Mistake(f'{json.dumps(value):.80} is no tool call; write {{"name": "...", "arguments": {{...}}}}')
+        try:
+            shown = json.dumps(value)
+        except RecursionError:
+            shown = "a value of a thousand levels"
+        raise Mistake(f'{shown:.80} is no tool call; write {{"name": "...", "arguments": {{...}}}}')
     return ToolCall(value["name"], arguments)

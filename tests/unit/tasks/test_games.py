@@ -6,6 +6,8 @@ import random
 import pytest
 from tables import every_row
 
+from torchtune_ext.grading.environments import checked_turn
+from torchtune_ext.tasks.task import Turn
 from torchtune_ext.tasks.tool_class import ToolClass
 
 SHOP = '''
@@ -226,6 +228,20 @@ def test_games_of_textarena():
     state = random.getstate()
     assert TextArena("FrozenLake-v0")[3] == TextArena("FrozenLake-v0")[3] and random.getstate() == state
     assert TextArena("FrozenLake-v0")[3].messages != TextArena("FrozenLake-v0")[4].messages
+    # Four games answer a refused move with its reason as the reward, and some raise at one.
+    for name, text, note in [
+        ("Cryptarithm-v0", "hm", "Bad action format"),
+        ("Countdown-v0", "[1 1 +]", "Invalid indices"),
+        ("ThreeCardMonte-v0", "[7]", "Index out of range"),
+        ("ThreeCardMonte-v0", "[" + "9" * 5000 + "]", "ValueError: Exceeds the limit"),
+        ("GuessTheNumber-v0", "[" + "9" * 5000 + "]", "ValueError: Exceeds the limit"),
+        ("GuessTheNumber-v0", "<think>Perhaps [3]", "Player 0 did not respond with valid '[number]'"),
+    ]:
+        refused = TextArena(name)
+        game, turn = refused.environment(refused[0], 0), Turn()
+        while not turn.done:
+            turn = checked_turn(say(game, text))
+        assert (turn.reward, turn.parts) == (0.0, {"invalid_move": 1.0}) and note in turn.note, name
     countdown = TextArena("Countdown-v0")  # interchanges the arguments of what the policy said
     assert "invalid move" in say(countdown.environment(countdown[0], 0), "hm").messages[0]["content"]
     with pytest.raises(ValueError, match="game='TowerOfHanoy-v0' is none of .*; did you mean 'TowerOfHanoi-v0'?"):

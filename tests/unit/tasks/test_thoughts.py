@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import Future
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.sampling.engine import Completion, SamplingConfig
 from torchtune_ext.tasks.answers import MathGrader
 from torchtune_ext.tasks.arithmetic import Arithmetic
+from torchtune_ext.tasks.guess_number import GuessNumber
+from torchtune_ext.tasks.skyrl_gym import SkyRLGym
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.tasks.temporal_clue.task import TemporalClue
 
@@ -113,10 +116,24 @@ def test_a_question_that_speaks_of_thoughts_opens_none(tmp_path):
     assert tokenizer.opened_thought(tokenizer.encode("Think first.\n<think>\n\n")) == "<think>\n\n"
 
 
-def test_graders_that_know_of_no_thoughts_say_the_same():
-    arithmetic, clue = Arithmetic(level=3, count=1), TemporalClue(seed=0, count=1)
-    for task in (arithmetic, clue):
-        problem = task[0]
-        text = f"I see.\n</think>\n\n{task.solution(problem)}"
-        assert task.grade(problem, f"<think>\n{text}") == task.grade(problem, text)
-        assert task.grade(problem, f"<think>\n{text}").reward == 1.0
+def played(task, problem, text):
+    """The reward of a text, or of the first turn of a conversation."""
+    if not hasattr(task, "environment"):
+        return task.grade(problem, text).reward
+    return task.environment(problem, 0).step({"role": "assistant", "content": text}).reward
+
+
+def test_every_grader_reads_what_follows_the_thought():
+    guess, clue = GuessNumber(count=1), TemporalClue(seed=0, count=1)
+    tasks = [Arithmetic(level=3, count=1), clue, TemporalClue(seed=0, count=1, grader="published"), guess]
+    solutions = [task.solution(task[0]) for task in tasks[:3]] + [str(guess[0].answer["number"])]
+    if find_spec("skyrl_gym"):
+        tasks += [SkyRLGym("gsm8k", [{"prompt": "2+2?", "reward_spec": {"ground_truth": "4"}}])]
+        solutions += ["#### 4"]
+    for task, solution in zip(tasks, solutions, strict=True):
+        problem, name = task[0], type(task).__name__
+        assert played(task, problem, solution) > 0, name
+        for thought in ("<think>\nI see.\n</think>\n\n", "I see.</think>\n", f"<think>{solution} no</think>"):
+            assert played(task, problem, thought + solution) == played(task, problem, solution), (name, thought)
+        for text in (f"<think>{solution}", f"a <think> b\n{solution}", f"<think>a</think> b <think>\n{solution}"):
+            assert played(task, problem, text) == 0, (name, text)

@@ -54,3 +54,10 @@ def test_a_call_that_cannot_be_read_is_told_to_the_policy(inside, words):
     with pytest.raises(ValueError, match=".*") as error:
         tool_calls(f"<tool_call>{inside}</tool_call>")
     assert words in str(error.value)
+
+
+def test_a_call_of_a_thousand_levels_is_told_to_the_policy():
+    # At some of these depths the call can be read, but not written again.
+    for depth in range(900, 1100):
+        with pytest.raises(ValueError, match="no JSON|is no tool call"):
+            tool_calls('<tool_call>{"name": "add", "arguments": ' + "[" * depth + "]" * depth + "}")

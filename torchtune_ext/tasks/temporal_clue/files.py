@@ -58,7 +58,7 @@ def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = No
     if Path(path).read_bytes().lstrip().startswith(b"["):
         try:
             items = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Mistake(f"{path}: no JSON list ({error}); fix it, or write one object a line") from error
         examples = ((f"{path}, puzzle {number}", item) for number, item in enumerate(items, start=1))
     else:
