@@ -1,7 +1,10 @@
 """Turns the rewards of each group into advantages, and decides which samples are trained on."""
 
+import logging
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -9,7 +12,10 @@ from torchtune_ext.grading.environments import CUT
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.run.errors import Mistake
 
+log = logging.getLogger(__name__)
+
 TIE = 1e-9  # rewards of a group that lie this close, relative to their size, carry no signal
+ROUNDING = 1e-13  # the most that sums of the same numbers differ, relative to their size
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +24,13 @@ class AdvantageStats:
 
     groups: int  # groups that carry a signal
     no_signal: int  # groups whose gradable samples all have the same reward
-    infra_failed: int  # samples without a grade (grader or environment raised, hung or crashed); not in the baseline
-    truncated: int  # samples cut by max_tokens or a deadline
+    infra_failed: int  # samples whose grader or environment raised or crashed; not in the baseline
+    timed_out: int  # samples on which it hung; in the baseline, with the reward 0, if the grader is one of this package
     lone_turns: int | None = None  # turns that only one sample of its group reached; None: turns are not compared
 
     def metrics(self) -> dict[str, float]:
         """Returns the counts by their names in the log."""
-        names = ["no_signal", "infra_failed"] + ["lone_turns"] * (self.lone_turns is not None)
+        names = ["no_signal", "infra_failed", "timed_out"] + ["lone_turns"] * (self.lone_turns is not None)
         return {"groups/used": float(self.groups)} | {f"groups/{name}": float(getattr(self, name)) for name in names}
 
 
@@ -142,11 +148,12 @@ def with_advantages(
         # Samples hold arrays, so they cannot be keys. Their ids are, while `gradable` keeps them alive.
         by_sample = {} if values is None else dict(zip(map(id, samples), values, strict=True))
         results.append(replace(group, samples=tuple(_set(s, by_sample.get(id(s)), config) for s in group.samples)))
+    kinds = Counter(s.outcome.kind for g in groups for s in g.samples if s.outcome)
     return results, AdvantageStats(
         groups=used,
         no_signal=len(groups) - used,
-        infra_failed=sum(s.score is None for g in groups for s in g.samples),
-        truncated=sum(_cut(s) for g in groups for s in g.samples),
+        infra_failed=kinds["infra_failed"],
+        timed_out=kinds["timed_out"],
         lone_turns=lone_turns if config.credit == "turn" else None,
     )
 
@@ -215,7 +222,21 @@ def _by_turn(
 def _all_equal(values_G: np.ndarray) -> bool:
     # A test for std == 0 would miss rewards that differ only in their last bits, by rounding. Dividing by such a small
     # std would turn this difference into large advantages.
-    return len(values_G) == 0 or np.ptp(values_G) <= TIE * max(1.0, np.abs(values_G).max())
+    if len(values_G) == 0:
+        return True
+    size, spread = max(1.0, np.abs(values_G).max()), np.ptp(values_G)
+    if ROUNDING * size < spread <= TIE * size:
+        _warn_of_ties()
+    return spread <= TIE * size
+
+
+@cache
+def _warn_of_ties() -> None:
+    log.warning(
+        "rewards of a group differ by less than %g, or than this share of their size, and count as equal: the group "
+        "carries no signal. Scale the rewards up, or subtract what they have in common",
+        TIE,
+    )
 
 
 def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:

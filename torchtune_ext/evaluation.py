@@ -1,5 +1,6 @@
 """Computes the accuracy of graded groups: the mean reward with its 95% interval, and the unbiased pass@k."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,15 @@ import numpy as np
 from torchtune_ext.groups import Group
 from torchtune_ext.run.errors import Mistake
 
-Z = 1.96  # standard errors to an end of a 95% interval
+log = logging.getLogger(__name__)
+
+# Standard errors to an end of a 95% interval: of the normal distribution, and of Student's for 1 to 29 degrees of freedom.
+Z = 1.96
+T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045,
+)  # fmt: skip
+MOST_UNGRADED = 0.01  # share of ungraded samples above which an accuracy is given with a warning
 SOLVED = 1.0 - 1e-9  # the smallest reward that counts as fully right in pass@k
 
 
@@ -76,6 +85,8 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
             if s.outcome
         )
         raise Mistake(f"none of {ungraded} samples could be graded. The first one: {next(causes, 'it was not graded')}")
+    if ungraded > MOST_UNGRADED * (total := sum(len(g.samples) for g in groups)):
+        log.warning("this accuracy leaves out %d of %d samples, which could not be graded", ungraded, total)
     # Samples of one problem are not independent, so the interval is that of the means of problems.
     means = np.array([np.mean(r) for r in rewards])
     pass_at = {
@@ -89,13 +100,15 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
 def interval(means: np.ndarray) -> tuple[float, float]:
     """Returns the 95% interval of the mean over independent problems, from their means [problems].
 
-    It is Wilson's (JASA 22, 1927) if all means are in [0, 1], and otherwise that of the normal distribution, which says
-    nothing of a single problem: then both ends are the mean.
+    It is Wilson's (JASA 22, 1927) if all means are in [0, 1], and otherwise Student's, which says nothing of a single
+    problem: then both ends are the mean.
     """
     count, mean = len(means), float(means.mean())
     variance = float(means.var(ddof=1)) / count if count > 1 else math.inf
+    # A variance that was estimated from few problems is uncertain itself.
+    t = T[count - 2] if 2 <= count < 2 + len(T) else Z
     if means.min() < 0 or means.max() > 1:
-        half = Z * math.sqrt(variance) if count > 1 else 0.0
+        half = t * math.sqrt(variance) if count > 1 else 0.0
         return mean - half, mean + half
     # Wilson's interval stays in [0, 1], and has a width even if all problems are alike. Its count is the number of
     # problems at which a share of right answers is as uncertain as this mean (Franco et al., J. Surv. Stat. Methodol.
@@ -103,8 +116,9 @@ def interval(means: np.ndarray) -> tuple[float, float]:
     share = mean * (1 - mean)
     # A mean of numbers in [0, 1] is at least as certain as a share of right answers among as many problems.
     effective = max(count, share / variance) if 0 < variance < math.inf else count
-    center = (mean + Z**2 / (2 * effective)) / (1 + Z**2 / effective)
-    half = Z / (1 + Z**2 / effective) * math.sqrt(share / effective + Z**2 / (4 * effective**2))
+    z = t if effective > count else Z
+    center = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
+    half = z / (1 + z**2 / effective) * math.sqrt(share / effective + z**2 / (4 * effective**2))
     return max(0.0, center - half), min(1.0, center + half)
 
 

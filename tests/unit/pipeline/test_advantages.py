@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from records import sampled
 from tables import every_row
 
+import torchtune_ext.advantages as advantages_module
 from torchtune_ext.advantages import AdvantageConfig, best_of_k, refilled, with_advantages
 from torchtune_ext.grading import Outcome, Ungraded
 from torchtune_ext.groups import Group, Sample
@@ -67,6 +68,7 @@ def test_turns_are_compared_with_turns():
         "groups/used": 1.0,
         "groups/no_signal": 0,
         "groups/infra_failed": 0,
+        "groups/timed_out": 0,
         "groups/lone_turns": 1,
     }
     assert "groups/lone_turns" not in with_advantages([group(*talks)], AdvantageConfig())[1].metrics()
@@ -124,6 +126,33 @@ def test_equal_rewards_that_are_no_round_numbers_carry_no_signal():
     assert advantages(*[0.1] * 10, scale="none") == [0.0] * 10
 
 
+@every_row(
+    "rewards, warns",
+    [
+        ((1e-10, 0.0), True),
+        ((1e9, 1e9 + 0.5), True),
+        ((0.1 + 0.2, 0.3), False),
+        ((1e12 + 1e-3, 1e12), False),
+        ((1e-8, 0.0), False),
+    ],
+)
+def test_rewards_that_differ_too_little_are_named_once(caplog, rewards, warns):
+    advantages_module._warn_of_ties.cache_clear()
+    caplog.clear()
+    for _ in range(2):
+        advantages(*rewards)
+    assert len(caplog.messages) == warns
+
+
+def test_each_kind_of_failure_is_counted_by_itself():
+    hung = Score(0.0, {"timed_out": 1.0}, "no answer within 10 s")
+    samples = map(sample, (1.0, hung, FAILED, TIMED_OUT, TIMED_OUT, Ungraded("noisy", "disturbed")))
+    (done,), stats = with_advantages([group(*samples)], AdvantageConfig())
+    assert [s.trained for s in done.samples] == [True, True, False, False, False, False]
+    assert [s.advantage for s in done.samples[:2]] == [1.0, -1.0]
+    assert (stats.infra_failed, stats.timed_out) == (1, 3)
+
+
 @settings(max_examples=100)
 @given(rewards=st.lists(REWARDS, min_size=2, max_size=8), places=st.lists(st.integers(0, 8), min_size=1, max_size=4))
 def test_samples_nobody_could_grade_change_nothing(rewards, places):
@@ -134,7 +163,8 @@ def test_samples_nobody_could_grade_change_nothing(rewards, places):
     (done,), stats = with_advantages([group(*map(sample, mixed))], AdvantageConfig())
     left_out = [s for s in done.samples if s.score is None]
     assert [s.advantage for s in done.samples if s.score is not None] == advantages(*rewards)
-    assert len(left_out) == stats.infra_failed == len(places)
+    assert len(left_out) == stats.infra_failed + stats.timed_out == len(places)
+    assert stats.timed_out == len(places) // 2
     assert all(not s.trained and s.advantage == 0.0 for s in left_out)
 
 
@@ -158,10 +188,9 @@ def test_policy_failed_is_trained_with_its_score():
 )
 def test_truncated_samples(truncated, expected, trained):
     samples = sample(2.0), sample(1.0, "early_stop"), sample(0.0, "length")
-    (done,), stats = with_advantages([group(*samples)], AdvantageConfig(scale="none", truncated=truncated, penalty=1.5))
+    (done,), _ = with_advantages([group(*samples)], AdvantageConfig(scale="none", truncated=truncated, penalty=1.5))
     assert [s.advantage for s in done.samples] == pytest.approx(expected)
     assert [s.trained for s in done.samples] == trained
-    assert stats.truncated == 1
 
 
 def test_a_penalty_alone_is_a_signal():
@@ -178,7 +207,7 @@ def test_groups_stay_in_order_and_whole():
         assert [s.outcome for s in after.samples] == [s.outcome for s in before.samples]
         assert all(a.completion is b.completion for a, b in zip(after.samples, before.samples, strict=True))
     assert [[s.trained for s in g.samples] for g in done] == [[True, True], [False, False], [False, False]]
-    assert (stats.groups, stats.no_signal, stats.infra_failed, stats.truncated) == (1, 2, 1, 0)
+    assert (stats.groups, stats.no_signal, stats.infra_failed, stats.timed_out) == (1, 2, 1, 0)
     assert groups[0].samples[0].trained is False  # the records given are not touched
     assert with_advantages([], AdvantageConfig())[0] == []
 

@@ -1,6 +1,8 @@
 """pass@k against enumeration; intervals against their coverage."""
 
 import itertools
+import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from records import sampled
 from tables import every_row
 
-from torchtune_ext.evaluation import accuracy, pass_at_k
+from torchtune_ext.evaluation import T, Z, accuracy, interval, pass_at_k
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.groups import Group
 from torchtune_ext.tasks.order import ProblemStream, problem_index
@@ -70,6 +72,41 @@ def test_interval_knows_how_far_problems_lie_apart():
     assert beyond.high - beyond.low == pytest.approx(2 * 1.96 * 1.5 / 39**0.5)
     single = accuracy([group([3.0])])
     assert single.low == single.mean == single.high == 3.0
+
+
+DRAWS = {
+    "eighths": (lambda rng, n: rng.binomial(8, rng.beta(1, 1, n)) / 8, 0.5),
+    "shares": (lambda rng, n: rng.beta(5, 5, n), 0.5),
+    "unbounded": (lambda rng, n: rng.normal(3.0, 2.0, n), 3.0),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_interval_of_few_problems_covers_the_mean(kind):
+    """Also where the variance is estimated from a handful; with 1.96 it is 0.70 of 2, and 0.88 to 0.90 of 5."""
+    draw, mean = DRAWS[kind]
+    for count in (2, 3, 5, 12, 30):
+        rng = np.random.default_rng(count)
+        ends = np.array([interval(draw(rng, count)) for _ in range(500)])
+        # binomial(500, 0.95): mean 475, standard deviation 4.9; four of them
+        assert ((ends[:, 0] <= mean) & (mean <= ends[:, 1])).sum() >= 455, count
+
+
+def test_students_quantiles_are_those_of_the_tables():
+    # P(|t| <= 12.706) of one degree of freedom is 2/pi atan(12.706); of two, t / sqrt(2 + t^2).
+    assert 2 / math.pi * math.atan(T[0]) == pytest.approx(0.95, abs=1e-5)
+    assert T[1] / math.sqrt(2 + T[1] ** 2) == pytest.approx(0.95, abs=1e-5)
+    assert len(T) == 29 and list(T) == sorted(T, reverse=True) and T[28] == 2.045 > Z
+
+
+def test_ungraded_samples_are_named_and_hung_texts_count(caplog):
+    """Left out, they would raise the accuracy: here to 1."""
+    hung = replace(group([0.0]).samples[0], outcome=Score(0.0, {"timed_out": 1.0}, "no answer within 10 s"))
+    assert accuracy([group([1.0])] + [replace(group([0.0]), samples=(hung,))] * 9).mean == pytest.approx(0.1)
+    accuracy([group([1.0])] * 99 + [group([None])])
+    assert caplog.text == ""
+    assert accuracy([group([1.0])] + [group([None])] * 9).ungraded == 9
+    assert "this accuracy leaves out 9 of 10 samples, which could not be graded" in caplog.text
 
 
 def test_nothing_graded_is_an_error():
