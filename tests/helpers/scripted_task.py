@@ -87,6 +87,16 @@ class Scripted:
         return Score(float(rest in sys.modules), {})
 
 
+class Sized(Scripted):
+    """With a few problems."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return PROBLEM
+
+
 def graded(texts: list[str], workers: int = 1, timeout_s: float = 10.0):
     with Grader(Scripted(), workers, timeout_s) as grader:
         return grader.grade([(PROBLEM, text) for text in texts])

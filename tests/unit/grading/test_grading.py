@@ -1,18 +1,28 @@
 """Grading: every kind of outcome, with real worker processes."""
 
+import asyncio
+import contextlib
 import logging
 import os
 import re
+import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from scripted_task import PROBLEM, Scripted, graded
 from tables import every_row
 
 from torchtune_ext.grading import Grader, GraderConfig, Ungraded, rehearse
+from torchtune_ext.grading.calls import shipped_grader
+from torchtune_ext.grading.grader import GradingFailed, GradingWatch
+from torchtune_ext.tasks.arithmetic import Arithmetic
+from torchtune_ext.tasks.guess_number import GuessNumber
 from torchtune_ext.tasks.jsonl import Jsonl
-from torchtune_ext.tasks.task import Problem
+from torchtune_ext.tasks.selection import NearLevel
+from torchtune_ext.tasks.task import Problem, Score
 
 
 def test_scores_come_back_in_order():
@@ -114,11 +124,125 @@ def test_failures_are_logged_with_their_causes(caplog):
     assert caplog.text == ""
 
 
-def test_a_problem_that_cannot_be_sent_raises_where_it_is_handed_in():
+def test_a_problem_that_cannot_be_sent_costs_its_own_texts():
+    deep = []
+    for _ in range(2000):
+        deep = [deep]
     with Grader(Scripted(), workers=1) as grader:
-        with pytest.raises(TypeError, match="pickle"):
-            grader.grade([(PROBLEM, "reward 1"), (Problem("p", (), threading.Lock()), "reward 1")])
-        assert grader.grade([(PROBLEM, "reward 2")])[0].reward == 2.0
+        outcomes = grader.grade([(Problem("p", (), answer), "reward 1") for answer in (0, threading.Lock(), deep, 1)])
+    assert [outcome.kind for outcome in outcomes] == ["scored", "infra_failed", "infra_failed", "scored"]
+    assert outcomes[1].cause.startswith("cannot be sent to a grading process: TypeError: cannot pickle")
+    assert "recursion" in outcomes[2].cause
+
+
+class Shipped(Scripted):
+    """A task whose grader is one of this package."""
+
+    def deep(self, problem, rest):
+        return self.deep(problem, rest)
+
+    def dies_once(self, problem, rest):
+        if not Path(rest).exists():
+            Path(rest).touch()
+            os._exit(9)
+        return Score(2.0, {})
+
+    def grade(self, problem, text):
+        return super().grade(problem, text)
+
+    grade.__module__ = "torchtune_ext.tasks.made_up"
+
+
+def test_a_text_that_hangs_or_kills_a_shipped_grader_is_the_policys_failure(tmp_path, caplog):
+    texts = ["sleeps 60", "os_exit 3", "deep", f"dies_once {tmp_path / 'died'}", "raises no", "reward 1"]
+    with Grader(Shipped(), timeout_s=2.0) as grader:
+        late, dead, deep, alive, failed, right = outcomes = grader.grade([(PROBLEM, text) for text in texts])
+    for outcome, note in (
+        (late, "no answer within 2 s"),
+        (dead, "the grading process died: exit code 3"),
+        (deep, "RecursionError: max"),
+    ):
+        assert (outcome.kind, outcome.reward, outcome.parts) == ("timed_out", 0.0, {"timed_out": 1.0})
+        assert note in outcome.note
+    # A process that the kernel kills for want of memory is no text's fault.
+    assert (alive.reward, failed.kind, right.reward) == (2.0, "infra_failed", 1.0)
+    assert "3 of 6 texts timed_out: 1 x no answer within 2 s" in caplog.text
+    watch = GradingWatch()
+    watch.look(1, [("p", outcome) for outcome in outcomes[:3]])
+    with pytest.raises(GradingFailed, match="problem 'p' timed_out: no answer within 2 s"):
+        watch.look(2, [("p", outcome) for outcome in outcomes[:3]])
+
+
+@every_row(
+    "task, shipped",
+    [
+        (Arithmetic(count=9), True),
+        (Arithmetic(count=9, grader=lambda problem, text: 1.0), False),
+        (Arithmetic(count=9, group_grader=lambda problem, texts: [1.0] * len(texts)), False),
+        (NearLevel("torchtune_ext.tasks.arithmetic.Arithmetic", {"count": 9}), True),
+        (NearLevel("scripted_task.Sized"), False),
+        (type("Mine", (Arithmetic,), {})(count=9), True),
+        (type("Mine", (Arithmetic,), {"grade": lambda self, problem, text: 1.0})(count=9), False),
+        (Scripted(), False),
+        (GuessNumber(count=9), False),
+    ],
+)
+def test_a_grader_is_shipped_if_it_is_of_this_package(task, shipped):
+    assert shipped_grader(task) is shipped
+
+
+class Ruined(Scripted):
+    """Texts that leave something behind in their process."""
+
+    def alarms(self, problem, rest):
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        return Score(1.0, {})
+
+    def cancels(self, problem, rest):
+        raise asyncio.CancelledError("by a library")
+
+    def hints(self, problem, rest):
+        error = KeyError("digits")
+        error.add_note("see the manual\nof digits")
+        raise error
+
+    def closes(self, problem, rest):
+        sys.stdout.close()
+        return Score(1.0, {})
+
+    def prints(self, problem, rest):
+        print(rest)
+        return Score(1.0, {})
+
+    def floods(self, problem, rest):
+        for fd in range(3, 20):
+            with contextlib.suppress(OSError):
+                os.write(fd, rest.encode() * 4)
+        return Score(1.0, {})
+
+    def halves(self, problem, rest):
+        return Score(1.0, {"a\ud83d": 1.0}, "n\ud83d", {"f\ud83d": "g\ud83d"})
+
+
+def test_what_a_text_leaves_behind_harms_no_later_one(tmp_path):
+    texts = ["alarms", "sleeps 0.6", "cancels", "hints", "reward 2", "halves"]
+    texts += ["closes", *["prints x"] * 7]
+    with Grader(Ruined(), output=tmp_path / "log") as grader:
+        alarm, slept, cancelled, hinted, right, halved, closed, *printed = grader.grade([(PROBLEM, t) for t in texts])
+        assert (alarm.kind, slept.kind, right.reward, closed.reward) == ("scored", "scored", 2.0, 1.0)
+        assert cancelled.cause.startswith("asyncio.exceptions.CancelledError: by a library (test_grading.py:")
+        assert hinted.cause.startswith("KeyError: 'digits' (test_grading.py:")
+        assert halved == Score(1.0, {"a?": 1.0}, "n?", {"f?": "g?"})
+        # After five failures in a row the process is replaced.
+        assert [outcome.kind for outcome in printed] == ["infra_failed"] * 5 + ["scored"] * 2
+
+
+@pytest.mark.parametrize("rest", ["\n", "hello", "\0\0\0\x09junk", "\0"])
+def test_a_text_that_writes_to_all_descriptors_costs_only_itself(tmp_path, rest):
+    begin = time.monotonic()
+    with Grader(Ruined(), workers=1, timeout_s=5.0, output=tmp_path / "log") as grader:
+        lost, right = grader.grade([(PROBLEM, f"floods {rest}"), (PROBLEM, "reward 2")])
+    assert lost.kind == "infra_failed" and right.reward == 2.0 and time.monotonic() - begin < 20
 
 
 def test_knobs_and_tasks_that_cannot_work_raise():
