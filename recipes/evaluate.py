@@ -7,13 +7,14 @@ import json
 import math
 import sys
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.evaluation import Accuracy, accuracy
-from torchtune_ext.grading import Grader, GraderConfig, open_graders, rehearse
+from torchtune_ext.grading import Grader, GraderConfig, answer_faults, open_graders, rehearse
 from torchtune_ext.host.opening import say_ready
 from torchtune_ext.host.plugin import parse
 from torchtune_ext.policy.hf_model import HFModel
@@ -87,6 +88,7 @@ class EvaluateRecipe:
         # The engine takes longest to start. The graders start meanwhile.
         self.engine.start()
         (self.grader,) = open_graders([self.task], cfg.grader, folder=cfg.output_dir)
+        self.usable.try_answers(partial(answer_faults, self.grader))
         self.progress = Progress()
         seconds = self.engine.wait_ready()
         # A server at `engine.address` may still hold weights that a run has published.
@@ -122,15 +124,15 @@ class EvaluateRecipe:
         rehearse([self.task], cfg.grader, samples=cfg.samples_per_problem)
         # A problem whose prompt leaves no room for the completion is left out, and counted.
         fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
-        usable = Usable(self.task, fault)
-        self.problems, self.skipped = usable.problems, usable.skipped
+        self.usable = Usable(self.task, fault)
+        self.usable.require()
         self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
 
     def evaluate(self) -> None:
         """Samples and grades every problem, prints the table and writes it."""
         cfg = self.cfg
         batches = sample_held_out(
-            self.problems,
+            self.usable.problems,
             cfg.samples_per_problem,
             self.sampling,
             self.engine,
@@ -150,7 +152,7 @@ class EvaluateRecipe:
         say(table(results))
         file = self.folder.path / "evaluation.json"
         # As recorded: a value from the environment may be secret, and stays a reference.
-        result = {"model_dir": self.run.config["model_dir"], "skipped": self.skipped}
+        result = {"model_dir": self.run.config["model_dir"], "skipped": self.usable.skipped}
         result |= {name: asdict(a) for name, a in results.items()}
         with explained(f"cannot write {file}", "Free disk space; the table stands above"):
             write_atomic(file, (json.dumps(result, indent=1) + "\n").encode())

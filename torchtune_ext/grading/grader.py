@@ -58,7 +58,7 @@ class Grader:
     def __init__(self, task: Task, workers: int = 1, timeout_s: float = 10.0, output: Path | None = None):
         config = GraderConfig(workers, timeout_s)
         self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
-        self.is_shipped = shipped_grader(task)
+        self.task, self.is_shipped = task, shipped_grader(task)
         try:
             # Plain pickle sends a class only by its name. A user's copied recipe may define the task in `__main__`.
             target = cloudpickle.dumps(self._calls(task))

@@ -1,4 +1,4 @@
-"""Opens the graders of a run's tasks, and tries them before anything expensive starts."""
+"""Opens the graders of a run's tasks, and tries them and the right answers before anything expensive starts."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -6,16 +6,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torchtune_ext.grading.calls import Ungraded
+import cloudpickle
+
+from torchtune_ext.grading.calls import Outcome, Ungraded
 from torchtune_ext.grading.environments import Environments
-from torchtune_ext.grading.grader import Grader, GraderConfig
+from torchtune_ext.grading.grader import Grader, GraderConfig, cause_of, is_failure, results
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import labelled, say
+from torchtune_ext.run.worker_process import last_line
 from torchtune_ext.tasks.functions import name_of
 from torchtune_ext.tasks.task import ConversationTask, GradesItself, Message, Problem, Score, Task, solution_messages
 
 OUTPUT = "grader.log"
 REHEARSED = 4  # problems whose solutions are graded before a run begins
+WRONG = "<think>\n</think>\n\n\\boxed{271828183}"  # a text that answers no problem right
 NO_SOLUTION = "1"  # the text that is graded if there is no solution
 
 
@@ -78,6 +82,46 @@ def rehearse(
             if grader not in tried:
                 tried.append(grader)
                 _rehearse(task, config, key, texts)
+
+
+def answer_faults(grader: Grader, problems: Sequence[Problem]) -> list[str]:
+    """Says for each problem why it cannot be graded, or "": it cannot be sent to a process, or its right answer is of no
+    use, which is tried where a task asks for it (`tries_answers`) and the grader is one of this package."""
+    # A task that grades by itself sends what it likes.
+    if not isinstance(grader, Grader):
+        return [""] * len(problems)
+    faults = [_unsent(problem) for problem in problems]
+    if not grader.is_shipped or not getattr(grader.task, "tries_answers", False):
+        return faults
+    asked = []
+    for problem, fault in zip(problems, faults, strict=True):
+        texts = [] if fault else [WRONG, _solution(grader.task, problem)]
+        asked.append([grader.submit(problem, text) for text in texts if text is not None])
+    outcomes = iter(results([future for each in asked for future in each]))
+    return [
+        fault or _answer_fault([next(outcomes)[0] for _ in each]) for fault, each in zip(faults, asked, strict=True)
+    ]
+
+
+def _unsent(problem: Problem) -> str:
+    try:
+        cloudpickle.dumps(problem)
+    except Exception as error:  # noqa: BLE001 (pickling runs the code of classes)
+        return f"it cannot be sent to a grading process: {last_line(error)}"
+    return ""
+
+
+def _answer_fault(outcomes: Sequence[Outcome]) -> str:
+    """Says what is wrong with the outcomes of a wrong text and of the right one, which may be missing."""
+    for outcome in outcomes:
+        if is_failure(outcome):
+            return f"its answer cannot be graded: {cause_of(outcome)}"
+    wrong, *right = (outcome.reward for outcome in outcomes)
+    if not right:
+        return "its grader pays for a wrong text" if wrong >= 1.0 else ""
+    if right[0] > wrong:
+        return ""
+    return f"its right answer gets the reward {right[0]:g}, and a wrong one {wrong:g}"
 
 
 def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> None:

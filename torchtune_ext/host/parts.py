@@ -11,7 +11,7 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.buffer import Ledger, depth_of
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.grading import Grader, open_graders, rehearse
+from torchtune_ext.grading import Grader, answer_faults, open_graders, rehearse
 from torchtune_ext.groups import Group
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.hf_model import HFModel
@@ -162,8 +162,11 @@ class Parts:
         return Teacher(self.teacher_model, self.teacher_engine(), Path(self.cfg.output_dir) / "teacher")
 
     def source(self, engine: Engine | None, graders: Sequence[Grader]) -> "GroupSource | Replay":
-        """Returns where the groups of a step come from. Ranks without an engine get none."""
+        """Returns where the groups of a step come from. Ranks without an engine get none. The graders try the right
+        answers of held-out problems now, and those of others before they are sampled for."""
         cfg = self.cfg
+        for grader, problems in zip(graders, (self.problems, self.held_out), strict=False):
+            problems.try_answers(partial(answer_faults, grader))
         return self.replay or GroupSource(
             self.ledger,
             GroupStream(engine, self.tokenizer, graders[0]) if engine else None,

@@ -58,6 +58,8 @@ class Source:
 class Questions:
     """The base of `Jsonl` and `Math`: examples with a question, a hidden answer, and perhaps a worked solution."""
 
+    tries_answers = True
+
     def __init__(
         self,
         source: Source,

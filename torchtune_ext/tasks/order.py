@@ -16,10 +16,15 @@ log = logging.getLogger(__name__)
 
 SHUFFLE_LIMIT = 1 << 20  # longer tasks are generated, so their problems are independent and need no shuffling
 GIVE_UP = 1000  # bad problems in a row that end the run
+MOST_TRIED = 1000  # held-out problems whose answers are tried
 NAMED = 5  # bad problems that one message names with their reasons
 
 Fault = Callable[[Problem], str]
 """Says why a problem cannot be used, or "" where it can."""
+
+
+Trial = Callable[[Sequence[Problem]], list[str]]
+"""Says the same of several problems, after grading their right answers."""
 
 
 def no_fault(problem: Problem) -> str:
@@ -38,12 +43,13 @@ def problem_index(cursor: int, length: int, seed: int) -> int:
 class _Candidate:
     """What a task gave for an index."""
 
-    index: int
+    index: int | None  # None: unknown
     problem: Problem | None  # None: the task raised, or gave something else
     reason: str = ""  # why it cannot be used; "": it can
 
     def __str__(self) -> str:
-        name = f"index {self.index}" if self.problem is None else f"{self.problem.id!r} (index {self.index})"
+        place = "" if self.index is None else f"index {self.index}"
+        name = place if self.problem is None else f"{self.problem.id!r} ({place})" if place else repr(self.problem.id)
         return f"{name}: {self.reason}"
 
 
@@ -59,9 +65,15 @@ class ProblemStream:
         self.skipped: list[int] = []
         self._task, self._seed, self._adapts = task, seed, hasattr(task, "observe")
         self._fault = fault
+        self._trial: Trial | None = None
+        self._tried: set[int] = set()  # indices of problems
         # A generated puzzle takes milliseconds, so a thread makes the next problems while the run trains.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
         self._ahead: Future[dict[int, _Candidate]] | None = None  # candidates for the next places
+
+    def try_answers(self, trial: Trial) -> None:
+        """Has each problem tried before it is handed out for the first time."""
+        self._trial = trial
 
     def take(self, count: int) -> list[Problem]:
         """Returns the next `count` problems. Raises what `draw` raises."""
@@ -69,7 +81,7 @@ class ProblemStream:
 
     def draw(self, count: int) -> list[tuple[int, Problem]]:
         """Returns the next `count` usable problems with their places. Raises ValueError if there are none."""
-        ahead, problems, bad = self._ahead.result() if self._ahead else {}, [], []
+        problems, bad = [], []
         place, in_a_row, known = self.cursor, 0, set(self.skipped)
         # The loop below would never end.
         if not self._adapts and len(known) >= len(self._task):
@@ -77,12 +89,17 @@ class ProblemStream:
                 f"all {len(self._task)} problems of the task are passed over, as the checkpoint says; set task as it was, or "
                 "begin a new run in another output_dir"
             )
+        if self._ahead is not None:
+            ahead = self._ahead.result()
+        else:
+            ahead = {} if self._adapts else self._make(range(place, place + count), frozenset(known))
         while len(problems) < count:
             index = self._index(place)
             if self._adapts or index not in known:
                 # Places may be missing in `ahead`, for instance after bad problems. `fault` measures the prompt with
                 # the tokenizer. The run uses that too, so this is not done ahead in the other thread.
-                candidate = _checked(ahead.get(place) or self._ask(index, place), self._fault)
+                candidate = ahead.get(place) or self._try({place: self._ask(index, place)})[place]
+                candidate = _checked(candidate, self._fault)
                 in_a_row = in_a_row + 1 if candidate.reason else 0
                 if candidate.reason:
                     bad.append(candidate)
@@ -157,7 +174,16 @@ class ProblemStream:
 
     def _make(self, places: range, skipped: frozenset[int]) -> dict[int, _Candidate]:
         indices = {place: self._index(place) for place in places}
-        return {place: self._ask(index, place) for place, index in indices.items() if index not in skipped}
+        return self._try({place: self._ask(index, place) for place, index in indices.items() if index not in skipped})
+
+    def _try(self, candidates: dict[int, _Candidate]) -> dict[int, _Candidate]:
+        """Has the answers of problems tried that were not tried before. Those of a task that adapts may be new ones."""
+        new = {p: c for p, c in candidates.items() if not c.reason and (self._adapts or c.index not in self._tried)}
+        if self._trial is None or not new:
+            return candidates
+        reasons = self._trial([candidate.problem for candidate in new.values()])
+        self._tried.update(candidate.index for candidate in new.values())
+        return candidates | {p: replace(new[p], reason=reason) for p, reason in zip(new, reasons, strict=True)}
 
     def _ask(self, index: int, place: int) -> _Candidate:
         return _candidate(index, lambda: self._task.ask(index, place) if self._adapts else self._task[index])
@@ -180,6 +206,16 @@ class Usable:
         if bad:
             log.warning("%s", _named(f"left out of the {among:,} of {type(self._task).__name__}", bad))
         return problems
+
+    def try_answers(self, trial: Trial) -> None:
+        """Leaves out the problems among the first `MOST_TRIED` whose answers cannot be graded."""
+        problems = self.problems[:MOST_TRIED]
+        reasons = {id(each): reason for each, reason in zip(problems, trial(problems), strict=True) if reason}
+        if bad := [_Candidate(None, each, reasons[id(each)]) for each in problems if id(each) in reasons]:
+            log.warning("%s", _named(f"left out of the {self._number:,} of {type(self._task).__name__}", bad))
+            if len(bad) == len(self.problems):
+                raise Mistake(_none_left(f"all {len(bad)} problems", bad[-1]))
+            self.problems = [each for each in self.problems if id(each) not in reasons]
 
     def require(self) -> None:
         """Makes the problems now. Raises ValueError if there are none. Without a task it does nothing."""

@@ -101,6 +101,8 @@ class ReasoningGym:
         ValueError: reasoning-gym is not installed, there is no such generator, or it does not take the options.
     """
 
+    tries_answers = True
+
     def __init__(
         self,
         generators: str | Sequence[str] | Mapping[str, Mapping[str, Any]],

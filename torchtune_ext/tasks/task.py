@@ -114,6 +114,9 @@ class Task(Protocol):
 
     In place of `grade`, a task that compares texts has `grade_group(problem, texts) -> list[float | Score]`. It grades
     all samples of a problem together, one value for each text in their order.
+
+    A task of this package that has `tries_answers = True` has each problem tried before its texts are graded: its
+    solution has to get a higher reward than a wrong text.
     """
 
     def __len__(self) -> int: ...
