@@ -19,6 +19,7 @@ from torchtune_ext.tasks.task import ConversationTask, GradesItself, Message, Pr
 
 OUTPUT = "grader.log"
 REHEARSED = 4  # problems whose solutions are graded before a run begins
+LOOKED_AT = 32  # first problems of a task among which these are
 WRONG = "<think>\n</think>\n\n\\boxed{271828183}"  # a text that answers no problem right
 NO_SOLUTION = "1"  # the text that is graded if there is no solution
 
@@ -210,10 +211,13 @@ def _rehearse_conversation(task: ConversationTask, config: GraderConfig, key: st
 
 def _first_problems(task: Task) -> list[Problem]:
     problems = []
-    for index in range(min(REHEARSED, len(task))):
-        # A problem that cannot be made is left to the run, which deals with it when it comes to it.
+    for index in range(min(LOOKED_AT, len(task))):
+        # A problem that cannot be made or sent is left to the run, which deals with it when it comes to it.
         with suppress(Exception):
-            problems.append(task[index])
+            if not _unsent(problem := task[index]):
+                problems.append(problem)
+        if len(problems) == REHEARSED:
+            break
     return problems
 
 

@@ -15,7 +15,7 @@ import pytest
 from scripted_task import PROBLEM, Scripted, graded
 from tables import every_row
 
-from torchtune_ext.grading import Grader, GraderConfig, Ungraded, rehearse
+from torchtune_ext.grading import Grader, GraderConfig, Ungraded, answer_faults, rehearse
 from torchtune_ext.grading.calls import shipped_grader
 from torchtune_ext.grading.grader import GradingFailed, GradingWatch
 from torchtune_ext.tasks.arithmetic import Arithmetic
@@ -189,6 +189,44 @@ def test_a_text_that_hangs_or_kills_a_shipped_grader_is_the_policys_failure(tmp_
 )
 def test_a_grader_is_shipped_if_it_is_of_this_package(task, shipped):
     assert shipped_grader(task) is shipped
+
+
+class Golds:
+    """Each right answer is a word that says how its grading goes wrong."""
+
+    tries_answers = True
+
+    def grade(self, problem, text):
+        if problem.answer == "raises":
+            raise ValueError("Exceeds the limit (4300 digits)")
+        if problem.answer == "hangs":
+            time.sleep(60)
+        return float({"pays all": True, "pays none": False}.get(problem.answer, text == problem.answer))
+
+    def solution(self, problem):
+        if problem.answer == "has none":
+            raise ValueError("only judged")
+        return problem.answer
+
+    grade.__module__ = "torchtune_ext.tasks.made_up"
+
+
+def test_right_answers_are_tried_with_themselves_and_a_wrong_text():
+    words = ["right", "raises", "hangs", "pays all", "pays none", "has none", threading.Lock()]
+    problems = [Problem(str(word), (), word) for word in words]
+    with Grader(Golds(), timeout_s=1.0) as grader:
+        faults = answer_faults(grader, problems)
+    assert faults[0] == faults[5] == ""
+    assert faults[1].startswith(
+        "its answer cannot be graded: ValueError: Exceeds the limit (4300 digits) (test_grading"
+    )
+    assert faults[2] == "its answer cannot be graded: no answer within 1 s; the process was killed"
+    assert faults[3] == "its right answer gets the reward 1, and a wrong one 1"
+    assert faults[4] == "its right answer gets the reward 0, and a wrong one 0"
+    assert faults[6].startswith("it cannot be sent to a grading process: TypeError: cannot pickle")
+    # A grader of the user's may cost money, so its answers are not tried.
+    with Grader(type("Mine", (Golds,), {"grade": lambda self, problem, text: 1.0})()) as grader:
+        assert answer_faults(grader, problems[:6]) == [""] * 6
 
 
 class Ruined(Scripted):

@@ -183,6 +183,30 @@ def test_many_bad_problems_are_one_message(caplog):
     assert all(f"'p-{index}'" in caplog.text for index in range(30))
 
 
+def test_answers_are_tried_once_before_a_problem_is_used(caplog):
+    tried = []
+
+    def trial(problems):
+        tried.extend(answers(problems))
+        return ["its answer cannot be graded" if problem.answer == 4 else "" for problem in problems]
+
+    stream = ProblemStream(Broken(), SEED, long)
+    stream.try_answers(trial)
+    assert answers(stream.take(4) + stream.take(14)) == [index for index in usable(24) if index != 4][:18]
+    stream._ahead.result()
+    assert sorted(stream.skipped) == [2, 4, 5, 7] and sorted(tried) == [0, 1, 3, 4, 6, 7, 8, 9]
+    assert caplog.text.count("'p-4' (index 4): its answer cannot be graded") == 1
+    adapting = ProblemStream(Adapting(bad=()), SEED)
+    adapting.try_answers(trial)
+    assert 4 not in answers(adapting.take(12))
+    held_out = Usable(Broken(), long)
+    held_out.try_answers(trial)
+    assert answers(held_out.problems) == [0, 1, 3, 6, 8, 9] and held_out.skipped == 4
+    assert "1 problem is left out of the 10 of Broken: 'p-4': its answer cannot be graded" in caplog.text
+    with pytest.raises(ValueError, match="^all 6 problems of the task cannot be used; the last one is 'p-9': no"):
+        held_out.try_answers(lambda problems: ["no"] * len(problems))
+
+
 def test_a_prompt_that_leaves_no_room_is_bad():
     fault = prompt_fault(LetterTokenizer(), max_model_len=12, max_tokens=8)
     problems = [Problem("p", ({"role": "user", "content": text},), None) for text in ("abcd", "abcde", "")]
