@@ -127,7 +127,7 @@ def _answer_fault(outcomes: Sequence[Outcome]) -> str:
 
 def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> None:
     """Grades the first problems' solutions. Raises ValueError if that fails, is too slow, or gives no reward."""
-    problems = _first_problems(task)
+    problems = _first_problems(task, key)
     if not problems:
         return
     solutions = [_solution(task, problem) for problem in problems]
@@ -183,7 +183,7 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
 
 def _rehearse_conversation(task: ConversationTask, config: GraderConfig, key: str) -> None:
     """Plays the first problem's solution, or one turn if it has none. Raises ValueError as `_rehearse`."""
-    problem, name = next(iter(_first_problems(task)), None), type(task).__name__
+    problem, name = next(iter(_first_problems(task, key)), None), type(task).__name__
     if problem is None:
         return
     solution = _solution(task, problem)
@@ -209,15 +209,21 @@ def _rehearse_conversation(task: ConversationTask, config: GraderConfig, key: st
             )
 
 
-def _first_problems(task: Task) -> list[Problem]:
-    problems = []
+def _first_problems(task: Task, key: str) -> list[Problem]:
+    """Returns the first problems that can be made and sent. Raises ValueError if those that can be made cannot be sent."""
+    problems, unsent = [], ""
     for index in range(min(LOOKED_AT, len(task))):
         # A problem that cannot be made or sent is left to the run, which deals with it when it comes to it.
         with suppress(Exception):
-            if not _unsent(problem := task[index]):
+            problem = task[index]
+            if fault := _unsent(problem):
+                unsent = f"problem {problem.id!r}: {fault}"
+            else:
                 problems.append(problem)
         if len(problems) == REHEARSED:
             break
+    if unsent and not problems:
+        raise Mistake(f"{key}: none of its first problems can be graded; the last one is {unsent}")
     return problems
 
 

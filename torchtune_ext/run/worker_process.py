@@ -45,7 +45,7 @@ def main(fd: int, parent_pid: int) -> None:
     die_with_parent(parent_pid)
     try:
         target = pickle.loads(payload)
-    except Exception as error:  # noqa: BLE001 (the parent raises it as an error of its own)
+    except BaseException as error:  # noqa: BLE001 (the parent raises it as an error of its own)
         parent.send(("failed", None, last_line(error)))
         return
     parent.send(("ready", None, ""))

@@ -25,7 +25,8 @@ _FAR = 0.5  # the engine may show this share of an update's effect too little or
 _LEFT_OUT = "{} left out: broken, or too long for the engine; the log names each."
 _COUNTS = (
     ("groups/infra_failed", True, "sample", "Learning",
-     "{} could not be graded (grader or environment raised, hung or crashed)."),
+     "{} could not be graded (grader or environment raised or crashed)."),
+    ("groups/timed_out", True, "sample", "Learning", "{} kept the grader busy until its deadline."),
     ("problems/skipped", False, "problem", "Learning", _LEFT_OUT),
     ("eval/skipped", False, "held-out problem", "Learning", _LEFT_OUT),
     ("engines/restarts", False, "time", "Machine", "The engine was restarted {}."),

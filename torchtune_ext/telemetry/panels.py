@@ -68,8 +68,9 @@ PANELS = (
     Panel("Learning", "Signal by level", "Share of the latest groups of a level whose rewards differ, by which `NearLevel` "
           "chooses; or the share of the problems that it hardly asks any more.", (("selection/*", ""),), unit="percent",
           zero=True, newest=True),
-    Panel("Learning", "Samples without a grade", "Grader or environment raised, hung or crashed; kept out of the baseline.",
-          (("groups/infra_failed", "ungraded"),), unit="int", zero=True, quiet=True),
+    Panel("Learning", "Grading failures", "The grader or environment raised or crashed, or was still "
+          "busy at its deadline.", (("groups/infra_failed", "failed"), ("groups/timed_out", "timed out")), unit="int",
+          zero=True, quiet=True),
     Panel("Learning", "Turns without a comparison", "Only one conversation of its group reached them, so their advantage is 0.",
           (("groups/lone_turns", "turns"),), unit="int", zero=True, quiet=True),
     Panel("Learning", "Problems passed over", "Since the run began, and of the held-out ones: rows that are broken or too long "

@@ -229,6 +229,26 @@ def test_right_answers_are_tried_with_themselves_and_a_wrong_text():
         assert answer_faults(grader, problems[:6]) == [""] * 6
 
 
+@every_row(
+    "answers, words",
+    [
+        (
+            [threading.Lock()] * 6,
+            "task: none of its first problems can be graded; the last one is problem '5': it cannot",
+        ),
+        ([threading.Lock()] * 6 + ["right"], None),
+    ],
+)
+def test_problems_that_cannot_be_sent_are_left_out_of_the_rehearsal(answers, words):
+    class Listed(Golds, list):
+        def __reduce__(self):
+            return Golds, ()
+
+    task = Listed(Problem(str(i), (), answer) for i, answer in enumerate(answers))
+    with pytest.raises(ValueError, match="^" + re.escape(words)) if words else contextlib.nullcontext():
+        rehearse([task], GraderConfig())
+
+
 class Ruined(Scripted):
     """Texts that leave something behind in their process."""
 

@@ -124,8 +124,8 @@ def test_panels_that_are_all_zero_and_only_matter_otherwise_are_left_out(tmp_pat
 
     assert titles(0.0) == (["Groups"], [])
     assert titles(1.0) == (
-        ["Groups", "Samples without a grade"],
-        ["1 sample could not be graded (grader or environment raised, hung or crashed)."],
+        ["Groups", "Grading failures"],
+        ["1 sample could not be graded (grader or environment raised or crashed)."],
     )
 
 
