@@ -104,7 +104,7 @@ def test_a_frozen_and_a_killed_engine_at_publications_and_a_hanging_grader(workp
     (group,) = [g for g in stored(folder)[8] if g.problem.id == f"letters-{hung}"]
     assert Counter(s.outcome.kind for s in group.samples) == {"scored": 1, "timed_out": 1}
     assert not any(s.trained for s in group.samples if s.score is None)
-    assert [line["groups/infra_failed"] for line in lines] == [0.0] * 7 + [1.0, 0.0]
+    assert [line["groups/timed_out"] for line in lines] == [0.0] * 7 + [1.0, 0.0]
 
     require_ahead(folder, steps)
     require_nothing_left(recovers)
