@@ -155,10 +155,10 @@ class Shipped(Scripted):
 
 def test_a_text_that_hangs_or_kills_a_shipped_grader_is_the_policys_failure(tmp_path, caplog):
     texts = ["sleeps 60", "os_exit 3", "deep", f"dies_once {tmp_path / 'died'}", "raises no", "reward 1"]
-    with Grader(Shipped(), timeout_s=2.0) as grader:
+    with Grader(Shipped(), timeout_s=1.0) as grader:
         late, dead, deep, alive, failed, right = outcomes = grader.grade([(PROBLEM, text) for text in texts])
     for outcome, note in (
-        (late, "no answer within 2 s"),
+        (late, "no answer within 1 s"),
         (dead, "the grading process died: exit code 3"),
         (deep, "RecursionError: max"),
     ):
@@ -166,10 +166,10 @@ def test_a_text_that_hangs_or_kills_a_shipped_grader_is_the_policys_failure(tmp_
         assert note in outcome.note
     # A process that the kernel kills for want of memory is no text's fault.
     assert (alive.reward, failed.kind, right.reward) == (2.0, "infra_failed", 1.0)
-    assert "3 of 6 texts timed_out: 1 x no answer within 2 s" in caplog.text
+    assert "3 of 6 texts timed_out: 1 x no answer within 1 s" in caplog.text
     watch = GradingWatch()
     watch.look(1, [("p", outcome) for outcome in outcomes[:3]])
-    with pytest.raises(GradingFailed, match="problem 'p' timed_out: no answer within 2 s"):
+    with pytest.raises(GradingFailed, match="problem 'p' timed_out: no answer within 1 s"):
         watch.look(2, [("p", outcome) for outcome in outcomes[:3]])
 
 
@@ -253,7 +253,7 @@ class Ruined(Scripted):
     """Texts that leave something behind in their process."""
 
     def alarms(self, problem, rest):
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
         return Score(1.0, {})
 
     def cancels(self, problem, rest):
@@ -283,7 +283,7 @@ class Ruined(Scripted):
 
 
 def test_what_a_text_leaves_behind_harms_no_later_one(tmp_path):
-    texts = ["alarms", "sleeps 0.6", "cancels", "hints", "reward 2", "halves"]
+    texts = ["alarms", "sleeps 0.4", "cancels", "hints", "reward 2", "halves"]
     texts += ["closes", *["prints x"] * 7]
     with Grader(Ruined(), output=tmp_path / "log") as grader:
         alarm, slept, cancelled, hinted, right, halved, closed, *printed = grader.grade([(PROBLEM, t) for t in texts])
@@ -295,7 +295,7 @@ def test_what_a_text_leaves_behind_harms_no_later_one(tmp_path):
         assert [outcome.kind for outcome in printed] == ["infra_failed"] * 5 + ["scored"] * 2
 
 
-@pytest.mark.parametrize("rest", ["\n", "hello", "\0\0\0\x09junk", "\0"])
+@pytest.mark.parametrize("rest", ["hello", "\0\0\0\x09junk"])
 def test_a_text_that_writes_to_all_descriptors_costs_only_itself(tmp_path, rest):
     begin = time.monotonic()
     with Grader(Ruined(), workers=1, timeout_s=5.0, output=tmp_path / "log") as grader:
