@@ -137,7 +137,7 @@ def log_failures(outcomes: Sequence[Outcome], during: str = "grading") -> None:
 
 def cause_of(outcome: Outcome) -> str:
     """Returns why a text was not graded to the end."""
-    return outcome.note if isinstance(outcome, Score) else outcome.cause
+    return outcome.note or outcome.kind if isinstance(outcome, Score) else outcome.cause
 
 
 class GradingFailed(Failure):
@@ -167,7 +167,7 @@ class GradingWatch:
             return
         if not self._failed_steps:
             problem, outcome = failed[0]
-            self._first = f"problem {problem!r} {outcome.kind}: {cause_of(outcome)}"
+            self._first = f"problem {problem!r} {outcome.kind}: {outcome.cause}"
         self._failed_steps.append(step)
         if len(self._failed_steps) >= FAILED_STEPS:
             raise GradingFailed(
@@ -177,5 +177,5 @@ class GradingWatch:
 
 
 def is_failure(outcome: Outcome) -> bool:
-    """Tells whether the grader raised, hung or crashed on a text. A disturbed machine is not its fault."""
-    return outcome.kind in ("infra_failed", "timed_out")
+    """Tells whether a text has no score by the fault of its grader. A disturbed machine is not its fault."""
+    return isinstance(outcome, Ungraded) and outcome.kind != "noisy"

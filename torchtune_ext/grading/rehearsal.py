@@ -10,7 +10,7 @@ import cloudpickle
 
 from torchtune_ext.grading.calls import Outcome, Ungraded
 from torchtune_ext.grading.environments import Environments
-from torchtune_ext.grading.grader import Grader, GraderConfig, cause_of, is_failure, results
+from torchtune_ext.grading.grader import Grader, GraderConfig, cause_of, results
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.worker_process import last_line
@@ -115,7 +115,7 @@ def _unsent(problem: Problem) -> str:
 def _answer_fault(outcomes: Sequence[Outcome]) -> str:
     """Says what is wrong with the outcomes of a wrong text and of the right one, which may be missing."""
     for outcome in outcomes:
-        if is_failure(outcome):
+        if outcome.kind in ("infra_failed", "timed_out"):
             return f"its answer cannot be graded: {cause_of(outcome)}"
     wrong, *right = (outcome.reward for outcome in outcomes)
     if not right:
