@@ -10,7 +10,6 @@ from torchtune_ext.tasks.functions import is_shipped, name_of
 from torchtune_ext.tasks.task import Problem, Score, Task, score_of
 
 MAX_NOTE_CHARS = 2000
-MAX_FAILURES = 5  # failed calls in a row after which a process that has graded before is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +39,12 @@ class Grading:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.compares = hasattr(task, "grade_group")  # whether the texts of a problem are graded together
-        self.is_spent = False  # True: the process should be replaced
-        self._has_graded, self._failures = False, 0  # failed calls in a row
+        self.failed = False  # whether the last call has graded no text
 
     def __call__(self, problem: Problem, texts: Sequence[str]) -> list[Outcome]:
         """Returns one outcome for each text. A task that compares gets all at once, another one after the other."""
         outcomes = self._outcomes(problem, texts)
-        # One text may have ruined the process for all later ones: closed its output, lowered a limit, deleted a module.
-        is_failure = all(isinstance(outcome, Ungraded) for outcome in outcomes)
-        self._has_graded |= not is_failure
-        self._failures = self._failures + 1 if is_failure else 0
-        self.is_spent = self._has_graded and self._failures >= MAX_FAILURES
+        self.failed = all(isinstance(outcome, Ungraded) for outcome in outcomes)
         return outcomes
 
     def _outcomes(self, problem: Problem, texts: Sequence[str]) -> list[Outcome]:

@@ -332,7 +332,7 @@ class _Worker:
         except _LOST as error:
             return "died", self._epitaph(error)
         try:
-            kind, value, cause = pickle.loads(data)
+            kind, value, cause, self.is_spent = pickle.loads(data)
         except Exception as error:  # noqa: BLE001 (unpickling runs the code of classes)
             # Something else may have come in place of the answer, which then would be that of the next call. So the
             # process is replaced.
@@ -340,8 +340,7 @@ class _Worker:
         if not self.ready:
             self.ready, self.refused = kind == "ready", kind == "failed"
             return ("raised", cause) if self.refused else None
-        self.is_spent = kind == "spent"
-        self.finish("returned" if self.is_spent else kind, value, cause)
+        self.finish(kind, value, cause)
         return None
 
     def finish(self, kind: str, value: Any, cause: str) -> None:

@@ -3,9 +3,11 @@
     python -P worker_process.py FD PARENT_PID
 
 message                        answer
-(sys.path, pickled object)     ("ready", None, "") or ("failed", None, cause)
-the arguments of a call        ("returned", value, "") or ("raised", None, cause); "spent" in place of "returned" if
-                               the object asks for a new process by `is_spent`
+(sys.path, pickled object)     ("ready", None, "", False) or ("failed", None, cause, False)
+the arguments of a call        ("returned", value, "", is_spent) or ("raised", None, cause, is_spent)
+
+The process is spent if its last calls have failed, unlike earlier ones: one may have ruined it for all later ones, by
+closing its output, lowering a limit or deleting a module. An object may say itself that its call has `failed`.
 """
 
 import os
@@ -16,6 +18,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 MAX_CAUSE_CHARS = 1000
+MAX_FAILURES = 5  # failed calls in a row after which a process is spent
 
 
 def last_line(error: BaseException) -> str:
@@ -46,10 +49,10 @@ def main(fd: int, parent_pid: int) -> None:
     try:
         target = pickle.loads(payload)
     except BaseException as error:  # noqa: BLE001 (the parent raises it as an error of its own)
-        parent.send(("failed", None, last_line(error)))
+        parent.send(("failed", None, last_line(error), False))
         return
-    parent.send(("ready", None, ""))
-    pid = os.getpid()
+    parent.send(("ready", None, "", False))
+    pid, has_worked, failures = os.getpid(), False, 0
     while True:
         try:
             message = parent.recv_bytes()
@@ -63,9 +66,12 @@ def main(fd: int, parent_pid: int) -> None:
                 # An alarm that the call left set would kill this process during a later one.
                 for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
                     signal.setitimer(timer, 0)
-            answer = pickle.dumps(("spent" if getattr(target, "is_spent", False) else "returned", value, ""))
+            failures = failures + 1 if getattr(target, "failed", False) else 0
+            has_worked |= not failures
+            answer = pickle.dumps(("returned", value, "", has_worked and failures >= MAX_FAILURES))
         except BaseException as error:  # noqa: BLE001 (reported to the parent)
-            answer = pickle.dumps(("raised", None, last_line(error)))
+            failures += 1
+            answer = pickle.dumps(("raised", None, last_line(error), has_worked and failures >= MAX_FAILURES))
         if os.getpid() != pid:
             # The call forked, and this is the child, which must not answer.
             os._exit(0)
