@@ -341,13 +341,10 @@ def test_right_answers_that_cannot_be_read_are_counted(tmp_path, caplog):
     )
 
 
-def test_the_examples_of_the_page_run(repo_root, tmp_path, capsys):
+def test_the_examples_of_the_page_run(repo_root, capsys):
     blocks = re.findall(r"```python\n(.*?)```", (repo_root / "docs" / "tasks.md").read_text(), re.DOTALL)
     names: dict = {}
     for block in blocks:
         exec(block, names)
     assert capsys.readouterr().out.startswith("Score(reward=1.0,")
     assert names["unit_and_value"](Problem("p", (), {"unit": "m", "value": 3}), "3 km") == 1.0
-    task = names["NoTowers"](path=jsonl(tmp_path, [{"question": "a", "answer": "so\n#### 3"}]))
-    assert task.grade(task[0], "\\boxed{10^{10^{10}}}").parts["failed"] == 1.0
-    assert task.grade(task[0], "\\boxed{3}").reward == 1.0
