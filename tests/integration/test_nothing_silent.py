@@ -141,9 +141,12 @@ def test_resume_says_where_it_goes_on_what_has_changed_and_that_nothing_is_to_do
     shutil.copytree(workplace / "failing", workplace / "going_on")
     run_id = json.loads((workplace / "going_on" / "run.json").read_text())["id"]
     again = ["output_dir=going_on", "evaluation.task=null", served, "resume_from_checkpoint=True"]
+    again += ["updates_per_step=1", "schedule.decay=linear"]
     output = runs.run(
         workplace, "grpo_full", *again, "max_steps=2", "optimizer.lr=1e-4", "seed=7", "preset=dapo", typed=True
     )
+    # The second of two updates, though the first step had made two.
+    assert runs.metrics(workplace / "going_on")[-1]["optim/lr"] == pytest.approx(5e-5)
     assert f"resume:    from step 1 of run {run_id}, begun " in output
     changed = next(line for line in output.splitlines() if line.startswith("changed:"))
     for words in (
