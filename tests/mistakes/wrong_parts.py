@@ -232,7 +232,7 @@ MODELS = {
     "a history that is none": full("tokenizer.history=strip", r"tokenizer.history='strip': use 'sampled', .* or 'template', .*; dropping thoughts only in training would judge tokens by a context"),
     "the tokenizer of another model": full("tokenizer.path=other", r"tokenizer.path=other encodes text otherwise than the tokenizer in model_dir=model; they do not belong together: set tokenizer.path=model", prepare=other_tokenizer),
     "a tokenizer with more tokens": full("", r"tokenizer.path=model has ids up to \d+ \(such as .*\), the model in model_dir=model knows 64; they were added to the tokenizer, but not to the model", prepare=changed(vocab_size=64)),
-    "output_dir is a file": full("output_dir=sums.py", r"output_dir=sums.py is no folder. Choose another output_dir"),
+    "output_dir is a file": full("output_dir=sums.py", r"output_dir=sums.py: sums.py is not a folder. Choose another output_dir"),
     "evaluate: no such folder": evaluate("model_dir=models/none", r"model_dir='models/none': no such folder, seen from "),
     "evaluate: random bytes": evaluate("", r"model/model.safetensors is no safetensors file", prepare=written("model.safetensors", b"random" * 99)),
     "a template that drops the question": full("tokenizer.template=mine.jinja", r"task: Base\(...\)\[0\]: the chat template 'mine.jinja' does not show its message of role 'user', '0\+1='; name a template", files={"mine.jinja": "{% for m in messages %}{{ m.content.text }}{% endfor %}"}),

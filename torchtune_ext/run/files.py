@@ -1,5 +1,6 @@
 """Writes files and folders so that each one is whole or absent, however the process ends."""
 
+import errno
 import logging
 import os
 import re
@@ -14,8 +15,11 @@ log = logging.getLogger(__name__)
 
 # A killed process leaves files and folders with these names. A folder is half written (PARTIAL), half deleted (PRUNED),
 # or was moved out of the way while another one takes its place (REPLACED).
-_STRAYS = re.compile(r"\.(.+\.\d+\.tmp|partial_.+|pruned_.+)")
+_STRAYS = re.compile(r"\.(?:(.+)\.\d+\.tmp|(?:partial|pruned|replaced)_(.+))")
 PARTIAL, PRUNED, REPLACED = ".partial_", ".pruned_", ".replaced_"
+# The answers of file systems that flush files but not folders (SMB, some FUSE mounts).
+_NO_FLUSH = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
+_unflushed: set[int] = set()  # the devices of file systems that a warning has named
 
 
 def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
@@ -38,9 +42,13 @@ def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def sweep(folder: Path) -> list[Path]:
-    """Cleans up what killed processes left in `folder`, and returns the paths. Nobody may write to it meanwhile."""
-    paths = sorted(path for path in folder.glob(".*") if _STRAYS.fullmatch(path.name) or path.name.startswith(REPLACED))
+def sweep(folder: Path, names: str = ".+") -> list[Path]:
+    """Cleans up what killed processes left of files and folders with certain names, a regular expression.
+
+    Returns the paths. Nobody may write to them meanwhile.
+    """
+    found = [(path, match[1] or match[2]) for path in folder.glob(".*") if (match := _STRAYS.fullmatch(path.name))]
+    paths = sorted(path for path, name in found if re.fullmatch(names, name))
     for path in paths:
         place = folder / path.name.removeprefix(REPLACED)
         # The process was killed between the two renames of `put_in_place`. The old folder is the whole one.
@@ -112,10 +120,20 @@ def discard(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Returns when the file or the entries of the folder are on the disk."""
+    """Returns when the file or the entries of the folder are on the disk. Only a warning says that a folder cannot."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FLUSH or not path.is_dir():
+            raise
+        if (device := path.stat().st_dev) not in _unflushed:
+            _unflushed.add(device)
+            log.warning(
+                "%s: this file system cannot flush a folder (%s): a power cut may undo the newest checkpoint",
+                path,
+                error.strerror,
+            )
     finally:
         os.close(descriptor)
 

@@ -18,13 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.files import explained, sweep, write_atomic
+from torchtune_ext.run.files import PRUNED, explained, make_empty, partial_of, put_in_place, remove, sweep, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ CONTENTS = (
     "teacher",  # the log of its engine
 )
 _LOGS = re.compile(r"engine_\d+\.log")  # of several engines, each has its own
+TRIAL = f"{PRUNED}trial"  # a folder that is written like a checkpoint, and removed
+# In a folder that a user may share with a run, only half-written files and folders of these names are swept.
+_SWEPT = "|".join([*map(re.escape, CONTENTS), "model", r"ranks_\w+", r"(\.pruned_)?trial"])
 _CHECKPOINT = re.compile(r"step_\d{6,}")  # the name of a checkpoint's folder
 PAPERS = (RECORD, "engine.log", "grader.log", "fp8.txt")  # the files that a run writes before its first line of metrics
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -110,7 +113,7 @@ class RunFolder:
     """Owns the folder of a run, on rank 0, until `close` or the end of the process. A missing folder is made.
 
     Raises:
-        ValueError: another process owns the folder (the message says which one), or the path is no folder.
+        ValueError: another process owns the folder (the message says which one), or as `require_usable` says.
         OSError: the folder cannot be made or written.
     """
 
@@ -119,8 +122,7 @@ class RunFolder:
         self.run: Run | None = None  # the run that `begin` began
         self.earlier: Mapping[str, Any] = {}  # its settings until then, if it goes on and they are known
         self._lock: int | None = None
-        if self.path.exists() and not self.path.is_dir():
-            raise Mistake(f"output_dir={path} is no folder. {_ELSEWHERE}")
+        require_usable(path)
         with explained(
             f"output_dir={path} cannot be made or written", f"{_ELSEWHERE}, or make room and set its rights"
         ):
@@ -162,8 +164,14 @@ class RunFolder:
         with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
             # The lock makes this process the only one that writes here, which `sweep` needs.
             checkpoints = self.path / "checkpoints"
-            for place in (self.path, self.path / "rollouts", checkpoints, *checkpoint_folders(checkpoints)):
+            sweep(self.path, _SWEPT)
+            for place in (self.path / "rollouts", checkpoints, *checkpoint_folders(checkpoints)):
                 sweep(place)
+            # A file system that refuses what a checkpoint needs does so now, and not after hours of training.
+            trial = self.path / TRIAL
+            make_empty(partial_of(trial))
+            put_in_place(trial)
+            remove(trial)
             now, name = time.time(), self.path.resolve().name
             if resuming:
                 earlier = self._record()
@@ -225,12 +233,10 @@ class RunFolder:
             self._lock = None
 
     def _left(self) -> list[Path]:
-        logs = sorted(path.name for path in self.path.glob("engine_*.log") if _LOGS.fullmatch(path.name))
-        # Empty folders do not count: somebody prepared them for this run.
-        left = [path for name in (*CONTENTS, *logs) if os.path.lexists(path := self.path / name) and not _empty(path)]
+        left = _contents(self.path)
         # A start that left only papers failed before its first line of metrics. It is no run, and the next start takes
         # them over.
-        return left if any(path.name not in (*PAPERS, *logs) for path in left) else []
+        return left if any(path.name not in PAPERS and not _LOGS.fullmatch(path.name) for path in left) else []
 
     def _require_unread(self, reads: Iterable[str | Path]) -> None:
         for read in reads:
@@ -252,6 +258,11 @@ class RunFolder:
                     f"output_dir={self.path}: {path} is a link, and what an earlier run left behind it cannot be set aside. "
                     f"{_ELSEWHERE}, or move the earlier run away"
                 )
+        if Path.cwd().is_relative_to(self.path.resolve()):
+            raise Mistake(
+                f"output_dir={self.path}: the working directory is in this folder, and an earlier run, which a new one would "
+                f"move to {self.path / 'old-N'}. {_ELSEWHERE}, or set resume_from_checkpoint=True"
+            )
         number = 1
         while os.path.lexists(target := self.path / f"old-{number}"):
             number += 1
@@ -268,6 +279,51 @@ class RunFolder:
                 f'{{"id": "..."}} to it with the id that stands as "run" in manifest.json of its checkpoints'
             )
         return record
+
+
+def require_usable(output_dir: str | Path) -> None:
+    """Raises ValueError if `output_dir` cannot be a folder, or holds what a run would overwrite and no run has written."""
+    path = Path(output_dir)
+    for place in (path, *path.parents):
+        if os.path.islink(place) and not os.path.exists(place):
+            raise Mistake(f"output_dir={path}: {place} is a link that leads nowhere. {_ELSEWHERE}, or remove the link")
+        if os.path.exists(place) and not os.path.isdir(place):
+            raise Mistake(f"output_dir={path}: {place} is not a folder. {_ELSEWHERE}")
+    with explained(f"output_dir={path} cannot be read", _ELSEWHERE):
+        record, lock = path / RECORD, path / LOCK
+        by_run = _json(lock).keys() >= {"pid", "host"}
+        left = [each.name for each in _contents(path)]
+        if os.path.lexists(record):
+            fields_, known = _json(record), {each.name for each in fields(Run)}
+            if isinstance(fields_.get("id"), str) and fields_.keys() <= known:
+                return
+            left = [RECORD] if by_run else left
+        elif by_run:
+            return
+        elif os.path.lexists(lock) and lock.stat().st_size:
+            left.append(LOCK)
+    if left:
+        raise Mistake(
+            f"output_dir={path} holds {', '.join(left)}, which no run has written (run.json is missing, damaged or of another "
+            "program); a run would overwrite or move files of these names. Fix: choose another output_dir, or move them away "
+            "(if a run wrote them: put its run.json back)"
+        )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; an empty one if the file is missing or holds something else."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _contents(folder: Path) -> list[Path]:
+    """Returns what is in a folder under the names that a run writes."""
+    logs = sorted(path.name for path in folder.glob("engine_*.log") if _LOGS.fullmatch(path.name))
+    # Empty folders do not count: somebody prepared them for this run.
+    return [path for name in (*CONTENTS, *logs) if os.path.lexists(path := folder / name) and not _empty(path)]
 
 
 def read_record(folder: str | Path) -> dict[str, Any] | None:

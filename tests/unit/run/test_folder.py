@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 from checkpoint_runs import fork
 from tables import every_row
 
-from torchtune_ext.run.files import partial_of, put_in_place
+from torchtune_ext.run import files
+from torchtune_ext.run.files import make_empty, partial_of, put_in_place
 from torchtune_ext.run.folder import PAPERS, RunFolder, read_record
 from torchtune_ext.telemetry.metrics import Metrics, read_metrics
 from torchtune_ext.telemetry.report import build_report
@@ -93,6 +95,35 @@ def test_a_used_folder_without_a_run_is_left_alone(tmp_path, caplog):
     assert caplog.messages == []
 
 
+OTHERS = {
+    "checkpoints/w.bin": "", "teacher/__init__.py": "", "profile/n.txt": "", "report.html": "", "engine_2.log": "",
+    "run.json": '{"my": "settings"}', "run.json of a tracker": '{"id": "7", "status": "ok"}', "engine.log": "mine",
+    "run.lock": "4711", "start/train.py": "", "run.json as a list": '["id"]',
+}  # fmt: skip
+
+
+@every_row("name", OTHERS)
+def test_folder_of_another_program_is_refused(tmp_path, name):
+    path = tmp_path / name.split(" ")[0]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(OTHERS[name])
+    top = path.relative_to(tmp_path).parts[0]
+    with pytest.raises(ValueError, match=f"holds {top}, which no run has written.*another output_dir, or move them"):
+        RunFolder(tmp_path)
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == [path] and path.read_text() == OTHERS[name]
+
+
+def test_working_directory_with_earlier_run_is_not_moved(tmp_path, monkeypatch):
+    leave_a_run(tmp_path)
+    before = tree(tmp_path)
+    (tmp_path / "below").mkdir()
+    for cwd, output_dir in ((tmp_path, "."), (tmp_path / "below", ".."), (tmp_path, tmp_path)):
+        monkeypatch.chdir(cwd)
+        with RunFolder(output_dir) as folder, pytest.raises(ValueError, match="the working directory is in this folder"):
+            folder.begin({}, resuming=False)
+    assert tree(tmp_path) == before and not (tmp_path / "old-1").exists()
+
+
 @pytest.mark.parametrize("read", ["checkpoints/step_000002", "rollouts/../checkpoints", "start", "metrics.jsonl"])
 def test_what_the_new_run_reads_is_not_set_aside(tmp_path, read, monkeypatch):
     leave_a_run(tmp_path / "run")
@@ -110,7 +141,7 @@ def test_what_the_new_run_reads_is_not_set_aside(tmp_path, read, monkeypatch):
 
 def test_what_a_link_leads_to_is_not_set_aside(tmp_path):
     (tmp_path / "big" / "step_000002").mkdir(parents=True)
-    (tmp_path / "run").mkdir()
+    RunFolder(tmp_path / "run").close()
     (tmp_path / "run" / "checkpoints").symlink_to("../big")
     with RunFolder(tmp_path / "run") as folder, pytest.raises(ValueError, match="checkpoints is a link"):
         folder.begin({}, resuming=False)
@@ -194,6 +225,36 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     folder.begin({}, resuming=False)
 
 
+@every_row("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
+def test_file_system_without_folder_flush_is_warning(tmp_path, monkeypatch, caplog, code):
+    def refuse(descriptor, fsync=os.fsync):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(files, "_unflushed", set())
+    with RunFolder(tmp_path) as folder:
+        if code == errno.EIO:
+            with pytest.raises(OSError, match="Input/output error"):
+                folder.begin({}, resuming=False)
+            return
+        folder.begin({}, resuming=False)
+        make_empty(partial_of(tmp_path / "checkpoints" / "step_000001"))
+        put_in_place(tmp_path / "checkpoints" / "step_000001")
+    assert len(caplog.messages) == 1 and "cannot flush a folder" in caplog.messages[0]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "run.json", "run.lock"]
+
+
+def test_file_system_without_folder_rename_is_refused_at_start(tmp_path, monkeypatch):
+    def refuse(path, target):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with RunFolder(tmp_path) as folder, pytest.raises(OSError, match=f"output_dir={tmp_path} cannot be written: Operation"):
+        folder.begin({}, resuming=False)
+
+
 # ---------------------------------------------------------------- killed while setting aside
 
 
@@ -221,14 +282,14 @@ def killed(folder, rename, errors):
 
 
 def test_killed_at_every_rename_nothing_is_lost_or_resumed(tmp_path):
-    renames = len(LEFT) + 2  # each thing that was left and its run.json, and the new run.json
+    renames = len(LEFT) + 3  # a trial, each thing that was left and its run.json, and the new run.json
     for k in range(1, renames + 2):
         folder = tmp_path / str(k)
         first, before = leave_a_run(folder), tree(folder)
         status, errors = killed(folder, k, tmp_path / "errors"), tmp_path / "errors"
         assert status == (signal.SIGKILL if k <= renames else 0), errors.read_text()  # so every rename was tried
         with RunFolder(folder) as owned:
-            assert not owned.resumes(True)
+            assert owned.resumes(True) == (k == 1)  # nothing has moved yet
             run = owned.begin({"text": "three"}, resuming=False)
         assert run.id != first.id and json.loads((folder / "run.json").read_text())["id"] == run.id
         for name, text in before.items():
@@ -250,7 +311,8 @@ def test_a_resumed_run_keeps_its_id_and_leftovers_are_swept(tmp_path):
     ]
     for name in leftovers:
         (tmp_path / name).write_text("half")
-    (tmp_path / ".mine.tmp").write_text("not ours")
+    for name in (".mine.tmp", ".notes.txt.7.tmp", ".partial_data"):
+        (tmp_path / name).write_text("not ours")
     before = tree(tmp_path)
     with RunFolder(tmp_path) as folder:
         run = folder.begin({"text": "new"}, resuming=True)
@@ -263,19 +325,29 @@ def test_a_resumed_run_keeps_its_id_and_leftovers_are_swept(tmp_path):
 
 @every_row("damage", [None, "", '{"id": "ab', "[]", '{"id": 3}'])
 def test_a_lost_run_file_is_named(tmp_path, damage):
-    if damage is not None:
-        (tmp_path / "run.json").write_text(damage)
-    with RunFolder(tmp_path) as folder, pytest.raises(ValueError, match=r"run\.json is (missing|damaged)"):
+    leave_a_run(tmp_path)
+    (tmp_path / "run.json").unlink() if damage is None else (tmp_path / "run.json").write_text(damage)
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=r"run\.json is missing"), RunFolder(tmp_path) as folder:
         folder.begin({}, resuming=True)
+    assert tree(tmp_path) == before
 
 
 # ---------------------------------------------------------------- a folder that cannot be used
 
 
+@every_row("target", ["nowhere", "run"])
+def test_link_that_leads_nowhere_is_refused(tmp_path, target):
+    (tmp_path / "run").symlink_to(target)
+    for path in (tmp_path / "run", tmp_path / "run" / "a"):
+        with pytest.raises(ValueError, match=f"output_dir={path}: {tmp_path / 'run'} is a link that leads nowhere"):
+            RunFolder(path)
+
+
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises((OSError, ValueError), match=f"output_dir={path} .*Choose another output_dir"):
+        with pytest.raises((OSError, ValueError), match=f"output_dir={path}: .* not a folder. Choose another"):
             RunFolder(path)
     assert (tmp_path / "file").read_text() == "x"
 
