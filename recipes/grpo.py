@@ -133,7 +133,7 @@ class GRPORecipe:
             self.folder, self.teacher = parts.open_folder(), parts.teacher()
         # A checkpoint knows its run, its weights and its adapter, so that one of another is refused by name.
         identity = parts.identity(self.folder.run.id) if self.folder else None
-        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, cfg.checkpoints)
+        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, cfg.checkpoints, parts.prompts)
         resume = checkpoint_to_go_on_from(self.checkpoints, self.folder, cfg.resume_from_checkpoint, cfg.max_steps)
         if self.ranks.is_main:
             say_opening(parts)
@@ -394,7 +394,7 @@ class GRPORecipe:
                 self.step,
                 self.policy.model,
                 self.learner.optimizer,
-                self.parts.trained.export(self.policy.model, self.parts.hf_model, self.parts.precision.dtype),
+                self.parts.export(self.policy.model),
                 asdict(state),
                 self.last_eval,
             )

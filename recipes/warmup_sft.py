@@ -6,6 +6,7 @@ With `model_dir` it continues an existing model instead. Rows, log-probs and upd
 negative log-likelihood of the solutions. Writes a Hugging Face model directory to `output_dir`/model.
 """
 
+import shlex
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,7 @@ from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
 from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer, prompt_lengths
 from torchtune_ext.training.distributed import init_ranks
-from torchtune_ext.training.export import save_model
+from torchtune_ext.training.export import own_prompts, require_replaceable, save_model
 from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule
 from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.precision import DTYPES
@@ -148,6 +149,8 @@ class WarmupRecipe:
         if cfg.num_problems > len(self.task):
             raise Mistake(f"num_problems={cfg.num_problems}, but the task has {len(self.task)} problems")
         self.updates = max(1, round(cfg.num_problems * cfg.epochs / cfg.batch_problems))
+        if self.ranks.is_main:
+            require_replaceable(Path(cfg.output_dir, "model"), named_paths(cfg), setting="tokenizer_problems")
         cfg.schedule.require_fits(self.updates)
         cfg.logging.require_login()
         check_optimizer(partial(instantiate, cfg.optimizer), device=self.ranks.device.type)
@@ -253,13 +256,15 @@ class WarmupRecipe:
 
     def save(self) -> Path:
         folder = Path(self.cfg.output_dir) / "model"
-        return save_model(folder, self.policy.model, self.source, self.dtype)
+        return save_model(folder, self.policy.model, self.source, self.dtype, self.tokenizer)
 
     def standing(self) -> str:
         if self.saved is not None:
-            return labelled(
-                [("model", f"{self.saved}, in Hugging Face's format: train it with model_dir={self.saved}")]
-            )
+            train = shlex.quote(f"model_dir={self.saved}")
+            lines = [("model", f"{self.saved}, in Hugging Face's format: train it with {train}")]
+            if prompts := own_prompts(self.source, self.tokenizer):
+                lines.append(("prompts", f"saved with {prompts}, which differ from the files of {self.start}"))
+            return labelled(lines)
         return f"It was at update {self.finished}, and a warm-up keeps nothing until its end, so the next start begins anew"
 
     def cleanup(self) -> None:

@@ -90,9 +90,10 @@ class ChatTemplate:
         self.source = source
         self.name = name
         self.has_tags = bool(_TAG.search(source))
-        self._variables = {**special_tokens, **(options or {})}
+        self.options = options or {}
+        self._variables = {**special_tokens, **self.options}
         self._frames: dict[str, tuple[str, str]] = {}
-        if own := sorted(_RENDERER & set(options or {})):
+        if own := sorted(_RENDERER & set(self.options)):
             raise Mistake(
                 f"tokenizer.template_options.{own[0]}: `{own[0]}` is an argument of the renderer, not a variable of the "
                 "template; leave it out"

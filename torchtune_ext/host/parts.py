@@ -1,12 +1,13 @@
 """The parts of a GRPO run before it starts: made from its settings, and tried with each other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.buffer import Ledger, depth_of
@@ -42,6 +43,7 @@ from torchtune_ext.training.checks import (
     trained_too,
 )
 from torchtune_ext.training.distributed import Ranks
+from torchtune_ext.training.export import own_prompts
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.manifest import Identity, identify
 from torchtune_ext.training.precision import Precision
@@ -116,6 +118,15 @@ class Parts:
     def identity(self, run: str) -> Identity:
         """Returns what checkpoints of a run with this id belong to."""
         return identify(run, self.hf_model, self.meta_model, self.trained.spec)
+
+    @property
+    def prompts(self) -> str:
+        """What the models in checkpoints make prompts with, if not with the files of model_dir (`own_prompts`)."""
+        return own_prompts(self.hf_model, self.tokenizer)
+
+    def export(self, model: nn.Module) -> Callable[..., None]:
+        """Returns what writes the files for other tools into a folder of a checkpoint (`Checkpoints.save`)."""
+        return self.trained.export(model, self.hf_model, self.precision.dtype, self.tokenizer)
 
     def open_folder(self) -> RunFolder:
         """Begins the run in its folder, or continues it. Locks the folder, and may set an earlier run aside."""

@@ -310,6 +310,11 @@ def require_usable(output_dir: str | Path) -> None:
         )
 
 
+def settings_in(folder: Path) -> list[Mapping[str, Any]]:
+    """Returns the settings of the run in a folder, and of the earlier runs that were set aside there."""
+    return [_json(place / RECORD).get("config") or {} for place in (folder, *folder.glob("old-*"))]
+
+
 def _json(file: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; an empty one if the file is missing or holds something else."""
     try:

@@ -89,8 +89,17 @@ class Checkpoints:
     `choose`, `save` and `load` are collectives: a failure on one rank raises on all. Other methods are not.
     """
 
-    def __init__(self, folder: str | Path, identity: Identity | None, config: CheckpointConfig | None = None):
-        """`folder` need not exist yet. `identity` may be None on other ranks than 0, which writes and checks it."""
+    def __init__(
+        self, folder: str | Path, identity: Identity | None, config: CheckpointConfig | None = None, prompts: str = ""
+    ):
+        """Prepares the checkpoints of a run.
+
+        Args:
+            folder: need not exist yet.
+            identity: may be None on other ranks than 0, which writes and checks it.
+            prompts: what `export.own_prompts` says of the saved models.
+        """
+        self.prompts = prompts
         self.folder, self._identity, self._config = Path(folder), identity, config or CheckpointConfig()
         self._main = rank() == 0
         self._verified: Path | None = None
@@ -447,6 +456,8 @@ def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
     else:
         kind = "an adapter in PEFT's format (adapters.save_merged=True saves a whole model, too)"
     lines = [("done", f"{max(step, step_of(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
+    if checkpoints.prompts:
+        lines.append(("prompts", f"saved with {checkpoints.prompts}, which differ from the files of model_dir"))
     if best is not None:
         lines.append(("best", f"{best[0]}, the best on held-out problems: {best[1]:.3f}"))
     lines.append(("report", report))

@@ -3,8 +3,9 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -12,18 +13,22 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors_torch
 from torch import Tensor, nn
 
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.chat.templates import ChatTemplate
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
-from torchtune_ext.run.errors import Failure, FileMistake
+from torchtune_ext.run.errors import Failure, FileMistake, Mistake
 from torchtune_ext.run.files import make_empty, partial_of, put_in_place
+from torchtune_ext.run.folder import require_usable, settings_in
 from torchtune_ext.training.collectives import FAILURES, describe, from_main, rank, together, true_cause
-from torchtune_ext.training.manifest import NAME as MANIFEST
 
+TEMPLATE, INDEX = "chat_template.jinja", "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30  # largest size of one safetensors file
-# Files of the source with these endings are its weights, which are not copied.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data")
-# If the source is a checkpoint, these files of it belong to another run.
-_OF_CHECKPOINTS = ("recipe.json", MANIFEST)
+# What is copied of a model directory. It may hold anything else: data, logs, weights, the state of a checkpoint.
+_CONFIGS = ("config.json", "generation_config.json", "LICENSE*", "NOTICE*", "configuration_*.py", "modeling_*.py")
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+               "merges.txt", "tokenizer.model", TEMPLATE, "tokenization_*.py")  # fmt: skip
+_WEIGHTS = ("model-*-of-*.safetensors", INDEX)
 
 
 @contextmanager
@@ -53,27 +58,67 @@ def written_aside(folder: Path, advice: Callable[[], str]) -> Iterator[None]:
         raise Failure(text) from error
 
 
-def save_model(folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Path:
+def save_model(
+    folder: Path, model: nn.Module, source: HFModel, dtype: torch.dtype, tokenizer: ChatTokenizer | None = None
+) -> Path:
     """Writes a model directory and returns its path. A collective. On an OSError an earlier directory is untouched."""
     with written_aside(folder, lambda: "Free space there, or choose another output_dir"):
         partial = partial_of(folder)
         from_main(lambda: make_empty(partial))
-        together(lambda: export_model(partial if rank() == 0 else None, model, source, dtype))
+        together(lambda: export_model(partial if rank() == 0 else None, model, source, dtype, tokenizer))
         from_main(lambda: put_in_place(folder))
     return folder
 
 
-def export_model(folder: Path | None, model: nn.Module, source: HFModel, dtype: torch.dtype) -> None:
+def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> None:
+    """Raises ValueError if `save_model` would replace something other than its own model in the folder of a run.
+
+    Args:
+        folder: of the model, below that of the run.
+        reads: the paths that the run reads.
+        setting: a key of the recipe, by which the runs in the folder are known.
+    """
+    require_usable(folder.parent)
+    if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    read = [str(path) for path in reads if path.resolve().is_relative_to(folder.resolve())]
+    known = (*_CONFIGS, *_TOKENIZERS, *_WEIGHTS)
+    if read:
+        why = f"this run reads {read[0]}"
+    elif folder.is_symlink() or not folder.is_dir():
+        why = "it is not a folder"
+    elif not any(setting in settings for settings in settings_in(folder.parent)):
+        why = "no run of this recipe has written it"
+    elif others := sorted(
+        file.name for file in folder.iterdir() if not any(fnmatch(file.name, name) for name in known)
+    ):
+        why = f"no run has written what it holds: {', '.join(others[:3])}"
+    else:
+        return
+    raise Mistake(
+        f"output_dir={folder.parent}: the new model would replace {folder}, and {why}. Fix: choose another output_dir, or move "
+        f"{folder} away"
+    )
+
+
+def export_model(
+    folder: Path | None,
+    model: nn.Module,
+    source: HFModel,
+    dtype: torch.dtype,
+    tokenizer: ChatTokenizer | None = None,
+) -> None:
     """Writes a model directory that any tool can read, with adapters merged into the weights. A collective.
 
     Args:
         folder: an existing folder on rank 0, None on the other ranks.
-        source: the model directory whose config and tokenizer files are copied.
+        source: the model directory whose config files are copied.
         dtype: of the written weights.
+        tokenizer: with which the model was trained, whose files and template are saved; None: that of `source`.
     """
     tensors = merged_hf_tensors(model, source, dtype)
     with _drained(tensors):
-        _write_model(folder, tensors, source)
+        _write_model(folder, tensors, source, tokenizer)
 
 
 def export_adapter(
@@ -82,6 +127,7 @@ def export_adapter(
     source: HFModel,
     adapter: AdapterSpec,
     merged: torch.dtype | None = None,
+    tokenizer: ChatTokenizer | None = None,
 ) -> None:
     """Writes an adapter in float32 that PEFT and vLLM can read. A collective.
 
@@ -89,6 +135,7 @@ def export_adapter(
         folder: an existing folder on rank 0, None on the other ranks.
         source: the model directory that the adapter belongs to.
         merged: dtype of the merged model, which is then written into the subfolder `merged`; None: it is not.
+        tokenizer: as for `export_model`.
     """
     small = {name: tensor.cpu().contiguous() for name, tensor in adapter_hf_tensors(model, source, torch.float32)}
     large = merged_hf_tensors(model, source, merged) if merged is not None else iter(())
@@ -96,11 +143,14 @@ def export_adapter(
     with _drained(large):
         if folder is not None:
             save_file(small, folder / "adapter_model.safetensors")
-            (folder / "adapter_config.json").write_text(json.dumps(adapter.peft_config(str(source.path)), indent=1))
+            # An absolute path, because PEFT takes a relative one for the name of a model on the hub.
+            config = adapter.peft_config(os.path.abspath(source.path))
+            (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+            _save_tokenizer(folder, source, tokenizer)
         if merged is not None:
             if inside is not None:
                 inside.mkdir()
-            _write_model(inside, large, source)
+            _write_model(inside, large, source, tokenizer)
 
 
 @contextmanager
@@ -115,13 +165,16 @@ def _drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
         raise
 
 
-def _write_model(folder: Path | None, tensors: Iterator[tuple[str, Tensor]], source: HFModel) -> None:
+def _write_model(
+    folder: Path | None, tensors: Iterator[tuple[str, Tensor]], source: HFModel, tokenizer: ChatTokenizer | None
+) -> None:
     """Writes tensors one by one into safetensors files of at most SHARD_BYTES. Without a folder, only gathers them."""
     if folder is None:
         for _ in tensors:
             pass
         return
-    _copy_files(source.path, folder)
+    _copy_files(source.path, folder, _CONFIGS)
+    _save_tokenizer(folder, source, tokenizer)
     shards: list[tuple[Path, list[str]]] = []
     pending: dict[str, Tensor] = {}
     size = total = 0
@@ -149,14 +202,56 @@ def _write_model(folder: Path | None, tensors: Iterator[tuple[str, Tensor]], sou
         os.replace(path, final)
         weight_map |= dict.fromkeys(names, final.name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
-def _copy_files(source: Path, folder: Path) -> None:
-    # What is copied are the config, the tokenizer and the chat template, whatever their names are.
+def _copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
     for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OF_CHECKPOINTS:
+        if file.is_file() and any(fnmatch(file.name, name) for name in names):
             shutil.copyfile(file, folder / file.name)
+
+
+def _save_tokenizer(folder: Path, source: HFModel, tokenizer: ChatTokenizer | None) -> None:
+    """Writes tokenizer files that give the prompts and the end tokens of the training."""
+    _copy_files(Path(getattr(tokenizer, "path", source.path)), folder, _TOKENIZERS)
+    if not own_prompts(source, tokenizer):
+        return
+    text, settings = template_text(tokenizer.template), folder / "tokenizer_config.json"
+    (folder / TEMPLATE).write_text(text, encoding="utf-8")
+    # Some tools read the template in this file.
+    if settings.is_file() and "chat_template" in (values := json.loads(settings.read_text(encoding="utf-8"))):
+        settings.write_text(json.dumps(values | {"chat_template": text}, indent=2))
+    # An adapter has no config: its base has it.
+    if (folder / "config.json").is_file():
+        generation = folder / "generation_config.json"
+        values = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+        generation.write_text(json.dumps(values | {"eos_token_id": list(tokenizer.stop_token_ids)}, indent=2))
+
+
+def own_prompts(source: HFModel, tokenizer: ChatTokenizer | None) -> str:
+    """Returns what makes the prompts of a run where it is not the tokenizer and the template of its model, or ""."""
+    template, parts = getattr(tokenizer, "template", None), []
+    if template is None:
+        return ""
+    if os.path.abspath(tokenizer.path) != os.path.abspath(source.path):
+        parts.append(f"the tokenizer of {tokenizer.path}")
+    if template.options or template.name != str(tokenizer.path):
+        options = ", ".join(f"{name}={value!r}" for name, value in template.options.items())
+        parts.append(f"the chat template {template.name}{f' with {options}' if options else ''}")
+    return " and ".join(parts)
+
+
+def template_text(template: ChatTemplate) -> str:
+    """Returns a template with its options written into it, which renders the same without them."""
+    # A renderer may still set an option, but always sets the names of special tokens. The environment of chat templates
+    # drops the newline after a block, so what follows keeps its white space.
+    lines = [
+        f"{{% set {name} = {value!r} %}}\n"
+        if name.endswith(("_token", "_tokens"))
+        else f"{{% set {name} = {name} | default({value!r}) %}}\n"
+        for name, value in template.options.items()
+    ]
+    return template.source if template.source.startswith(head := "".join(lines)) else head + template.source
 
 
 def save_file(tensors: dict[str, Tensor], path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
+from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.packing import Row
 from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
 from torchtune_ext.policy.lora import (
@@ -176,9 +177,11 @@ class AllWeights:
         """
         return {}
 
-    def export(self, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Callable[..., None]:
+    def export(
+        self, model: nn.Module, source: HFModel, dtype: torch.dtype, tokenizer: ChatTokenizer | None = None
+    ) -> Callable[..., None]:
         """Returns what writes the files for other tools into a folder of a checkpoint (`Checkpoints.save`)."""
-        return partial(export_model, model=model, source=source, dtype=dtype)
+        return partial(export_model, model=model, source=source, dtype=dtype, tokenizer=tokenizer)
 
 
 class Adapters:
@@ -250,6 +253,8 @@ class Adapters:
         otherwise = f"the engine has the adapter that was sent and samples without it ({ADVICE[self.way]})"
         return {"adapter": applied_share(rows, on, off, otherwise)}
 
-    def export(self, model: nn.Module, source: HFModel, dtype: torch.dtype) -> Callable[..., None]:
-        merged = dtype if self._config.save_merged else None
-        return partial(export_adapter, model=model, source=source, adapter=self.spec, merged=merged)
+    def export(
+        self, model: nn.Module, source: HFModel, dtype: torch.dtype, tokenizer: ChatTokenizer | None = None
+    ) -> Callable[..., None]:
+        merged, about = dtype if self._config.save_merged else None, {"adapter": self.spec, "tokenizer": tokenizer}
+        return partial(export_adapter, model=model, source=source, merged=merged, **about)

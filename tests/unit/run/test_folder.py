@@ -119,7 +119,10 @@ def test_working_directory_with_earlier_run_is_not_moved(tmp_path, monkeypatch):
     (tmp_path / "below").mkdir()
     for cwd, output_dir in ((tmp_path, "."), (tmp_path / "below", ".."), (tmp_path, tmp_path)):
         monkeypatch.chdir(cwd)
-        with RunFolder(output_dir) as folder, pytest.raises(ValueError, match="the working directory is in this folder"):
+        with (
+            RunFolder(output_dir) as folder,
+            pytest.raises(ValueError, match="the working directory is in this folder"),
+        ):
             folder.begin({}, resuming=False)
     assert tree(tmp_path) == before and not (tmp_path / "old-1").exists()
 
@@ -251,7 +254,10 @@ def test_file_system_without_folder_rename_is_refused_at_start(tmp_path, monkeyp
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(Path, "rename", refuse)
-    with RunFolder(tmp_path) as folder, pytest.raises(OSError, match=f"output_dir={tmp_path} cannot be written: Operation"):
+    with (
+        RunFolder(tmp_path) as folder,
+        pytest.raises(OSError, match=f"output_dir={tmp_path} cannot be written: Operation"),
+    ):
         folder.begin({}, resuming=False)
 
 

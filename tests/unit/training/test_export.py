@@ -1,0 +1,119 @@
+"""A saved model has the tokenizer and the template with which it was trained, and nothing else of its model directory."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from checkpoint_runs import build, make_source
+from tables import every_row
+
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.policy.lora import AdapterSpec
+from torchtune_ext.training.export import export_adapter, own_prompts, save_model
+
+# Each reads its options in another way: at the top, in a loop, in a macro, as a list, after white space that counts.
+PLAIN = """
+  {%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content | trim }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+SWITCH = PLAIN + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+MACRO = "{% macro head(m) %}{{ tone }}/{{ m.role }}{% endmacro %}" + PLAIN.replace("{{ m.role }}", "{{ head(m) }}")
+LOOP = "\n  {% for name in names %}{{ name }}{{ deep.a | default('') }}é{% endfor %}" + PLAIN
+ENDS = PLAIN.replace("<|im_end|>", "{{ eos_token }}")
+TEMPLATES = {
+    "its own": (None, {}),
+    "another": (PLAIN, {}),
+    "with white space first": (f"\n\n {PLAIN}", {"x": 1}),
+    "chatml": ("chatml", {}),
+    "an option of its own": (None, {"enable_thinking": False}),
+    "switch off": (SWITCH, {"enable_thinking": False}),
+    "switch on": (SWITCH, {"enable_thinking": True}),
+    "switch null": (SWITCH, {"enable_thinking": None}),
+    "text with quotes": (MACRO, {"tone": 'it\'s "so"\n{{ ü }} \\n %}'}),
+    "lists": (LOOP, {"names": ["a", 2, 1.5e-7, None], "deep": {"a": [True]}}),
+    "special token": (ENDS, {"eos_token": "<|im_end|>!"}),
+}
+MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "Lounge 1?\n"}]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    source = make_source(tmp_path_factory.mktemp("source") / "model")
+    for name in ("dataset.tar.gz", "train.py", "pytorch_model.bin", "recipe.json", "tokenizer.json.bak", "LICENSE"):
+        (source.path / name).write_text(name)
+    settings = source.path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": "old"}))
+    return source
+
+
+@pytest.fixture(scope="module")
+def model(source):
+    return build(source)
+
+
+@every_row("name", TEMPLATES)
+def test_saved_model_makes_trained_prompts(tmp_path, source, model, name):
+    template, options = TEMPLATES[name]
+    tokenizer = ChatTokenizer(source.path, template, options)
+    folder = save_model(tmp_path / "model", model, source, torch.float32, tokenizer)
+    saved = ChatTokenizer(folder)
+    assert saved.prompt_ids(MESSAGES) == tokenizer.prompt_ids(MESSAGES)
+    assert set(saved.stop_token_ids) == set(tokenizer.stop_token_ids)
+    assert bool(own_prompts(source, tokenizer)) == (name != "its own")
+    if name != "its own":
+        assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] != "old"
+    # The same settings as before do not add their options again.
+    again = ChatTokenizer(folder, (folder / "chat_template.jinja").read_text(), options)
+    second = save_model(tmp_path / "second", model, source, torch.float32, again)
+    assert (second / "chat_template.jinja").read_text() == (folder / "chat_template.jinja").read_text()
+
+
+def test_option_in_saved_template_can_be_changed(tmp_path, source, model):
+    off, on = ({"enable_thinking": value} for value in (False, True))
+    folder = save_model(tmp_path / "m", model, source, torch.float32, ChatTokenizer(source.path, SWITCH, off))
+    changed = ChatTokenizer(folder, template_options=on).prompt_ids(MESSAGES)
+    assert (
+        changed
+        == ChatTokenizer(source.path, SWITCH, on).prompt_ids(MESSAGES)
+        != ChatTokenizer(folder).prompt_ids(MESSAGES)
+    )
+
+
+def test_saved_model_has_tokenizer_of_another_folder(tmp_path, source, model):
+    other = tmp_path / "other"
+    shutil.copytree(source.path, other)
+    (other / "chat_template.jinja").write_text(PLAIN)
+    (other / "special_tokens_map.json").write_text("{}")
+    (source.path / "generation_config.json").write_text('{"eos_token_id": 7, "top_k": 3}')
+    tokenizer = ChatTokenizer(other)
+    folder = save_model(tmp_path / "model", model, source, torch.float32, tokenizer)
+    (source.path / "generation_config.json").unlink()
+    assert ChatTokenizer(folder).prompt_ids(MESSAGES) == tokenizer.prompt_ids(MESSAGES)
+    # Servers stop where the training stopped.
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": list(tokenizer.stop_token_ids), "top_k": 3}
+    assert (folder / "special_tokens_map.json").is_file()
+    assert own_prompts(source, tokenizer) == f"the tokenizer of {other}"
+
+
+def test_saved_model_has_known_files_only(tmp_path, source, model):
+    folder = save_model(tmp_path / "model", model, source, torch.float32, ChatTokenizer(source.path))
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "LICENSE", "chat_template.jinja", "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json",
+        "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+
+
+def test_adapter_names_its_base_and_has_its_tokenizer(tmp_path, source, model, monkeypatch):
+    monkeypatch.chdir(source.path.parent)
+    relative = type(source)("model")
+    tokenizer = ChatTokenizer("model", PLAIN)
+    adapter = AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
+    export = partial(export_adapter, model=model, source=relative, adapter=adapter, tokenizer=tokenizer)
+    export(tmp_path, merged=torch.float32)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(source.path)
+    assert not (tmp_path / "config.json").exists()
+    for folder in (tmp_path, tmp_path / "merged"):
+        assert ChatTokenizer(folder).prompt_ids(MESSAGES) == tokenizer.prompt_ids(MESSAGES)
