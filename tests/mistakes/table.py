@@ -17,6 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(root / "tests" / "helpers"))
 
 from trying import Mistake, attempt, import_all, in_fork, make_place
+from wrong_folders import FOLDERS
 from wrong_parts import CLASSES, MODELS
 from wrong_words import COMMANDS, KEYS, VALUES
 
@@ -26,6 +27,7 @@ GROUPS: dict[str, dict[str, Mistake]] = {
     "values": VALUES,
     "classes and data": CLASSES,
     "model directories": MODELS,
+    "folders and paths": FOLDERS,
 }
 MISTAKES = {f"{group}: {name}": mistake for group, rows in GROUPS.items() for name, mistake in rows.items()}
 

@@ -126,7 +126,7 @@ CLASSES = {
     "rows in a folder": rows("model", r"task.path='model': a folder; name a file in it"),
     "rows behind a URL": rows("https://a.org/q.jsonl", r"task.path='https://a.org/q.jsonl': no file; download it first"),
     "rows of the hub": rows("openai/gsm8k", r"task.path='openai/gsm8k': no such file, .*; a data set of the hub is named by hub: openai/gsm8k"),
-    "rows below $HOME": rows("'$HOME/q.jsonl'", r"task.path='\$HOME/q.jsonl': no such file; a variable of the environment is written \$\{oc.env:NAME\}"),
+    "rows below $HOME": rows("'$HOME/q.jsonl'", r"task.path=\$HOME/q.jsonl: `\$` has a meaning in a shell only, .* write \$\{oc.env:NAME\}"),
     "rows of chat messages, not named": rows("chat.jsonl", r"chat.jsonl:1: no field 'question'; there are: messages, answer; say which of them it is: question=NAME"),
     "chats that end with an answer": rows("chat.jsonl task.question=messages", r"chat.jsonl:1: the last message of 'messages' is of role 'assistant'; end a question with the user's message"),
     "a field of answers that is not there": rows("rows.jsonl task.answer=completion", r"rows.jsonl:1: no field 'completion'; there are: .*; say which of them it is: answer=NAME"),

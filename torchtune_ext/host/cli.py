@@ -11,6 +11,7 @@ from torchtune_ext import __version__
 from torchtune_ext.host import plugin
 from torchtune_ext.run.catalog import config_path, folder, recipe_files
 from torchtune_ext.run.errors import nearest, shown
+from torchtune_ext.run.terminal import replace_unencodable
 
 # Each word has a module with add_arguments(parser) and main(args), and one line of help. The module is imported only
 # when its word is used, so that the packages of the others may be missing and cost no time.
@@ -111,6 +112,7 @@ def run_tune(words: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status."""
+    replace_unencodable()
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())

@@ -28,6 +28,7 @@ from torchtune_ext.policy.families import published_config
 from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 from torchtune_ext.policy.memory import GIB, Sizes
 from torchtune_ext.run.errors import FileMistake, Mistake
+from torchtune_ext.run.folder import require_usable
 from torchtune_ext.run.launcher import number, place
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.sampling.engine import find_backend
@@ -85,6 +86,7 @@ def check_start(cfg: Any, plan: Plan, torchrun: bool) -> None:
     Raises:
         ValueError: a start would stop there; a `FileMistake` if a file is not there.
     """
+    require_usable(cfg.output_dir)
     # The GPUs of this machine can be looked at. Of another one only their number is known.
     machine, engine = plan.machine, plan.engine
     if engine is not None and machine.here:

@@ -42,6 +42,9 @@ def begin(_torchtune) -> None:
     if sys.argv[0].rpartition("/")[2] in ("tune", "torchtune-ext", "__main__.py"):
         import os
 
+        from torchtune_ext.run.terminal import replace_unencodable
+
+        replace_unencodable()
         sys.excepthook = say_interrupted
         # With this count a thread of OpenMP that waits for work spins for microseconds, then sleeps. Spinning on would
         # take the core from the engine, or from a thread that the others wait for. Sleeping at once
@@ -156,9 +159,10 @@ def parse(recipe_main):
     from torchtune import config
 
     from torchtune_ext.run.errors import shown
-    from torchtune_ext.run.terminal import show_warnings
+    from torchtune_ext.run.terminal import replace_unencodable, show_warnings
     from torchtune_ext.settings.command_line import check_words
 
+    replace_unencodable()
     show_warnings()
     parsed = config.parse(recipe_main)
 

@@ -91,8 +91,10 @@ def recipe_files(recipes: Path, configs: Path) -> list[RecipeFile]:
 
 def config_path(given: str) -> str:
     """The file for `--config given`: `given` if it is one, or the config of that name. Raises ValueError if neither."""
-    if Path(given).is_file():
+    if os.path.isfile(given):
         return given
+    if os.path.exists(given) and not os.path.isdir(given):
+        raise Mistake(f"--config {given}: a pipe, which can be read only once; write it to a file")
     known = config_files(folder("configs"))
     if given in known:
         return str(known[given])
@@ -130,17 +132,30 @@ def by_path(path: str, where: str) -> Any:
             # The modules end here. From this part on, the path names attributes of the last one.
             depth -= 1
             break
-        except Exception as error:
+        # Some modules call sys.exit where a key or a package is missing.
+        except (Exception, SystemExit) as error:
             raise Blamed(f"{where}: importing {module} raised {text_of(error)}") from error
     for i, part in enumerate(parts[depth:], depth):
         if not hasattr(target, part):
             # The modules of a package are attributes of it only after an import, but the user may mean one.
             inside = [module.name for module in pkgutil.iter_modules(getattr(target, "__path__", None) or [])]
             near = nearest(part, [each for each in [*dir(target), *inside] if not each.startswith("_")])
-            hint = f"; did you mean {near!r}?" if near else ""
+            hint = _hidden(parts[0]) or (f"; did you mean {near!r}?" if near else "")
             raise Mistake(f"{where}: {'.'.join(parts[:i])} has no {part!r}{hint}")
         target = getattr(target, part)
     return target
+
+
+def _hidden(name: str) -> str:
+    """Returns the end of a message if a file of the working directory was not imported, because a module has its name."""
+    module, here = sys.modules[name], Path.cwd()
+    file = getattr(module, "__file__", None)
+    mine = next((path for path in (here / f"{name}.py", here / name / "__init__.py") if path.is_file()), None)
+    if mine is None or (file and Path(file).resolve() == mine.resolve()):
+        return ""
+    return (
+        f"; {name} is {file or 'built into Python'}, which hides {mine.relative_to(here)} in {here}. Fix: rename yours"
+    )
 
 
 def _no_module(name: str) -> str:

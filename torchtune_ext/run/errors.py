@@ -6,6 +6,7 @@ Failure    something broke though the settings are right: the message names the 
 others     a bug, ours or a library's, that somebody should report                      traceback     1
 """
 
+import errno
 import os
 import re
 import sys
@@ -115,6 +116,9 @@ def status_of(error: BaseException) -> int | None:
         return STATUS
     if isinstance(error, Failure):
         return FAILED
+    # A path that the user gave. No path of ours is that long.
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return STATUS
     if error.__traceback__ is None:
         return None
     # The innermost frame tells who raised the error.
@@ -166,7 +170,8 @@ def blame(doing: str, fix: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    # Some programs call sys.exit where a key or a package is missing.
+    except (Exception, SystemExit) as error:
         if is_mistake(error):
             raise
         raise Blamed(f"{doing} raised {text_of(error)}{f'; {fix}' if fix else ''}") from error

@@ -25,6 +25,14 @@ def styled(text: str, style: str, stream: TextIO | None) -> str:
     return text if plain else f"\033[{style}m{text}\033[0m"
 
 
+def replace_unencodable() -> None:
+    """Makes stdout and stderr write ? for a character that their encoding lacks, so that no text ends a run."""
+    for stream in (sys.stdout, sys.stderr):
+        # A handling that the user has chosen (PYTHONIOENCODING=ascii:xmlcharrefreplace) stays. A test's stream is none.
+        if getattr(stream, "errors", None) in ("strict", "surrogateescape") and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
 def show_warnings() -> None:
     """Makes warnings stand out on a terminal, unless the user has configured logging."""
     # Python uses this handler only while no other one is configured.

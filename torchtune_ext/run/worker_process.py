@@ -38,7 +38,7 @@ def main(fd: int, parent_pid: int) -> None:
         file.write("1000")
     if sys.stdout is not None:
         # Otherwise a process that is killed loses what it has printed.
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     parent = Connection(fd)
     # The import below and those of the object have to find what they find in the trainer. So the object stays pickled
     # until the path is set.

@@ -32,6 +32,10 @@ T = TypeVar("T")
 _MARK = "torchtune_ext.env"
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
 _BARE = re.compile(r"[\w./+-]+")  # an argument of a resolver that needs no quotes
+# The keys of paths. Below a component it may be any argument of such a name.
+_PATH_KEYS = re.compile(r"([\w.]+[._])?(dir|path|file|folder)|preset|replay|tokenizer\.template")
+_SHELL = re.compile(r"\$[A-Za-z_({]")  # what a shell replaces: $NAME, ${NAME}, $(command)
+LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes; Linux takes 4,096, and a run writes files below its folder
 _NO_READS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
 _RECORD = "_record"  # the attribute in which settings carry what `record` returns
 
@@ -59,8 +63,10 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
             values, or the preset is unknown.
     """
     defaults = {f.name: f.default for f in fields(schema)}
-    cfg = OmegaConf.create(_at_home(OmegaConf.to_container(cfg)))
-    preset = cfg.get("preset", defaults.get("preset"))
+    try:
+        preset = cfg.get("preset", defaults.get("preset"))
+    except OmegaConfBaseException as error:
+        raise Mistake(_unresolved(error, "preset")) from None
     foreign = [str(key) for key in cfg if key not in defaults]
     if len(foreign) > MANY:
         raise Mistake(
@@ -69,7 +75,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
         )
     # The YAML and the command line replace keys of the preset.
     if preset is not None:
-        cfg = _over(load_preset(preset, list(defaults)), cfg)
+        cfg = _over(load_preset(_path("preset", preset), list(defaults)), cfg)
     cfg = _with_nodes(schema, cfg)
     _require_texts(schema, cfg)
     merged = _merged(schema, cfg)
@@ -92,7 +98,8 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     except ValidationError as error:
         raise Mistake(_wrong_type(error, merged, schema)) from None
     except OmegaConfBaseException as error:
-        raise Mistake(_unresolved(error)) from None
+        raise Mistake(_unresolved(error, error.full_key)) from None
+    _expand_paths(merged)
     refused: list[str] = []
     settings = _instance(schema, merged, "", refused)
     # torch's generators take 64 bits.
@@ -186,14 +193,50 @@ def _require_texts(kind: type, node: DictConfig, where: str = "") -> None:
             require_kind(f"{where}{spec.name}", given._value(), spec.type)
 
 
-def _at_home(value: Any) -> Any:
-    """Replaces ~ before a path by the user's folder."""
-    # A shell does so only at the beginning of a word, not behind `output_dir=`.
-    if isinstance(value, dict):
-        return {key: _at_home(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_at_home(each) for each in value]
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+def _expand_paths(node: DictConfig | ListConfig, where: str = "") -> None:
+    """Replaces ~ at the beginning of paths by a user's folder. Raises ValueError for a value that cannot be a path."""
+    for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
+        if OmegaConf.is_missing(node, key):
+            continue
+        value, name = node[key], f"{where}.{key}".lstrip(".") if isinstance(node, DictConfig) else where
+        if OmegaConf.is_config(value):
+            _expand_paths(value, name)
+        elif (path := _path(name, value)) != value:
+            node[key] = path
+
+
+def _path(key: str, value: Any) -> Any:
+    """Returns the value of a key, as `_expand_paths` says."""
+    # A shell replaces ~ only at the beginning of a word, not after `output_dir=`.
+    if not isinstance(value, str) or not _PATH_KEYS.fullmatch(key) or "{{" in value or "{%" in value:
+        return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+    path = os.path.expanduser(value)
+    try:
+        names = os.fsencode(path).split(b"/")
+    except UnicodeEncodeError:
+        names = [b"\0"]
+    if any(b"\0" in name for name in names):
+        raise Mistake(f"{key}={value!r} holds a character that no path may have; expected the name of a file or folder")
+    if max(map(len, names)) > LONGEST_NAME or sum(map(len, names)) + len(names) > LONGEST_PATH:
+        raise Mistake(
+            f"{key}={value[:40]}... is too long: a name has at most {LONGEST_NAME} bytes, a path {LONGEST_PATH:,}. Fix: choose "
+            "a shorter one"
+        )
+    # A file to read may have any name.
+    if key.split(".")[0] not in _NO_READS and os.path.exists(path):
+        if not os.path.isfile(path) and not os.path.isdir(path):
+            raise Mistake(f"{key}={value}: a pipe, which can be read only once; write it to a file")
+        return path
+    if path.startswith("~"):
+        raise Mistake(
+            f"{key}={value}: there is no user {path.split('/')[0][1:]!r} with a folder. Fix: write the whole path"
+        )
+    if _SHELL.search(path):
+        raise Mistake(
+            f"{key}={value}: `$` has a meaning in a shell only, not in a setting. Fix: write ${{oc.env:NAME}} for a variable "
+            "of the environment"
+        )
+    return path
 
 
 def _merged(schema: type, cfg: DictConfig) -> DictConfig:
@@ -309,17 +352,26 @@ def _whose(cfg: DictConfig) -> str:
     return ""
 
 
-def _unresolved(error: OmegaConfBaseException) -> str:
+def _unresolved(error: OmegaConfBaseException, key: str) -> str:
     """Returns the message for a reference, `${...}`, that leads nowhere."""
     text = str(error).splitlines()[0]
     variable = re.search(r"Environment variable '(\w+)' not found", text)
     if variable:
         name = variable[1]
         return (
-            f"{error.full_key}: the environment variable {name} is not set: `export {name}=...`, or write "
+            f"{key}: the environment variable {name} is not set: `export {name}=...`, or write "
             f"${{oc.env:{name},default}}"
         )
-    return f"{error.full_key}: {text}"
+    known = re.search(r"Interpolation key '(\w+)' not found", text)
+    if known and known[1] in os.environ:
+        return f"{key}: {known[1]} is a variable of the environment, not a key: write ${{oc.env:{known[1]}}}"
+    unknown = re.search(r"Unsupported interpolation type (\w+)", text)
+    if unknown:
+        return (
+            f"{key}: ${{{unknown[1]}:...}} is unknown; expected ${{KEY}}, ${{oc.env:NAME}} or ${{divide:A,B}}. Fix: "
+            f"let a shell fill it in, as in {key}=runs/$(date +%F)"
+        )
+    return f"{key}: {text}"
 
 
 def record(cfg: Any) -> dict[str, Any]:

@@ -63,7 +63,9 @@ class SweepFolder:
         self.words, self.seed = list(words), seed
         self.runs: list[SweepRun] = []
         self._lock: TextIO | None = None
-        if not (path / SWEEP).exists() and any(each.name not in (LOCK, FILE) for each in path.glob("*")):
+        # A sweep that was killed at its very beginning has left these two.
+        begun = [LOCK, *([FILE] if (path / FILE).is_file() and (path / FILE).read_text() == sweep.text else [])]
+        if not (path / SWEEP).exists() and any(each.name not in begun for each in path.glob("*")):
             raise Mistake(f"{path} is not empty, and holds no sweep; choose another folder (--out)")
         self._read()
 

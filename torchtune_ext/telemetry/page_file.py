@@ -7,8 +7,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained
 
+_MARK = " · torchtune-ext</title>".encode()  # in the head of each page
 SCRIPTS = ("charts", "runs", "rollouts", "shell", "main")  # in this order
 
 
@@ -24,6 +26,8 @@ def write_page(out: Path, title: str, data: Mapping[str, str]) -> int:
     # All placeholders are replaced in one pass, so a title such as "{{data}}" stays what it is.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html")).encode()
     with explained(f"cannot write {out}", "Free disk space, or name another file by --out"):
+        if out.is_file() and (begin := out.read_bytes()[:4096]) and _MARK not in begin:
+            raise Mistake(f"cannot write {out}: it holds something else than a report. Fix: name another file by --out")
         out.parent.mkdir(parents=True, exist_ok=True)
         # Written in place, not through a temporary file: `out` may be a link, or no file at all, such as /dev/stdout.
         out.write_bytes(page)

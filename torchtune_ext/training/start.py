@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.folder import require_usable
 from torchtune_ext.run.launcher import number
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.engine_args import on_cpu
@@ -152,9 +151,8 @@ def disk_need(cfg: Any, total: int, trained: int, dtype: torch.dtype) -> DiskNee
 def require_disk(need: DiskNeed, output_dir: str) -> None:
     """Compares the checkpoints of a run with the disk under `output_dir`, and warns if not all that are kept fit.
 
-    Raises ValueError if not even one fits, the folder cannot be written, or as `require_usable` says.
+    Raises ValueError if not even one fits, or the folder cannot be written.
     """
-    require_usable(output_dir)
     place = existing(output_dir)
     if not os.access(place, os.W_OK):
         raise Mistake(f"output_dir={output_dir}: {place} cannot be written by this user; choose another output_dir")

@@ -4,7 +4,7 @@ import ast
 import json
 import re
 import warnings
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -94,6 +94,39 @@ def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
 def test_a_missing_variable_is_still_named(monkeypatch):
     with pytest.raises(ValueError, match="TTE_NOTHING"):
         of_environment(monkeypatch, 'seed: "${oc.env:TTE_NOTHING}"\n')
+
+
+@every_row(
+    "key, written, read",
+    [
+        ("output_dir", "~", "HOME"),
+        ("output_dir", "~/runs/x", "HOME/runs/x"),
+        ("model_dir", "~root/x", "ROOT/x"),
+        ("model_dir", "${oc.env:TTE_MODELS}/x", "HOME/models/x"),
+        ("model_dir", "price$5", "price$5"),
+        ("replay", "~/runs/x", "HOME/runs/x"),
+        ("task.path", ["~/a", "b"], ["HOME/a", "b"]),
+        ("evaluation.task.rows_file", "~root/a", "ROOT/a"),
+        ("task.rows", "~/a", "HOME/a"),
+        ("task.system", "~root about $PATH", "~root about $PATH"),
+        ("task.path", "$x.jsonl", "$x.jsonl"),  # it is there
+        ("tokenizer.template", "{{ '$PATH' }}" * 400, "{{ '$PATH' }}" * 400),
+    ],
+)
+def test_home_folder_in_path_is_expanded(tmp_path, monkeypatch, key, written, read):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "$x.jsonl").touch()
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("TTE_MODELS", "~/models")
+    settings = OmegaConf.create({**NEEDED, "task": {}, "tokenizer": {}, "evaluation": {"task": {"_component_": "x"}}})
+    OmegaConf.update(settings, key, written)
+    found = OmegaConf.select(OmegaConf.create(asdict(load_config(grpo.Config, settings))), key)
+    root = Path("~root").expanduser().as_posix()
+    texts = [
+        text.replace("ROOT/", f"{root}/").replace("HOME", "/home/me")
+        for text in ([read] if isinstance(read, str) else read)
+    ]
+    assert (found if OmegaConf.is_config(found) else [found]) == texts
 
 
 def test_the_paths_that_settings_name(tmp_path, monkeypatch):

@@ -8,11 +8,12 @@ torchtune-ext clue --seed 7 --count 1000 --size '{suspects: [2, 3], weapons: 2, 
 import argparse
 import os
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 from tqdm import tqdm
 
 from torchtune_ext.run.errors import Failure, FileMistake, Mistake
-from torchtune_ext.tasks.temporal_clue.files import generate, write_jsonl
+from torchtune_ext.tasks.temporal_clue.files import generate, require_puzzles, write_jsonl
 from torchtune_ext.tasks.temporal_clue.size import NAMED, parse_size
 
 
@@ -34,6 +35,7 @@ def main(args: argparse.Namespace) -> int:
     for name, least in (("count", 1), ("first", 0), ("workers", 1)):
         if getattr(args, name) < least:
             raise Mistake(f"--{name} {getattr(args, name)}: give a number from {least} on")
+    require_puzzles(Path(args.out))
     puzzles = generate(args.seed, args.count, size, min(args.workers, args.count), args.first)
     try:
         with tqdm(puzzles, total=args.count, unit="puzzle", smoothing=0.05) as bar:

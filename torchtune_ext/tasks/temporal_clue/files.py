@@ -41,13 +41,27 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def require_puzzles(path: Path) -> None:
+    """Raises ValueError if a file is there and holds something else than `write_jsonl` writes."""
+    if path.is_file() and path.stat().st_size:
+        try:
+            _checked(*next(read_examples(str(path), None)))
+        except (Mistake, StopIteration):
+            raise Mistake(f"--out {path} holds something else than puzzles. Fix: name another file") from None
+
+
 def write_jsonl(path: str | os.PathLike, puzzles: Iterable[Puzzle]) -> int:
     """Writes one puzzle a line, all or nothing, and returns their number."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # All puzzles are made before the file is written, so a failure leaves no part of one.
     lines = [json.dumps(asdict(puzzle), ensure_ascii=False) + "\n" for puzzle in puzzles]
-    write_atomic(path, "".join(lines).encode())
+    data = "".join(lines).encode()
+    if path.exists() and not path.is_file():
+        # A pipe or a terminal, such as /dev/stdout, which a file must not replace.
+        path.write_bytes(data)
+    else:
+        write_atomic(path.resolve(), data)
     return len(lines)
 
 
