@@ -263,7 +263,9 @@ class WarmupRecipe:
             train = shlex.quote(f"model_dir={self.saved}")
             lines = [("model", f"{self.saved}, in Hugging Face's format: train it with {train}")]
             if prompts := own_prompts(self.source, self.tokenizer):
-                lines.append(("prompts", f"saved with {prompts}, which differ from the files of {self.start}"))
+                lines.append(
+                    ("prompts", f"made with {prompts}, not with the files of {self.start}; saved with the model")
+                )
             return labelled(lines)
         return f"It was at update {self.finished}, and a warm-up keeps nothing until its end, so the next start begins anew"
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -131,7 +132,7 @@ class SweepFolder:
         with explained(f"{file} cannot be read", "Begin again in another folder (--out)"):
             same = file.read_text(encoding="utf-8") == self.sweep.text
         if not same or (self.words, self.seed) != (record["words"], record["seed"]):
-            words = " ".join(["torchtune-ext sweep", str(file), f"--seed {record['seed']}", *record["words"]])
+            words = shlex.join(["torchtune-ext", "sweep", str(file), "--seed", str(record["seed"]), *record["words"]])
             raise Mistake(
                 f"{self.path} holds a sweep that began as {words}; go on with that, or choose another folder (--out)"
             )

@@ -13,6 +13,7 @@ the checkpoints, `.partial_*` is being written, `.pruned_*` is being deleted, an
 
 import json
 import os
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -443,7 +444,7 @@ def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
     where = f"It was at step {step} of {total}" if step else "It had not begun its first step"
     if newest is None:
         return f"{where}, and there is no checkpoint yet, so the next start begins anew"
-    best, report = checkpoints.best(), f"torchtune-ext report {checkpoints.folder.parent}"
+    best, report = checkpoints.best(), shlex.join(["torchtune-ext", "report", str(checkpoints.folder.parent)])
     if step_of(newest) < total:
         text = f"{where}. The newest checkpoint is {newest}; go on from there with resume_from_checkpoint=True"
         if best is not None and best[0] != newest:
@@ -457,7 +458,9 @@ def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
         kind = "an adapter in PEFT's format (adapters.save_merged=True saves a whole model, too)"
     lines = [("done", f"{max(step, step_of(newest))} of {total} steps"), ("model", f"{newest}, {kind}")]
     if checkpoints.prompts:
-        lines.append(("prompts", f"saved with {checkpoints.prompts}, which differ from the files of model_dir"))
+        lines.append(
+            ("prompts", f"made with {checkpoints.prompts}, not with the files of model_dir; saved with the model")
+        )
     if best is not None:
         lines.append(("best", f"{best[0]}, the best on held-out problems: {best[1]:.3f}"))
     lines.append(("report", report))

@@ -7,6 +7,8 @@ import sys
 
 from tables import every_row
 
+from torchtune_ext.host import cli, plugin
+from torchtune_ext.run import terminal
 from torchtune_ext.run.output import say
 
 TABLE = """
@@ -58,6 +60,8 @@ def test_a_run_outlives_the_reader_of_its_table(tmp_path, streams, args, unbuffe
 def test_text_that_waits_in_a_buffer_does_not_change_the_exit_status(tmp_path):
     code = """
 import sys
+from torchtune_ext.host import cli, plugin
+from torchtune_ext.run import terminal
 from torchtune_ext.run.output import say
 say("first")
 sys.stdin.readline()
@@ -80,3 +84,26 @@ def test_text_comes_at_once_and_whole(capsys):
     file = io.StringIO()
     say("three", file)
     assert file.getvalue() == "three\n"
+
+
+@every_row("encoding, written", [("ascii", "accuracy ?, ? ?"), ("latin-1", "accuracy ±, ? ?"), ("ascii:xmlcharrefreplace", "accuracy &#177;, &#12371; &#55357;"), ("utf-8", "accuracy ±, こ ?")])  # fmt: skip
+def test_output_without_character_replaces_it(encoding, written):
+    code = (
+        "from torchtune_ext.run.terminal import replace_unencodable as r; r(); print('accuracy \\xb1, \\u3053 \\ud83d')"
+    )
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.decode(encoding.partition(":")[0]) == f"{written}\n", done.stderr
+
+
+def test_commands_replace_unencodable_characters(monkeypatch):
+    """Of a command, of `tune`, and of a recipe that torchrun starts."""
+    called = []
+    monkeypatch.setattr(terminal, "replace_unencodable", lambda: called.append(1))
+    monkeypatch.setattr(cli, "replace_unencodable", lambda: called.append(1))
+    monkeypatch.setattr(sys, "argv", ["tune", "ls"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # begin replaces it
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
+    for call in (lambda: cli.main(["--version"]), lambda: plugin.begin(None), lambda: plugin.parse(lambda cfg: None)):
+        call()
+        assert called.pop() and not called

@@ -52,6 +52,8 @@ def test_a_run_that_goes_on_says_from_where_and_what_has_changed(monkeypatch):
 class Kept:
     """Checkpoints of steps 20, the best, and 40."""
 
+    prompts = ""
+
     def __init__(self, folder, accuracy=0.742):
         self.folder, self.accuracy = folder, accuracy
         for step in (20, 40):
@@ -102,14 +104,18 @@ def test_where_a_run_stands(tmp_path):
 
 
 def test_what_a_run_leaves(tmp_path):
-    kept = Kept(tmp_path / "checkpoints")
+    kept = Kept(tmp_path / "a b" / "checkpoints")
     assert standing(40, 40, kept).splitlines() == [
         "done:      40 of 40 steps",
         f"model:     {kept.of(40)}, a model in Hugging Face's format",
         f"best:      {kept.of(20)}, the best on held-out problems: 0.742",
-        f"report:    torchtune-ext report {tmp_path}",
+        f"report:    torchtune-ext report '{tmp_path}/a b'",
         "longer:    the same command with max_steps above 40 and resume_from_checkpoint=True",
     ]
+    kept.prompts = "the chat template mine.jinja"
+    assert standing(40, 40, kept).splitlines()[2] == (
+        "prompts:   made with the chat template mine.jinja, not with the files of model_dir; saved with the model"
+    )
     (kept.of(40) / "config.json").unlink()
     assert "step_000040, an adapter in PEFT's format (adapters.save_merged=True" in standing(40, 40, kept)
     (kept.of(40) / "merged").mkdir()
