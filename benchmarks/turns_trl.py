@@ -26,7 +26,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from collections import defaultdict
@@ -254,7 +253,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "2"
-    shutil.rmtree(args.out, ignore_errors=True)
+    if args.out.exists() and any(args.out.iterdir()):
+        parser.error(f"--out {args.out} is not empty; name a new folder")
 
     out = args.out.absolute()
     model = warm_up(out / "warmup", out / "start")
