@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trying import RUN, Mistake, evaluate, full, warmup
 
-LONG, LONG_PATH = "x" * 300, "/".join(["x" * 200] * 22)
+LONG = "x" * 300
 IN_TASK = "task._component_=torchtune_ext.tasks.jsonl.Jsonl task.question=question task.answer=answer task.path="
 GRADER = IN_TASK + "rows.jsonl task.grader="
 ROWS = {"rows.jsonl": '{"question": "1+1=", "answer": "2"}\n' * 8}
@@ -61,25 +61,19 @@ FOLDERS = {
     "warmup: a model with notes": warmup("output_dir=proj", r"replace proj/model, and no run has written what it holds: NOTES.txt, pytorch_model.bin", prepare=warmed("proj/model/NOTES.txt", "proj/model/pytorch_model.bin")),
     "warmup: the model that it starts from": warmup("output_dir=proj model_dir=proj/model ~shape", r"replace proj/model, and this run reads proj/model\. Fix", prepare=warmed()),
     "warmup: that model by a link": warmup("output_dir=proj model_dir=elsewhere ~shape", r"replace proj/model, and this run reads elsewhere\. Fix", prepare=warmed(model="elsewhere")),
-    "warmup: a link": warmup("output_dir=proj", r"replace proj/model, and it is not a folder", prepare=warmed(model="elsewhere")),
     "a link that leads nowhere": full("output_dir=link/x dry_run=True", r"output_dir=link/x: link is a link that leads nowhere", prepare=link),
     "$HOME": full("'output_dir=$HOME/runs/x'", r"output_dir=\$HOME/runs/x: `\$` has a meaning in a shell only, not in a setting. Fix: write \$\{oc.env:NAME\} for a variable", real=True),
-    "$(date)": full("'output_dir=runs/$(date)' dry_run=True", r"output_dir=runs/\$\(date\): `\$` has a meaning in a shell only"),
     "${HOME}": full("'output_dir=${HOME}/x'", r"output_dir: HOME is a variable of the environment, not a key: write \$\{oc.env:HOME\}"),
     "${HOME} in preset": full("'preset=${HOME}/x.yaml'", r"preset: HOME is a variable of the environment, not a key: write \$\{oc.env:HOME\}"),
     "${now}": full("'output_dir=runs/${now:%Y-%m-%d}'", r"output_dir: \$\{now:\.\.\.\} is unknown; expected .*let a shell fill it in, as in output_dir=runs/\$\(date \+%F\)"),
-    "$HOME in model_dir": full("'model_dir=$HOME/models/x'", r"model_dir=\$HOME/models/x: `\$` has a meaning in a shell only"),
-    "~nobody": full("output_dir=~no-such-user/x", r"output_dir=~no-such-user/x: there is no user 'no-such-user' with a folder. Fix: write the whole path"),
     "a long name": full(f"output_dir={LONG} dry_run=True", r"output_dir=x+\.\.\. is too long: a name has at most 255 bytes, a path 3,900. Fix: choose a shorter one", real=True),
-    "a long path": full(f"output_dir={LONG_PATH}", r"output_dir=x+\.\.\. is too long"),
-    "a long path of rows": full(IN_TASK + LONG, r"task.path=x+\.\.\. is too long"),
     "a long name of a config": Mistake(f"run grpo_full --config {LONG}", r"--config x+: no such file"),
-    "evaluate: a long name": evaluate(f"model_dir={LONG}", r"model_dir=x+\.\.\. is too long"),
     "a NUL": full("dry_run=True", r"output_dir='a\\x00b' holds a character that no path may have", files={"run.yaml": RUN.replace("output_dir: out", 'output_dir: "a\\0b"')}),
     "a pipe as config": Mistake("run grpo_full --config pipe", r"--config pipe: a pipe, which can be read only once; write it to a file", prepare=pipe),
     "a pipe as rows": full(IN_TASK + "pipe", r"task.path=pipe: a pipe, which can be read only once; write it to a file", prepare=pipe),
     "a grader that another module hides": full(GRADER + "random.near", r"random has no 'near'; random is .*random.py, which hides random.py in .*Fix: rename yours", files={**ROWS, "random.py": "def near(text, answer): return 1.0\n"}),
     "a grader that exits": full(GRADER + "mine.near", r"importing mine raised SystemExit: need a key \(mine.py:3\)", files={**ROWS, "mine.py": "import sys\n\nsys.exit('need a key')\n"}, real=True),
+    "a task that exits": full("task._component_=mine.Mine", r"`task:` mine.Mine raised SystemExit: no data \(mine.py:6\)", files={"mine.py": "import sys\nfrom sums import Base\n\nclass Mine(Base):\n    def __init__(self):\n        sys.exit('no data')\n"}),
     "a page over a file": Mistake("report runs/x --out run.yaml", r"cannot write run.yaml: it holds something else than a report. Fix: name another file by --out", prepare=lambda folder: holding("runs/x/run.json")(folder) or (folder / "runs/x/metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')),
     "puzzles over a file": Mistake("clue --count 1 --out run.yaml", r"--out run.yaml holds something else than puzzles. Fix: name another file"),
     "a sweep over a file": Mistake("sweep tiny_lr --out proj", r"proj is not empty, and holds no sweep; choose another folder", prepare=holding("proj/sweep.yaml")),

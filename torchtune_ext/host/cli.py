@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -60,6 +61,11 @@ def run_own(word: str, rest: Sequence[str]) -> int:
     name, text = OWN_WORDS[word]
     with shown():
         module = import_module(name)
+    # A shell reads ~ at the beginning of a word, but not in `--out=~/x`.
+    rest = [
+        re.sub(r"(?<==)~.*", lambda home: os.path.expanduser(home[0]), word, count=1) if word.startswith("--") else word
+        for word in rest
+    ]
     # With abbreviations, an option that is meant for vLLM could be taken for the beginning of one of ours.
     parser = argparse.ArgumentParser(prog=f"torchtune-ext {word}", description=text, allow_abbrev=word not in PASSED_ON)
     module.add_arguments(parser)

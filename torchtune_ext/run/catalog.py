@@ -1,16 +1,20 @@
 """Finds recipes and configs by looking into recipes/ and configs/, and imports what a dotted path names."""
 
 import importlib
+import logging
 import os
 import pkgutil
 import sys
 from ast import literal_eval
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Blamed, Mistake, nearest, text_of
+
+log = logging.getLogger(__name__)
 
 # A config is a YAML file below configs/. Its name is its path without the ending, and says which recipe it is for: by
 # its folder, and in grpo/ also by its last word.
@@ -143,7 +147,14 @@ def by_path(path: str, where: str) -> Any:
             hint = _hidden(parts[0]) or (f"; did you mean {near!r}?" if near else "")
             raise Mistake(f"{where}: {'.'.join(parts[:i])} has no {part!r}{hint}")
         target = getattr(target, part)
+    if hidden := _hidden(parts[0]):
+        _warn(f"{where}{hidden}")
     return target
+
+
+@cache  # a path is imported several times, and one warning is enough
+def _warn(text: str) -> None:
+    log.warning(text)
 
 
 def _hidden(name: str) -> str:

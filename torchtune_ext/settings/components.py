@@ -37,7 +37,7 @@ def instantiate(node: Mapping[str, Any], **extra: Any) -> Any:
     name = getattr(node, "key", "")
     try:
         return component(**arguments, **extra)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # If an argument is to blame, the message is enough. Otherwise the user needs the line that failed.
         message = _refused(component, path, name, arguments, extra, error)
         if message is not None:

@@ -225,7 +225,8 @@ def _save_tokenizer(folder: Path, source: HFModel, tokenizer: ChatTokenizer | No
     if (folder / "config.json").is_file():
         generation = folder / "generation_config.json"
         values = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
-        generation.write_text(json.dumps(values | {"eos_token_id": list(tokenizer.stop_token_ids)}, indent=2))
+        ends = list(tokenizer.stop_token_ids)
+        generation.write_text(json.dumps(values | {"eos_token_id": ends if ends[1:] else ends[0]}, indent=2))
 
 
 def own_prompts(source: HFModel, tokenizer: ChatTokenizer | None) -> str:
@@ -233,7 +234,7 @@ def own_prompts(source: HFModel, tokenizer: ChatTokenizer | None) -> str:
     template, parts = getattr(tokenizer, "template", None), []
     if template is None:
         return ""
-    if os.path.abspath(tokenizer.path) != os.path.abspath(source.path):
+    if os.path.realpath(tokenizer.path) != os.path.realpath(source.path):
         parts.append(f"the tokenizer of {tokenizer.path}")
     if template.options or template.name != str(tokenizer.path):
         options = ", ".join(f"{name}={value!r}" for name, value in template.options.items())

@@ -13,6 +13,7 @@ import pytest
 from clue_reader import DATA, Translator, all_nights, check_by_trying, holds, needs_public, read
 from tables import every_row
 
+from torchtune_ext.host.cli import main
 from torchtune_ext.tasks.temporal_clue import TemporalClue, cli
 from torchtune_ext.tasks.temporal_clue.clues import HasMotive, Murder, Place, draw_clues
 from torchtune_ext.tasks.temporal_clue.files import generate, read_puzzles, write_jsonl
@@ -396,3 +397,30 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "heard\n", (done.returncode, done.stderr)
+
+
+@needs_ortools
+def test_puzzles_replace_puzzles_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert main(["clue", "--count", "1", "--workers", "1", "--out=~/p.jsonl"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
+    puzzle = (tmp_path / "p.jsonl").read_text()
+    for name, text in (("list.json", f"[{puzzle}]"), ("rows.jsonl", '{"question": "1+1="}\n'), ("notes", "mine\n")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=f"--out {name} holds something else than puzzles"):
+            command("--out", name)
+        assert (tmp_path / name).read_text() == text
+
+
+def test_puzzles_go_into_pipe_and_through_link(tmp_path):
+    puzzles, (end, write) = [Puzzle(1, "a", {"A": "b"})], os.pipe()
+    write_jsonl(f"/dev/fd/{write}", puzzles)
+    os.close(write)
+    with open(end) as pipe:
+        text = pipe.read()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to("data/p.jsonl")
+    write_jsonl(tmp_path / "link", puzzles)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "data" / "p.jsonl").read_text() == text != ""

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -130,6 +131,15 @@ def test_a_fresh_run_does_not_resume(tmp_path):
 def test_wrong_settings(wrong, says):
     with pytest.raises(ValueError, match=says):
         LoggingConfig(**wrong)
+
+
+def test_folder_of_missing_package_is_not_the_package(monkeypatch):
+    """Of W&B, which makes a folder wandb/ in the working directory."""
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    with pytest.raises(
+        ValueError, match=r"logging.to names 'wandb', whose package is missing \(wandb is only a folder in "
+    ):
+        LoggingConfig(to=["wandb"])
 
 
 def test_which_steps_are_shown():

@@ -67,7 +67,9 @@ def check_sinks(names: Sequence[str]) -> None:
             sink_class(name)
             continue
         try:
-            __import__(name)
+            # W&B and TensorBoard make folders of their names, which Python imports where the package is missing.
+            if getattr(__import__(name), "__file__", None) is None:
+                raise ImportError(f"{name} is only a folder in {Path.cwd()}")
         except ImportError as error:
             raise Mistake(
                 f"logging.to names {name!r}, whose package is missing ({error}): "
