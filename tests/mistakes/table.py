@@ -26,8 +26,7 @@ GROUPS: dict[str, dict[str, Mistake]] = {
     "keys": KEYS,
     "values": VALUES,
     "classes and data": CLASSES,
-    "model directories": MODELS,
-    "folders and paths": FOLDERS,
+    "model directories": MODELS | FOLDERS,
 }
 MISTAKES = {f"{group}: {name}": mistake for group, rows in GROUPS.items() for name, mistake in rows.items()}
 

@@ -148,7 +148,7 @@ def by_path(path: str, where: str) -> Any:
             raise Mistake(f"{where}: {'.'.join(parts[:i])} has no {part!r}{hint}")
         target = getattr(target, part)
     if hidden := _hidden(parts[0]):
-        _warn(f"{where}{hidden}")
+        _warn(where + hidden.replace(";", ":", 1))
     return target
 
 
