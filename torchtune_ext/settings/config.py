@@ -215,6 +215,8 @@ def _path(key: str, value: Any) -> Any:
         names = os.fsencode(path).split(b"/")
     except UnicodeEncodeError:
         names = [b"\0"]
+    if not path.strip():
+        raise Mistake(f"{key}={value!r} is empty; expected a path. Fix: write . for the working directory")
     if any(b"\0" in name for name in names):
         raise Mistake(f"{key}={value!r} holds a character that no path may have; expected the name of a file or folder")
     if max(map(len, names)) > LONGEST_NAME or sum(map(len, names)) + len(names) > LONGEST_PATH:

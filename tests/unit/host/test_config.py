@@ -201,6 +201,7 @@ def test_every_knob_that_a_message_names_exists():
     [
         ("output_dir", "$HOME", r"output_dir=\$HOME: `\$` has a meaning in a shell only"),
         ("output_dir", "a/$(date)", "`\\$` has a meaning"),
+        ("output_dir", "${oc.env:TTE_EMPTY}", "output_dir='' is empty; expected a path"),
         ("output_dir", "${oc.env:TTE_DOLLAR}", "`\\$` has a meaning"),
         ("teacher.model_dir", "$MODELS/x", r"teacher.model_dir=\$MODELS/x: `\$` has"),
         ("task.path", ["a", "$MODELS/x"], r"task.path=\$MODELS/x: `\$` has"),
@@ -220,6 +221,7 @@ def test_every_knob_that_a_message_names_exists():
 def test_value_that_cannot_be_path_is_refused(tmp_path, monkeypatch, key, value, says):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TTE_DOLLAR", "x/$HOME")
+    monkeypatch.setenv("TTE_EMPTY", "")
     os.mkfifo("pipe")
     settings = OmegaConf.create({**NEEDED, "task": {}, "tokenizer": {}, "evaluation": {"task": {"_component_": "x"}}})
     OmegaConf.update(settings, key, value)
