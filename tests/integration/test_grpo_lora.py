@@ -52,9 +52,12 @@ def test_a_run_trains_adapters_alone_and_proves_that_they_are_applied(workplace)
     assert sorted(p.name for p in step.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "chat_template.jinja",
         "manifest.json",
         "recipe.json",
         "state",
+        "tokenizer.json",
+        "tokenizer_config.json",
     ]
     whole = (workplace / "model" / "model.safetensors").stat().st_size
     assert sum(p.stat().st_size for p in step.rglob("*")) < whole, "a checkpoint holds frozen weights"

@@ -24,7 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.files import PRUNED, explained, make_empty, partial_of, put_in_place, remove, sweep, write_atomic
+from torchtune_ext.run.files import (
+    PRUNED,
+    explained,
+    json_object,
+    make_empty,
+    partial_of,
+    put_in_place,
+    remove,
+    sweep,
+    write_atomic,
+)
 
 log = logging.getLogger(__name__)
 
@@ -260,8 +270,8 @@ class RunFolder:
                 )
         if Path.cwd().is_relative_to(self.path.resolve()):
             raise Mistake(
-                f"output_dir={self.path}: the working directory is in this folder, and an earlier run, which a new one would "
-                f"move to {self.path / 'old-N'}. {_ELSEWHERE}, or set resume_from_checkpoint=True"
+                f"output_dir={self.path} is or contains the working directory, so the earlier run in it is not moved to "
+                f"{self.path / 'old-N'}. {_ELSEWHERE}, or set resume_from_checkpoint=True"
             )
         number = 1
         while os.path.lexists(target := self.path / f"old-{number}"):
@@ -291,11 +301,11 @@ def require_usable(output_dir: str | Path) -> None:
             raise Mistake(f"output_dir={path}: {place} is not a folder. {_ELSEWHERE}")
     with explained(f"output_dir={path} cannot be read", _ELSEWHERE):
         record, lock = path / RECORD, path / LOCK
-        by_run = _json(lock).keys() >= {"pid", "host"}
+        by_run = json_object(lock).keys() >= {"pid", "host"}
         left = [each.name for each in _contents(path)]
         if os.path.lexists(record):
-            fields_, known = _json(record), {each.name for each in fields(Run)}
-            if isinstance(fields_.get("id"), str) and fields_.keys() <= known:
+            values, known = json_object(record), {each.name for each in fields(Run)}
+            if isinstance(values.get("id"), str) and values.keys() <= known:
                 return
             left = [RECORD] if by_run else left
         elif by_run:
@@ -312,16 +322,7 @@ def require_usable(output_dir: str | Path) -> None:
 
 def settings_in(folder: Path) -> list[Mapping[str, Any]]:
     """Returns the settings of the run in a folder, and of the earlier runs that were set aside there."""
-    return [_json(place / RECORD).get("config") or {} for place in (folder, *folder.glob("old-*"))]
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; an empty one if the file is missing or holds something else."""
-    try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return [json_object(place / RECORD).get("config") or {} for place in (folder, *folder.glob("old-*"))]
 
 
 def _contents(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from torchtune_ext.chat.templates import ChatTemplate
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
 from torchtune_ext.run.errors import Failure, FileMistake, Mistake
-from torchtune_ext.run.files import make_empty, partial_of, put_in_place
+from torchtune_ext.run.files import json_object, make_empty, partial_of, put_in_place
 from torchtune_ext.run.folder import require_usable, settings_in
 from torchtune_ext.training.collectives import FAILURES, describe, from_main, rank, together, true_cause
 
@@ -219,14 +219,14 @@ def _save_tokenizer(folder: Path, source: HFModel, tokenizer: ChatTokenizer | No
     text, settings = template_text(tokenizer.template), folder / "tokenizer_config.json"
     (folder / TEMPLATE).write_text(text, encoding="utf-8")
     # Some tools read the template in this file.
-    if settings.is_file() and "chat_template" in (values := json.loads(settings.read_text(encoding="utf-8"))):
+    if "chat_template" in (values := json_object(settings)):
         settings.write_text(json.dumps(values | {"chat_template": text}, indent=2))
     # An adapter has no config: its base has it.
     if (folder / "config.json").is_file():
         generation = folder / "generation_config.json"
-        values = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
         ends = list(tokenizer.stop_token_ids)
-        generation.write_text(json.dumps(values | {"eos_token_id": ends if ends[1:] else ends[0]}, indent=2))
+        values = json_object(generation) | {"eos_token_id": ends if ends[1:] else ends[0]}
+        generation.write_text(json.dumps(values, indent=2))
 
 
 def own_prompts(source: HFModel, tokenizer: ChatTokenizer | None) -> str:
@@ -251,6 +251,7 @@ def template_text(template: ChatTemplate) -> str:
         if name.endswith(("_token", "_tokens"))
         else f"{{% set {name} = {name} | default({value!r}) %}}\n"
         for name, value in template.options.items()
+        if name.isidentifier()
     ]
     return template.source if template.source.startswith(head := "".join(lines)) else head + template.source
 

@@ -121,7 +121,7 @@ def test_working_directory_with_earlier_run_is_not_moved(tmp_path, monkeypatch):
         monkeypatch.chdir(cwd)
         with (
             RunFolder(output_dir) as folder,
-            pytest.raises(ValueError, match="the working directory is in this folder"),
+            pytest.raises(ValueError, match="is or contains the working directory"),
         ):
             folder.begin({}, resuming=False)
     assert tree(tmp_path) == before and not (tmp_path / "old-1").exists()

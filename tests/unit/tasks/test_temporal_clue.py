@@ -409,7 +409,7 @@ def test_puzzles_replace_puzzles_and_nothing_else(tmp_path, monkeypatch):
     puzzle = (tmp_path / "p.jsonl").read_text()
     for name, text in (("list.json", f"[{puzzle}]"), ("rows.jsonl", '{"question": "1+1="}\n'), ("notes", "mine\n")):
         (tmp_path / name).write_text(text)
-        with pytest.raises(ValueError, match=f"--out {name} holds something else than puzzles"):
+        with pytest.raises(ValueError, match=f"--out {name} holds something other than puzzles"):
             command("--out", name)
         assert (tmp_path / name).read_text() == text
 

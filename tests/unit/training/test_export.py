@@ -33,6 +33,7 @@ TEMPLATES = {
     "switch null": (SWITCH, {"enable_thinking": None}),
     "text with quotes": (MACRO, {"tone": 'it\'s "so"\n{{ ü }} \\n %}'}),
     "lists": (LOOP, {"names": ["a", 2, 1.5e-7, None], "deep": {"a": [True]}}),
+    "name that no template reads": (SWITCH, {"a-b": 1, "enable_thinking": False}),
     "special token": (ENDS, {"eos_token": "<|im_end|>!"}),
 }
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "Lounge 1?\n"}]

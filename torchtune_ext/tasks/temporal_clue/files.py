@@ -42,12 +42,12 @@ def _end_with_parent() -> None:
 
 
 def require_puzzles(path: Path) -> None:
-    """Raises ValueError if a file is there and holds something else than `write_jsonl` writes."""
+    """Raises ValueError if a file is there and holds something other than `write_jsonl` writes."""
     if path.is_file() and path.stat().st_size:
         try:
             _checked(*next(read_examples(str(path), None)))
         except (Mistake, StopIteration):
-            raise Mistake(f"--out {path} holds something else than puzzles. Fix: name another file") from None
+            raise Mistake(f"--out {path} holds something other than puzzles. Fix: name another file") from None
 
 
 def write_jsonl(path: str | os.PathLike, puzzles: Iterable[Puzzle]) -> int:
