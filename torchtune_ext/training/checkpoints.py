@@ -2,7 +2,7 @@
 
 checkpoints/step_000040/
     config.json  model-00001-of-00001.safetensors  tokenizer files    a model directory that any tool can read
-    (or adapter_config.json  adapter_model.safetensors  [merged/]     an adapter, and if wanted the merged model; tokenizer files)
+    (or adapter_config.json  adapter_model.safetensors  [merged/]     an adapter, and if wanted the merged model; tokenizer)
     recipe.json                                                       step, version, cursor, task, throttle, accuracy
     state/                                                            float32 weights, optimizer (if saved), RNG: by DCP
     manifest.json                                                     what it belongs to; size and SHA-256 of every file
