@@ -160,13 +160,12 @@ def _warn(text: str) -> None:
 def _hidden(name: str) -> str:
     """Returns the end of a message if a file of the working directory was not imported, because a module has its name."""
     module, here = sys.modules[name], Path.cwd()
-    file = getattr(module, "__file__", None)
-    mine = next((path for path in (here / f"{name}.py", here / name / "__init__.py") if path.is_file()), None)
-    if mine is None or (file and Path(file).resolve() == mine.resolve()):
+    mine = next((path for path in (here / f"{name}.py", here / name) if path.is_file() or any(path.glob("*.py"))), None)
+    places = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", []))
+    if mine is None or any(Path(place).resolve().is_relative_to(mine.resolve()) for place in places):
         return ""
-    return (
-        f"; {name} is {file or 'built into Python'}, which hides {mine.relative_to(here)} in {here}. Fix: rename yours"
-    )
+    place = places[0] if places else "built into Python"
+    return f"; {name} is {place}, which hides {mine.name} in {here}. Fix: rename yours"
 
 
 def _no_module(name: str) -> str:

@@ -232,7 +232,7 @@ def _save_tokenizer(folder: Path, source: HFModel, tokenizer: ChatTokenizer | No
 def own_prompts(source: HFModel, tokenizer: ChatTokenizer | None) -> str:
     """Returns what makes the prompts of a run where it is not the tokenizer and the template of its model, or ""."""
     template, parts = getattr(tokenizer, "template", None), []
-    if template is None:
+    if not isinstance(template, ChatTemplate):
         return ""
     if os.path.realpath(tokenizer.path) != os.path.realpath(source.path):
         parts.append(f"the tokenizer of {tokenizer.path}")

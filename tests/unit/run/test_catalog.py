@@ -17,6 +17,10 @@ def test_file_that_another_module_hides_is_named(tmp_path, monkeypatch, caplog):
     hidden = rf"random is .*random\.py, which hides random\.py in {tmp_path}\. Fix: rename yours"
     with pytest.raises(ValueError, match=f"task.grader: random has no 'near'; {hidden}"):
         by_path("random.near", "task.grader")
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "near.py").touch()
+    with pytest.raises(ValueError, match=r"json has no 'near'; json is .*json/__init__\.py, which hides json in "):
+        by_path("json.near.near", "task.grader")
     assert caplog.messages == []
     for _ in range(2):
         by_path("random.choice", "task.grader")  # of Python, though the file has one, too
