@@ -199,7 +199,8 @@ class ChatTokenizer:
         except TypeError:
             # JSON may hold half of a surrogate pair, which tokenizers refuse without a name.
             if half := re.search("[\ud800-\udfff]", text):
-                raise Mistake(f"the text holds half of a character, {half[0]!r}; write all of it") from None
+                near = text[max(0, half.start() - 30) : half.end()]
+                raise Mistake(f"half of a character at the end of {near!r}; write all of it, or remove it") from None
             raise
 
     def decode(self, ids: Sequence[int]) -> str:
