@@ -130,7 +130,7 @@ CLASSES = {
     "rows of chat messages, not named": rows("chat.jsonl", r"chat.jsonl:1: no field 'question'; there are: messages, answer; say which of them it is: question=NAME"),
     "chats that end with an answer": rows("chat.jsonl task.question=messages", r"chat.jsonl:1: the last message of 'messages' is of role 'assistant'; end a question with the user's message"),
     "a field of answers that is not there": rows("rows.jsonl task.answer=completion", r"rows.jsonl:1: no field 'completion'; there are: .*; say which of them it is: answer=NAME"),
-    "CSV under another name": rows("rows.txt", r"rows.txt:1: no JSON \(.*\); write one object a line, or name a .csv or .parquet file"),
+    "CSV under another name": rows("rows.txt", r"rows.txt:1: no JSON \(.*\); write one object a line, or name a file with the ending .parquet, .csv, .tsv or .jsonl"),
     "broken CSV": rows("rows.csv", r"task.path='rows.csv': no CSV \(.*\); write commas between values, and quote texts"),
     "a grader that takes an answer": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.same", r"takes an answer first, but it is given the problem", files={"mine.py": "def same(answer, text): return 1.0\n", "rows.jsonl": ROWS}),
     "a grader that is not there": full(f"task._component_={JSONL} task.path=rows.jsonl task.grader=mine.sam", r"mine.*sam", files={"mine.py": "def same(problem, text): return 1.0\n", "rows.jsonl": ROWS}),

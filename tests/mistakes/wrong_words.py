@@ -139,7 +139,7 @@ VALUES = {
     "grader.workers=0": full("grader.workers=0", r"grader.workers=0 must be at least 1"),
     "grader.timeout_s=-1": full("grader.timeout_s=-1", r"grader.timeout_s=-1.0 must be a number of seconds greater than 0"),
     "grader.timeout_s=.inf": full("grader.timeout_s=.inf", r"grader.timeout_s=inf must be a number of seconds greater than 0"),
-    "grader.timeout_s=1e7": full("grader.timeout_s=1e7 engine.start_deadline_s=1e12", r"engine.start_deadline_s=1000000000000.0 must be a number of seconds greater than 0, at most 604800 \(a week\)\nerror: "),
+    "grader.timeout_s=1e7": full("grader.timeout_s=1e7 engine.start_deadline_s=1e12", r"grader.timeout_s=10000000.0 must be a number of seconds greater than 0, at most 604800 \(a week\)\nengine.start_deadline_s=1000000000000.0 must"),
     "evaluation.every=0": full("evaluation.every=0", r"evaluation.every=0 must be at least 1"),
     "checkpoints.every=0": full("checkpoints.every=0", r"checkpoints.every=0 must be at least 1 step"),
     "checkpoints.keep_last=0": full("checkpoints.keep_last=0", r"checkpoints.keep_last=0 must be at least 1"),
