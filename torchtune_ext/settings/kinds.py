@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from pathlib import Path
@@ -42,8 +43,9 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, str | os.PathLike)
     if origin is Literal:
         return value in inside
+    # A component may take the dotted path of a function.
     if origin is Callable:
-        return callable(value)
+        return callable(value) or isinstance(value, str)
     # A text is a sequence, too, but of letters.
     if origin in LISTS:
         if not isinstance(value, list | tuple) or len(value) != (_length(kind) or len(value)):
@@ -90,6 +92,8 @@ def _rewritten(key: str, value: Any, kinds: list[Any]) -> str:
         except ValueError:
             return ""
         whole = number.is_integer()
+        if not math.isfinite(number):
+            return ""
         return f": {key}={int(number) if whole else number}" if float in origins or whole else ""
     if isinstance(value, str | int | float) and any(
         each in LISTS and not _length(kind) for each, kind in zip(origins, kinds, strict=True)

@@ -24,7 +24,7 @@ OPTIONAL = Optional[int]  # noqa: UP045 (torch writes it so)
         ("a/b", Path), ("a/b", str | os.PathLike), ([1, 0.5], tuple[float, float]), ([0.9, 0.95], tuple[float | torch.Tensor, float]),
         ([], Sequence[str]), (["a"], list[str]), (["a"], Iterable[str]), ([1, "a"], list), ([[1]], Sequence[Sequence[int]]),
         ({"a": 1}, dict), ({"a": [1]}, Mapping[str, int | Sequence[int]]), (5, int | Sequence[int] | Mapping[int, float]),
-        ("q_proj", Literal["q_proj"]), ("fast", float | torch.Tensor), ("x", "Unknown"), (3, Any), (3, torch.dtype), ("my.f", str | Callable),
+        ("q_proj", Literal["q_proj"]), ("fast", float | torch.Tensor), ("x", "Unknown"), (3, Any), (3, torch.dtype), ("my.f", str | Callable), ("my.f", Callable | None),
     ],
 )  # fmt: skip
 def test_a_value_that_fits_its_annotation_passes(value, kind):
@@ -45,6 +45,7 @@ def test_a_value_that_fits_its_annotation_passes(value, kind):
         (1e6, int, "=1000000.0 must be a whole number: k=1000000"),
         ("10", int | None, "='10' must be a whole number: k=10"),
         ("1e-5", float, "='1e-5' must be a number: k=1e-05"),
+        (3, Callable | None, "=3 must be a function"),
         (True, int, "=True must be a whole number"),
         (True, float, "=True must be a number"),
         ("maybe", bool, "='maybe' must be true or false"),
