@@ -37,7 +37,7 @@ def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Exa
             if suffix in (".csv", ".tsv"):
                 reader = csv.DictReader(file, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
                 # Spreadsheets write empty columns, whose names are empty, too.
-                _require_unique(path, [name for name in reader.fieldnames or () if name])
+                _require_unique([name for name in reader.fieldnames or () if name], f"{path}: ")
                 for number, row in enumerate(reader, start=1):
                     # DictReader puts surplus values under the key None, and None where a value is missing.
                     if None in row or None in row.values():
@@ -57,9 +57,19 @@ def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Exa
             raise Mistake(f"path={path!r}: no CSV ({error}); write commas between values, and quote texts") from error
 
 
-def _require_unique(where: str, names: list[str]) -> None:
+def _require_unique(names: list[str], where: str = "") -> None:
     if twice := [name for name in names if names.count(name) > 1]:
-        raise Mistake(f"{where}: the field {twice[0]!r} is there twice; rename or remove one")
+        raise Mistake(f"{where}the field {twice[0]!r} is there twice; rename or remove one")
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Python keeps the last of two equal names.
+    if len(example := dict(pairs)) < len(pairs):
+        _require_unique([name for name, _ in pairs])
+    return example
+
+
+_READER = json.JSONDecoder(object_pairs_hook=_fields)
 
 
 def _no_file(path: str) -> str:
@@ -74,16 +84,10 @@ def _no_file(path: str) -> str:
 
 
 def _json_object(where: str, line: str) -> Example:
-    def fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # Python's reader keeps the last of two equal names.
-        if len(example := dict(pairs)) < len(pairs):
-            _require_unique(where, [name for name, _ in pairs])
-        return example
-
     try:
-        example = json.loads(line, object_pairs_hook=fields)
-    except Mistake:
-        raise
+        example = _READER.decode(line)
+    except Mistake as error:
+        raise Mistake(f"{where}: {error}") from None
     # A number of thousands of digits is a plain ValueError, and thousands of open brackets are a RecursionError.
     except (ValueError, RecursionError) as error:
         cause = getattr(error, "msg", error)
@@ -102,7 +106,7 @@ def _parquet_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str,
 
     try:
         file = ParquetFile(path)
-        _require_unique(path, file.schema_arrow.names)
+        _require_unique(file.schema_arrow.names, f"{path}: ")
         known = [name for name in file.schema_arrow.names if fields is not None and name in fields]
         # If a field is missing, all fields are read, so that the error can list them.
         columns = known if fields is not None and len(known) == len(fields) else None
