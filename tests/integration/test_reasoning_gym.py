@@ -107,6 +107,7 @@ def test_generators_right_answers_are_solved_and_garbage_is_not(monkeypatch):
         ("number_format", "569204296.88", ["569,204,296.88"], ["569204296.8", "569204296.889"]),
         ("number_sorting", "['1.0', '20.5']", ['["1", "20.50"]'], ["['1.4', '20.5']", "['1', '21']", "['20.5', '1']"]),
         ("pool_matrix", "5.17 4.5", ["5.1667 4.50"], ["5.18 4.5", "5.2 4.5", "5.17 4.54"]),
+        ("word_sorting", "Above, errors", ["Above,errors"], ["Above, errors, more"]),
         ("spell_backward", "retuhc", ["Retuhc"], ["retuhcs", "retuhc a", "retuh"]),
         ("game_of_life_halting", "True", ["true"], ["False", "True False", "yes"]),
         ("fraction_simplification", "$4/5$", ["\\frac{4}{5}", "4/5"], ["4/5 + 1", "4/5 or 3/5"]),

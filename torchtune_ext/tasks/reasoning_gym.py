@@ -73,8 +73,10 @@ ALSO: dict[str, Callable[[str, str], bool]] = {
     "letter_jumble": _same_text,
     "number_format": lambda gold, answer: _same_numbers(gold, answer.replace(",", "")),
     "number_sorting": _same_numbers,
+    "polynomial_equations": lambda gold, answer: answer.count(",") == gold.count(","),
     "pool_matrix": lambda gold, answer: _same_numbers(gold, answer, slack=0.0051),  # two decimals
     "spell_backward": _same_text,
+    "word_sorting": lambda gold, answer: answer.count(",") == gold.count(","),
 }
 
 
