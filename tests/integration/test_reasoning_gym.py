@@ -15,8 +15,8 @@ from reasoning_gym.factory import DATASETS, has_curriculum
 
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.reasoning_gym import (
-    ALSO,
     BY_HASH,
+    EXTRA_RULES,
     UNFIT,
     WINDOW,
     ReasoningGym,
@@ -114,8 +114,8 @@ def test_generators_right_answers_are_solved_and_garbage_is_not(monkeypatch):
     ],
 )
 def test_generators_that_overpay_are_judged_by_a_rule_of_ours(name, gold, right, wrong):
-    assert all(ALSO[name](gold, text) for text in [gold, *right])
-    assert not any(ALSO[name](gold, text) for text in wrong)
+    assert all(EXTRA_RULES[name](gold, text) for text in [gold, *right])
+    assert not any(EXTRA_RULES[name](gold, text) for text in wrong)
 
 
 def test_a_question_is_trained_on_or_held_out_whatever_the_seed():

@@ -63,7 +63,7 @@ def _same_numbers(gold: str, answer: str, digits: int = 15, slack: float = 0.0) 
 
 
 # What an answer must satisfy, too, where a generator gives its full score to wrong ones: (right answer, answer) -> bool.
-ALSO: dict[str, Callable[[str, str], bool]] = {
+EXTRA_RULES: dict[str, Callable[[str, str], bool]] = {
     "coin_flip": lambda gold, answer: _same_numbers(gold, str(float(Fraction(answer))), digits=10),
     "complex_arithmetic": lambda gold, answer: not re.search(r"[a-df-hk-z]", answer.casefold()),  # nan
     "decimal_arithmetic": lambda gold, answer: _same_numbers(gold, answer, digits=12),
@@ -172,7 +172,7 @@ class ReasoningGym:
             # The score depends only on the entry, so any instance will do.
             judge = _generator(name, json.dumps(problem.example["options"], sort_keys=True), "0")
             credit = float(judge.score_answer(answer, dict(problem.example))) if answer else 0.0
-            if credit >= SOLVED and name in ALSO and not ALSO[name](str(problem.answer), answer):
+            if credit >= SOLVED and name in EXTRA_RULES and not EXTRA_RULES[name](str(problem.answer), answer):
                 credit = 0.0
         except Exception as error:  # noqa: BLE001 (a text of the policy must not make `grade` raise)
             return self._score(name, 0.0, f"{type(error).__name__}: {error}")
