@@ -60,6 +60,7 @@ def test_all_published_cases():
         (GOLD.replace(". ", ".\u00a0").replace(" ", "\u202f"), 1.0, 0.0),
         (GOLD.replace("Rope", "Rope or Knife").replace("Fear", "Fear Greed"), 0.6, 0.4),
         (GOLD + "\nB: Knife", 0.8, 0.8),
+        (GOLD + "\n\nA. \nB:\nC.\nD. \nE. ...", 1.0, 0.6),
         ("", 0.0, 0.0),
     ],
 )

@@ -104,7 +104,7 @@ def _patterns(key: str, grader: str) -> list[re.Pattern]:
     anywhere = re.compile(rf"{re.escape(key)}\. ([{ANSWER_LETTERS[grader]}]+)")
     if grader == "published":
         return [anywhere]
-    return [re.compile(rf"^[ >#(-]*{re.escape(key)}[.:)]+ *([{ANSWER_LETTERS[grader]}]+)", re.MULTILINE), anywhere]
+    return [re.compile(rf"^[ >#(-]*{re.escape(key)}[.:)]+ *(\w[{ANSWER_LETTERS[grader]}]*)", re.MULTILINE), anywhere]
 
 
 def answers_in(text: str, keys: Iterable[str], grader: str = "exact") -> dict[str, str]:
