@@ -86,8 +86,11 @@ def rehearse(
 
 
 def answer_faults(grader: Grader, problems: Sequence[Problem]) -> list[str]:
-    """Says for each problem why it cannot be graded, or "": it cannot be sent to a process, or its right answer is of no
-    use, which is tried where a task asks for it (`tries_answers`) and the grader is one of this package."""
+    """Says for each problem why it cannot be graded, or "".
+
+    The problem has to be picklable. With a grader of this package, if the task has `tries_answers`, the right answer
+    also has to get a higher reward than a wrong text.
+    """
     # A task that grades by itself sends what it likes.
     if not isinstance(grader, Grader):
         return [""] * len(problems)

@@ -123,7 +123,7 @@ def test_failures_are_logged_with_their_causes(caplog):
     assert caplog.text == ""
 
 
-def test_a_problem_that_cannot_be_sent_costs_its_own_texts():
+def test_grader_unpicklable_problem_costs_only_its_texts():
     deep = []
     for _ in range(2000):
         deep = [deep]
@@ -152,7 +152,7 @@ class Shipped(Scripted):
     grade.__module__ = "torchtune_ext.tasks.made_up"
 
 
-def test_a_text_that_hangs_or_kills_a_shipped_grader_is_the_policys_failure(tmp_path, caplog):
+def test_shipped_grader_hung_by_a_text_pays_zero(tmp_path, caplog):
     texts = ["sleeps 60", "os_exit 3", "deep", f"dies_once {tmp_path / 'died'}", "raises no", "reward 1"]
     with Grader(Shipped(), timeout_s=1.0) as grader:
         late, dead, deep, alive, failed, right = grader.grade([(PROBLEM, text) for text in texts])
@@ -182,7 +182,7 @@ def test_a_text_that_hangs_or_kills_a_shipped_grader_is_the_policys_failure(tmp_
         (GuessNumber(count=9), False),
     ],
 )
-def test_a_grader_is_shipped_if_it_is_of_this_package(task, shipped):
+def test_shipped_grader_excludes_functions_of_the_user(task, shipped):
     assert shipped_grader(task) is shipped
 
 
@@ -206,7 +206,7 @@ class Golds:
     grade.__module__ = "torchtune_ext.tasks.made_up"
 
 
-def test_right_answers_are_tried_with_themselves_and_a_wrong_text():
+def test_answer_faults_useless_answers_are_named():
     words = ["right", "raises", "hangs", "pays all", "pays none", "has none", threading.Lock()]
     problems = [Problem(str(word), (), word) for word in words]
     with Grader(Golds(), timeout_s=1.0) as grader:
@@ -234,7 +234,7 @@ def test_right_answers_are_tried_with_themselves_and_a_wrong_text():
         ([threading.Lock()] * 6 + ["right"], None),
     ],
 )
-def test_problems_that_cannot_be_sent_are_left_out_of_the_rehearsal(answers, words):
+def test_rehearse_unpicklable_problems_are_left_out(answers, words):
     class Listed(Golds, list):
         def __reduce__(self):
             return Golds, ()
@@ -277,7 +277,7 @@ class Ruined(Scripted):
         return Score(1.0, {"a\ud83d": 1.0}, "n\ud83d", {"f\ud83d": "g\ud83d"})
 
 
-def test_what_a_text_leaves_behind_harms_no_later_one(tmp_path):
+def test_process_ruined_by_a_text_is_replaced(tmp_path):
     texts = ["alarms", "sleeps 0.4", "cancels", "hints", "reward 2", "halves"]
     texts += ["closes", *["prints x"] * 7]
     with Grader(Ruined(), output=tmp_path / "log") as grader:
@@ -291,7 +291,7 @@ def test_what_a_text_leaves_behind_harms_no_later_one(tmp_path):
 
 
 @pytest.mark.parametrize("rest", ["hello", "\0\0\0\x09junk"])
-def test_a_text_that_writes_to_all_descriptors_costs_only_itself(tmp_path, rest):
+def test_process_flooded_descriptors_cost_one_text(tmp_path, rest):
     begin = time.monotonic()
     with Grader(Ruined(), workers=1, timeout_s=5.0, output=tmp_path / "log") as grader:
         lost, right = grader.grade([(PROBLEM, f"floods {rest}"), (PROBLEM, "reward 2")])

@@ -136,7 +136,7 @@ def test_equal_rewards_that_are_no_round_numbers_carry_no_signal():
         ((1e-8, 0.0), False),
     ],
 )
-def test_rewards_that_differ_too_little_are_named_once(caplog, rewards, warns):
+def test_advantages_nearly_equal_rewards_warn_once(caplog, rewards, warns):
     advantages_module._warn_of_ties.cache_clear()
     caplog.clear()
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_rewards_that_differ_too_little_are_named_once(caplog, rewards, warns):
     assert len(caplog.messages) == warns
 
 
-def test_each_kind_of_failure_is_counted_by_itself():
+def test_advantages_each_kind_of_failure_is_counted():
     hung = Score(0.0, {"timed_out": 1.0}, "no answer within 10 s")
     samples = map(sample, (1.0, hung, FAILED, TIMED_OUT, TIMED_OUT, Ungraded("noisy", "disturbed")))
     (done,), stats = with_advantages([group(*samples)], AdvantageConfig())

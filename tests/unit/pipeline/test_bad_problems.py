@@ -183,7 +183,7 @@ def test_many_bad_problems_are_one_message(caplog):
     assert all(f"'p-{index}'" in caplog.text for index in range(30))
 
 
-def test_answers_are_tried_once_before_a_problem_is_used(caplog):
+def test_problem_stream_useless_answers_are_skipped(caplog):
     tried = []
 
     def trial(problems):

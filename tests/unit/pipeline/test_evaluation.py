@@ -92,14 +92,14 @@ def test_interval_of_few_problems_covers_the_mean(kind):
         assert ((ends[:, 0] <= mean) & (mean <= ends[:, 1])).sum() >= 455, count
 
 
-def test_students_quantiles_are_those_of_the_tables():
+def test_student_quantiles_match_the_tables():
     # P(|t| <= 12.706) of one degree of freedom is 2/pi atan(12.706); of two, t / sqrt(2 + t^2).
     assert 2 / math.pi * math.atan(T[0]) == pytest.approx(0.95, abs=1e-5)
     assert T[1] / math.sqrt(2 + T[1] ** 2) == pytest.approx(0.95, abs=1e-5)
     assert len(T) == 29 and list(T) == sorted(T, reverse=True) and T[28] == 2.045 > Z
 
 
-def test_ungraded_samples_are_named_and_hung_texts_count(caplog):
+def test_accuracy_with_ungraded_samples_warns(caplog):
     """Left out, they would raise the accuracy: here to 1."""
     hung = replace(group([0.0]).samples[0], outcome=Score(0.0, {"timed_out": 1.0}, "no answer within 10 s"))
     assert accuracy([group([1.0])] + [replace(group([0.0]), samples=(hung,))] * 9).mean == pytest.approx(0.1)

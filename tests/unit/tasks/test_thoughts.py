@@ -123,7 +123,7 @@ def played(task, problem, text):
     return task.environment(problem, 0).step({"role": "assistant", "content": text}).reward
 
 
-def test_every_grader_reads_what_follows_the_thought():
+def test_graders_read_what_follows_the_thought():
     guess, clue = GuessNumber(count=1), TemporalClue(seed=0, count=1)
     tasks = [Arithmetic(level=3, count=1), clue, TemporalClue(seed=0, count=1, grader="published"), guess]
     solutions = [task.solution(task[0]) for task in tasks[:3]] + [str(guess[0].answer["number"])]

@@ -56,7 +56,7 @@ def test_a_call_that_cannot_be_read_is_told_to_the_policy(inside, words):
     assert words in str(error.value)
 
 
-def test_a_call_of_a_thousand_levels_is_told_to_the_policy():
+def test_tool_calls_nested_a_thousand_levels_are_mistakes():
     # At some of these depths the call can be read, but not written again.
     for depth in range(900, 1100):
         with pytest.raises(ValueError, match="no JSON|is no tool call"):
