@@ -133,7 +133,7 @@ def sync(path: Path) -> None:
             _unflushed.add(device)
             log.warning(
                 "%s: this file system cannot flush a folder (%s): a power cut may undo the newest checkpoint",
-                path,
+                path.parent,
                 error.strerror,
             )
     finally:
