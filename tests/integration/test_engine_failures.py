@@ -194,7 +194,7 @@ def test_a_first_start_that_fails_says_why(tmp_path, model_dir):
         engine.start()
         with pytest.raises(EngineFailed, match="did not start(.|\n)*No available memory"):
             engine.wait_ready(240)
-    with pytest.raises(ValueError, match="probe_deadline_s is 0"):
+    with pytest.raises(ValueError, match="probe_deadline_s=0 must be"):
         EngineConfig(probe_deadline_s=0)
 
 
