@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torchtune import training
 
-from torchtune_ext.run.errors import Mistake, require_seconds
+from torchtune_ext.run.errors import Failure, Mistake, require_seconds
 from torchtune_ext.run.launcher import misread, number, place
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent
@@ -134,12 +134,12 @@ def init_ranks(
     try:
         join(backend, config.deadline_s)
     except RuntimeError as error:
-        error.add_note(
-            f"The ranks did not find each other. gloo listens on {os.environ.get('GLOO_SOCKET_IFNAME', 'the host name')}: set "
-            "GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME on GPUs, to the network interface that connects the machines "
+        raise Failure(
+            f"The ranks did not find each other within ranks.deadline_s={config.deadline_s:g} s "
+            f"({' '.join(str(error).split())[:300]}). gloo listens on {os.environ.get('GLOO_SOCKET_IFNAME', 'the host name')}: "
+            "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME on GPUs, to the network interface that connects the machines "
             "(docs/several_machines.md)"
-        )
-        raise
+        ) from error
     hosts = hosts_of_ranks()
     if output_dir is not None:
         require_shared(hosts, output_dir)
