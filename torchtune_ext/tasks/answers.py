@@ -14,6 +14,7 @@ than `LIMIT_S` to compare is wrong, and counted in the part `timed_out`.
 
 import contextlib
 import importlib.util
+import math
 import re
 import signal
 import threading
@@ -51,7 +52,6 @@ _DOUBT = re.compile(
 )
 _QUESTION = re.compile(r"[\s$).*]{0,9}\?")
 _OTHERWISE = re.compile(r"[\s$.,)*]{0,20}(?:or|alternatively|maybe)\b", re.IGNORECASE)
-_FORMULA = re.compile(r"[-+*/^=!_\\|]|\d[A-Za-z]|[A-Za-z]\(")
 
 
 # ---- extraction
@@ -252,7 +252,7 @@ def echoes(gold: str, answers: list[str], question: str) -> bool:
     asked = _bare(question)
     for answer in answers:
         copied = _bare(answer)
-        if copied == _bare(gold) or len(copied) < 3 or not _FORMULA.search(copied.lstrip("-+")) or is_final(answer):
+        if copied == _bare(gold) or len(copied) < 3 or is_final(answer):
             continue
         at = asked.find(copied)
         while at >= 0:
@@ -264,18 +264,20 @@ def echoes(gold: str, answers: list[str], question: str) -> bool:
 
 
 def is_final(answer: str) -> bool:
-    """Tells whether an answer is a number, a fraction in lowest terms or a name, which nothing can simplify."""
-    import math
-
-    text = normalize(answer)
-    fraction = re.fullmatch(r"-?(?:\\frac\{(\d{1,9})\}\{(\d{1,9})\}|(\d{1,9})/(\d{1,9}))", text.replace(" ", ""))
-    if fraction:
-        return math.gcd(int(fraction[1] or fraction[3]), int(fraction[2] or fraction[4])) == 1
-    return re.fullmatch(r"[-+]?[\d.,]+(?:\^\\circ|\\?%)?|\\[A-Za-z]+|\\text\{.*", text) is not None
+    """Tells whether an answer is a number in its final form, such as 3/4, -2\\sqrt{3} or \\pi/2, or a word."""
+    text = _bare(answer.rpartition("=")[2] if is_name(answer.partition("=")[0].strip()) else answer)
+    if not re.fullmatch(r"-?(?:[\d.,/%()]|\\(?:frac|sqrt|pi|%|circ)|\^(?=\\circ)|)*|[A-Za-z]+|\(?[A-Za-z]\)?", text):
+        return False
+    parts = [(int(a), int(b)) for a, b in re.findall(r"(?<!\d)(\d{1,9})/(\d{1,9})", text)]
+    parts += [(int(a), int(b)) for a, b in re.findall(r"frac\s*\{(\d{1,9})\}\s*\{(\d{1,9})\}", answer)]
+    roots = map(int, re.findall(r"sqrt(\d{1,6})", text))
+    return all(math.gcd(a, b) == 1 and b > 1 for a, b in parts) and not any(
+        root % (factor * factor) == 0 for root in roots for factor in range(2, math.isqrt(root) + 1)
+    )
 
 
 def _bare(text: str) -> str:
-    return re.sub(r"\\left|\\right|\\[,;:!]|[\s${}]", "", text).replace("dfrac", "frac").replace("tfrac", "frac")
+    return re.sub(r"\\left|\\right|\\[,;:!]|[\s${}]", "", text).replace("dfrac", "frac").replace("tfrac", "frac").replace("dbinom", "binom")
 
 
 class _Hung(BaseException):

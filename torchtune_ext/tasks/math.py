@@ -14,7 +14,8 @@ from torchtune_ext.tasks.task import Problem, Score
 log = logging.getLogger(__name__)
 
 PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-READ_AT_MOST = 1000  # right answers that math-verify reads at the start, which takes some milliseconds for each
+MARK = re.compile(r"\\boxed|\\fbox|####|\banswer\b[*_\s]*(?:is|:)", re.IGNORECASE)  # a prompt asks for such an answer
+READ_AT_MOST = 1000  # right answers that are read at the start, which takes some milliseconds for each
 
 # The pages of the hub state these licenses: MIT for gsm8k, deepmath and svamp; Apache-2.0 for aime2023 and the original
 # of dapo_math_17k. The pages of math500 (taken from MATH, which is MIT), aime2024 and aime2025 state none.
@@ -50,6 +51,8 @@ class Math(Questions):
         path, hub, config, split, question, answer, solution, prompt, system, count, first: see `Jsonl`. The field of
             the answer may hold a number, an answer, or a solution that ends with the answer.
         require_box, require_thinking, brackets, format, format_reward: see `MathGrader`.
+        unmarked: see `MathGrader`. The default is "none" if `prompt` or `system` asks for a mark (\boxed, ####, "answer
+            is"), else "last_number".
         grader, group_grader, fields: see `Jsonl`. A function replaces `MathGrader`; without one, no fields are kept.
 
     Raises:
@@ -76,6 +79,7 @@ class Math(Questions):
         brackets: bool = False,
         format: str = "box",
         format_reward: float = 0.0,
+        unmarked: str | None = None,
         grader: str | Grade | None = None,
         group_grader: str | GradeGroup | None = None,
         fields: Sequence[str] | None = None,
@@ -91,7 +95,9 @@ class Math(Questions):
         source = DATASETS[dataset] if dataset else Source()
         source = replace(source, **{key: value for key, value in named.items() if value is not None})
         self.marks = source.marks
-        self.verdict = MathGrader(require_box, require_thinking, brackets, format, format_reward)
+        if unmarked is None:
+            unmarked = "none" if MARK.search(f"{prompt} {system}") else "last_number"
+        self.verdict = MathGrader(require_box, require_thinking, brackets, format, format_reward, unmarked)
         prefix = f"{dataset}-" if dataset else ""
         if grader is None and group_grader is None:
             # The answer is all that `MathGrader` reads. Some of these data sets have examples of many kilobytes.
@@ -117,13 +123,14 @@ class Math(Questions):
         unread = [problem.id for problem in looked_at if not readable(problem.answer)]
         if unread:
             log.warning(
-                "%s: math-verify cannot read %d of the first %d right answers, which are compared as text: %s",
+                "%s: %d of the first %d right answers cannot be read as mathematics and are compared as text: %s",
                 self.name, len(unread), len(looked_at), ", ".join(unread[:5]),
             )  # fmt: skip
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text by `MathGrader`."""
-        return self.verdict(problem.answer, text)
+        """Grades a text by `MathGrader`. A formula copied from the question is no answer."""
+        asked = [message["content"] for message in problem.messages if message["role"] == "user"]
+        return self.verdict(problem.answer, text, asked[-1] if asked else "")
 
     def solution(self, problem: Problem) -> str:
         """Returns the worked solution, if there is one, and the answer in a box."""

@@ -291,7 +291,7 @@ def _last_line(text: str) -> tuple[str, list[str]]:
 
     text = _FORMULA.sub(mark, re.sub(r"\$\$", "$", text.replace("\x01", " "))[-MAX_LINE:])
     for line in reversed(text.split("\n")):
-        line = re.sub(r"[*`\"“”]", "", line)
+        line = re.sub(r"(?<!\S)\*(\S[^*]*)\*(?=[\s.,;!?]|$)|\*\*|[`\"“”]", r"\1", line)
         line = re.sub(r"^\s*\(?\d{1,2}[.)]\s+(?=\S*[A-Za-z])", "", line)
         if re.search(r"\d", line.replace("\x01", " ")) or set(re.findall(r"[a-z]+", line.lower())) & set(_NUMERALS):
             return line, formulas
@@ -354,7 +354,7 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
         return True
     if earlier and near in (["to"], ["from"], ["by"]) and not line[earlier[-1][1] : start].strip(" \x01").removesuffix(near[0]).strip():
         return True
-    if earlier and near == ["from"]:
+    if (earlier and near == ["from"]) or words[-2:] == ["up", "to"]:
         return True
     if re.match(r"\s*or\b", before, re.IGNORECASE) and count == 1:
         return True
