@@ -214,42 +214,48 @@ def thinks(text: str) -> bool:
 # ---- verdicts
 
 
-def all_equal(gold: str, answers: list[str]) -> bool:
-    """Tells whether several answers are right: each of them equals `gold`, or only the whole list does."""
+def all_equal(gold: str, answers: list[str], question: str = "") -> bool:
+    """Tells whether several answers are right: each of them equals `gold`, or only the whole list does; and none is a
+    formula copied from the `question`."""
     # If some are right and others wrong, the text has only listed candidates.
     answers = list(dict.fromkeys(answers))
+    if not answers:
+        return False
     verdicts = {equal(gold, answer) for answer in answers}
-    return verdicts == {True} or (len(answers) > 1 and True not in verdicts and equal(gold, ", ".join(answers)))
+    right = verdicts == {True} or (len(answers) > 1 and True not in verdicts and equal(gold, ", ".join(answers)))
+    return right and not (question and echoes(gold, answers, question))
 
 
-def in_words(gold: str, text: str) -> tuple[bool, bool]:
+def in_words(gold: str, text: str, question: str) -> tuple[bool, bool]:
     """Tells whether the end of a text without a mark has an answer, and whether that is right."""
     tail = text[-TAIL_CHARS:]
     # Whatever the rules would find in it, the right answer itself is right.
     if letters(normalize(tail)) == letters(normalize(gold)):
         return True, True
     values = last_values(tail)
-    return values is not None, bool(values) and all_equal(gold, values)
+    return values is not None, bool(values) and all_equal(gold, values, question)
 
 
-def stated(gold: str, text: str) -> tuple[bool, bool]:
+def stated(gold: str, text: str, question: str) -> tuple[bool, bool]:
     """Tells whether the phrase "answer is" is followed by an answer, and whether that is right."""
     clause, start, end = _last_phrase(text)
     if _OTHERWISE.match(text, end):
         return True, False
-    if equal(gold, clause):
+    if all_equal(gold, [clause], question):
         return True, True
     # In "the answer is the number of apples, which is 3" and "To find the answer: add 3 and 4", the value comes later.
     words = re.sub(r"\\[A-Za-z]+|\$[^$]*\$", " ", clause)
     if not re.search(r"[A-Za-z]{3,}", words) or re.match(r"[$*(\s]*-?\d", clause):
         return bool(letters(normalize(clause))), False
-    return in_words(gold, text[start:])
+    return in_words(gold, text[start:], question)
 
 
 def echoes(gold: str, answers: list[str], question: str) -> bool:
     """Tells whether an answer is a formula of the question that still has to be worked out."""
     # A number in its final form may stand in the question as well.
-    asked = _bare(question)
+    pieces = re.split(r"(?<!\\)\$+|\\[()\[\]]", question)
+    words = r"(?<!\S)[A-Za-z]{2,}(?=[\s.,;:?!]|$)(?!\s*[-+*/=^<>])"
+    asked = "\0".join(_bare(piece if n % 2 else re.sub(words, "\0", piece)) for n, piece in enumerate(pieces))
     for answer in answers:
         copied = _bare(answer)
         if copied == _bare(gold) or len(copied) < 3 or is_final(answer):
@@ -257,7 +263,7 @@ def echoes(gold: str, answers: list[str], question: str) -> bool:
         at = asked.find(copied)
         while at >= 0:
             around = asked[at - 1 : at] + asked[at + len(copied) : at + len(copied) + 1]
-            if not re.search(r"[A-Za-z0-9^_]", around):
+            if not re.search(r"[\w^+*/()|!\\-]", around):
                 return True
             at = asked.find(copied, at + 1)
     return False
@@ -373,16 +379,13 @@ class MathGrader:
             # A box was required, or one is never closed. Nothing else counts then.
             if not boxes:
                 return boxes is not None, False
-            right = all_equal(gold, boxes) and not (question and echoes(gold, boxes, question))
-            return any(letters(normalize(box[: 2 * MAX_CHARS])) for box in boxes), right
+            return any(letters(normalize(box[: 2 * MAX_CHARS])) for box in boxes), all_equal(gold, boxes, question)
         answer = extract(reply, brackets=self.brackets)
-        if question and echoes(gold, [answer or "", reply[-MAX_CHARS:]], question):
-            return True, False
-        if answer is not None and (after_hashes(reply) is not None or self.brackets and _BRACKETS.search(reply)):
-            return bool(letters(normalize(answer[: 2 * MAX_CHARS]))), all_equal(gold, [answer])
-        if answer is not None:
-            return stated(gold, reply)
-        return in_words(gold, reply) if self.unmarked == "last_number" else (False, False)
+        if answer is None:
+            return in_words(gold, reply, question) if self.unmarked == "last_number" else (False, False)
+        if after_hashes(reply) is None and not (self.brackets and _BRACKETS.search(reply)):
+            return stated(gold, reply, question)
+        return bool(letters(normalize(answer[: 2 * MAX_CHARS]))), all_equal(gold, [answer], question)
 
 
 def grade(answer: Any, text: str) -> Score:
