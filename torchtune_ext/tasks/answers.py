@@ -33,10 +33,8 @@ FORMATS = ("box", "think")
 UNMARKED = ("last_number", "none")
 
 # A box with braces, or one without, around what follows a space: \boxed 7.
-_BOX = re.compile(
-    r"(?:\\(?:boxed|fbox|framebox)|(?<![\w\\])boxed(?=\{))\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))"
-)
-_BOX_MARK = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])|(?<![\w\\])boxed\{")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))")
+_BOX_MARK = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])")
 _BRACKETS = re.compile(r"(?<!\\)\[([^\[\]]*[^\[\]\\])\]")
 _HASHES = re.compile(r"(?:(?!####).)*####\s*:?\s*(\S.*)")
 _PHRASE = re.compile(r"\banswer\b[*_\s]{0,9}(?:is|:|=|\n)[*_:\s]{0,9}", re.IGNORECASE)
@@ -62,6 +60,11 @@ def spoken(text: str) -> str:
     # Every grader reads texts by this rule. A text that never opens a thought is all answer.
     rest = text.rpartition("</think>")[2]
     return "" if "<think>" in rest else rest
+
+
+def with_boxes(text: str) -> str:
+    r"""Returns a text with \\boxed{ in place of boxed{, if no box of it has a backslash."""
+    return re.sub(r"(?<![\w\\])boxed\{", r"\\boxed{", text) if "boxed{" in text and "\\boxed" not in text else text
 
 
 def last_box(text: str) -> str | None:
@@ -198,7 +201,7 @@ def gold_answer(value: Any) -> str:
         value = int(value)  # a table may hold 145.0 where 145 is meant
     final = extract(str(value))
     answer = str(value).strip() if final is None else final
-    if not letters(normalize(answer)):
+    if not is_written(answer):
         raise Mistake(f"is {value!r:.60}, which holds no answer")
     # Unmatched braces could not stand in a box.
     if last_box(f"\\boxed{{{answer}}}") != answer:
@@ -212,6 +215,11 @@ def thinks(text: str) -> bool:
 
 
 # ---- verdicts
+
+
+def is_written(answer: str) -> bool:
+    """Tells whether an answer has more than marks and spacing."""
+    return any(map(str.isdigit, answer)) or bool(letters(normalize(answer[: 2 * MAX_CHARS])))
 
 
 def all_equal(gold: str, answers: list[str], question: str = "") -> bool:
@@ -230,7 +238,7 @@ def in_words(gold: str, text: str, question: str) -> tuple[bool, bool]:
     """Tells whether the end of a text without a mark has an answer, and whether that is right."""
     tail = text[-TAIL_CHARS:]
     # Whatever the rules would find in it, the right answer itself is right.
-    if letters(normalize(tail)) == letters(normalize(gold)):
+    if len(tail) < 2 * len(gold) + 40 and letters(normalize(tail)) == letters(normalize(gold)):
         return True, True
     values = last_values(tail)
     return values is not None, bool(values) and all_equal(gold, values, question)
@@ -246,7 +254,7 @@ def stated(gold: str, text: str, question: str) -> tuple[bool, bool]:
     # In "the answer is the number of apples, which is 3" and "To find the answer: add 3 and 4", the value comes later.
     words = re.sub(r"\\[A-Za-z]+|\$[^$]*\$", " ", clause)
     if not re.search(r"[A-Za-z]{3,}", words) or re.match(r"[$*(\s]*-?\d", clause):
-        return bool(letters(normalize(clause))), False
+        return is_written(clause), False
     return in_words(gold, text[start:], question)
 
 
@@ -359,7 +367,7 @@ class MathGrader:
     def __call__(self, gold: str, text: str, question: str = "") -> Score:
         """Grades a text. A formula copied from the `question` is right only if it is `gold` letter by letter."""
         # Where thinking is required, a text without a closed thought has no reply.
-        reply = spoken(text) if not self.require_thinking or "</think>" in text else ""
+        reply = with_boxes(spoken(text)) if not self.require_thinking or "</think>" in text else ""
         boxes = last_boxes(reply)
         hung = False
         try:
@@ -379,13 +387,13 @@ class MathGrader:
             # A box was required, or one is never closed. Nothing else counts then.
             if not boxes:
                 return boxes is not None, False
-            return any(letters(normalize(box[: 2 * MAX_CHARS])) for box in boxes), all_equal(gold, boxes, question)
+            return any(map(is_written, boxes)), all_equal(gold, boxes, question)
         answer = extract(reply, brackets=self.brackets)
         if answer is None:
             return in_words(gold, reply, question) if self.unmarked == "last_number" else (False, False)
         if after_hashes(reply) is None and not (self.brackets and _BRACKETS.search(reply)):
             return stated(gold, reply, question)
-        return bool(letters(normalize(answer[: 2 * MAX_CHARS]))), all_equal(gold, [answer], question)
+        return is_written(answer), all_equal(gold, [answer], question)
 
 
 def grade(answer: Any, text: str) -> Score:

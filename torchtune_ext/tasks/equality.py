@@ -7,6 +7,7 @@ What is ambiguous is not equal. math-verify compares sums, integrals and limits,
 
 import logging
 import re
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -53,6 +54,7 @@ _CALCULUS = re.compile(r"\\(?:sum|prod|int|iint|oint|lim)(?![A-Za-z])")
 _DECIMALS = re.compile(r"-?[0-9]*\.([0-9]+)")
 # What math-verify might not finish: powers of powers, large exponents and limits, factorials of factorials.
 _LARGE = re.compile(r"\^\s*\{?[^{}]*\^|\^\s*\{?\s*-?\d{3}|\d{5}|!\W*!|\{\W*\{\W*\{\W*\{|(?:\\\w+\W*){12}")
+_PLAIN = re.compile(r"-?(?:[1-9][0-9]{0,14}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}|0)(?:\.[0-9]{1,9})?")
 _INTEGER = re.compile(r"-?\d{1,18}")
 _REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|R|all\s*real\s*numbers?|all\s*reals")
 _ENDLESS = re.compile(r"([-+]?)\s*\\infty")
@@ -62,6 +64,8 @@ def equal(gold: str, answer: str) -> bool:
     """Tells whether an answer equals the right answer, both as they are written."""
     if len(answer) > max(MAX_CHARS, 2 * len(gold)):
         return False
+    if _PLAIN.fullmatch(gold) and _PLAIN.fullmatch(answer):
+        return Decimal(gold.replace(",", "")) == Decimal(answer.replace(",", ""))  # most answers of GSM8K and AIME
     gold, answer = normalize(gold), normalize(answer)
     if not letters(gold) or not letters(answer):
         return False
