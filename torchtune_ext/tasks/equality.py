@@ -54,7 +54,7 @@ _CALCULUS = re.compile(r"\\(?:sum|prod|int|iint|oint|lim)(?![A-Za-z])")
 _DECIMALS = re.compile(r"-?[0-9]*\.([0-9]+)")
 # What math-verify might not finish: powers of powers, large exponents and limits, factorials of factorials.
 _LARGE = re.compile(r"\^\s*\{?[^{}]*\^|\^\s*\{?\s*-?\d{3}|\d{5}|!\W*!|\{\W*\{\W*\{\W*\{|(?:\\\w+\W*){12}")
-_PLAIN = re.compile(r"-?(?:[1-9][0-9]{0,14}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}|0)(?:\.[0-9]{1,9})?")
+_PLAIN = re.compile(r"-?(?:[1-9][0-9]{0,14}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}|0)(?:\.[0-9]{1,5})?")
 _INTEGER = re.compile(r"-?\d{1,18}")
 _REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|R|all\s*real\s*numbers?|all\s*reals")
 _ENDLESS = re.compile(r"([-+]?)\s*\\infty")

@@ -430,15 +430,20 @@ class Undefined(Exception):
     """A formula has no real value at a point."""
 
 
+@lru_cache(maxsize=2)
+def _arithmetic(digits: int) -> Any:
+    import mpmath
+
+    context = mpmath.MPContext()
+    context.dps = digits
+    return context
+
+
 class _Evaluation:
     """Evaluates formulas at one point: exactly in fractions, else with mpmath."""
 
     def __init__(self, point: dict[str, Fraction], digits: int, complex_values: bool) -> None:
-        import mpmath
-
-        self.point, self.complex_values = point, complex_values
-        self.mp = mpmath.MPContext()
-        self.mp.dps = digits
+        self.point, self.complex_values, self.mp = point, complex_values, _arithmetic(digits)
 
     def value(self, tree: tuple) -> Any:
         kind = tree[0]

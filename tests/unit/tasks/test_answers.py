@@ -1,8 +1,12 @@
 """Answers in texts: where they stand, when two are equal, and what cannot be won by tricks."""
 
+import json
+import signal
+import threading
 import time
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,16 +15,15 @@ from tables import every_row
 
 pytest.importorskip("math_verify")
 
+from torchtune_ext.tasks import answers
 from torchtune_ext.tasks.answers import (
     MAX_CHARS,
     TAIL_CHARS,
     MathGrader,
-    _plain,
     after_hashes,
     after_phrase,
     all_equal,
     equal,
-    expression,
     extract,
     gold_answer,
     grade,
@@ -28,16 +31,12 @@ from torchtune_ext.tasks.answers import (
     readable,
     spoken,
     thinks,
-    tidy,
-    verified,
 )
+from torchtune_ext.tasks.equality import verified
+from torchtune_ext.tasks.formulas import normalize, same_value
 
 quick = settings(max_examples=60)
-
-
-def by_library(gold, answer):
-    """math-verify's verdict, past our shortcuts."""
-    return verified(gold, expression(answer))
+TABLE = Path(__file__).parents[2] / "data" / "math_answers.jsonl"
 
 
 def reward(gold, text, **options):
@@ -56,6 +55,7 @@ def reward(gold, text, **options):
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
         (r"\boxed {7}", "7"),
+        (r"\framebox{7}", "7"),
         (r"\boxed 7.", "7"),
         (r"$\boxed{}$", ""),
         (r"\boxed{1} and \boxed{2", None),
@@ -114,12 +114,16 @@ def test_a_thought_is_not_an_answer():
 
 
 def test_parts_say_what_was_missing():
-    assert MathGrader()("7", "\\boxed{7}").parts == {"accuracy": 1.0, "format": 1.0, "failed": 0.0}
-    assert MathGrader()("7", "it is 7").parts == {"accuracy": 1.0, "format": 0.0, "failed": 0.0}
-    assert MathGrader()("7", "no idea").parts == {"accuracy": 0.0, "format": 0.0, "failed": 1.0}
-    assert MathGrader(require_box=True)("7", "it is 7").parts == {"accuracy": 0.0, "format": 0.0, "failed": 1.0}
-    assert MathGrader()("7", "\\boxed{}").parts == {"accuracy": 0.0, "format": 0.0, "failed": 1.0}
-    assert MathGrader()("7", "7 = \\boxed{7").parts == {"accuracy": 0.0, "format": 0.0, "failed": 1.0}
+    def parts(text, **options):
+        score = MathGrader(**options)("7", text).parts
+        assert score.pop("timed_out") == 0.0
+        return tuple(score[name] for name in ("accuracy", "format", "failed"))
+
+    assert parts("\\boxed{7}") == (1.0, 1.0, 0.0)
+    assert parts("it is 7") == (1.0, 0.0, 0.0)
+    assert parts("no idea") == parts("it is 7", require_box=True) == (0.0, 0.0, 1.0)
+    assert parts("it is 7", unmarked="none") == parts("\\boxed{}") == parts("7 = \\boxed{7") == (0.0, 0.0, 1.0)
+    assert parts("The answer is 7", unmarked="none") == parts("so\n#### 7", unmarked="none") == (1.0, 0.0, 0.0)
 
 
 def test_the_format_earns_its_share():
@@ -138,7 +142,7 @@ def test_the_format_earns_its_share():
     "gold, answer",
     [
         ("72", "$72$"), ("72", "\\$72.00"), ("72", "72 apples"), ("72", "**72**"), ("72", "72\\text{ km}"), ("1234", "1,234"),
-        ("10236", "10,\\!236"), ("-3", "\N{MINUS SIGN}3"), ("1/2", "\\frac12"), ("0.5", "\\frac{1}{2}"), ("\\frac13", "0.333333"),
+        ("10236", "10,\\!236"), ("-3", "\N{MINUS SIGN}3"), ("1/2", "\\frac12"), ("0.5", "\\frac{1}{2}"), ("\\frac13", "0.333\\ldots"),
         ("\\{1,2\\}", "2, 1"), ("(3,\\frac{\\pi}{2})", "\\left(3, \\pi/2\\right)"), ("x^2-1", "(x-1)(x+1)"), ("\\text{even}", "Even"),
         ("(C)", "\\text{C}"), ("5", "x = 5"), ("0.001", "1e-3"), ("1e-07", "10^{-7}"), ("90^\\circ", "90"), ("does not converge", "Does not converge"),
     ],
@@ -151,7 +155,7 @@ def test_equal(gold, answer):
     "gold, answer",
     [
         ("72", "73"), ("72", "7 2"), ("72", "72 x"), ("72", "72 million"), ("72", "72 or more"), ("(1,2)", "(2,1)"), ("[0,1]", "[0,1)"),
-        ("0.0000001", "0"), ("0.0000001", "0.0000002"), ("1.6 \\times 10^{-19}", "0.0"), ("\\frac13", "0.333"), ("yes", "no"),
+        ("0.0000001", "0"), ("0.0000001", "0.0000002"), ("1.6 \\times 10^{-19}", "0.0"), ("\\frac13", "0.333333"), ("yes", "no"),
         ("x", "y"), ("2^{2005}", "2^{2006}"), ("72", ""), ("72", "\\frac{0}{0}"), ("72", "\\infty"),
     ],
 )  # fmt: skip
@@ -172,20 +176,18 @@ numbers = (
 
 @settings(quick, max_examples=300)
 @given(numbers, numbers | st.none(), st.booleans())
-def test_the_shortcut_for_plain_numbers_says_what_math_verify_says(gold, other, point):
+def test_plain_numbers_are_equal_exactly_where_their_values_are(gold, other, point):
     value = Decimal(gold.replace(",", ""))
     if other is None:  # the same or nearly the same value, spelled in another way
         other = f"{value + Decimal('0.00001') * point:f}"
-    assert _plain(gold) is not None
     same = value == Decimal(other.replace(",", ""))
-    assert equal(gold, other) is by_library(gold, other) is same, (gold, other)
+    assert equal(gold, other) is same_value(normalize(gold), normalize(other)) is same, (gold, other)
 
 
 @quick
 @given(st.fractions(-1000, 1000, max_denominator=99), st.integers(2, 9))
-def test_the_shortcut_for_the_same_text_says_what_math_verify_says(value, factor):
+def test_fractions_are_equal_where_their_values_are(value, factor):
     spelled = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-    assert equal(spelled, spelled) and by_library(spelled, spelled)
     assert equal(spelled, f"{value.numerator * factor}/{value.denominator * factor}")
     moved = value + Fraction(1, 98)
     assert not equal(spelled, f"\\frac{{{moved.numerator}}}{{{moved.denominator}}}")
@@ -225,7 +227,7 @@ pieces = st.sampled_from(
 def test_no_text_makes_it_raise(text, gold):
     for options in ({}, {"require_box": True}, {"brackets": True, "require_thinking": True}):
         score = MathGrader(**options)(gold, text)
-        assert score.reward in (0.0, 1.0) and set(score.parts) == {"accuracy", "format", "failed"}
+        assert score.reward in (0.0, 1.0) and set(score.parts) == {"accuracy", "format", "failed", "timed_out"}
         assert score.parts["failed"] == 0.0 or score.reward == 0.0
 
 
@@ -283,11 +285,20 @@ def test_a_long_right_answer_may_be_met_by_a_long_one():
         "\\boxed{\\text{ a",
         "is ",
         "a.",
+        "\n",
+        "answer is x is ",
+        "1\n",
+        "0.3",
+        "(1,2),",
+        "\\quad",
+        "? \\boxed{1}",
     ],
 )
 def test_long_texts_are_read_in_bounded_time(piece):
     start = time.process_time()
     MathGrader(brackets=True)("7", piece * (100_000 // len(piece)))
+    MathGrader()("x + 1", f"\\boxed{{{piece * (990 // len(piece))}}}", piece * 400)
+    MathGrader()("7", f"the answer is x is{' ' * 20_000}is {piece}")
     assert time.process_time() - start < 5.0
 
 
@@ -322,7 +333,7 @@ def test_what_math_verify_cannot_read_is_compared_as_text():
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"format": "boxed"}, "format='boxed': choose"), ({"format_reward": 1.0}, "format_reward=1.0 must lie")],
+    [({"format": "boxed"}, "format='boxed': choose"), ({"unmarked": "first"}, "unmarked='first': choose"), ({"format_reward": 1.0}, "format_reward=1.0 must lie")],
 )
 def test_knobs_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
@@ -333,5 +344,77 @@ def test_a_hang_that_is_the_right_answer_is_scored_at_once():
     assert equal("10^{10^{10}}", "$10^{10^{10}}$")
 
 
-def test_tidy_keeps_brackets():
-    assert tidy("\\[ x \\]") == "x" and tidy("\\left[0,1\\right]") == "\\left[0,1\\right]"
+def test_normalize_keeps_brackets():
+    assert normalize("\\[ x \\]") == "x" and normalize("\\left[0,1\\right]").replace(" ", "") == "[0,1]"
+
+
+# ---- verdicts
+
+
+def test_each_answer_of_the_table_gets_its_reward():
+    rows = [json.loads(line) for line in TABLE.read_text().splitlines()]
+    grader = MathGrader()
+    assert len(rows) >= 800
+    assert [row for row in rows if grader(row["gold"], row["text"]).reward != row["want"]] == []
+
+
+@every_row(
+    "gold, text, question, right",
+    [
+        ("4495", "\\boxed{\\dbinom{31}{28}}", "Compute $\\dbinom{31}{28}$.", False),
+        ("4495", "\\boxed{\\binom{31}{3}}", "Compute $\\dbinom{31}{28}$.", True),
+        ("(a+5)(b+2)", "\\boxed{ab+5b+2a+10}", "Factor $ab + 5b + 2a + 10$.", False),
+        ("x+1", "\\boxed{x+1}", "Is it $x+1$?", True),
+        ("15", "It is 7+8.", "What is 7+8?", False),
+        ("15", "7 + 8 = 15", "What is 7+8?", True),
+        ("\\frac{1}{2}", "\\boxed{\\frac{2}{4}}", "Simplify $\\frac{2}{4}$.", False),
+        ("2\\sqrt{3}", "\\boxed{\\sqrt{12}}", "Simplify $\\sqrt{12}$.", False),
+        ("\\frac{1}{2}", "\\boxed{1/2}", "She ate 1/2 of it.", True),
+        ("\\pi/2", "\\boxed{\\frac{\\pi}{2}}", "for $0 < x < \\frac{\\pi}{2}$", True),
+        ("72", "The answer is 48+24.", "If 48+24 is the price, then 3?", False),
+    ],
+)
+def test_a_formula_of_the_question_is_no_answer(gold, text, question, right):
+    assert MathGrader()(gold, text, question).reward == float(right)
+
+
+@every_row("gold", ["\\frac{1}{2004!}", "10^{-5000}", "e^{-10000}", "10^{10^{10}}", "\\sum_{k=1}^{n} k^{k}", "9" * 900, "x_{{", "\\frac{", "=" * 20])  # fmt: skip
+def test_no_right_answer_makes_the_grader_raise(gold):
+    assert reward(gold, f"\\boxed{{{gold}}}") in (0.0, 1.0)
+    assert reward(gold, "\\boxed{5}") == reward(gold, "it is 5") == 0.0
+    assert readable(gold) in (True, False)
+
+
+def test_a_comparison_that_hangs_is_wrong_and_counted(monkeypatch):
+    monkeypatch.setattr(answers, "LIMIT_S", 0.05)
+    monkeypatch.setattr(answers, "equal", lambda gold, answer: time.sleep(30))
+    before, timer = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 60)
+    try:
+        score = MathGrader(format_reward=0.5)("7", "\\boxed{8}")
+        assert score.reward == 0.0 and score.parts["timed_out"] == 1.0 and score.parts["failed"] == 0.0
+        # The timer and the handler of the caller are back.
+        assert signal.getsignal(signal.SIGALRM) is before and 50 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def test_grading_in_a_thread_needs_no_signal():
+    rewards = []
+    thread = threading.Thread(target=lambda: rewards.append(reward("7", "\\boxed{x = 7}")))
+    thread.start()
+    thread.join()
+    assert rewards == [1.0]
+
+
+@every_row(
+    "answer",
+    [
+        "10^{10^{10}}", "9^{9^{9^{9}}}", "((((9!)!)!)!)!", "99999999!", "\\binom{100000000}{50000000}", "\\gcd(10^{10^8}, 3)", "(x+1)^{1000}", "x^{x^{x^{x^x}}}",
+        "e^{e^{e^{e^5}}}", "2^{99999} \\cdot 3^{60000}", "1+" * 400 + "1", "1 1/2 " * 100, "=".join("x" * 300), "\\sum_{k=1}^{100000} \\frac1k", "(" * 300 + "5" + ")" * 300,
+    ],
+)  # fmt: skip
+def test_formulas_that_hang_sympy_are_compared_at_once(answer):
+    for gold in ("x = \\frac{e^{t}}{3} + ce^{-2t}", "x^2-1", "(1,2)"):
+        start = time.process_time()
+        score = MathGrader()(gold, f"\\boxed{{{answer}}}")
+        assert score.reward == score.parts["timed_out"] == 0.0 and time.process_time() - start < 2.0

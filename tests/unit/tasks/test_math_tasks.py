@@ -157,6 +157,25 @@ def test_prompts(path):
         Math(path=path, prompt="Solve it")
 
 
+def test_a_task_reads_unmarked_texts_unless_the_prompt_asks_for_a_mark(path):
+    for options, reward in (
+        ({}, 0.0),
+        ({"unmarked": "last_number"}, 1.0),
+        ({"prompt": "{question}"}, 1.0),
+        ({"prompt": "{question}", "system": "End with #### and the answer."}, 0.0),
+        ({"prompt": "{question} End with 'The answer is'."}, 0.0),
+        ({"prompt": "{question}", "unmarked": "none"}, 0.0),
+    ):
+        task = Math(path=path, **options)
+        assert task.grade(task[0], "So there are 2.").reward == reward, options
+        assert task.grade(task[0], "The answer is 2.").reward == task.grade(task[0], "\\boxed{2}").reward == 1.0
+
+
+def test_a_task_denies_the_formula_of_the_question(path):
+    task = Math(path=path)
+    assert task.grade(task[2], "\\boxed{2*3}").reward == 0.0 and task.grade(task[2], "\\boxed{2+4}").reward == 1.0
+
+
 def test_a_solution_thinks_where_the_task_wants_it(path):
     for options in ({"require_thinking": True}, {"format": "think", "format_reward": 0.2}):
         task = Math(path=path, solution="why", **options)
@@ -336,7 +355,7 @@ def test_right_answers_that_cannot_be_read_are_counted(tmp_path, caplog):
     with caplog.at_level("WARNING"):
         Math(path=jsonl(tmp_path, rows))
     assert (
-        "some: math-verify cannot read 1 of the first 3 right answers, which are compared as text: some-000001"
+        "some: 1 of the first 3 right answers cannot be read as mathematics and are compared as text: some-000001"
         in caplog.text
     )
 
