@@ -2,8 +2,8 @@
 
     python benchmarks/graders.py [FILE] [--list]
 
-FILE holds one JSON row a line: `gold`, `text`, `want` (1 or 0) and `kind`; the default is the table of the tests. Two graders
-are compared by kind: `MathGrader`, and math-verify as its README uses it. `--list` prints each row that `MathGrader` gets wrong.
+FILE holds one JSON row a line: `gold`, `text`, `want` (1 or 0) and `kind`. The default is the table of the tests. Two
+graders are compared by kind: `MathGrader`, and math-verify as its README uses it.
 """
 
 import argparse
@@ -53,13 +53,23 @@ def main() -> None:
                 counts[kind][f"{name} denies right"] += paid < 0.5 and bool(row["want"])
         if (reward > 0.5) != bool(row["want"]):
             wrong.append(row)
-    columns = ["rows", *(f"{name} {what}" for name in ("ours", "math-verify") for what in ("pays wrong", "denies right"))]
+    columns = [
+        "rows",
+        *(f"{name} {what}" for name in ("ours", "math-verify") for what in ("pays wrong", "denies right")),
+    ]
     print(f"{'kind':24s}", *columns)
     for kind in sorted(counts, key=lambda kind: (kind == "all", kind)):
         print(f"{kind:24s}", *(f"{counts[kind][column]:{len(column)}d}" for column in columns))
     print(f"slowest text of MathGrader: {slowest[0]:.2f} s: {slowest[1][:80]!r}")
     for row in wrong if args.list else []:
-        print("denied right" if row["want"] else "PAID WRONG  ", row["kind"], "gold", repr(row["gold"]), "text", repr(row["text"]))
+        print(
+            "denied right" if row["want"] else "PAID WRONG  ",
+            row["kind"],
+            "gold",
+            repr(row["gold"]),
+            "text",
+            repr(row["text"]),
+        )
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.equality import MAX_CHARS, equal, is_name, readable
-from torchtune_ext.tasks.formulas import letters, normalize
+from torchtune_ext.tasks.equality import MAX_CHARS, equal
+from torchtune_ext.tasks.equality import readable as readable
+from torchtune_ext.tasks.notation import is_name, letters, normalize
 from torchtune_ext.tasks.task import Score
 from torchtune_ext.tasks.values import SENTENCE_END, last_values
 
@@ -291,7 +292,12 @@ def is_final(answer: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    return re.sub(r"\\left|\\right|\\[,;:!]|[\s${}]", "", text).replace("dfrac", "frac").replace("tfrac", "frac").replace("dbinom", "binom")
+    return (
+        re.sub(r"\\left|\\right|\\[,;:!]|[\s${}]", "", text)
+        .replace("dfrac", "frac")
+        .replace("tfrac", "frac")
+        .replace("dbinom", "binom")
+    )
 
 
 class _Hung(BaseException):

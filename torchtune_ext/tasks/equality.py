@@ -1,4 +1,4 @@
-r"""Tells whether an answer equals the right answer. Both are written in one normal form (`formulas.normalize`).
+r"""Tells whether an answer equals the right answer. Both are written in one normal form (`notation.normalize`).
 
 They are compared from the outside in: lists in any order, tuples, intervals and matrices member by member, equations,
 inequalities as sets of numbers, then single values: words, times, units, percentages and numbers (`formulas.same_value`).
@@ -12,42 +12,43 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from torchtune_ext.tasks.formulas import GREEK, Unreadable, closing, differ_by_factor, letters, normalize, parsed, real, same_value
+from torchtune_ext.tasks.formulas import Unreadable, differ_by_factor, parsed, real, same_value
+from torchtune_ext.tasks.notation import (
+    CUP,
+    EQUALS,
+    MAX_ITEMS,
+    inside,
+    is_name,
+    letters,
+    matrix,
+    members,
+    normalize,
+    plain,
+    split,
+    stem,
+    unnamed,
+)
+from torchtune_ext.tasks.regions import ENDLESS, REALS, difference, regions
 from torchtune_ext.tasks.values import contradict, number_word, split_percent, split_unit
 
 MAX_CHARS = 1000  # characters of an answer; a longer answer is wrong, unless the right one is more than half as long
-MAX_ITEMS = 400  # of a list
 MAX_SIDES = 12  # of an equation such as a = b = c
 
-_GREEK = "|".join(GREEK + [name.capitalize() for name in GREEK] + ["ell"])
-_SYMBOL = (
-    rf"(?:\\(?:vec|hat|bar|tilde|dot|overline|mathbb|mathcal)\s*(?:\{{\s*[A-Za-z]{{1,2}}\s*\}}|[A-Za-z])|\\(?:{_GREEK})(?![A-Za-z])"
-    r"|[A-Za-z])\s*'*(?:\s*_\s*(?:\{[^{}]*\}|[A-Za-z0-9]))?'*"
+_RELATION = re.compile(
+    r"\\(?:le|ge|ne|in|subset|equiv|cong|sim|approx|mid|to|rightarrow|Rightarrow|iff)(?![A-Za-z])|[<>=]"
 )
-_NAME = re.compile(rf"{_SYMBOL}")
-_NAMES = re.compile(rf"\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})+\s*\)")
-_CALL = re.compile(
-    rf"(?:[fghFGHPE]\s*'*(?:_\s*\w|_\s*\{{\w+\}})?(?:\^\s*\{{?\s*(?:-1|\([0-9n]\))\s*\}}?)?\s*\([^()=]{{1,40}}\)|{_SYMBOL}\s*\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})*\s*\)"
-    rf"|[A-Za-z]\s*\(\s*\d+\s*\))"
-)
-_OTHER_NAME = re.compile(
-    r"\\begin\{vmatrix\}.*\\end\{vmatrix\}|m?\s*\\angle\s*[A-Z]{1,3}|\\overline\s*\{[A-Z]{2}\}|\|?\s*[A-Z]{2,4}\s*\|?|\[\s*[A-Z]{3,6}\s*\]|\\frac\s*\{\s*d\s*\^?2?\s*[a-zA-Z]\s*\}\s*\{\s*d\s*[a-zA-Z]\s*(?:\^\s*\{?2\}?)?\s*\}"
-)
-_WORD_NAME = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z0-9 .'()-]*")
-_RELATION = re.compile(r"\\(?:le|ge|ne|in|subset|equiv|cong|sim|approx|mid|to|rightarrow|Rightarrow|iff)(?![A-Za-z])|[<>=]")
-_ORDER = re.compile(r"(\\(?:le|ge|ne)(?![A-Za-z])|[<>])")
-_JOINT = re.compile(r"\\text\{\s*,?\s*(?:and|or|und|oder)\s*,?\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:vee|lor)(?![A-Za-z])")
-_AND = re.compile(r"\\text\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|\\wedge(?![A-Za-z])")
 _VERB = re.compile(r"\s(?:is|are|was|were|has|have|had|equals|gets|got|makes|costs|needs|pays|earns)\s|:\s")
-_OPEN = re.compile(r"\b(?:or|if|unless|either|not|but|never|no|wrong|incorrect|half|twice|double|minus|negative)\b|n't", re.IGNORECASE)
-_MATRIX = re.compile(r"\[?\s*\(?\s*\\begin\s*\{(?:[pbBvV]?matrix|smallmatrix|array)\}\s*(?:\{[lcr|\s]*\})?(.*?)\\end\s*\{(\w+)\}\s*\)?\s*\]?")
+_OPEN = re.compile(
+    r"\b(?:or|if|unless|either|not|but|never|no|wrong|incorrect|half|twice|double|minus|negative)\b|n't", re.IGNORECASE
+)
 _TIME = re.compile(r"(\d{1,2}):(\d\d)(?::\d\d)?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
 _HOUR = re.compile(r"(\d{1,2})\s*([ap])\.?\s*m\.?", re.IGNORECASE)
 _RATIO = re.compile(r"(\d+(?:\.\d+)?)\s*(?::|to)\s*(\d+(?:\.\d+)?)(?:\s*(?::|to)\s*(\d+(?:\.\d+)?))?")
 _BASE = re.compile(r"([0-9A-F]+(?:\.[0-9A-F]+)?)\s*_\s*\{?\s*(\d+|\w+)\s*\}?")
 _CHOICE = re.compile(r"\(?\s*([A-Z])\s*[).:]?")
 _LABELLED = re.compile(
-    r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*(?:is)?\s*:?\s*)?(?:\(([A-Z])\)|([A-Z])(?:[).:](?:\s|$)|$))(.*)", re.IGNORECASE
+    r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*(?:is)?\s*:?\s*)?(?:\(([A-Z])\)|([A-Z])(?:[).:](?:\s|$)|$))(.*)",
+    re.IGNORECASE,
 )
 _LABEL = re.compile(r"\([A-Z]\)|(?<![A-Za-z])[A-Z](?:\)|\.\s)|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 _CALCULUS = re.compile(r"\\(?:sum|prod|int|iint|oint|lim)(?![A-Za-z])")
@@ -56,8 +57,6 @@ _DECIMALS = re.compile(r"-?[0-9]*\.([0-9]+)")
 _LARGE = re.compile(r"\^\s*\{?[^{}]*\^|\^\s*\{?\s*-?\d{3}|\d{5}|!\W*!|\{\W*\{\W*\{\W*\{|(?:\\\w+\W*){12}")
 _PLAIN = re.compile(r"-?(?:[1-9][0-9]{0,14}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}|0)(?:\.[0-9]{1,5})?")
 _INTEGER = re.compile(r"-?\d{1,18}")
-_REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|R|all\s*real\s*numbers?|all\s*reals")
-_ENDLESS = re.compile(r"([-+]?)\s*\\infty")
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -93,13 +92,24 @@ def readable(gold: str) -> bool:
 def _read(text: str) -> bool:
     if _CALCULUS.search(text):
         return not isinstance(_expressions(text)[0], str)
-    if not re.search(r"[\\\d=^_<>]", plain(text)) or same_text(text, text) or _ENDLESS.fullmatch(text) or _REALS.fullmatch(text):
+    if (
+        not re.search(r"[\\\d=^_<>]", plain(text))
+        or same_text(text, text)
+        or ENDLESS.fullmatch(text)
+        or REALS.fullmatch(text)
+    ):
         return True
-    pieces = [piece for part in members(text) for piece in split(part, re.compile(rf"{_RELATION.pattern}|{_CUP.pattern}|\\\\setminus"))]
+    pieces = [
+        piece
+        for part in members(text)
+        for piece in split(part, re.compile(rf"{_RELATION.pattern}|{CUP.pattern}|\\\\setminus"))
+    ]
     held = [inside(piece) for piece in pieces]
     tables = [matrix(piece) for piece in pieces]
     if any(held) or any(tables) or len(pieces) > 1:
-        nested = [item for parts in held if parts for item in parts[1]] + [item for rows in tables for row in rows or () for item in row]
+        nested = [item for parts in held if parts for item in parts[1]] + [
+            item for rows in tables for row in rows or () for item in row
+        ]
         alone = [piece for piece, parts, rows in zip(pieces, held, tables, strict=True) if not parts and rows is None]
         return all(map(_read, nested + alone))
     percent = split_percent(text)
@@ -108,102 +118,6 @@ def _read(text: str) -> bool:
     except Unreadable:
         return _RATIO.fullmatch(plain(text)) is not None
     return True
-
-
-def plain(text: str) -> str:
-    """Returns a normalized text without styles."""
-    return " ".join(re.sub(r"\\text\{([^{}]*)\}", r"\1", text).split())
-
-
-def split(text: str, separator: re.Pattern) -> list[str]:
-    """Splits a normalized text at the separators outside all brackets."""
-    pieces, start, at = [], 0, 0
-    while at < len(text):
-        if text[at] in "([{" or text.startswith(("\\{", "\\langle", "\\begin"), at):
-            end = closing(text, at)
-            if end > at and not text.startswith("\\text{", max(0, at - 5)):
-                at = end + 1
-                continue
-        found = separator.match(text, at)
-        if found and found.end() > at:
-            pieces.append(text[start:at])
-            start = at = found.end()
-            continue
-        command = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|\\.|[A-Za-z]+").match(text, at)
-        at = command.end() if command else at + 1
-    return [piece.strip() for piece in (*pieces, text[start:])]
-
-
-_COMMA = re.compile(rf"\s*(?:[,;]|\\quad|{_JOINT.pattern})")
-_EQUALS = re.compile(r"=")
-_CUP = re.compile(r"\\cup(?![A-Za-z])")
-
-
-def members(text: str) -> list[str]:
-    """Returns the members of a list, or the text alone. A member with a sign ± is two."""
-    result = []
-    for piece in split(text, _COMMA):
-        if piece:
-            result += signs(piece)
-    return result[: MAX_ITEMS + 1]
-
-
-def signs(piece: str) -> list[str]:
-    if "\\pm" not in piece and "\\mp" not in piece:
-        return [piece]
-    name, equals, rest = piece.rpartition("=")
-    upper = rest.replace("\\pm", "+").replace("\\mp", "-")
-    lower = rest.replace("\\pm", "-").replace("\\mp", "+")
-    return [name + equals + re.sub(r"^\s*\+", "", upper), name + equals + lower]
-
-
-def inside(text: str) -> tuple[str, list[str], str] | None:
-    """Returns the bracket, the members and the closing bracket of a tuple, an interval or a set; else None."""
-    for opener in ("(", "[", "\\{", "\\langle"):
-        if text.startswith(opener):
-            end = closing(text, 0)
-            close = {"\\{": "\\}", "\\langle": "\\rangle"}.get(opener, text[-1])
-            if end < 0 or (end < len(text) - len(close) + (opener == "\\{")) or not text.endswith(close):
-                return None
-            held = text[len(opener) : -len(close)]
-            items = [item for item in split(held, re.compile("[,;]"))]
-            if opener == "\\{":
-                items = [sign for item in items for sign in signs(item)] if held.strip() else []
-            elif len(items) < 2:
-                return None
-            return ("(" if opener == "\\langle" else opener), items, (")" if opener == "\\langle" else close)
-    return None
-
-
-def matrix(text: str) -> list[list[str]] | None:
-    """Returns the rows of a matrix or of a vector, or None."""
-    found = _MATRIX.fullmatch(text)
-    if not found or "\\begin" in found[1]:
-        return None
-    rows = [row for row in found[1].split("\\\\") if row.strip()]
-    return [[entry.strip() for entry in row.split("&")] for row in rows]
-
-
-def unnamed(text: str) -> tuple[str | None, str]:
-    """Returns the name and the value of an assignment such as x = 3 or f(x) = 3, or None and the text."""
-    sides = split(text, _EQUALS)
-    if len(sides) == 2 and sides[1] and is_name(sides[0]):
-        return sides[0], sides[1]
-    found = re.fullmatch(r"(.+?)\s*\\in(?![A-Za-z])(.+)", text)
-    if found and _NAME.fullmatch(found[1].strip()):
-        return found[1].strip(), found[2].strip()
-    return None, text
-
-
-def is_name(side: str) -> bool:
-    """Tells whether the left side of an equation only names a value: x, f(x), AB or words, but not x^2 or 2x."""
-    if any(pattern.fullmatch(side) for pattern in (_NAME, _NAMES, _CALL, _OTHER_NAME)):
-        return True
-    return bool(_WORD_NAME.fullmatch(plain(side)))
-
-
-def stem(name: str | None) -> str | None:
-    return None if name is None else re.sub(r"_.*|\s", "", name)
 
 
 def same(gold: str, answer: str) -> bool:
@@ -244,9 +158,11 @@ def same_list(right: list[str], given: list[str]) -> bool:
             )
         if len(given) == 1 and (listed := inside(others[0][1])) and listed[0] == "(":
             given, others = listed[1], [(None, item) for item in listed[1]]
-        return len(others) == len(pairs) and all(
-            same(a, b) for (_, a), (name, b) in zip(pairs, others, strict=True) if name is None
-        ) and not any(name for name, _ in others)
+        return (
+            len(others) == len(pairs)
+            and all(same(a, b) for (_, a), (name, b) in zip(pairs, others, strict=True) if name is None)
+            and not any(name for name, _ in others)
+        )
     if distinct(given_names) and len(given) > 1:
         # The answer is x = 3, y = 4, in place of (3, 4).
         listed = inside(pairs[0][1]) if len(right) == 1 else None
@@ -293,7 +209,7 @@ def common_name(items: list[str]) -> tuple[str | None, list[str]]:
 
 
 def flat(item: str) -> list[str]:
-    parts = split(item, _CUP)
+    parts = split(item, CUP)
     return parts if all(inside(part) for part in parts) else [item]
 
 
@@ -316,7 +232,7 @@ def same_member(gold: str, answer: str) -> bool:
     """Compares two answers that are no lists."""
     if letters(gold) == letters(answer):
         return True
-    sides, given = split(gold, _EQUALS), split(answer, _EQUALS)
+    sides, given = split(gold, EQUALS), split(answer, EQUALS)
     if len(sides) > 1 or len(given) > 1:
         return same_equation(sides, given)
     gold, answer = unnamed(gold)[1], unnamed(answer)[1]
@@ -324,7 +240,10 @@ def same_member(gold: str, answer: str) -> bool:
     if right and other:
         if right[0] == other[0] == "\\{":
             return matched(right[1], other[1])
-        closed = (right[0], right[2]) == (other[0], other[2]) or {right[0] + right[2], other[0] + other[2]} == {"()", "\\langle\\rangle"}
+        closed = (right[0], right[2]) == (other[0], other[2]) or {right[0] + right[2], other[0] + other[2]} == {
+            "()",
+            "\\langle\\rangle",
+        }
         return closed and len(right[1]) == len(other[1]) and all(map(same, right[1], other[1]))
     if (right and len(right[1]) != 1) or (other and len(other[1]) != 1):
         return bool(right and right[0] == "\\{" and not right[1] and answer == "\\emptyset") or bool(
@@ -334,10 +253,12 @@ def same_member(gold: str, answer: str) -> bool:
         return same(right[1][0] if right else gold, other[1][0] if other else answer)
     tables = matrix(gold), matrix(answer)
     if any(tables):
-        return all(tables) and [len(row) for row in tables[0]] == [len(row) for row in tables[1]] and all(
-            same(a, b) for row, line in zip(*tables, strict=True) for a, b in zip(row, line, strict=True)
+        return (
+            all(tables)
+            and [len(row) for row in tables[0]] == [len(row) for row in tables[1]]
+            and all(same(a, b) for row, line in zip(*tables, strict=True) for a, b in zip(row, line, strict=True))
         )
-    parts, others = split(gold, _CUP), split(answer, _CUP)
+    parts, others = split(gold, CUP), split(answer, CUP)
     if len(parts) > 1 or len(others) > 1:
         return matched(parts, others)
     return same_leaf(gold, answer)
@@ -364,152 +285,10 @@ def same_equation(sides: list[str], given: list[str]) -> bool:
     return bool(differ_by_factor(difference(sides), difference(given)))
 
 
-def difference(sides: list[str]) -> tuple:
-    if any(re.search(r"\\frac\s*\{\s*d", side) or "'" in side for side in sides):
-        raise Unreadable("a derivative")
-    return ("+", parsed(sides[0]), ("neg", parsed(sides[1])))
-
-
 def same_chain(gold: str, sides: list[str]) -> bool:
     """Compares a value with x = y = 5 or 2 + 3 = 5: each side is a name or equal to the value."""
     verdicts = [same(gold, side) for side in sides]
     return any(verdicts) and all(ok or is_name(side) for ok, side in zip(verdicts, sides, strict=True))
-
-
-# ---- inequalities and intervals as sets of numbers
-
-
-def regions(gold: str, answer: str) -> bool | None:
-    """Compares two sets of numbers, at least one of which is an inequality or lacks points; else returns None."""
-    forms = (_ORDER, re.compile(r"\\setminus"), _REALS)
-    if not any(form.search(gold) or form.search(answer) for form in forms[:2]) and not (
-        _REALS.fullmatch(gold) or _REALS.fullmatch(answer)
-    ):
-        return None
-    try:
-        (name, right), (other, given) = region(gold), region(answer)
-    except Unreadable:
-        return same_inequality(gold, answer)
-    if (name and other and name != other) or len(right) != len(given):
-        return False
-    return all(
-        a[2] == b[2] and a[5] == b[5] and ends(a[1], b[1]) and ends(a[4], b[4]) for a, b in zip(right, given, strict=True)
-    )
-
-
-def ends(first: str, second: str) -> bool:
-    return first == second or (not _ENDLESS.fullmatch(first) and not _ENDLESS.fullmatch(second) and same_value(first, second))
-
-
-def same_inequality(gold: str, answer: str) -> bool | None:
-    """Compares two inequalities of several symbols."""
-    right, given = _ORDER.split(gold), _ORDER.split(answer)
-    if len(right) != 3 or len(given) != 3:
-        return False if _ORDER.search(answer) or _ORDER.search(gold) else None
-    sign = differ_by_factor(difference(right[::2]), difference(given[::2]))
-    turned = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}[given[1]]
-    return bool(sign) and right[1] == (given[1] if sign > 0 else turned)
-
-
-def region(text: str) -> tuple[str | None, list[tuple]]:
-    """Returns the name of the symbol and the intervals of a set of numbers. Raises `Unreadable`."""
-    both = split(text, _AND)
-    if len(both) == 2 and all(_ORDER.search(part) for part in both):
-        names, parts = zip(*map(region, both), strict=True)
-        if len(parts[0]) == len(parts[1]) == 1 and names[0] == names[1]:
-            (a,), (b,) = parts
-            low = max(a, b, key=lambda part: (part[0], not part[2]))
-            high = min(a, b, key=lambda part: (part[3], part[5]))
-            if (low[0], 0) < (high[3], 0):
-                return names[0], [(*low[:3], *high[3:])]
-        raise Unreadable(text)
-    names, result = set(), []
-    for part in split(text, re.compile(rf"{_CUP.pattern}|{_COMMA.pattern}")):
-        name, found = interval(part)
-        names.add(name)
-        result += found
-    names -= {None}
-    if len(names) > 1:
-        raise Unreadable(text)
-    return (names.pop() if names else None), union(result)
-
-
-def interval(text: str) -> tuple[str | None, list[tuple]]:
-    """Returns the intervals of a set that is no union."""
-    name, text = unnamed(text)
-    if "\\setminus" in text or re.fullmatch(r".+-\s*\\\{.*", text):
-        whole, _, points = re.sub(r"\s*-\s*(?=\\\{)", r"\\setminus ", text).partition("\\setminus")
-        listed = inside(points.strip())
-        if not listed or listed[0] != "\\{":
-            raise Unreadable(text)
-        result = interval(whole.strip())[1]
-        for point in listed[1]:
-            result = without(result, point)
-        return name, result
-    if _REALS.fullmatch(text):
-        return name, [bounds("-\\infty", False, "\\infty", False)]
-    listed = inside(text)
-    if listed and len(listed[1]) == 2 and listed[0] in "([" and listed[2] in ")]":
-        return name, [bounds(listed[1][0], listed[0] == "[", listed[1][1], listed[2] == "]")]
-    return inequality(text)
-
-
-def inequality(text: str) -> tuple[str | None, list[tuple]]:
-    pieces = [piece.strip() for piece in _ORDER.split(text)]
-    values, order = pieces[::2], pieces[1::2]
-    symbols = [index for index, value in enumerate(values) if _NAME.fullmatch(value)]
-    if len(symbols) != 1 or len(order) not in (1, 2) or (len(order) == 2 and symbols != [1]):
-        raise Unreadable(text)
-    at, name = symbols[0], re.sub(r"\s", "", values[symbols[0]])
-    if order == ["\\ne"]:
-        return name, without([bounds("-\\infty", False, "\\infty", False)], values[1 - at])
-    turned = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
-    low, high = ("-\\infty", False), ("\\infty", False)
-    for index, sign in enumerate(order):
-        if sign not in turned:
-            raise Unreadable(text)
-        bound, sign = (values[index], turned[sign]) if at > index else (values[index + 1], sign)
-        if sign in ("<", "\\le"):
-            high = bound, sign == "\\le"
-        else:
-            low = bound, sign == "\\ge"
-    if len(order) == 2 and "\\infty" in (low[0], high[0]):
-        raise Unreadable(text)
-    return name, [bounds(*low, *high)]
-
-
-def bounds(low: str, low_closed: bool, high: str, high_closed: bool) -> tuple:
-    keys = []
-    for value, closed in ((low, low_closed), (high, high_closed)):
-        endless = _ENDLESS.fullmatch(value.strip())
-        if endless and closed:
-            raise Unreadable("a closed bound at infinity")
-        keys.append(float(endless[1] + "inf") if endless else real(value.strip()))
-    if not keys[0] <= keys[1] or (keys[0] == keys[1] and not low_closed):
-        raise Unreadable("an empty interval")
-    return (keys[0], low.strip(), low_closed, keys[1], re.sub(r"^\+\s*", "", high.strip()), high_closed)
-
-
-def without(parts: list[tuple], point: str) -> list[tuple]:
-    key, result = real(point), []
-    for low, low_text, low_closed, high, high_text, high_closed in parts:
-        if low < key < high:
-            result += [(low, low_text, low_closed, key, point, False), (key, point, False, high, high_text, high_closed)]
-        else:
-            result.append((low, low_text, low_closed and low != key, high, high_text, high_closed and high != key))
-    return result
-
-
-def union(parts: list[tuple]) -> list[tuple]:
-    result: list[tuple] = []
-    for part in sorted(parts, key=lambda part: (part[0], not part[2])):
-        last = result[-1] if result else None
-        if last and (part[0] < last[3] or (part[0] == last[3] and (part[2] or last[5]))):
-            high = max(last, part, key=lambda part: (part[3], part[5]))
-            result[-1] = (*last[:3], *high[3:])
-        else:
-            result.append(part)
-    return result
 
 
 # ---- words, times, bases and single values
@@ -521,7 +300,9 @@ def same_text(gold: str, answer: str) -> bool | None:
     right_time, time = _TIME.fullmatch(right), _TIME.fullmatch(given)
     if right_time or time:
         if not (right_time and time) or right_time[3] is None and len(right_time[1]) > 2:
-            return bool(right_time and _HOUR.fullmatch(given)) and right_time[2] == "00" and same_hour(right_time, given)
+            return (
+                bool(right_time and _HOUR.fullmatch(given)) and right_time[2] == "00" and same_hour(right_time, given)
+            )
         same_half = not right_time[3] or not time[3] or right_time[3].lower() == time[3].lower()
         return int(right_time[1]) == int(time[1]) and right_time[2] == time[2] and same_half
     hours = _HOUR.fullmatch(right), _HOUR.fullmatch(given)
@@ -570,7 +351,7 @@ def same_words(right: str, given: str, styled: bool) -> bool | None:
 
 def same_leaf(gold: str, answer: str) -> bool:
     """Compares two single values: the rest of percentages, units and ratios, then the formulas."""
-    right, given = _ENDLESS.fullmatch(gold), _ENDLESS.fullmatch(answer)
+    right, given = ENDLESS.fullmatch(gold), ENDLESS.fullmatch(answer)
     if right or given:
         return bool(right and given) and (right[1] == "-") == (given[1] == "-")
     ratio, other = _RATIO.fullmatch(plain(gold)), _RATIO.fullmatch(plain(answer))

@@ -1,9 +1,8 @@
-r"""Normalizes formulas in LaTeX or plain text, and tells whether two of them have the same value.
+r"""Tells whether two formulas in LaTeX or plain text have the same value.
 
-`normalize` removes what never changes a value: math signs, spacing, sizes, colors. `same_value` parses both formulas,
-and evaluates them at a few fixed points, exactly where they are rational, else to 80 and to 120 digits. Their
-difference is zero if more digits make it smaller. Nothing is evaluated whose size could not be bounded before, so no
-formula takes long. `Unreadable` is raised for a formula outside this grammar.
+`same_value` parses two normalized formulas and evaluates them at a few fixed points, exactly where they are rational,
+else to 80 and to 120 digits. Their difference is zero if more digits make it smaller. Nothing is evaluated whose size
+could not be bounded before, so no formula takes long. `Unreadable` is raised for a formula outside this grammar.
 """
 
 import math
@@ -13,6 +12,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from torchtune_ext.tasks.notation import GREEK
+
 MAX_BITS = 100_000  # of an exact number
 MAX_SIZE = 1e5  # of the natural logarithm of a number that is not exact
 MAX_DEPTH = 40  # of nested brackets
@@ -20,163 +21,9 @@ DIGITS = (80, 120)
 POINTS = 6
 SIGNS = (1, 1, 1, 1, -1, -1)
 
-GREEK = (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau upsilon "
-    "phi chi psi omega"
-).split()
-_CHARACTERS = {ord(a): b for a, b in zip("−–—‐\u00a0\u202f\u2009×·÷√∞≤≥≠≈°′’‘“”…∪∩∈ℝ∖∅±", (
-    "-", "-", "-", "-", " ", " ", " ", r"\times ", r"\cdot ", r"\div ", r"\sqrt ", r"\infty ", r"\le ", r"\ge ", r"\ne ",
-    r"\approx ", r"^\circ ", "'", "'", "'", '"', '"', r"\ldots ", r"\cup ", r"\cap ", r"\in ", r"\mathbb{R}",
-    r"\setminus ", r"\emptyset ", r"\pm ",
-), strict=True)}  # fmt: skip
-_CHARACTERS |= {0x3B1 + i: f"\\{name} " for i, name in enumerate(GREEK)}
-_CHARACTERS |= {ord(a): rf"\frac{{{b}}}{{{c}}}" for a, b, c in ("½12", "⅓13", "⅔23", "¼14", "¾34", "⅕15", "⅛18")}
-_CHARACTERS |= {0x200B: None, 0x200C: None, 0x200D: None, 0xFEFF: None, 0x2061: None}
-_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_RAISED_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
-
-_TEXT = "text|textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|hbox|operatorname"
-_USELESS = re.compile(
-    r"(?P<row>\\\\(?:\s*\[[-\d. ]*[a-z]{0,2}\])?)"
-    r"|(?P<group>(?<=\d)\\[,;: ](?=\d{3}(?!\d)))|\\!\s*"
-    r"|(?P<side>\\m?(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*)(?P<bracket>\\?[()\[\]{}|<>.]|\\[A-Za-z]+)?"
-    r"|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm"
-    r"|it|sf|tt|bfseries|centering|therefore|mathop|hfill|thinspace|enspace|quad|qquad)(?![A-Za-z])"
-    r"|\\(?:[,;:>\s]|[()\[\]](?!\s*\]))|~"
-)
-_REMOVED = re.compile(r"\\(?:h?phantom|vphantom|x?cancel|bcancel|sout|tag\*?|label|color|hspace\*?|vspace\*?)\s*\{[^{}]*\}")
-_WRAPPED = re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}(?=\s*\{)|\\(?:boxed|fbox|framebox|ensuremath)(?=\s*\{)")
-_ALIGNED = re.compile(r"\\(?:begin|end)\s*\{(?:aligned|align\*?|equation\*?|gathered|split)\}")
-_STYLE = re.compile(rf"\\(?:{_TEXT})(?![A-Za-z])\s*\{{([^{{}}]*)\}}")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]|\.\d*,)")
-_SPACED = re.compile(r"(?<![\d.,] )(?<![\d.,])[1-9]\d{0,2}(?:(?: \d{3})+|(?:, 000)+)(?![\d,]| \d|, \d)")
-_LEADING = re.compile(r"(?:=|:|\\(?:quad|approx|implies|Rightarrow|simeq|to)(?![A-Za-z])|\s)+")
-_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
-_PLAIN_NAMES = re.compile(
-    r"(?<![A-Za-z\\])(sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infinity|infty)"
-    r"(?![A-Za-z])"
-)
-_ASCII = (("...", r"\ldots "), ("**", "^"), ("<=", r"\le "), (">=", r"\ge "), ("!=", r"\ne "), ("\\lbrace", "\\{"), ("\\rbrace", "\\}"))  # fmt: skip
-_ASCII += (("\\surd", "\\sqrt"), ("\\degree", "^\\circ"), ("\\dots", "\\ldots"), ("\\cdots", "\\ldots"))
-_NAMES = {"\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne", "\\leqslant": "\\le", "\\geqslant": "\\ge", "\\lt": "<", "\\gt": ">", "\\ast": "*",
-          "\\varnothing": "\\emptyset", "\\vert": "|", "\\mid": "|", "\\lbrack": "[", "\\rbrack": "]", "\\land": "\\wedge", "\\backslash": "\\setminus",
-          "\\Reals": "\\mathbb{R}", "\\R": "\\mathbb{R}", "\\infin": "\\infty", "\\colon": ":", "\\varepsilon": "\\epsilon", "\\varphi": "\\phi",
-          "\\star": "*", "\\dbinom": "\\binom", "\\tbinom": "\\binom", "\\lvert": "|", "\\rvert": "|", "\\dotsc": "\\ldots", "\\AA": "Å"}  # fmt: skip
-_NAME = re.compile(r"\\[A-Za-z]+")
-_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\.\d+|\S")
-
 
 class Unreadable(Exception):
     """A formula outside the grammar of this module, without a value, or too large to be evaluated."""
-
-
-# ---- the normal form
-
-
-def normalize(text: str) -> str:
-    """Returns a formula or an answer without what never changes its value."""
-    text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text + " ").translate(_CHARACTERS)
-    if text.count("$") - text.count("\\$") == 1:
-        text = re.sub(r"(?<!\\)\$(?=\s*\d)", r"\\$", text)  # one dollar sign is a currency, and opens no formula
-    text = re.sub(r"(?<!\\)\$", " ", text).replace("{,}", ",").replace("{.}", ".")
-    if "\\begin" not in text:
-        text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # a command whose backslash was escaped
-    text = _USELESS.sub(_replaced, re.sub(r"^\W*\*\*|\*\*\W*$", " ", text))
-    text = _ALIGNED.sub(" ", _WRAPPED.sub("", _REMOVED.sub(" ", text)))
-    text = _NAME.sub(lambda name: _NAMES.get(name[0], name[0]), _FRACTION.sub(r"\\frac", text))
-    for written, meant in _ASCII:
-        text = text.replace(written, meant)
-    text = _STYLE.sub(_styled, text)
-    text = _PLAIN_NAMES.sub(lambda name: f"\\{name[1].replace('infinity', 'infty')} ", text)
-    text = re.sub(r"(?<=\d) [xX] (?=\d)", r"\\times ", text)
-    return _stripped(_thousands(" ".join(text.split())))
-
-
-def _replaced(match: re.Match) -> str:
-    if match["row"]:
-        return "\\\\ "
-    if match["side"]:
-        bracket = match["bracket"] or ""
-        return {".": "", "\\[": "[", "\\]": "]", "\\(": "(", "\\)": ")", "\\lvert": "|", "\\rvert": "|"}.get(bracket, bracket) + " "
-    return "" if match["group"] or match[0].startswith("\\!") else " \\quad " if "quad" in match[0] else " "
-
-
-def _styled(match: re.Match) -> str:
-    r"""Writes each style as \text{...}, and takes it from numbers, single symbols and names of functions."""
-    inner = match[1].strip()
-    if match[0].startswith("\\operatorname"):
-        return f"\\{inner} "
-    if re.fullmatch(r"[^A-Za-z]*|[eidxyzjk]", inner):
-        return f" {inner} "
-    return f"\\text{{{match[1]}}}"
-
-
-def _thousands(text: str) -> str:
-    """Takes the separators out of 1,234 and 1 234, but not inside brackets, where they may separate members."""
-    pieces, depth, start = [], 0, 0
-    for match in re.finditer(r"[(\[]|[)\]]|\\[{}]", text):
-        opens = match[0] in "([" or match[0] == "\\{"
-        if depth == 0 and opens:
-            pieces.append(_ungrouped(text[start : match.start()]))
-            start = match.start()
-        depth = depth + 1 if opens else max(0, depth - 1)
-        if depth == 0 and not opens:
-            pieces.append(text[start : match.end()])
-            start = match.end()
-    rest = text[start:]
-    return "".join(pieces) + (rest if depth else _ungrouped(rest))
-
-
-def _ungrouped(text: str) -> str:
-    text = _SPACED.sub(lambda number: re.sub("[, ]", "", number[0]), text)
-    return _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
-
-
-def _stripped(text: str) -> str:
-    """Takes marks at both ends, outer braces, a style around the whole and a sign such as = before it."""
-    before = None
-    while text != before:
-        before = text
-        text = text.strip().strip('"*`').strip()
-        text = re.sub(r"(?:\\\\|\\quad|[.,;:\s])+$", "", text)
-        text = text[_LEADING.match(text).end() :] if _LEADING.match(text) else text
-        if text.startswith("\\text{") and closing(text, 5) == len(text) - 1:
-            text = text[6:-1]
-        elif text.startswith("{") and closing(text, 0) == len(text) - 1:
-            text = text[1:-1]
-    return text
-
-
-def closing(text: str, start: int) -> int:
-    """Returns where the bracket that opens at `start` is closed, or -1. Brackets may be of two kinds, as in [0, 1)."""
-    depth, at = 0, start
-    while at < len(text):
-        if text[at] == "\\":
-            if text[at + 1 : at + 2] in ("{", "}"):
-                depth += 1 if text[at + 1] == "{" else -1
-            elif text.startswith(("\\langle", "\\rangle", "\\begin", "\\end"), at):
-                depth += 1 if text[at + 1] in "lb" else -1
-            at += 1
-        elif text[at] in "([{":
-            depth += 1
-        elif text[at] in ")]}":
-            depth -= 1
-        if depth == 0:
-            return at
-        at += 1
-    return -1
-
-
-def letters(text: str) -> tuple[str, ...]:
-    """Returns what two answers must share to be the same letter by letter: the tokens without styles and spacing."""
-    text = re.sub(r"\\text\{([^{}]*)\}|\\quad", r" \1 ", text)
-    tokens = _TOKEN.findall(re.sub(r"(?<=[A-Za-z])\s+(?=[A-Za-z])", "", text))
-    result: list[str] = []
-    for token in tokens:
-        result.append(token)
-        if token == "}" and len(result) > 2 and result[-3] == "{":
-            result[-3:] = result[-2:-1]  # {x} is x
-    return tuple(result)
 
 
 # ---- the grammar
@@ -184,8 +31,21 @@ def letters(text: str) -> tuple[str, ...]:
 FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp max min gcd lcm".split())
 _FUNCTION_NAMES = {"arctg": "arctan", "tg": "tan", "ctg": "cot", "asin": "arcsin", "acos": "arccos", "atan": "arctan"}
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
-SYMBOLS = {f"\\{name}" for name in GREEK} - {"\\pi"} | {"\\" + name.capitalize() for name in GREEK} | {"\\ell", "\\hbar"}
-_DECORATED = {"\\vec", "\\hat", "\\bar", "\\overline", "\\tilde", "\\dot", "\\ddot", "\\mathbb", "\\mathcal", "\\overrightarrow"}
+SYMBOLS = (
+    {f"\\{name}" for name in GREEK} - {"\\pi"} | {"\\" + name.capitalize() for name in GREEK} | {"\\ell", "\\hbar"}
+)
+_DECORATED = {
+    "\\vec",
+    "\\hat",
+    "\\bar",
+    "\\overline",
+    "\\tilde",
+    "\\dot",
+    "\\ddot",
+    "\\mathbb",
+    "\\mathcal",
+    "\\overrightarrow",
+}
 _TIMES = {"\\cdot": "*", "\\times": "*", "*": "*", "\\div": "/", "/": "/", "\\bmod": "mod", "\\mod": "mod"}
 _REPEATING = re.compile(r"(\d*)\.(\d*)\s*(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d)))")
 _DOTTED = re.compile(r"(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,})\4{1,})\s*(?:\\ldots|\.\.\.)")
@@ -513,7 +373,10 @@ class _Evaluation:
         if isinstance(exponent, Fraction) and exponent.denominator == 1:
             count = abs(int(exponent))
             if isinstance(base, Fraction):
-                if count * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS and abs(base) != 1:
+                if (
+                    count * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS
+                    and abs(base) != 1
+                ):
                     raise Unreadable("too large")
                 if base == 0 and exponent <= 0:
                     raise Undefined("0^0")
@@ -607,7 +470,8 @@ def _vanishes(evaluations: list, right: list, other: list) -> bool:
     if all(isinstance(value, Fraction) for value in (*right, *other)):
         return right[0] == other[0]
     rough, fine = (
-        abs(evaluation.number(a) - evaluation.number(b)) for evaluation, a, b in zip(evaluations, right, other, strict=True)
+        abs(evaluation.number(a) - evaluation.number(b))
+        for evaluation, a, b in zip(evaluations, right, other, strict=True)
     )
     return not fine or not rough or fine < rough * evaluations[0].mp.mpf(10) ** -20
 

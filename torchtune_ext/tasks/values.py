@@ -27,9 +27,13 @@ _PLURAL = re.compile(r"[a-z]+[^siu\W\d_]s")  # does not match less, is, plus
 _ORDINAL = re.compile(
     r"(?:thir|four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+teen|\w+tie|hundred|thousand|\w+illion)(?:d|th)s?"
 )
-_LARGE = re.compile(r"(?:ten|dozen|hundred|thousand|\w*illion|lakh|lac|crore|score|gross|myriad|bn|mn|bio|mio|[ck]?k)s?")
-_CURRENCY = {"\\$": "dollar", "US\\$": "dollar", "USD": "dollar", "€": "euro", "\\euro": "euro", "£": "pound", "\\pounds": "pound",
-             "¥": "yen", "₹": "rupee", "Rs.": "rupee", "Rs": "rupee", "INR": "rupee", "EUR": "euro", "GBP": "pound"}  # fmt: skip
+_LARGE = re.compile(
+    r"(?:ten|dozen|hundred|thousand|\w*illion|lakh|lac|crore|score|gross|myriad|bn|mn|bio|mio|[ck]?k)s?"
+)
+_CURRENCY = {
+    "\\$": "dollar", "US\\$": "dollar", "USD": "dollar", "€": "euro", "\\euro": "euro", "EUR": "euro", "£": "pound",
+    "\\pounds": "pound", "GBP": "pound", "¥": "yen", "₹": "rupee", "Rs.": "rupee", "Rs": "rupee", "INR": "rupee",
+}  # fmt: skip
 _SIGN = "|".join(re.escape(sign) for sign in sorted(_CURRENCY, key=len, reverse=True))
 _MONEY = re.compile(rf"([-+]?)\s*(?:({_SIGN})\s*(?=[-\d.\\(])(.+)|(.*[\d}})])\s*({_SIGN}))")
 _MONEY_TEXT = re.compile(rf"\\text\{{\s*({_SIGN})\s*\}}")
@@ -77,7 +81,8 @@ STYLED_LETTERS = LETTERS | set("NJWVCFKA")
 _SAME_UNITS = (
     "meter metre m|kilometer kilometre km|centimeter centimetre cm|millimeter mm|inch inche in|foot feet ft|yard yd|mile mi"
     "|second sec s|minute min|hour hr h|day|week|month|year yr|gram g|kilogram kg|milligram mg|pound lb|ounce oz|ton tonne"
-    "|liter litre l L|milliliter ml mL|gallon gal|dollar usd|cent|euro eur|degree deg|radian rad|celsius C|fahrenheit F|kelvin K"
+    "|liter litre l L|milliliter ml mL|gallon gal|dollar usd|cent|euro eur|degree deg|radian rad|celsius C|fahrenheit F"
+    "|kelvin K"
     "|joule J|newton N|watt W|volt V|unit|acre|hectare|mph|kph kmh kmph|rupee rs inr|yen|hz Hz|kilojoule kj kJ|kw kW|dm|nm"
 )
 _UNIT = {word: group.split()[0] for group in _SAME_UNITS.split("|") for word in group.split()}
@@ -102,7 +107,9 @@ def number_word(text: str) -> str | None:
             total *= 100 if word == "hundred" else 1000
         elif word == "and" and last == "hundred":
             continue
-        elif word in _NUMERALS and (not last or last == "hundred" or last == "thousand" or (last in _TENS and 0 < _NUMERALS[word] < 10)):
+        elif word in _NUMERALS and (
+            not last or last == "hundred" or last == "thousand" or (last in _TENS and 0 < _NUMERALS[word] < 10)
+        ):
             total += _NUMERALS[word]
         else:
             return None
@@ -133,7 +140,11 @@ def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
         return answer, ""
     styled = _TEXT.fullmatch(_RAISED.sub("", written))
     upright = styled is not None and styled[1].strip() in STYLED_LETTERS
-    if variables and _PRODUCT.fullmatch(written) and not re.search(r"[A-Za-z]{3}| (?:in|cm|km|ft|kg|mm)$", " " + written):
+    if (
+        variables
+        and _PRODUCT.fullmatch(written)
+        and not re.search(r"[A-Za-z]{3}| (?:in|cm|km|ft|kg|mm)$", " " + written)
+    ):
         return answer, ""
     if not variables and re.fullmatch(r"[NJWVK]|°?[CF]", written) and answer[tail.start()] == " ":
         upright = True
@@ -146,7 +157,9 @@ def spelled(unit: str) -> str:
     """Returns a unit in words and exponents, such as "m per s^2"."""
     unit = _TEXT.sub(r" \1 ", unit)
     unit = re.sub(r"\^\s*\{?\s*(?:\\circ|th|st|nd|rd)\s*\}?|\\circ", " deg ", unit)
-    unit = re.sub(r"\\mu\s*|\\Omega", lambda sign: "u" if "mu" in sign[0] else " ohm ", unit).replace("Å", " angstroms ")
+    unit = re.sub(r"\\mu\s*|\\Omega", lambda sign: "u" if "mu" in sign[0] else " ohm ", unit).replace(
+        "Å", " angstroms "
+    )
     unit = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1 ", unit)
     unit = re.sub(r"\b(sq|ft|in|cu|yd|hr|min|sec|lb|oz)\.", r"\1 ", unit)
     return " ".join(re.sub(r"\\(?:cdot|[ ,;:])|[~()]|(?<!\^)-", " ", unit).replace("/", " per ").split())
@@ -166,7 +179,9 @@ def is_unit(words: str, singular: bool = False) -> bool:
     if not phrases[0] or max(map(len, phrases)) > MAX_WORDS or re.search(r"\bper cents?\b", words):
         return False
     if not all(
-        word in LETTERS or (index and every[index - 1] == "of") if len(word) == 1 and word != "a" else _neutral(word.lower())
+        word in LETTERS or (index and every[index - 1] == "of")
+        if len(word) == 1 and word != "a"
+        else _neutral(word.lower())
         for index, word in enumerate(every)
     ):
         return False
@@ -200,26 +215,26 @@ def contradict(unit: str, other: str) -> bool:
 def measure(unit: str) -> dict | None:
     """Returns the exponent of each known unit in words such as "m per s^2", or None if a word is unknown."""
     result: Counter = Counter()
-    sign, next_power = 1, 1
+    sign, raised, last = 1, 1, ""
     for word in unit.split():
         word, _, power = word.partition("^")
         lower = word.lower()
         if lower == "per":
             sign = -1
         elif lower in ("square", "sq", "cubic", "cu"):
-            next_power = 3 if lower in ("cubic", "cu") else 2
-        elif lower in ("squared", "cubed") and result:
+            raised = 3 if lower.startswith("cu") else 2
+        elif lower in ("squared", "cubed") and last:
             result[last] *= 3 if lower == "cubed" else 2
         else:
-            known = _UNIT.get(word) or _UNIT.get(lower) or _UNIT.get(lower.removesuffix("s")) or _UNIT.get(lower.removesuffix("es"))
-            if known is None:
+            singulars = (word, lower, lower.removesuffix("s"), lower.removesuffix("es"))
+            last = next((_UNIT[name] for name in singulars if name in _UNIT), "")
+            if not last:
                 return None
-            last = known
-            for name, exponent in _COMPOUND.get(known, {known: 1}).items():
-                result[name] += sign * exponent * next_power * int(power or 1)
-            next_power = 1
-    if next_power != 1:
-        result["unit"] += next_power
+            for name, exponent in _COMPOUND.get(last, {last: 1}).items():
+                result[name] += sign * exponent * raised * int(power or 1)
+            raised = 1
+    if raised != 1:
+        result["unit"] += raised  # "14 square"
     if "celsius" in result or "fahrenheit" in result:
         result.pop("degree", None)
     return dict(result) or None
@@ -236,7 +251,8 @@ _JOINT = re.compile(r"\b(?:and|or)\b")
 _LABEL = re.compile(r"\b[A-Za-z]\s*=")  # x = 3 or x = 4
 _OPERATOR = re.compile(r"[-+*=^<>]")
 _NEGATION = re.compile(
-    r"\b(?:not|never|cannot|neither|nor|without|except|wrong|incorrect|instead of|unlike|anything but|rather than)\b|n't\b", re.IGNORECASE
+    r"\b(?:not|never|cannot|neither|nor|without|except|wrong|incorrect|instead of|unlike|anything but|rather than)\b|n't\b",
+    re.IGNORECASE,
 )
 _CLAUSE = re.compile(r"[,;:.!?](?=\s)|\b(?:so|then|therefore|thus|hence|because|since)\b", re.IGNORECASE)
 _BOUND = set("than least most exceed exceeds exceeding maximum minimum under below above beyond between".split())
@@ -244,7 +260,10 @@ _CHANGING = set(
     "minus negative root roots half twice double triple thrice over times power mod modulo plus log sqrt square cube up "
     "almost nearly".split()
 )
-_PARTS = set("half third quarter root roots out log logarithm factorial square cube multiple multiples percent twice double reciprocal inverse negative part parts power one".split())  # fmt: skip
+_PARTS = set(
+    "half third quarter root roots out log logarithm factorial square cube multiple multiples percent twice double "
+    "reciprocal inverse negative part parts power one".split()
+)
 _NUMBERED = set(
     "step steps problem question part case figure fig example equation eq option chapter section exercise page line method "
     "theorem lemma item no number table attempt round candidate candidates choice version".split()
@@ -252,8 +271,9 @@ _NUMBERED = set(
 _FORMULA = re.compile(r"\$\s*([^$\n]+?)\s*\$(?!\d)|\\\(\s*((?:(?!\\\)).)+?)\s*\\\)|\\\[\s*((?:(?!\\\]).)+?)\s*\\\]")
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan|plus|minus|divided by|multiplied by|mod"
 _PIECE = re.compile(
-    rf"(?P<formula>\x01\d+\x01)|(?P<word>(?!(?:{_FUNCTIONS})\b)[A-Za-z](?:[A-Za-z]|['’-](?=[A-Za-z]))+)|(?P<number>(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
-    rf"|(?P<math>(?:{_FUNCTIONS})\b|\\[A-Za-z]+|\\[%$]|[A-Za-z]|[-+*/=^<>(){{}}|!%$_−–×÷·π√∞≤≥≠≈°²³½¼¾€£¥]|[:,.](?=\d))|(?P<blank>\s+)|(?P<other>.)"
+    rf"(?P<formula>\x01\d+\x01)|(?P<word>(?!(?:{_FUNCTIONS})\b)[A-Za-z](?:[A-Za-z]|['’-](?=[A-Za-z]))+)"
+    r"|(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)|(?P<blank>\s+)"
+    rf"|(?P<math>(?:{_FUNCTIONS})\b|\\[A-Za-z]+|\\[%$]|[A-Za-z]|[-+*/=^<>(){{}}|!%$_−–×÷·π√∞≤≥≠≈°²³½¼¾€£¥]|[:,.](?=\d))|(?P<other>.)"
 )
 _WORDS_FOR_SIGNS = (("divided by", "/"), ("multiplied by", "*"), ("plus", "+"), ("minus", "-"))
 
@@ -306,7 +326,12 @@ def _runs(line: str) -> list[tuple[int, int, str]]:
         kind, token = piece.lastgroup, piece[0]
         if kind == "blank":
             continue
-        alone = kind == "math" and token in ("a", "A", "I") and line[end:end + 1] in ("", " ") and line[piece.end() : piece.end() + 1] == " "
+        alone = (
+            kind == "math"
+            and token in ("a", "A", "I")
+            and line[end : end + 1] in ("", " ")
+            and line[piece.end() : piece.end() + 1] == " "
+        )
         word = kind in ("word", "other") or alone
         if kind == "formula" or word:
             if start >= 0:
@@ -352,7 +377,11 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
         return True
     if near == ["of"] and (set(words[-3:-1]) & _PARTS or any(map(changes_value, words[-3:-1]))):
         return True
-    if earlier and near in (["to"], ["from"], ["by"]) and not line[earlier[-1][1] : start].strip(" \x01").removesuffix(near[0]).strip():
+    if (
+        earlier
+        and near in (["to"], ["from"], ["by"])
+        and not line[earlier[-1][1] : start].strip(" \x01").removesuffix(near[0]).strip()
+    ):
         return True
     if (earlier and near == ["from"]) or words[-2:] == ["up", "to"]:
         return True
@@ -371,14 +400,21 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
         return False  # in "it rang 22 times." the word is a count and multiplies nothing
     if first == "more" or first == "extra":
         return second == "than" or third == "than"
-    return changes_value(first) or (first == "or" and second != "so") or (first == "and" and (second in ("a", "one", "half") or changes_value(second))) or "than" in (second, third)
+    return (
+        changes_value(first)
+        or (first == "or" and second != "so")
+        or (first == "and" and (second in ("a", "one", "half") or changes_value(second)))
+        or "than" in (second, third)
+    )
 
 
 def _listed(text: str, line: str) -> bool:
     """Tells whether the value stands alone in its line, as in the line before, so that both are members of a list."""
     bare = re.compile(r"\s*(?:.*:\s*)?[-*•]?\s*\(?[A-Za-z\d]?[\d.,/]*[.):]?\s*(?:-?[\d./]+)?\s*")
     lines = [part for part in text.rstrip().split("\n")[-3:] if part.strip()]
-    return len(lines) > 1 and all(len(part) < 80 and bare.fullmatch(part) and any(map(str.isdigit, part)) for part in lines[-2:])
+    return len(lines) > 1 and all(
+        len(part) < 80 and bare.fullmatch(part) and any(map(str.isdigit, part)) for part in lines[-2:]
+    )
 
 
 def _joins(between: str) -> bool:

@@ -32,8 +32,8 @@ from torchtune_ext.tasks.answers import (
     spoken,
     thinks,
 )
-from torchtune_ext.tasks.equality import verified
-from torchtune_ext.tasks.formulas import normalize, same_value
+from torchtune_ext.tasks.formulas import same_value
+from torchtune_ext.tasks.notation import normalize
 
 quick = settings(max_examples=60)
 TABLE = Path(__file__).parents[2] / "data" / "math_answers.jsonl"
@@ -333,7 +333,11 @@ def test_what_math_verify_cannot_read_is_compared_as_text():
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"format": "boxed"}, "format='boxed': choose"), ({"unmarked": "first"}, "unmarked='first': choose"), ({"format_reward": 1.0}, "format_reward=1.0 must lie")],
+    [
+        ({"format": "boxed"}, "format='boxed': choose"),
+        ({"unmarked": "first"}, "unmarked='first': choose"),
+        ({"format_reward": 1.0}, "format_reward=1.0 must lie"),
+    ],
 )
 def test_knobs_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):

@@ -8,8 +8,16 @@ from tables import every_row
 pytest.importorskip("math_verify")
 
 from torchtune_ext.tasks.answers import MathGrader, equal
-from torchtune_ext.tasks.formulas import normalize
-from torchtune_ext.tasks.values import changes_value, contradict, last_values, number_word, split_percent, split_unit, spelled
+from torchtune_ext.tasks.notation import normalize
+from torchtune_ext.tasks.values import (
+    changes_value,
+    contradict,
+    last_values,
+    number_word,
+    spelled,
+    split_percent,
+    split_unit,
+)
 
 GRADER = MathGrader()
 COUNT = 200  # of answers that name several candidates
@@ -104,7 +112,9 @@ def test_known_units_contradict_each_other(unit, other, differ):
 def test_numbers_in_words():
     words = ("five", "Twenty-one", "negative three", "minus 3", "two hundred", "one hundred and five", "zero")
     assert [number_word(text) for text in words] == ["5", "21", "-3", "-3", "200", "105", "0"]
-    assert [number_word(text) for text in ("", "five six", "twenty ten", "hundred", "5", "apples", "one or two")] == [None] * 7
+    assert [number_word(text) for text in ("", "five six", "twenty ten", "hundred", "5", "apples", "one or two")] == [
+        None
+    ] * 7
 
 
 def test_percentages():

@@ -1,0 +1,289 @@
+r"""Brings formulas and answers into one normal form, and takes them apart: lists, brackets, matrices, assignments.
+
+`normalize` removes what never changes a value: math signs, spacing, sizes, colors. All other functions take its result.
+"""
+
+import re
+
+MAX_ITEMS = 400  # of a list
+
+GREEK = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau upsilon "
+    "phi chi psi omega"
+).split()
+_CHARACTERS = {ord(a): b for a, b in zip("−–—‐\u00a0\u202f\u2009×·÷√∞≤≥≠≈°′’‘“”…∪∩∈ℝ∖∅±", (
+    "-", "-", "-", "-", " ", " ", " ", r"\times ", r"\cdot ", r"\div ", r"\sqrt ", r"\infty ", r"\le ", r"\ge ", r"\ne ",
+    r"\approx ", r"^\circ ", "'", "'", "'", '"', '"', r"\ldots ", r"\cup ", r"\cap ", r"\in ", r"\mathbb{R}",
+    r"\setminus ", r"\emptyset ", r"\pm ",
+), strict=True)}  # fmt: skip
+_CHARACTERS |= {0x3B1 + i: f"\\{name} " for i, name in enumerate(GREEK)}
+_CHARACTERS |= {ord(a): rf"\frac{{{b}}}{{{c}}}" for a, b, c in ("½12", "⅓13", "⅔23", "¼14", "¾34", "⅕15", "⅛18")}
+_CHARACTERS |= {0x200B: None, 0x200C: None, 0x200D: None, 0xFEFF: None, 0x2061: None}
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_RAISED_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+
+_TEXT = "text|textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|hbox|operatorname"
+_USELESS = re.compile(
+    r"(?P<row>\\\\(?:\s*\[[-\d. ]*[a-z]{0,2}\])?)"
+    r"|(?P<group>(?<=\d)\\[,;: ](?=\d{3}(?!\d)))|\\!\s*"
+    r"|(?P<side>\\m?(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*)(?P<bracket>\\?[()\[\]{}|<>.]|\\[A-Za-z]+)?"
+    r"|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm"
+    r"|it|sf|tt|bfseries|centering|therefore|mathop|hfill|thinspace|enspace|quad|qquad)(?![A-Za-z])"
+    r"|\\(?:[,;:>\s]|[()\[\]](?!\s*\]))|~"
+)
+_REMOVED = re.compile(
+    r"\\(?:h?phantom|vphantom|x?cancel|bcancel|sout|tag\*?|label|color|hspace\*?|vspace\*?)\s*\{[^{}]*\}"
+)
+_WRAPPED = re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}(?=\s*\{)|\\(?:boxed|fbox|framebox|ensuremath)(?=\s*\{)")
+_ALIGNED = re.compile(r"\\(?:begin|end)\s*\{(?:aligned|align\*?|equation\*?|gathered|split)\}")
+_STYLE = re.compile(rf"\\(?:{_TEXT})(?![A-Za-z])\s*\{{([^{{}}]*)\}}")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]|\.\d*,)")
+_SPACED = re.compile(r"(?<![\d.,] )(?<![\d.,])[1-9]\d{0,2}(?:(?: \d{3})+|(?:, 000)+)(?![\d,]| \d|, \d)")
+_LEADING = re.compile(r"(?:=|:|\\(?:quad|approx|implies|Rightarrow|simeq|to)(?![A-Za-z])|\s)+")
+_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_PLAIN_NAMES = re.compile(
+    r"(?<![A-Za-z\\])(sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infinity|infty)"
+    r"(?![A-Za-z])"
+)
+_SPELLINGS = {
+    "...": r"\ldots ", "**": "^", "<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "\\lbrace": "\\{", "\\rbrace": "\\}",
+    "\\surd": "\\sqrt", "\\degree": "^\\circ", "\\dots": "\\ldots", "\\cdots": "\\ldots",
+}  # fmt: skip
+_SYNONYMS = {
+    "\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne", "\\leqslant": "\\le", "\\geqslant": "\\ge", "\\lt": "<", "\\gt": ">",
+    "\\ast": "*", "\\star": "*", "\\varnothing": "\\emptyset", "\\vert": "|", "\\lvert": "|", "\\rvert": "|", "\\mid": "|",
+    "\\lbrack": "[", "\\rbrack": "]", "\\land": "\\wedge", "\\backslash": "\\setminus", "\\R": "\\mathbb{R}",
+    "\\Reals": "\\mathbb{R}", "\\infin": "\\infty", "\\colon": ":", "\\varepsilon": "\\epsilon", "\\varphi": "\\phi",
+    "\\dbinom": "\\binom", "\\tbinom": "\\binom", "\\dotsc": "\\ldots", "\\AA": "Å",
+}  # fmt: skip
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\.\d+|\S")
+_GREEK = "|".join(GREEK + [name.capitalize() for name in GREEK] + ["ell"])
+_SYMBOL = (
+    rf"(?:\\(?:vec|hat|bar|tilde|dot|overline|mathbb|mathcal)\s*(?:\{{\s*[A-Za-z]{{1,2}}\s*\}}|[A-Za-z])|\\(?:{_GREEK})(?![A-Za-z])"
+    r"|[A-Za-z])\s*'*(?:\s*_\s*(?:\{[^{}]*\}|[A-Za-z0-9]))?'*"
+)
+NAME = re.compile(rf"{_SYMBOL}")
+_TUPLE_OF_NAMES = re.compile(rf"\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})+\s*\)")
+_CALL = re.compile(
+    rf"(?:[fghFGHPE]\s*'*(?:_\s*\w|_\s*\{{\w+\}})?(?:\^\s*\{{?\s*(?:-1|\([0-9n]\))\s*\}}?)?\s*\([^()=]{{1,40}}\)|{_SYMBOL}\s*\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})*\s*\)"
+    rf"|[A-Za-z]\s*\(\s*\d+\s*\))"
+)
+_OTHER_NAME = re.compile(
+    r"\\begin\{vmatrix\}.*\\end\{vmatrix\}|m?\s*\\angle\s*[A-Z]{1,3}|\\overline\s*\{[A-Z]{2}\}|\|?\s*[A-Z]{2,4}\s*\|?|\[\s*[A-Z]{3,6}\s*\]|\\frac\s*\{\s*d\s*\^?2?\s*[a-zA-Z]\s*\}\s*\{\s*d\s*[a-zA-Z]\s*(?:\^\s*\{?2\}?)?\s*\}"
+)
+_WORD_NAME = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z0-9 .'()-]*")
+_JOINT = re.compile(
+    r"\\text\{\s*,?\s*(?:and|or|und|oder)\s*,?\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:vee|lor)(?![A-Za-z])"
+)
+_MATRIX = re.compile(
+    r"\[?\s*\(?\s*\\begin\s*\{(?:[pbBvV]?matrix|smallmatrix|array)\}\s*(?:\{[lcr|\s]*\})?(.*?)\\end\s*\{(\w+)\}\s*\)?\s*\]?"
+)
+COMMA = re.compile(rf"\s*(?:[,;]|\\quad|{_JOINT.pattern})")
+EQUALS = re.compile(r"=")
+CUP = re.compile(r"\\cup(?![A-Za-z])")
+
+
+# ---- the normal form
+
+
+def normalize(text: str) -> str:
+    """Returns a formula or an answer without what never changes its value."""
+    text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text + " ").translate(_CHARACTERS)
+    if text.count("$") - text.count("\\$") == 1:
+        text = re.sub(r"(?<!\\)\$(?=\s*\d)", r"\\$", text)  # one dollar sign is a currency, and opens no formula
+    text = re.sub(r"(?<!\\)\$", " ", text).replace("{,}", ",").replace("{.}", ".")
+    if "\\begin" not in text:
+        text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # a command whose backslash was escaped
+    text = _USELESS.sub(_replaced, re.sub(r"^\W*\*\*|\*\*\W*$", " ", text))
+    text = _ALIGNED.sub(" ", _WRAPPED.sub("", _REMOVED.sub(" ", text)))
+    text = _COMMAND.sub(lambda name: _SYNONYMS.get(name[0], name[0]), _FRACTION.sub(r"\\frac", text))
+    for written, meant in _SPELLINGS.items():
+        text = text.replace(written, meant)
+    text = _STYLE.sub(_styled, text)
+    text = _PLAIN_NAMES.sub(lambda name: f"\\{name[1].replace('infinity', 'infty')} ", text)
+    text = re.sub(r"(?<=\d) [xX] (?=\d)", r"\\times ", text)
+    return _stripped(_thousands(" ".join(text.split())))
+
+
+def _replaced(match: re.Match) -> str:
+    if match["row"]:
+        return "\\\\ "
+    if match["side"]:
+        bracket = match["bracket"] or ""
+        return {".": "", "\\[": "[", "\\]": "]", "\\(": "(", "\\)": ")", "\\lvert": "|", "\\rvert": "|"}.get(
+            bracket, bracket
+        ) + " "
+    return "" if match["group"] or match[0].startswith("\\!") else " \\quad " if "quad" in match[0] else " "
+
+
+def _styled(match: re.Match) -> str:
+    r"""Writes each style as \text{...}, and takes it from numbers, single symbols and names of functions."""
+    inner = match[1].strip()
+    if match[0].startswith("\\operatorname"):
+        return f"\\{inner} "
+    if re.fullmatch(r"[^A-Za-z]*|[eidxyzjk]", inner):
+        return f" {inner} "
+    return f"\\text{{{match[1]}}}"
+
+
+def _thousands(text: str) -> str:
+    """Takes the separators out of 1,234 and 1 234, but not inside brackets, where they may separate members."""
+    pieces, depth, start = [], 0, 0
+    for match in re.finditer(r"[(\[]|[)\]]|\\[{}]", text):
+        opens = match[0] in "([" or match[0] == "\\{"
+        if depth == 0 and opens:
+            pieces.append(_ungrouped(text[start : match.start()]))
+            start = match.start()
+        depth = depth + 1 if opens else max(0, depth - 1)
+        if depth == 0 and not opens:
+            pieces.append(text[start : match.end()])
+            start = match.end()
+    rest = text[start:]
+    return "".join(pieces) + (rest if depth else _ungrouped(rest))
+
+
+def _ungrouped(text: str) -> str:
+    text = _SPACED.sub(lambda number: re.sub("[, ]", "", number[0]), text)
+    return _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+
+
+def _stripped(text: str) -> str:
+    """Takes marks at both ends, outer braces, a style around the whole and a sign such as = before it."""
+    before = None
+    while text != before:
+        before = text
+        text = text.strip().strip('"*`').strip()
+        text = re.sub(r"(?:\\\\|\\quad|[.,;:\s])+$", "", text)
+        text = text[_LEADING.match(text).end() :] if _LEADING.match(text) else text
+        if text.startswith("\\text{") and closing(text, 5) == len(text) - 1:
+            text = text[6:-1]
+        elif text.startswith("{") and closing(text, 0) == len(text) - 1:
+            text = text[1:-1]
+    return text
+
+
+def closing(text: str, start: int) -> int:
+    """Returns where the bracket that opens at `start` is closed, or -1. Brackets may be of two kinds, as in [0, 1)."""
+    depth, at = 0, start
+    while at < len(text):
+        if text[at] == "\\":
+            if text[at + 1 : at + 2] in ("{", "}"):
+                depth += 1 if text[at + 1] == "{" else -1
+            elif text.startswith(("\\langle", "\\rangle", "\\begin", "\\end"), at):
+                depth += 1 if text[at + 1] in "lb" else -1
+            at += 1
+        elif text[at] in "([{":
+            depth += 1
+        elif text[at] in ")]}":
+            depth -= 1
+        if depth == 0:
+            return at
+        at += 1
+    return -1
+
+
+def letters(text: str) -> tuple[str, ...]:
+    """Returns what two answers must share to be the same letter by letter: the tokens without styles and spacing."""
+    text = re.sub(r"\\text\{([^{}]*)\}|\\quad", r" \1 ", text)
+    tokens = _TOKEN.findall(re.sub(r"(?<=[A-Za-z])\s+(?=[A-Za-z])", "", text))
+    result: list[str] = []
+    for token in tokens:
+        result.append(token)
+        if token == "}" and len(result) > 2 and result[-3] == "{":
+            result[-3:] = result[-2:-1]  # {x} is x
+    return tuple(result)
+
+
+# ---- structure
+
+
+def plain(text: str) -> str:
+    """Returns a normalized text without styles."""
+    return " ".join(re.sub(r"\\text\{([^{}]*)\}", r"\1", text).split())
+
+
+def split(text: str, separator: re.Pattern) -> list[str]:
+    """Splits a normalized text at the separators outside all brackets."""
+    pieces, start, at = [], 0, 0
+    while at < len(text):
+        if text[at] in "([{" or text.startswith(("\\{", "\\langle", "\\begin"), at):
+            end = closing(text, at)
+            if end > at and not text.startswith("\\text{", max(0, at - 5)):
+                at = end + 1
+                continue
+        found = separator.match(text, at)
+        if found and found.end() > at:
+            pieces.append(text[start:at])
+            start = at = found.end()
+            continue
+        command = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|\\.|[A-Za-z]+").match(text, at)
+        at = command.end() if command else at + 1
+    return [piece.strip() for piece in (*pieces, text[start:])]
+
+
+def members(text: str) -> list[str]:
+    """Returns the members of a list, or the text alone. A member with a sign ± is two."""
+    result = []
+    for piece in split(text, COMMA):
+        if piece:
+            result += signs(piece)
+    return result[: MAX_ITEMS + 1]
+
+
+def signs(piece: str) -> list[str]:
+    if "\\pm" not in piece and "\\mp" not in piece:
+        return [piece]
+    name, equals, rest = piece.rpartition("=")
+    upper = rest.replace("\\pm", "+").replace("\\mp", "-")
+    lower = rest.replace("\\pm", "-").replace("\\mp", "+")
+    return [name + equals + re.sub(r"^\s*\+", "", upper), name + equals + lower]
+
+
+def inside(text: str) -> tuple[str, list[str], str] | None:
+    """Returns the bracket, the members and the closing bracket of a tuple, an interval or a set; else None."""
+    for opener in ("(", "[", "\\{", "\\langle"):
+        if text.startswith(opener):
+            end = closing(text, 0)
+            close = {"\\{": "\\}", "\\langle": "\\rangle"}.get(opener, text[-1])
+            if end < 0 or (end < len(text) - len(close) + (opener == "\\{")) or not text.endswith(close):
+                return None
+            held = text[len(opener) : -len(close)]
+            items = [item for item in split(held, re.compile("[,;]"))]
+            if opener == "\\{":
+                items = [sign for item in items for sign in signs(item)] if held.strip() else []
+            elif len(items) < 2:
+                return None
+            return ("(" if opener == "\\langle" else opener), items, (")" if opener == "\\langle" else close)
+    return None
+
+
+def matrix(text: str) -> list[list[str]] | None:
+    """Returns the rows of a matrix or of a vector, or None."""
+    found = _MATRIX.fullmatch(text)
+    if not found or "\\begin" in found[1]:
+        return None
+    rows = [row for row in found[1].split("\\\\") if row.strip()]
+    return [[entry.strip() for entry in row.split("&")] for row in rows]
+
+
+def unnamed(text: str) -> tuple[str | None, str]:
+    """Returns the name and the value of an assignment such as x = 3 or f(x) = 3, or None and the text."""
+    sides = split(text, EQUALS)
+    if len(sides) == 2 and sides[1] and is_name(sides[0]):
+        return sides[0], sides[1]
+    found = re.fullmatch(r"(.+?)\s*\\in(?![A-Za-z])(.+)", text)
+    if found and NAME.fullmatch(found[1].strip()):
+        return found[1].strip(), found[2].strip()
+    return None, text
+
+
+def is_name(side: str) -> bool:
+    """Tells whether the left side of an equation only names a value: x, f(x), AB or words, but not x^2 or 2x."""
+    if any(pattern.fullmatch(side) for pattern in (NAME, _TUPLE_OF_NAMES, _CALL, _OTHER_NAME)):
+        return True
+    return bool(_WORD_NAME.fullmatch(plain(side)))
+
+
+def stem(name: str | None) -> str | None:
+    return None if name is None else re.sub(r"_.*|\s", "", name)
