@@ -29,8 +29,8 @@ from torchtune_ext.policy.fp8.plan import Fp8Receipt, linear_layers
 from torchtune_ext.policy.memory import GIB, Sizes
 from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.folder import require_usable
-from torchtune_ext.run.launcher import number, place
 from torchtune_ext.run.output import labelled, say
+from torchtune_ext.run.parent import number, place
 from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.training.distributed import Ranks

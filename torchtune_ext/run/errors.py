@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtune_ext.run.launcher import place
+from torchtune_ext.run.parent import place
 from torchtune_ext.run.terminal import RED, styled
 
 STATUS = 2  # the exit status of a mistake

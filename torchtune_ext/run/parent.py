@@ -1,10 +1,12 @@
-"""The start and the end of a child process: its environment, its death with the parent, and how it ended."""
+"""What a process has from its parent: its environment, its place among ranks, and its death; and how a child ended."""
 
 import ctypes
 import os
 import signal
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+# In these torchrun tells a process its place. Job launchers may leave other values.
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
 def die_with_parent(parent: int) -> None:
@@ -37,3 +39,20 @@ def how_it_ended(code: int | None, what: str) -> str:
         return f"{what} ended with exit code {code}"
     hint = ", perhaps by the kernel's out-of-memory killer (see dmesg)" if -code == signal.SIGKILL else ""
     return f"{what} was killed by {signal.Signals(-code).name}{hint}"
+
+
+def number(name: str, default: int) -> int:
+    """Returns the number in a variable. One that is unset, empty or not a number (`misread`) gives `default`."""
+    text = os.environ.get(name, "").strip()
+    return int(text) if text.isdecimal() else default
+
+
+def place() -> tuple[int, int]:
+    """Returns the rank of this process and the number of ranks. A single process is rank 0 of 1, whatever RANK says."""
+    ranks = max(1, number("WORLD_SIZE", 1))
+    return number("RANK", 0) if ranks > 1 else 0, ranks
+
+
+def misread() -> list[str]:
+    """Returns the names of the variables that should be numbers and are not."""
+    return [name for name in NUMBERS if (text := os.environ.get(name, "").strip()) and not text.isdecimal()]

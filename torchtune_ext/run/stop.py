@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torchtune_ext.run.launcher import place
+from torchtune_ext.run.parent import place
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 REACTION_S = 5.0  # seconds that the main thread has to raise `Stopped` when it is time

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torchtune import training
 
 from torchtune_ext.run.errors import Failure, Mistake, require_seconds
-from torchtune_ext.run.launcher import misread, number, place
 from torchtune_ext.run.output import say
-from torchtune_ext.run.parent import die_with_parent
+from torchtune_ext.run.parent import die_with_parent, misread, number, place
 from torchtune_ext.training.collectives import from_main, gathered, join, on_any
 
 T = TypeVar("T")

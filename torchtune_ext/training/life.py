@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from torchtune_ext.run.errors import FAILED, status_of
-from torchtune_ext.run.launcher import place
 from torchtune_ext.run.output import say
+from torchtune_ext.run.parent import place
 from torchtune_ext.run.stop import NAMES, Stopped, StopSignals
 from torchtune_ext.training.checkpoints import NothingToDo
 from torchtune_ext.training.collectives import MainFailed, main_failed

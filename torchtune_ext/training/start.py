@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.launcher import number
 from torchtune_ext.run.output import say
+from torchtune_ext.run.parent import number
 from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
 

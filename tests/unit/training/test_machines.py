@@ -15,7 +15,7 @@ from checkpoint_runs import fork
 from torchtune import training
 
 from torchtune_ext.policy.builder import _mesh
-from torchtune_ext.run import launcher
+from torchtune_ext.run import parent
 from torchtune_ext.training import machines
 from torchtune_ext.training.collectives import gathered
 from torchtune_ext.training.distributed import (
@@ -216,7 +216,7 @@ def test_variables_of_a_launcher_that_cannot_be_are_named(monkeypatch, capsys):
             for name, value in values.items():
                 patch.setenv(name, value)
             ranks = init_ranks("cpu")
-            assert (ranks.rank, ranks.world_size, launcher.place()) == (0, 1, (0, 1))
+            assert (ranks.rank, ranks.world_size, parent.place()) == (0, 1, (0, 1))
     assert not capsys.readouterr().out
 
 
