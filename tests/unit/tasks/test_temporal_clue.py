@@ -289,7 +289,7 @@ def test_a_malformed_list_is_named(tmp_path):
     with pytest.raises(ValueError, match="bad.json: no JSON list .*line 2"):
         read_puzzles(path)
     path.write_bytes(b"\xff\xfe{")
-    with pytest.raises(ValueError, match="bad.json': not UTF-8"):
+    with pytest.raises(ValueError, match="bad.json': not text in UTF-8"):
         read_puzzles(path)
 
 
