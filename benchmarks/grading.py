@@ -2,9 +2,9 @@
 
     python benchmarks/grading.py [--workers 2] [--count 2000]
 
-The grading processes and math-verify as a run uses them; nothing of a model. Half of the answers are right. "ms each" is the
-time of one process for one text. A hang is a power tower that sympy would write out: it holds one process until its
-deadline, and the process that takes its place imports math-verify again. On a machine that others use too, compare the lines.
+The grading processes and `MathGrader` as a run uses them; nothing of a model. Half of the answers are right. "ms each" is the
+time of one process for one text. A hang is a grader that sleeps: it holds one process until its deadline, and the process
+that takes its place imports the grader again. On a machine that others use too, compare the lines.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.tasks.answers import MathGrader
 from torchtune_ext.tasks.task import Problem, Score
 
-HANG = "\\boxed{10^{10^{10}}}"
+HANG = "sleep"
 DEADLINES_S = (1.0, 5.0, 10.0)
 
 
@@ -27,6 +27,8 @@ class Answers:
         self.grader = MathGrader()
 
     def grade(self, problem: Problem, text: str) -> Score:
+        if text == HANG:
+            time.sleep(3600)
         return self.grader(problem.answer, text)
 
 
