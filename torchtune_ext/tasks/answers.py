@@ -50,6 +50,9 @@ _DOUBT = re.compile(
     r"(?:\b(?:not|never|cannot|wrong|incorrect|unlike|except|than)\b|n't\b)(?:\s+[\w$]+){0,4}[\s$(*:]*$", re.IGNORECASE
 )
 _QUESTION = re.compile(r"[\s$).*]{0,9}\?")
+_DENIED = re.compile(
+    r"[\s$]{0,9}(?:(?:is|was|would be|seems)\s(?:not|wrong|incorrect|false|impossible)\b|(?:is|was)n't\b)"
+)
 _OTHERWISE = re.compile(r"[\s$.,)*]{0,20}(?:or|alternatively|maybe)\b", re.IGNORECASE)
 
 
@@ -82,7 +85,8 @@ def last_boxes(text: str) -> list[str] | None:
         return None
     line = text[: spans[-1][1]].rpartition("\n")[2][-200:]
     clause = re.split(r"[,;:.!?](?=\s)|\b(?:so|that|then|hence|thus|but)\b", line)[-1]
-    if _QUESTION.match(text, spans[-1][2]) or _DOUBT.search(clause):
+    after = spans[-1][2]
+    if _QUESTION.match(text, after) or _DENIED.match(text, after) or _DOUBT.search(clause):
         return []
     between = [text[end:start] for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False)]
     if any(map(_ends, between)) and len({letters(normalize(content)) for content, _, _ in spans}) > 1:

@@ -17,6 +17,7 @@ from torchtune_ext.tasks.notation import (
     CUP,
     EQUALS,
     MAX_ITEMS,
+    OPEN,
     inside,
     is_name,
     letters,
@@ -38,9 +39,6 @@ _RELATION = re.compile(
     r"\\(?:le|ge|ne|in|subset|equiv|cong|sim|approx|mid|to|rightarrow|Rightarrow|iff)(?![A-Za-z])|[<>=]"
 )
 _VERB = re.compile(r"\s(?:is|are|was|were|has|have|had|equals|gets|got|makes|costs|needs|pays|earns)\s|:\s")
-_OPEN = re.compile(
-    r"\b(?:or|if|unless|either|not|but|never|no|wrong|incorrect|half|twice|double|minus|negative)\b|n't", re.IGNORECASE
-)
 _TIME = re.compile(r"(\d{1,2}):(\d\d)(?::\d\d)?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
 _HOUR = re.compile(r"(\d{1,2})\s*([ap])\.?\s*m\.?", re.IGNORECASE)
 _RATIO = re.compile(r"(\d+(?:\.\d+)?)\s*(?::|to)\s*(\d+(?:\.\d+)?)(?:\s*(?::|to)\s*(\d+(?:\.\d+)?))?")
@@ -51,6 +49,10 @@ _LABELLED = re.compile(
     re.IGNORECASE,
 )
 _LABEL = re.compile(r"\([A-Z]\)|(?<![A-Za-z])[A-Z](?:\)|\.\s)|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
+_LABEL_BEFORE = re.compile(r"(?:\\text\{)?\s*(?:\([A-E]\)|[A-E][).:]\s)\s*\}?(?=.*\S)")
+_GENERAL = re.compile(r"[\s,]*\\text\{[\s,]*for (?:all|any|every|each)\b.*")
+_WORD = re.compile(r"[a-z]+|[-+]?\d*\.?\d+|[^\s\w.'\"-]|(?<![a-z])-|-(?![a-z])")
+_APPROXIMATE = re.compile(r"\\approx(?![A-Za-z])")
 _CALCULUS = re.compile(r"\\(?:sum|prod|int|iint|oint|lim)(?![A-Za-z])")
 _DECIMALS = re.compile(r"-?[0-9]*\.([0-9]+)")
 # What math-verify might not finish: powers of powers, large exponents and limits, factorials of factorials.
@@ -70,16 +72,19 @@ def equal(gold: str, answer: str) -> bool:
         return False
     if not answer.isascii() and any(c.isdecimal() and not c.isascii() for c in answer):
         return letters(gold) == letters(answer)
-    for given in (answer, stated(answer)):
-        if given and (same_choice(plain(gold), plain(given)) or same(gold, given)):
-            return True
-    return False
+    if same_choice(plain(gold), plain(answer)) or same(gold, answer):
+        return True
+    # Words around the value: "Jane has 5 apples", "(B) 5", "x + 1 for all x".
+    label, general = _LABEL_BEFORE.match(answer), _GENERAL.search(answer)
+    value = stated(answer) or (label and answer[label.end() :]) or (general and answer[: general.start()])
+    value = value or (_GENERAL.search(gold) and answer)
+    return bool(value) and (same_choice(plain(gold), plain(value)) or same(_GENERAL.sub("", gold), normalize(value)))
 
 
 def stated(answer: str) -> str | None:
     """Returns the value of an answer in words, such as "Jane has 5 apples" or "Jane: 5", or None."""
     subject, _, value = re.sub(_VERB, "\x00", plain(answer)).rpartition("\x00")
-    if not re.search(r"[A-Za-z]", subject) or re.search(r"\d", subject) or _OPEN.search(subject) or not value.strip():
+    if not re.search(r"[A-Za-z]", subject) or re.search(r"\d", subject) or OPEN.search(subject) or not value.strip():
         return None
     return normalize(value)
 
@@ -131,10 +136,10 @@ def same(gold: str, answer: str) -> bool:
 def _same(gold: str, answer: str) -> bool:
     if _CALCULUS.search(gold + answer):
         return verified(gold, answer)
-    text = same_text(gold, answer)
-    if text is not None:
-        return text
     right, given = members(gold), members(answer)
+    text = same_text(gold, answer)
+    if text is not None and (text or len(right) == 1):
+        return text
     if not right or not given or len(right) > MAX_ITEMS or len(given) > MAX_ITEMS:
         return False
     order = regions(gold, answer)
@@ -232,6 +237,9 @@ def same_member(gold: str, answer: str) -> bool:
     """Compares two answers that are no lists."""
     if letters(gold) == letters(answer):
         return True
+    near = split(answer, _APPROXIMATE)
+    if len(near) == 2 and "\\approx" not in gold:
+        return approximated(gold, *near)
     sides, given = split(gold, EQUALS), split(answer, EQUALS)
     if len(sides) > 1 or len(given) > 1:
         return same_equation(sides, given)
@@ -262,6 +270,15 @@ def same_member(gold: str, answer: str) -> bool:
     if len(parts) > 1 or len(others) > 1:
         return matched(parts, others)
     return same_leaf(gold, answer)
+
+
+def approximated(gold: str, value: str, decimal: str) -> bool:
+    r"""Compares an answer such as \\sqrt{2} \\approx 1.41, whose sides must agree."""
+    name, value = unnamed(value)
+    if name is None and is_name(value):
+        return same(gold, decimal)
+    close = abs(real(split_unit(value)[0]) - real(split_unit(decimal)[0])) <= abs(real(split_unit(decimal)[0])) / 100
+    return close and (same(gold, value) or same(gold, decimal))
 
 
 def same_equation(sides: list[str], given: list[str]) -> bool:
@@ -338,7 +355,7 @@ def same_words(right: str, given: str, styled: bool) -> bool | None:
     """Compares two answers in words, without regard to case, a full stop or a plural; else returns None."""
     if not re.search(r"(?<![A-Za-z\\])[A-Za-z]{3,}", right) or re.search(r"[=^_<>\\]", right):
         return None
-    words, others = (re.findall(r"[a-z]+|[-+]?\d*\.?\d+|[^\s\w.'\"!-]", text.casefold()) for text in (right, given))
+    words, others = (_WORD.findall(text.casefold().rstrip("!")) for text in (right, given))
     if not words or not others:
         return None
     if words == others or [*words[:-1], words[-1].rstrip("s")] == [*others[:-1], others[-1].rstrip("s")]:

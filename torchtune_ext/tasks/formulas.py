@@ -414,15 +414,19 @@ class _Evaluation:
         return getattr(self.mp, names.get(name, name))(value)
 
 
-def real(text: str) -> Any:
+def real(text: str) -> Fraction:
     """Returns the real value of a normalized formula without symbols, to 80 digits. Raises `Unreadable`."""
     tree = parsed(text)
     try:
-        if names(tree) <= {"\\pi", "\\e"}:
-            return _Evaluation({}, DIGITS[0], False).value(tree)
+        value = _Evaluation({}, DIGITS[0], False).value(tree) if names(tree) <= {"\\pi", "\\e"} else None
     except Undefined as error:
         raise Unreadable(text) from error
-    raise Unreadable(text)
+    if isinstance(value, Fraction):
+        return value
+    if value is None or not hasattr(value, "man_exp"):
+        raise Unreadable(text)
+    mantissa, exponent = value.man_exp
+    return Fraction(mantissa if value > 0 else -mantissa) * Fraction(2) ** exponent
 
 
 def same_value(first: str, second: str) -> bool:

@@ -72,6 +72,13 @@ _CALL = re.compile(
 _OTHER_NAME = re.compile(
     r"\\begin\{vmatrix\}.*\\end\{vmatrix\}|m?\s*\\angle\s*[A-Z]{1,3}|\\overline\s*\{[A-Z]{2}\}|\|?\s*[A-Z]{2,4}\s*\|?|\[\s*[A-Z]{3,6}\s*\]|\\frac\s*\{\s*d\s*\^?2?\s*[a-zA-Z]\s*\}\s*\{\s*d\s*[a-zA-Z]\s*(?:\^\s*\{?2\}?)?\s*\}"
 )
+# Words that leave a statement open, or turn it into another one.
+OPEN = re.compile(
+    r"\b(?:or|if|unless|either|not|but|never|no|none|wrong|incorrect|half|twice|double|triple|minus|negative|square root|"
+    r"cube|opposite|reciprocal|inverse)\b|n't",
+    re.IGNORECASE,
+)
+_OPERATION = re.compile(r"a?(?:sin|cos|tan|log|ln|sqrt|abs|exp|max|min)", re.IGNORECASE)
 _WORD_NAME = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z0-9 .'()-]*")
 _JOINT = re.compile(
     r"\\text\{\s*,?\s*(?:and|or|und|oder)\s*,?\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:vee|lor)(?![A-Za-z])"
@@ -92,9 +99,10 @@ def normalize(text: str) -> str:
     text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text + " ").translate(_CHARACTERS)
     if text.count("$") - text.count("\\$") == 1:
         text = re.sub(r"(?<!\\)\$(?=\s*\d)", r"\\$", text)  # one dollar sign is a currency, and opens no formula
-    text = re.sub(r"(?<!\\)\$", " ", text).replace("{,}", ",").replace("{.}", ".")
+    text = re.sub(r"(?<!\\)\$", " ", text).replace("{,}", ",")
     if "\\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # a command whose backslash was escaped
+    text = re.sub(r"(?<=\d)\{\.\}(?=\d)", ".", text)
     text = _USELESS.sub(_replaced, re.sub(r"^\W*\*\*|\*\*\W*$", " ", text))
     text = _ALIGNED.sub(" ", _WRAPPED.sub("", _REMOVED.sub(" ", text)))
     text = _COMMAND.sub(lambda name: _SYNONYMS.get(name[0], name[0]), _FRACTION.sub(r"\\frac", text))
@@ -282,7 +290,8 @@ def is_name(side: str) -> bool:
     """Tells whether the left side of an equation only names a value: x, f(x), AB or words, but not x^2 or 2x."""
     if any(pattern.fullmatch(side) for pattern in (NAME, _TUPLE_OF_NAMES, _CALL, _OTHER_NAME)):
         return True
-    return bool(_WORD_NAME.fullmatch(plain(side)))
+    words = plain(side)
+    return bool(_WORD_NAME.fullmatch(words)) and not _OPERATION.match(words) and not OPEN.search(words)
 
 
 def stem(name: str | None) -> str | None:

@@ -6,6 +6,7 @@ from torchtune_ext.tasks.formulas import Unreadable, differ_by_factor, parsed, r
 from torchtune_ext.tasks.notation import COMMA, CUP, NAME, inside, split, unnamed
 
 ORDER = re.compile(r"(\\(?:le|ge|ne)(?![A-Za-z])|[<>])")
+_BUILDER = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?[|:]\s*([^|]*)\\\}")
 _AND = re.compile(r"\\text\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|\\wedge(?![A-Za-z])")
 REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|R|all\s*real\s*numbers?|all\s*reals")
 ENDLESS = re.compile(r"([-+]?)\s*\\infty")
@@ -48,6 +49,9 @@ def same_inequality(gold: str, answer: str) -> bool | None:
 
 def region(text: str) -> tuple[str | None, list[tuple]]:
     """Returns the name of the symbol and the intervals of a set of numbers. Raises `Unreadable`."""
+    builder = _BUILDER.fullmatch(text)
+    if builder:
+        text = builder[1]
     both = split(text, _AND)
     if len(both) == 2 and all(ORDER.search(part) for part in both):
         names, parts = zip(*map(region, both), strict=True)

@@ -77,7 +77,7 @@ MEASURES = set(
 # The only single letters that are units: meters, grams, seconds, hours, liters. Others are variables, unless a style
 # sets them upright.
 LETTERS = set("mgshlL")
-STYLED_LETTERS = LETTERS | set("NJWVCFKA")
+STYLED_LETTERS = LETTERS | set("NJWVCFA")
 _SAME_UNITS = (
     "meter metre m|kilometer kilometre km|centimeter centimetre cm|millimeter mm|inch inche in|foot feet ft|yard yd|mile mi"
     "|second sec s|minute min|hour hr h|day|week|month|year yr|gram g|kilogram kg|milligram mg|pound lb|ounce oz|ton tonne"
@@ -146,7 +146,7 @@ def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
         and not re.search(r"[A-Za-z]{3}| (?:in|cm|km|ft|kg|mm)$", " " + written)
     ):
         return answer, ""
-    if not variables and re.fullmatch(r"[NJWVK]|°?[CF]", written) and answer[tail.start()] == " ":
+    if not variables and re.fullmatch(r"[NJWV]|°?[CF]", written) and answer[tail.start()] == " ":
         upright = True
     words = spelled(written)
     # After 1, a unit is in the singular.
