@@ -324,7 +324,8 @@ def _runs(line: str) -> list[tuple[int, int, str]]:
     start = end = -1
     for piece in _PIECE.finditer(line):
         kind, token = piece.lastgroup, piece[0]
-        if kind == "blank":
+        run = line[start : piece.start()] if start >= 0 else ""
+        if kind == "blank" or (token in (",", ";") and run.count("(") > run.count(")")):
             continue
         alone = (
             kind == "math"
