@@ -25,7 +25,7 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.equality import MAX_CHARS, equal
 from torchtune_ext.tasks.equality import readable as readable
 from torchtune_ext.tasks.notation import is_name, letters, normalize
-from torchtune_ext.tasks.task import Score
+from torchtune_ext.tasks.task import Score, spoken
 from torchtune_ext.tasks.values import SENTENCE_END, last_values
 
 TAIL_CHARS = 2000  # characters at the end of a text without a mark, which are searched for values
@@ -57,13 +57,6 @@ _OTHERWISE = re.compile(r"[\s$.,)*]{0,20}(?:or|alternatively|maybe)\b", re.IGNOR
 
 
 # ---- extraction
-
-
-def spoken(text: str) -> str:
-    """Returns the answer part of a text: everything after the last closed thought, or "" if a thought is still open."""
-    # Every grader reads texts by this rule. A text that never opens a thought is all answer.
-    rest = text.rpartition("</think>")[2]
-    return "" if "<think>" in rest else rest
 
 
 def with_boxes(text: str) -> str:

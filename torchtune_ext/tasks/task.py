@@ -225,3 +225,10 @@ class AdaptiveTask(Task, Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a `state_dict`. Raises ValueError if the task had other settings."""
         ...
+
+
+def spoken(text: str) -> str:
+    """Returns the answer part of a text: everything after the last closed thought, or "" if a thought is still open."""
+    # Every grader reads texts by this rule. A text that never opens a thought is all answer.
+    rest = text.rpartition("</think>")[2]
+    return "" if "<think>" in rest else rest

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.tasks.answers import spoken
+from torchtune_ext.tasks.task import spoken
 
 # A model may end its turn without closing the mark.
 _MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
