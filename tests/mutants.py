@@ -23,7 +23,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HEART = ["packing", "advantages", "buffer", "training/learner", "training/publish", "training/agreement", "objective/*"]
 HEART_TESTS = ["tests/golden", "tests/unit/objective", "tests/unit/policy/test_packed_equals_unpacked.py"]
-HEART_TESTS += [f"tests/unit/training/test_{name}.py" for name in ("learner", "agreement", "breakdown", "publish")]
+HEART_TESTS += [
+    f"tests/unit/training/test_{name}.py"
+    for name in ("learner", "agreement", "agreement_statistics", "breakdown", "publish")
+]
 HEART_TESTS += [f"tests/unit/pipeline/test_{name}.py" for name in ("advantages", "balance", "buffer", "source")]
 SECONDS = 600  # A mutant whose tests take longer counts as noticed: some only turn a loop endless.
 

@@ -306,21 +306,30 @@ def _branches(prompt: int, shared: int, completion: Completion) -> Branches:
     return Branches(np.concatenate(tokens), np.concatenate(positions), ends[:at], np.concatenate(sources))
 
 
-def contexts(row: Row) -> list[int]:
-    """Returns a hash for each label of a row, [L], over the path before it and the label itself.
+def contexts(row: Row) -> tuple[Tensor, Tensor]:
+    """Returns hashes of the path before each label of a row, and of that path with the label, both int64 [L].
 
-    Labels with equal hashes, also of different rows, have the same log-prob under the same policy.
+    Labels with equal paths before them, also in different rows, are predicted from the same hidden state. With equal labels
+    as well they have the same log-prob under the same policy.
     """
-    tokens, ends, before = row.tokens_T.tolist(), row.ends_T.tolist(), []
-    # Places are in the order of a walk through the tree, so the places that the current one sees are a stack.
-    path: list[int] = []
-    for place, token in enumerate(tokens):
-        while path and ends[path[-1]] <= place:
-            path.pop()
-        before.append(hash((before[path[-1]] if path else 0, token)))
-        path.append(place)
-    pairs = zip(row.sources_L.tolist(), row.labels_L.tolist(), strict=True)
-    return [hash((before[source], label)) for source, label in pairs]
+    tokens, positions = row.tokens_T.numpy(), row.positions_T.numpy()
+    # The hash of a path is the sum of a hash of each of its (position, token), modulo 2^64. Places are in the order of a
+    # walk through the tree, so a running sum holds a token from its place until its end.
+    hashes_T = _hashed(positions, tokens)
+    leaving = np.zeros(len(tokens) + 1, np.uint64)
+    np.add.at(leaving, row.ends_T.numpy(), hashes_T)
+    sources = row.sources_L.numpy()
+    before_L = (hashes_T.cumsum() - leaving[:-1].cumsum())[sources]
+    after_L = before_L + _hashed(positions[sources] + 1, row.labels_L.numpy())
+    return torch.from_numpy(before_L.view(np.int64)), torch.from_numpy(after_L.view(np.int64))
+
+
+def _hashed(positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of positions and tokens, uint64."""
+    value = (positions.astype(np.uint64) << np.uint64(32) | tokens.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return value ^ value >> np.uint64(31)
 
 
 def _weights(

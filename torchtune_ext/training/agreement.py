@@ -4,22 +4,25 @@ test        asks for                                  sees                      
 scale       mean |d| <= twice the rounding + chance   other weights, rope                    what rounding hides
 sharpness   d has no part that goes with log p + H    a temperature, under the rounding too  other weights, top-p
 identity    mean exp(d) = 1 on many tokens            top-p, top-k, any renormalization      temperature, weights
+likelihood  tokens as likely as the sampler reports   sampling otherwise than reported       weights, whatever is reported
 arrival     versions, checksums, the effect of an     a lost publication, an old tensor or   what happens behind them
             update on tokens (`applied_share`)        adapter                                and hides in the noise
 
-d is the trainer's log-prob minus the sampler's, in nats; H is the entropy.
+d is the trainer's log-prob minus the sampler's, in nats; H is the entropy. A context is the path before a token: tokens
+with the same context are predicted from one hidden state and are rounded alike, so standard errors are over contexts.
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchtune_ext.objective.kl import kl_k3
-from torchtune_ext.packing import Row
+from torchtune_ext.packing import Row, contexts
 from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.output import labelled, say
@@ -53,7 +56,7 @@ LEAST_LIMIT = 0.001
 # Under other settings a replay moves away from what was sampled, and nothing is wrong.
 REPLAY_LIMIT = 0.05
 MEASURED_ROWS = 4  # rows of a rank on which the rounding is measured
-# Standard errors that a mean may be off. They are many, since every step of a long run is tested.
+# Standard errors that an estimate from many contexts may be off. They are many, since every step of a long run is tested.
 ERRORS = 5.0
 FLOOR = 0.005  # distance from 1 that the mean of exp(d) may have besides
 # Largest sharpness that is tolerated: a temperature of 0.98 or 1.02.
@@ -64,8 +67,12 @@ UNEXPLAINED = 0.25
 LEAST_KEPT = 0.1
 # Limit of (noise of a token) / (effect of a change on it). Above it nothing is concluded.
 RESOLVED = 0.25
-# Fewest tokens that must carry the effect. A single one would fit the slope exactly and show no noise.
-CARRIERS = 16
+# The likelihood test compares with a distribution whose logits are this many times the trainer's.
+SHARPER = 1.25
+# Weights of that distribution in the mixtures that the test tries. A negative weight makes a mixture flatter.
+MIXTURES = np.array([1.0, 0.4, -0.4, -1.0])
+# Likelihood ratio that ends a run. A healthy sampler reaches it at most once in so many canaries with new seeds.
+LARGEST_RATIO = 1e7
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,6 @@ class Mismatch:
     ess: float  # effective sample size of the weights w = exp(d) as a share of the tokens: (sum w)^2 / (n sum w^2)
     by_bucket: dict[str, float]  # mean |d| by place in the completion and by age, as in `bucket_means`
     tokens: int  # number of tokens compared
-    error: float  # standard error of the mean |d|, as of independent tokens
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """The measures by their names in the log, which begin with `prefix`."""
@@ -95,38 +101,98 @@ class Disagreement(Failure):
     """Trainer and sampler do not compute the same policy."""
 
 
-def _differences(
-    rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns d, (log p + H, cluster) [2, tokens] and `buckets` [2, tokens] of all ranks' tokens. A collective."""
-    # All travels as one tensor, so that the ranks gather once.
-    here = torch.empty(5, 0, dtype=torch.float64)
-    if rows:
-        ours, theirs = (torch.cat([each.logprobs_L for each in many]).cpu().double() for many in (logprobs, rows))
-        entropy = torch.cat([each.entropy_L for each in logprobs]).cpu().double()
-        # With the mean of both sides as log p, the rounding of the trainer moves d and log p alike, and that of the
-        # sampler moves them apart. Where both round equally, the two cancel in their product.
-        here = torch.stack([ours - theirs, (ours + theirs) / 2 + entropy, _clusters(rows) + rank() * 2.0**32])
-        here = torch.cat([here, torch.cat([buckets(row, version) for row in rows], dim=1).double()])
-    everywhere = torch.cat(gathered(here), dim=1)
-    return everywhere[0], everywhere[1:3], everywhere[3:].long()
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """N sampled tokens as trainer and sampler see them."""
+
+    ours_N: np.ndarray  # the trainer's log-probs, nats
+    theirs_N: np.ndarray  # the sampler's
+    entropy_N: np.ndarray  # of the trainer's distribution, nats
+    contexts_N: np.ndarray  # int64, equal for tokens with the same path before them
+    buckets_2N: np.ndarray  # place and age, as in `buckets`
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None) -> "Tokens":
+        """The labels of packed rows of all ranks. A collective."""
+        parts = [cls(*[np.empty(0)] * 3, np.empty(0, np.int64), np.empty((2, 0), np.int64))]
+        parts += [
+            cls(
+                *(values.cpu().double().numpy() for values in (ours.logprobs_L, row.logprobs_L, ours.entropy_L)),
+                contexts(row)[0].numpy(),
+                buckets(row, version).numpy(),
+            )
+            for row, ours in zip(rows, logprobs, strict=True)
+        ]
+        return cls.joined(gathered(cls.joined(parts)))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Tokens"]) -> "Tokens":
+        """All tokens of `parts`."""
+        return cls(*(np.concatenate([getattr(part, f.name) for part in parts], axis=-1) for f in fields(cls)))
+
+    def __len__(self) -> int:
+        return len(self.ours_N)
+
+    def __getitem__(self, chosen: np.ndarray | slice) -> "Tokens":
+        return Tokens(*(getattr(self, field.name)[..., chosen] for field in fields(self)))
+
+    def numbered(self) -> "Tokens":
+        """The same tokens with their contexts numbered from 0."""
+        return replace(self, contexts_N=np.unique(self.contexts_N, return_inverse=True)[1])
+
+    @property
+    def d_N(self) -> np.ndarray:
+        """The trainer's minus the sampler's log-prob."""
+        return self.ours_N - self.theirs_N
+
+    @property
+    def score_N(self) -> np.ndarray:
+        """log p + H, with the mean of both sides as log p."""
+        # The rounding of the trainer then moves d and log p alike, and that of the sampler moves them apart. Where both
+        # round equally, the two cancel in their product.
+        return (self.ours_N + self.theirs_N) / 2 + self.entropy_N
 
 
-def _clusters(rows: Sequence[Row]) -> Tensor:
-    """A number per label for the place in its group that it is sampled behind."""
-    # Samples of a group that are the same until there have the same hidden state, so they are rounded alike.
-    places, groups = [], 0
-    for row in rows:
-        # Each group begins at position 0.
-        group_T = groups + (row.positions_T == 0).cumsum(0)
-        places.append((group_T << 32 | row.positions_T)[row.sources_L])
-        groups = int(group_T[-1])
-    return torch.cat(places).unique(return_inverse=True)[1]
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A least-squares slope, with contexts as independent observations."""
+
+    slope: float
+    error: float  # standard error of the slope
+    contexts: float  # number of contexts that carry the slope: (sum w)^2 / sum w^2 of their weights w
+    least: float  # the slope without the context that raises it most
+
+    @property
+    def chance(self) -> float:
+        """By how much chance may change the slope: `ERRORS` standard errors, more of them for few contexts."""
+        return students_t(self.contexts - 1) * self.error if self.contexts >= 2 else math.inf
 
 
-def _measured(d: Tensor, where: Tensor) -> Mismatch:
-    if not d.numel():
-        return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, {}, 0, 0.0)
+def fit(y_N: np.ndarray, x_N: np.ndarray, contexts_N: np.ndarray) -> Fit:
+    """Fits y = slope * x. With x = 1 the slope is the mean of y. Contexts are numbered from 0."""
+    # No products of vectors: the threads of NumPy's BLAS would compete with torch's.
+    weights = np.bincount(contexts_N, np.square(x_N))
+    size = float(weights.sum())
+    slope = float((x_N * y_N).sum()) / size if size else 0.0
+    number = size**2 / float(np.square(weights).sum()) if size else 0.0
+    if number < 2:
+        return Fit(slope, math.inf, number, -math.inf)
+    # The jackknife: by how much each context, if left out, would move the slope.
+    moves = np.bincount(contexts_N, x_N * (y_N - slope * x_N)) / (size - weights)
+    return Fit(slope, math.sqrt(np.square(moves).sum()), number, slope - float(moves.max()))
+
+
+def students_t(freedom: float) -> float:
+    """The quantile of Student's t that a normal variable exceeds at `ERRORS` deviations, within 10% above it."""
+    # Wallace, A normal approximation to the t distribution (1959), solved for t.
+    deviations = ERRORS * (8 * freedom + 3) / (8 * freedom + 1)
+    return math.sqrt(freedom * math.expm1(deviations**2 / freedom))
+
+
+def _measured(tokens: Tokens) -> Mismatch:
+    if not len(tokens):
+        return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, {}, 0)
+    d = torch.from_numpy(tokens.d_N)
     size = d.abs()
     # Subtracting the maximum avoids an overflow. `ess` does not change when all weights are scaled.
     weights = (d - d.max()).exp()
@@ -137,9 +203,8 @@ def _measured(d: Tensor, where: Tensor) -> Mismatch:
         mean=d.mean().item(),
         k3=kl_k3(torch.zeros_like(d), d).mean().item(),
         ess=(weights.sum().square() / (d.numel() * weights.square().sum())).item(),
-        by_bucket=bucket_means(size, where),
+        by_bucket=bucket_means(size, torch.from_numpy(tokens.buckets_2N)),
         tokens=d.numel(),
-        error=(size.var(correction=0).item() / d.numel()) ** 0.5,
     )
 
 
@@ -148,16 +213,27 @@ class Applied:
     """How much of a change of the weights (an update, an adapter) the sampler shows on the tokens of all ranks."""
 
     slope: float  # 1: the sampler has the change; 0: it does not have it
+    chance: float  # by how much chance may change the slope
     noise: float  # deviation of a token from the slope / effect of the change on it; infinite without any effect
     tokens: int  # number of tokens compared
-    carriers: float  # number of tokens that carry the effect e: (sum e^2)^2 / sum e^4, between 1 and `tokens`
     otherwise: str  # what the sampler does if it does not have the change, for the message
+
+    @classmethod
+    def of(cls, effect_N: np.ndarray, response_N: np.ndarray, contexts_N: np.ndarray, otherwise: str) -> "Applied":
+        """Compares the effect of a change on log-probs of the trainer with what the sampler shows of it."""
+        # The slope does not depend on the size of the effect. Both differences contain the noise of the trainer without
+        # the change. If the trainer's noise is the same with and without, a sampler with the change has a slope of at
+        # least 1/2 on average, and one without it at most 1/2. The larger the effect is compared with the noise, the
+        # more the two differ.
+        share = fit(response_N, effect_N, contexts_N)
+        size = float(np.square(effect_N).sum())
+        noise = (float(np.square(response_N - share.slope * effect_N).sum()) / size) ** 0.5 if size else math.inf
+        return cls(share.slope, share.chance, noise, len(effect_N), otherwise)
 
     @property
     def resolved(self) -> bool:
         """Whether the slope is reliable."""
-        # Its standard error is then at most about RESOLVED / sqrt(CARRIERS) = 0.06, far below the 1/2 of `missing`.
-        return self.carriers >= CARRIERS and self.noise <= RESOLVED
+        return self.noise <= RESOLVED and self.chance < 0.5
 
     @property
     def missing(self) -> bool:
@@ -174,29 +250,19 @@ def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tenso
         otherwise: what a sampler without the change does, for messages.
     """
     parts = [
-        torch.stack([new.cpu().double() - old, row.logprobs_L.double() - old])
+        (torch.stack([new.cpu().double() - old, row.logprobs_L.double() - old]).numpy(), contexts(row)[0].numpy())
         for row, new, old in zip(rows, on, (old.cpu().double() for old in off), strict=True)
     ]
-    changes = torch.cat(gathered(torch.cat(parts, dim=1)), dim=1)
-    effect, response = changes[:, ~changes.isnan().any(dim=0)]
-    # The slope of (sampler - off) on (on - off), by least squares, does not depend on the size of the effect. Both
-    # differences contain the noise of `off`. If the trainer's noise is the same in `on` and `off`, a sampler with the
-    # change has a slope of at least 1/2 on average, and one without it at most 1/2. The larger the effect is compared
-    # with the noise, the more the two differ.
-    size = effect.square().mean().item() if len(effect) else 0.0
-    if size == 0.0:
-        return Applied(0.0, float("inf"), len(effect), 0.0, otherwise)
-    slope = (effect * response).mean().item() / size
-    noise = (response - slope * effect).square().mean().item()
-    carriers = len(effect) * size**2 / effect.pow(4).mean().item()
-    return Applied(slope, (noise / size) ** 0.5, len(effect), carriers, otherwise)
+    changes, paths = (np.concatenate(each, axis=-1) for each in zip(*sum(gathered(parts), []), strict=True))
+    known = ~np.isnan(changes).any(axis=0)
+    return Applied.of(*changes[:, known], np.unique(paths[known], return_inverse=True)[1], otherwise)
 
 
 class Agreement:
     """Stops the run when trainer and sampler disagree.
 
     Args:
-        limit: largest mean |d| in nats. "auto": twice the rounding, at least 0.001, and what chance adds on few tokens.
+        limit: largest mean |d| in nats. "auto": twice the rounding, at least 0.001, and what chance adds on few contexts.
         rounding: a collective: rows -> mean |d| between the coarser precision and float32.
         precision: in words, for messages.
         replay: nothing is sampled, and "auto" is REPLAY_LIMIT.
@@ -220,12 +286,14 @@ class Agreement:
         self._least = REPLAY_LIMIT if replay else LEAST_LIMIT  # of "auto"
         self._limit = limit if not self._auto else REPLAY_LIMIT if replay else 0.0
         self._measured: list[float] = []  # results of `rounding`
-        # What `_differences` returns of the latest tokens of the present version of each step.
-        self._recent = torch.empty(5, 0, dtype=torch.float64)
+        self._recent: Tokens | None = None  # the latest tokens that were of the present version in their step
         # With different weights d goes with the reward, by which groups are chosen, and the identity says nothing.
         self._identity = identity
         # Whether the user knows that no token was of the present version. A replay never has one.
         self._warned = replay
+        # Of each engine: the seed of its last canary, and the logarithms of the likelihood ratios before the first canary
+        # with that seed and after it.
+        self._ratios: dict[str, tuple[int | None, np.ndarray, np.ndarray]] = {}
 
     @property
     def limit(self) -> float:
@@ -239,8 +307,9 @@ class Agreement:
         when: str,
         version: int | None = None,
         applied: Sequence[Applied] = (),
+        not_finite: Callable[[], str] = str,
     ) -> Mismatch:
-        """Applies the four tests and returns the mismatch of all tokens, of any age. A collective.
+        """Tests scale, arrival, sharpness and identity, and returns the mismatch of all tokens, of any age. A collective.
 
         Args:
             rows: packed rows of this rank; they hold the sampler's log-probs.
@@ -248,75 +317,92 @@ class Agreement:
             when: the beginning of the message: "before the first update", "after publishing version 7".
             version: the policy's, in trainer and engine; only its tokens are judged. None: the tokens are a canary's.
             applied: what was measured of changes that the sampler must have.
+            not_finite: a collective, called where a log-prob is not finite: which weights are not, for the message.
 
         Raises:
-            Disagreement: a test fails, or the mismatch is NaN. The message gives the figures and the likely cause.
+            Disagreement: a test fails, or a log-prob is not finite. The message gives the figures and the likely cause.
         """
+        tokens = Tokens.of(rows, logprobs, version)
+        bad = [np.count_nonzero(~np.isfinite(each)) for each in (tokens.ours_N, tokens.theirs_N)]
+        if any(bad):
+            raise Disagreement(
+                f"{when}: log-probs of {len(tokens)} sampled tokens are not finite: {bad[0]} of the trainer's, {bad[1]} of the "
+                f"sampler's. Likely cause: weights or activations that are NaN or infinite{not_finite()}"
+            )
+        self.judge(tokens, rows, when, version, applied)
+        return _measured(tokens)
+
+    def judge(
+        self, tokens: Tokens, rows: Sequence[Row], when: str, version: int | None, applied: Sequence[Applied] = ()
+    ) -> None:
+        """Does what `require` says. On `rows` the rounding is measured where the limit asks for it."""
         # The log-prob of a token that an earlier version sampled differs because the policy has moved since, which is
         # no fault. An engine that samples ahead often returns no other tokens.
-        d, scores, where = _differences(rows, logprobs, version)
-        everything = _measured(d, where)
-        present = where[1] == AGE_0
-        current = everything if present.all() else _measured(d[present], where[:, present])
+        current = tokens[tokens.buckets_2N[1] == AGE_0]
+        samples = {"": current.numbered()}
+        if version is not None and len(current):
+            recent = Tokens.joined([self._recent, current]) if self._recent is not None else current
+            self._recent = recent[-max(RECENT, len(current)) :]
+            if len(self._recent) > len(current):
+                samples[" of the latest steps"] = self._recent.numbered()
         # Where few tokens are of the present version, one of them may be rounded far, so they are not judged. A canary
         # is short by nature, and a limit that the user set holds for any number of tokens.
-        least = 1 if version is None or (present.all() and not self._auto) else TOO_FEW
-        judged = [current] if current.tokens >= least or math.isnan(current.mean_abs) else []
-        latest = torch.cat([d[None], scores, where.double()])[:, present]
-        if version is not None and current.tokens:
-            # Each step counts its clusters from 0. The shift keeps those of earlier steps apart.
-            self._recent[2] -= latest[2].max() + 1
-            self._recent = torch.cat([self._recent, latest], dim=1)[:, -max(RECENT, current.tokens) :]
-            if self._auto and self._recent.shape[1] > max(current.tokens, TOO_FEW):
-                judged.append(_measured(self._recent[0], self._recent[3:].long()))
-        if not judged and not (self._auto and current.tokens) and not self._warned:
+        exact = version is None or (len(current) == len(tokens) and not self._auto)
+        scaled = {which: each for which, each in samples.items() if len(each) >= TOO_FEW and (self._auto or not which)}
+        scaled |= {"": samples[""]} if exact and len(current) else {}
+        if not scaled and not (self._auto and len(current)) and not self._warned:
             self._warned = True
             log.warning(
                 "%s: %s sampled tokens are of the present version %s, so only the canary proves that trainer and engine "
                 "agree; this is not said again in later steps",
                 when,
-                current.tokens or "no",
+                len(current) or "no",
                 version,
             )
-        limit = self._limit
-        if judged and self._auto and (not self._limit or self._beyond(judged, limit)):
-            limit = self._measure(rows)
-        wrong = self._beyond(judged, limit)
-        if wrong or any(change.missing for change in applied):
-            worst = wrong[0] if wrong else current
-            d, score = (latest if worst is current else self._recent)[:2]
-            sharpness, rest = _sharpness(d, score)
-            # The formula of the sharpness holds near 0 only, and the d of a broken model may go with anything.
-            explained = abs(sharpness) < 1 and rest.square().sum() < UNEXPLAINED * d.square().sum()
-            cause = diagnose(worst, applied, self._other_temperature(sharpness) if explained else "")
-            cause = MOVED if self._replay else cause
-            which = "" if worst is current else " of the latest steps"
-            raise Disagreement(
-                f"{when}: trainer and sampler disagree on {worst.tokens} sampled tokens{which}: mean |d log-prob| "
-                f"{worst.mean_abs:.4g} +- {worst.error:.2g} (max_mismatch={limit:.3g}), 99th percentile {worst.p99_abs:.4g}, "
-                f"max {worst.max_abs:.4g}, signed mean {worst.mean:+.4g}. Likely cause: {cause}"
-            )
-        if self._identity:
-            # A canary samples the same tokens each time, which say nothing about the mean over all possible draws.
-            for tokens in [latest] if version is None else [latest, self._recent]:
-                if tokens.shape[1] >= TOO_FEW:
-                    if version is not None:
-                        self._require_identity(tokens[0], when)
-                    self._require_sharpness(*tokens[:3], when)
-        return everything
+        self._require_scale(scaled, rows, when, applied)
+        for each in samples.values():
+            if self._identity and len(each) >= TOO_FEW:
+                # A canary samples the same tokens most times, which say nothing about the mean over all possible draws.
+                if version is not None:
+                    self._require_identity(each, when)
+                self._require_sharpness(each, when)
 
     def require_sharpness(self, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], when: str) -> None:
         """Tests only the sharpness, by log-probs of the weights that were sent. A collective. Raises Disagreement."""
-        d, scores, _ = _differences(rows, logprobs, None)
-        if len(d) >= TOO_FEW:
-            self._require_sharpness(d, *scores, when)
+        self._require_sharpness(Tokens.of(rows, logprobs, None).numbered(), when)
 
-    def _beyond(self, judged: Sequence[Mismatch], limit: float) -> list[Mismatch]:
-        """Those above the limit by more than chance may add."""
-        # A few tokens that are far off make a large standard error, too, so chance may add twice the limit at most.
-        # (146 tokens of a healthy step of SmolLM2 were twice the limit away in bfloat16.) `not <=` also catches NaN.
-        room = ERRORS if self._auto else 0.0
-        return [each for each in judged if not each.mean_abs <= limit + min(room * each.error, 2 * limit)]
+    def _require_scale(
+        self, samples: dict[str, Tokens], rows: Sequence[Row], when: str, applied: Sequence[Applied]
+    ) -> None:
+        fits = {which: fit(np.abs(each.d_N), np.ones(len(each)), each.contexts_N) for which, each in samples.items()}
+        limit = self._limit
+        if fits and self._auto and (not limit or any(self._beyond(each, limit) for each in fits.values())):
+            limit = self._measure(rows)
+        wrong = [which for which, each in fits.items() if self._beyond(each, limit)]
+        if not wrong and not any(change.missing for change in applied):
+            return
+        which = max(wrong or fits, key=lambda which: fits[which].slope)
+        found = _measured(samples[which])
+        sharpness, rest = _sharpness(samples[which])
+        # The formula of the sharpness holds near 0 only, and the d of a broken model may go with anything.
+        explained = (
+            abs(sharpness.slope) < 1 and np.square(rest).sum() < UNEXPLAINED * np.square(samples[which].d_N).sum()
+        )
+        cause = diagnose(found, applied, self._other_temperature(sharpness.slope) if explained else "")
+        raise Disagreement(
+            f"{when}: trainer and sampler disagree on {found.tokens} sampled tokens{which}: mean |d log-prob| "
+            f"{found.mean_abs:.4g} +- {fits[which].error:.2g} (max_mismatch={limit:.3g}), 99th percentile {found.p99_abs:.4g}, "
+            f"max {found.max_abs:.4g}, signed mean {found.mean:+.4g}. Likely cause: {MOVED if self._replay else cause}"
+        )
+
+    def _beyond(self, found: Fit, limit: float) -> bool:
+        """Whether the mean is above the limit by more than chance may add."""
+        if not self._auto:
+            return not found.slope <= limit
+        # A few tokens that are far off make a large standard error, too. So three times the limit ends a run whatever
+        # the error, but not where a single context, however many tokens share it, carries the mean beyond. Of few
+        # contexts two may do so, and the others up to TOO_FEW count as if there were no difference.
+        return found.slope > limit + found.chance or found.least * min(1.0, found.contexts / TOO_FEW) > 3 * limit
 
     def _measure(self, rows: Sequence[Row]) -> float:
         """Measures the rounding of these rows and returns their limit. A collective."""
@@ -333,28 +419,21 @@ class Agreement:
             say(labelled([("rounding", f"{how} in {self._precision}{here}; max_mismatch {self._limit:.2g}")]))
         return own
 
-    def _require_sharpness(self, d: Tensor, score: Tensor, cluster: Tensor, when: str) -> None:
+    def _require_sharpness(self, tokens: Tokens, when: str) -> None:
         # A sampler whose logits are (1 + s) times the trainer's, as at the temperature T / (1 + s), has log-probs
         # larger by s (log p + H): likely tokens gain and unlikely ones lose, which rounding does not do.
-        size = score.square().sum().item()
-        sharpness, rest = _sharpness(d, score)
-        # Tokens of one cluster are not independent: what is left of d is nearly the same for them. So the standard
-        # error is that of the sums over clusters.
-        _, cluster = cluster.unique(return_inverse=True)
-        sums = torch.zeros(2, len(d), dtype=d.dtype).index_add_(1, cluster, torch.stack([score.square(), score * rest]))
-        if not size or size**2 / sums[0].square().sum().item() < CARRIERS:
-            return
-        error = sums[1].norm().item() / size
+        sharpness, _ = _sharpness(tokens)
+        d = tokens.d_N
         # Rounding is in both factors. It adds half the difference of the two sides' squares to their product, and makes
         # the side that has more of it sharper by half its square. The square of d covers both.
-        bias = d.square().sum().item() / size
-        if abs(sharpness) > SHARPEST + bias + ERRORS * error:
+        bias = np.square(d).sum() / max(np.square(tokens.score_N).sum(), 1e-30)
+        if abs(sharpness.slope) > SHARPEST + bias + sharpness.chance:
             # If the sampler draws from the likeliest tokens only, each of them gains, so most of d is negative.
-            cut = d.mean() < -d.abs().mean() / 2
+            cut = d.mean() < -np.abs(d).mean() / 2
             raise Disagreement(
-                f"{when}: on {len(d)} sampled tokens the sampler's log-probs are the trainer's and {sharpness:+.3f} +- "
-                f"{error:.2g} times (log p + entropy), as a sharper or flatter distribution has them and rounding does not. "
-                f"Likely cause: {TRUNCATED if cut else self._other_temperature(sharpness)}"
+                f"{when}: on {len(d)} sampled tokens the sampler's log-probs are the trainer's and {sharpness.slope:+.3f} +- "
+                f"{sharpness.error:.2g} times (log p + entropy), as a sharper or flatter distribution has them and rounding "
+                f"does not. Likely cause: {TRUNCATED if cut else self._other_temperature(sharpness.slope)}"
             )
 
     def _other_temperature(self, sharpness: float) -> str:
@@ -364,23 +443,79 @@ class Agreement:
             "(logprobs_mode=processed_logprobs), and that no generation_config.json overrides it"
         )
 
-    def _require_identity(self, d: Tensor, when: str) -> None:
+    def _require_identity(self, tokens: Tokens, when: str) -> None:
         # With p the trainer's and q the sampler's probability, the mean of exp(d) is sum_y q(y) p(y) / q(y) = 1,
-        # whatever the rounding, unless q is 0 where p is not. `not <=` also catches NaN.
-        excess = d.expm1()
-        mean, error = excess.mean().item(), (excess.var(correction=0).item() / len(d)) ** 0.5
-        if not abs(mean) <= FLOOR + ERRORS * error:
+        # whatever the rounding, unless q is 0 where p is not.
+        excess = fit(np.expm1(tokens.d_N), np.ones(len(tokens)), tokens.contexts_N)
+        if abs(excess.slope) > FLOOR + excess.chance:
             raise Disagreement(
-                f"{when}: over {len(d)} sampled tokens the mean of exp(trainer's - sampler's log-prob) is {1 + mean:.4f} "
-                f"+- {error:.4f}, and 1 for a sampler that draws from the whole distribution that it reports, whatever the "
-                f"rounding. Likely cause: it is truncated or renormalized ({SAMPLER_ADVICE})"
+                f"{when}: over {len(tokens)} sampled tokens the mean of exp(trainer's - sampler's log-prob) is "
+                f"{1 + excess.slope:.4f} +- {excess.error:.4f}, and 1 for a sampler that draws from the whole distribution "
+                f"that it reports, whatever the rounding. Likely cause: it is truncated or renormalized ({SAMPLER_ADVICE})"
+            )
+
+    def require_likelihood(
+        self,
+        rows: Sequence[Row],
+        logprobs: Sequence[LabelLogprobs],
+        sharper: Sequence[LabelLogprobs],
+        when: str,
+        engine: str,
+        seed: int,
+    ) -> None:
+        """Tests whether the tokens of a canary are as likely as the sampler reports. A collective.
+
+        Args:
+            rows, logprobs, when: as in `require`.
+            sharper: the trainer's log-probs with logits that are SHARPER times as large.
+            engine: its name. Each is tested by itself.
+            seed: of the canary. Canaries with other seeds are other samples, whose evidence adds up.
+
+        Raises:
+            Disagreement: the tokens are far more likely under a sharper or flatter distribution.
+        """
+        gains = [
+            likelihood_gains(ours.logprobs_L, row.logprobs_L, ours.entropy_L, sharp.logprobs_L)
+            for row, ours, sharp in zip(rows, logprobs, sharper, strict=True)
+        ]
+        self.judge_likelihood(np.sum([np.zeros(len(MIXTURES)), *sum(gathered(gains), [])], axis=0), when, engine, seed)
+
+    def judge_likelihood(self, gain: np.ndarray, when: str, engine: str, seed: int) -> None:
+        """Does what `require_likelihood` says, with the `likelihood_gains` of a canary."""
+        # The Shiryaev-Roberts statistic: evidence since the best of all possible beginnings, since an engine may break
+        # at any time. Its mean under a healthy sampler is at most the number of canaries.
+        last_seed, before, after = self._ratios.get(engine, (None, *[np.full(len(MIXTURES), -np.inf)] * 2))
+        before = before if seed == last_seed else after
+        ratios = np.logaddexp(before, 0.0) + gain
+        self._ratios[engine] = seed, before, after if seed == last_seed else ratios
+        if np.logaddexp.reduce(ratios) - math.log(len(MIXTURES)) > math.log(LARGEST_RATIO):
+            better = "sharper" if MIXTURES[ratios.argmax()] > 0 else "flatter"
+            raise Disagreement(
+                f"{when}: a {better} distribution makes the canary's tokens {LARGEST_RATIO:.0e} times as likely as the sampler "
+                "reports. Likely cause: it samples with a temperature, top-p or top-k and reports log-probs without them. Set "
+                f"logprobs_mode=processed_logprobs in the engine. {SAMPLER_ADVICE}"
             )
 
 
-def _sharpness(d: Tensor, score: Tensor) -> tuple[float, Tensor]:
-    """By how much sharper the sampler is (a least-squares fit), and what that leaves of d. `score` is log p + H."""
-    sharpness = -((d * score).sum() / score.square().sum().clamp_min(1e-30)).item()
-    return sharpness, d + sharpness * score
+def likelihood_gains(*logprobs: Tensor) -> np.ndarray:
+    """The log of the likelihood ratio of each mixture to the sampler's log-probs, over all tokens.
+
+    Args:
+        logprobs: log-probs of the trainer and the sampler, entropy, log-probs of the trainer with sharper logits; [L] each.
+    """
+    p, q, entropy, sharp = (each.cpu().double().numpy() for each in logprobs)
+    # p + w (p_sharp - p) sums to 1 over the vocabulary for any weight w, so if tokens are drawn from q, its ratio to q has
+    # a mean of at most 1, whatever the rounding. It is positive for w = -1 as well, if no p_sharp / p is above 2. The
+    # largest is at most exp((SHARPER - 1) H), since log sum_y p(y)^SHARPER is convex in the exponent.
+    room = np.minimum(1.0, 0.99 / np.expm1(np.maximum((SHARPER - 1) * entropy, 1e-6)))
+    weights = np.where(MIXTURES > 0, MIXTURES, MIXTURES * room[:, None])
+    return ((p - q)[:, None] + np.log1p(weights * np.expm1(sharp - p)[:, None])).sum(axis=0)
+
+
+def _sharpness(tokens: Tokens) -> tuple[Fit, np.ndarray]:
+    """By how much sharper the sampler is, and what that leaves of d."""
+    found = fit(-tokens.d_N, tokens.score_N, tokens.contexts_N)
+    return found, tokens.d_N + found.slope * tokens.score_N
 
 
 def diagnose(current: Mismatch, applied: Sequence[Applied], other_temperature: str) -> str:

@@ -9,16 +9,18 @@ from time import perf_counter
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.groups import Group, Sample
 from torchtune_ext.packing import Row, contexts, pack
+from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.sampling.engine import Engine, SamplingConfig
 from torchtune_ext.sampling.records import CANARY_REQUESTS, CanaryAnswer
 from torchtune_ext.sampling.weight_buffer import differences
 from torchtune_ext.tasks.order import ProblemStream
-from torchtune_ext.training.agreement import Agreement, Applied, Disagreement, applied_share
+from torchtune_ext.training.agreement import SHARPER, Agreement, Applied, Disagreement, applied_share
 from torchtune_ext.training.collectives import gathered
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.precision import Precision
@@ -34,18 +36,21 @@ CANARY_PROMPTS = CANARY_REQUESTS // CANARY_SAMPLES
 LOOKED_AT = 4096
 # The share of changed values below which a user in mixed precision is warned.
 FEW_CHANGED = 0.2
-# With the same seed every time most tokens come again, and two policies can be compared on them.
-CANARY_SEED = 0
+# With the seed of the publication before most tokens come again, and two policies can be compared on them. With another
+# one they are a new sample, which adds evidence to the likelihood test. Then answers are longer.
+SAME_SEED, NEW_TOKENS = 10, 32
 
 
 class Publisher:
     """Sends the policy's weights to the engine and lets a canary prove that they arrived.
 
-    The canary samples a few tokens from fixed prompts with fixed seeds. Besides log-probs like the trainer's it asks:
+    The canary samples a few tokens from fixed prompts, with new seeds at every `SAME_SEED`-th version. Besides log-probs like
+    the trainer's it asks:
 
     1. every token is labelled with the version that was just published;
     2. every tensor that the engine took has the checksum of the one that was sent, on each of its workers;
-    3. where a change (the update, an adapter) moves log-probs by more than the noise, the engine's moved with it.
+    3. where a change (the update, an adapter) moves log-probs by more than the noise, the engine's moved with it;
+    4. the tokens are as likely as the engine reports.
 
     Args:
         engine: on rank 0; None on the others, which take part in the gathers and in the canary.
@@ -73,10 +78,10 @@ class Publisher:
         self._engine, self._learner, self._ranks = engine, learner, learner.ranks
         self._trained, self._precision, self._source = trained, precision, source
         self._agreement, self._scored, self._groups = agreement, scored, list(canary)
-        tokens = min(CANARY_TOKENS, sampling.max_tokens)
-        self._sampling = replace(sampling, max_tokens=tokens, seed=CANARY_SEED, early_stop_logprob=None)
+        self._sampling = replace(sampling, early_stop_logprob=None)
         self._sent: dict[str, dict[str, int]] = {"model": {}, "adapter": {}}  # checksums by name, on rank 0
-        self._values: dict[str, Tensor] = {}  # some of what was sent last, by name, on rank 0
+        # Of what was sent last: the number of values and some of them, by name, on rank 0.
+        self._values: dict[str, tuple[int, Tensor]] = {}
         self._rounded, self._warned = trained.rounded(precision), False
         self._before: dict[int, float] = {}  # context -> log-prob under the policy of the last publication, all ranks
 
@@ -96,7 +101,7 @@ class Publisher:
     def _send(self, version: int) -> dict[str, float]:
         """Gathers the weights and gives them to the engine. Returns sizes and seconds, on rank 0."""
         size = gather_s = copy_s = pause_s = 0.0
-        values: dict[str, Tensor] = {}
+        values: dict[str, tuple[int, Tensor]] = {}
 
         def gathered_in_time(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             nonlocal gather_s
@@ -105,7 +110,7 @@ class Publisher:
                 flat = tensor.detach().reshape(-1)
                 # A CPU cannot compare numbers in FP8, but it can compare their bytes.
                 some = flat[:: max(1, len(flat) // LOOKED_AT)].clone()
-                values[name] = (some.view(torch.uint8) if some.element_size() == 1 else some).cpu()
+                values[name] = len(flat), (some.view(torch.uint8) if some.element_size() == 1 else some).cpu()
                 # The clock stands still while the engine has the tensor: that is the time of copying.
                 gather_s += perf_counter() - began
                 yield name, tensor
@@ -147,10 +152,14 @@ class Publisher:
                 scored, now = None, [ours.logprobs_L for ours in logprobs]
             applied = self._trained.applied(self._learner, rows, now, scored, self._precision)
             applied["update"] = self._update_applied(rows, now)
-            mismatch = self._agreement.require(rows, logprobs, whose, applied=list(applied.values()))
+            mismatch = self._agreement.require(
+                rows, logprobs, whose, applied=list(applied.values()), not_finite=self._not_finite
+            )
             if self._rounded:
                 sent = [replace(ours, logprobs_L=new) for ours, new in zip(logprobs, now, strict=True)]
                 self._agreement.require_sharpness(rows, sent, whose)
+            sharper = self._learner.logprobs(rows, self._learner.temperature / SHARPER)
+            self._agreement.require_likelihood(rows, logprobs, sharper, whose, name, version // SAME_SEED)
             worst = max(worst, mismatch.mean_abs)
             pairs += zip(rows, now, strict=True)
             for change, share in applied.items():
@@ -165,13 +174,15 @@ class Publisher:
         engines, wrong = [], None
         if self._engine is not None:
             prompts = [group.prompt_tokens.tolist() for group in self._groups]
-            for answer in self._engine.canary(prompts, CANARY_SAMPLES, self._sampling):
+            tokens = min(CANARY_TOKENS if version % SAME_SEED else NEW_TOKENS, self._sampling.max_tokens)
+            sampling = replace(self._sampling, max_tokens=tokens, seed=version // SAME_SEED)
+            for answer in self._engine.canary(prompts, CANARY_SAMPLES, sampling):
                 wrong = wrong or self._wrong_version(answer, version) or self._wrong_tensors(answer)
                 groups = [
                     replace(group, samples=tuple(Sample(completion, trained=True) for completion in completions))
                     for group, completions in zip(self._groups, answer.completions, strict=True)
                 ]
-                longest = sum(len(g.prompt_tokens) + CANARY_SAMPLES * CANARY_TOKENS for g in groups)
+                longest = sum(len(g.prompt_tokens) + CANARY_SAMPLES * tokens for g in groups)
                 engines.append((answer.engine, pack(groups, longest, layout=self._learner.layout)[0]))
         engines, wrong = self._ranks.broadcast((engines, wrong))
         return [(name, self._ranks.share(rows)) for name, rows in engines], wrong
@@ -190,25 +201,36 @@ class Publisher:
 
     def _update_applied(self, rows: list[Row], now: list[Tensor]) -> Applied:
         """Whether the engine shows the newest update, on tokens that the canary before it sampled, too."""
-        before = [torch.tensor([self._before.get(c, torch.nan) for c in contexts(row)]) for row in rows]
+        before = [torch.tensor([self._before.get(c, torch.nan) for c in contexts(row)[1].tolist()]) for row in rows]
         return applied_share(rows, now, before, "the engine has the weights that were sent and samples as before them")
 
     def _remember(self, pairs: Iterable[tuple[Row, Tensor]]) -> None:
         """Keeps the log-probs of the present policy for the next publication."""
         # All ranks keep all of them, since a context may go to another rank next time.
-        here = {c: p for row, ours in pairs for c, p in zip(contexts(row), ours.tolist(), strict=True)}
+        here = {c: p for row, ours in pairs for c, p in zip(contexts(row)[1].tolist(), ours.tolist(), strict=True)}
         self._before = {c: p for part in gathered(here) for c, p in part.items()}
 
-    def _changed_share(self, before: dict[str, Tensor], now: dict[str, Tensor]) -> dict[str, float]:
+    def _not_finite(self) -> str:
+        """The policy's weights that are NaN or infinite, for a message. A collective."""
+        # A sharded parameter is looked at where its shards are, so that no rank waits for another.
+        local = {
+            name: p.to_local() if isinstance(p, DTensor) else p
+            for name, p in self._learner.policy.model.named_parameters()
+        }
+        here = {hf_name(name): int((~p.isfinite()).sum()) for name, p in local.items()}
+        return "".join(f"; {n} values of {name}" for part in gathered(here) for name, n in part.items() if n)
+
+    def _changed_share(
+        self, before: dict[str, tuple[int, Tensor]], now: dict[str, tuple[int, Tensor]]
+    ) -> dict[str, float]:
         """Which share of the values differs from the publication before; empty at the first one."""
         if not before:
             return {}
         # In a dtype coarser than the trainer's the engine cannot hold the smaller part of an update. Tensors in which
         # nothing changed are frozen, or as good as frozen, and do not count.
-        shares = [(before[name] != values).float().mean().item() for name, values in now.items() if name in before]
-        sizes = [len(values) for name, values in now.items() if name in before]
-        moved = sum(size for size, share in zip(sizes, shares, strict=True) if share)
-        share = sum(size * share for size, share in zip(sizes, shares, strict=True)) / max(1, moved)
+        shares = {n: (before[n][1] != some).float().mean().item() for n, (_, some) in now.items() if n in before}
+        moved = sum(now[name][0] for name, share in shares.items() if share)
+        share = sum(now[name][0] * share for name, share in shares.items()) / max(1, moved)
         if self._precision.mixed and 0 < share < FEW_CHANGED and not self._warned:
             self._warned = True
             fp8 = self._precision.sampler is not None

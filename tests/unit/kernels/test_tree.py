@@ -134,7 +134,7 @@ def test_equal_paths_are_known_by_their_contexts():
             for number in range(int(row.samples_L.max()) + 1):
                 at = (row.samples_L == number).tolist()
                 key = tuple(row.logprobs_L[torch.tensor(at)].tolist())
-                labels[key] = [each for each, own in zip(contexts(row), at, strict=True) if own]
+                labels[key] = [each for each, own in zip(contexts(row)[1].tolist(), at, strict=True) if own]
         hashes[row_tokens] = labels
     assert hashes[longest] == hashes[500]
     paths = {}

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
@@ -12,17 +13,10 @@ from tables import every_row
 from torch.distributions import Categorical
 
 from torchtune_ext.groups import Group
-from torchtune_ext.packing import contexts, pack
+from torchtune_ext.packing import pack
 from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.training.agreement import (
-    CARRIERS,
-    RECENT,
-    TOO_FEW,
-    Agreement,
-    Disagreement,
-    applied_share,
-)
+from torchtune_ext.training.agreement import RECENT, TOO_FEW, Agreement, Disagreement, applied_share
 
 VOCAB, TOKENS, SAMPLES = 50, 40, 20
 
@@ -39,12 +33,12 @@ class Table:
         logits = self.logits if logits is None else logits
         return (logits / temperature).log_softmax(-1).gather(1, self.labels[:, None])[:, 0]
 
-    def rows(self, reported):
+    def rows(self, reported, prompt=0):
         samples = [
             sampled(self.labels[i : i + TOKENS].numpy(), reported[i : i + TOKENS].numpy(), trained=True)
             for i in range(0, SAMPLES * TOKENS, TOKENS)
         ]
-        return pack([Group(Problem("p", (), None), np.arange(3, dtype=np.int32), tuple(samples))], 10_000)[0]
+        return pack([Group(Problem("p", (), None), prompt + np.arange(3, dtype=np.int32), tuple(samples))], 10_000)[0]
 
 
 def mismatch(rows, scores, version=None):
@@ -149,20 +143,20 @@ def test_where_there_is_no_canary_nothing_is_said_of_one(caplog):
         gate.require([row], scores, "step 5")
 
 
-@pytest.mark.parametrize("count", [TOO_FEW - 1, TOO_FEW])
-def test_few_tokens_of_the_present_version_do_not_end_a_run(count, caplog):
+@pytest.mark.parametrize("tokens", [TOO_FEW - 1, TOO_FEW])
+def test_few_tokens_of_the_present_version_do_not_end_a_run(tokens, caplog):
     """The tail of a completion that was sampled over a publication: in bfloat16 one of its tokens may well be 0.06 away."""
     table = Table()
     (row,) = table.rows(table.score(1.0).double() + 0.3)
     versions = torch.full_like(row.versions_L, 3)
-    versions[:count] = 4
+    versions[:tokens] = 4
     scores = [LabelLogprobs(table.score(1.0), torch.zeros(SAMPLES * TOKENS))]
     gate, row = Agreement(0.05), replace(row, versions_L=versions)
-    if count < TOO_FEW:
+    if tokens < TOO_FEW:
         gate.require([row], scores, "step 5", version=4)
-        assert f"{count} sampled tokens are of the present version 4, so only the canary" in caplog.text
+        assert f"{tokens} sampled tokens are of the present version 4, so only the canary" in caplog.text
     else:
-        with pytest.raises(Disagreement, match=f"on {count} sampled tokens"):
+        with pytest.raises(Disagreement, match=f"on {tokens} sampled tokens"):
             gate.require([row], scores, "step 5", version=4)
 
 
@@ -200,23 +194,24 @@ def test_what_chance_may_add_is_no_disagreement(carried_by):
     else:
         result = gate.require([row], scores, "step 1")
         assert result.mean_abs == pytest.approx(0.06, rel=1e-4)
-        # d of eight tokens in 800: its deviation is 6 sqrt(0.01 * 0.99)
-        assert result.error == pytest.approx(6 * (0.01 * 0.99) ** 0.5 / len(d) ** 0.5, rel=1e-4)
 
 
 def test_small_steps_are_judged_together():
-    """One token in ten is off by 0.6 nats: of 800 tokens that may be chance, of 2,400 it is none."""
+    """One token in ten is off by 0.6 nats: of 800 tokens that may be chance, of 2,400 it is none. The same prompt three times
+    proves no more than once."""
     table, d = Table(), torch.zeros(SAMPLES * TOKENS, dtype=torch.float64)
-    d[::10] = 0.6
-    rows, scores = table.rows(table.score(1.0) + d), [LabelLogprobs(table.score(1.0), torch.zeros(len(d)))]
-    gate = Agreement("auto", lambda rows: 0.02, identity=False)
+    d[5::10] = 0.6
+    scores = [LabelLogprobs(table.score(1.0), torch.zeros(len(d)))]
+    new, same = (Agreement("auto", lambda rows: 0.02, identity=False) for _ in "12")
+    for step in (1, 2, 3):
+        same.require(table.rows(table.score(1.0) + d), scores, f"step {step}", version=0)
     for step in (1, 2):
-        gate.require(rows, scores, f"step {step}", version=0)
+        new.require(table.rows(table.score(1.0) + d, step), scores, f"step {step}", version=0)
     with pytest.raises(
         Disagreement,
-        match=r"step 3: .* on 2400 sampled tokens of the latest steps: mean \|d log-prob\| 0.06 \+- 0.0037",
+        match=r"step 3: .* on 2400 sampled tokens of the latest steps: mean \|d log-prob\| 0.06 \+- 0.0038",
     ):
-        gate.require(rows, scores, "step 3", version=0)
+        new.require(table.rows(table.score(1.0) + d, 3), scores, "step 3", version=0)
 
 
 @pytest.mark.parametrize(("distance", "noise"), [(0.04, None), (0.09, 0.05), (0.11, 0.05)])
@@ -243,13 +238,14 @@ def gate_of(noise, **options):
     def scores(rows):
         return [LabelLogprobs(table.score(1.0)[: row.num_labels], torch.zeros(row.num_labels)) for row in rows]
 
+    prompts = count()
+
     def require(*rows_of_d, version=0):
         rows = []
         for d in rows_of_d:
             labels, logprobs = table.labels[: len(d)].numpy(), (table.score(1.0)[: len(d)] + d).numpy()
-            group = Group(
-                Problem("p", (), None), np.arange(3, dtype=np.int32), (sampled(labels, logprobs, trained=True),)
-            )
+            prompt = np.arange(3, dtype=np.int32) + next(prompts)
+            group = Group(Problem("p", (), None), prompt, (sampled(labels, logprobs, trained=True),))
             rows += pack([group], len(d) + 3)[0]
         return gate.require(rows, scores(rows), "now", version=version)
 
@@ -289,18 +285,19 @@ def test_a_small_step_is_left_to_the_canary_and_to_later_ones(caplog):
     d, require = torch.full((16,), 0.16, dtype=torch.float64), gate_of(0.02)
     require(d)
     assert not caplog.messages
-    with pytest.raises(Disagreement, match="on 48 sampled tokens of the latest steps"):
-        require(d)
+    with pytest.raises(Disagreement, match="on 32 sampled tokens of the latest steps"):
         require(d)
     with pytest.raises(Disagreement, match="on 16 sampled tokens:"):
         gate_of(0.02)(d, version=None)
 
 
 @pytest.mark.parametrize("tokens", [16, SAMPLES * TOKENS])
-def test_nan_ends_the_run(tokens):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_log_prob_that_is_not_finite_ends_the_run(tokens, value):
     d = torch.zeros(tokens, dtype=torch.float64)
-    d[3] = torch.nan
-    with pytest.raises(Disagreement, match="mean .* nan"):
+    d[3] = value
+    match = rf"log-probs of {tokens} sampled .* not finite: 0 of the trainer's, 1 of the sampler's. .*weights or activations"
+    with pytest.raises(Disagreement, match=match):
         gate_of(0.02)(d)
 
 
@@ -394,12 +391,12 @@ def test_tokens_that_nobody_knows_are_left_out():
     update, noise = draws(2, 0.1, 0.001)
     before = table.score(1.0) - update
     sampler = table.score(1.0) + noise
-    for known in (2, CARRIERS - 1, 4 * CARRIERS, 300):
+    for known in (1, 2, 16, 64, 300):
         old, reported = before.clone(), sampler.clone()
         old[known:], reported[known:] = torch.nan, before[known:]  # would be a slope of 0
         share = applied_share(table.rows(reported), [table.score(1.0)], [old], "")
         assert share.tokens == known and share.slope == pytest.approx(1.0, abs=0.05)
-        assert share.resolved == (known > CARRIERS) and not share.missing and 1 <= share.carriers <= known
+        assert share.resolved == (known > 2) and not share.missing
 
 
 @every_row("has_it", [True, False])
@@ -407,13 +404,13 @@ def test_tokens_that_nobody_knows_are_left_out():
 def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
     """Some tokens are a hundred times more uncertain than others, in noise and effect alike, and the engine may be more or less
     exact than the trainer. Whatever is concluded is right, and a large effect leads to a conclusion."""
-    generator, count = torch.Generator().manual_seed(0), 200
+    generator, draws = torch.Generator().manual_seed(0), 200
     table = Table()
     row = table.rows(table.score(1.0))[0]
     for strength in (0.0, 0.3, 1.0, 3.0, 30.0):
         resolved = 0
         for width in (0.7, 1.2):
-            for _ in range(count):
+            for _ in range(draws):
                 scale = torch.exp(width * torch.randn(SAMPLES * TOKENS, generator=generator, dtype=torch.float64))
                 e, new, old, change = (
                     scale * torch.randn(len(scale), generator=generator, dtype=torch.float64) for _ in "1234"
@@ -422,7 +419,7 @@ def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
                 share = applied_share([noisy_row], [strength * change + new], [old], "")
                 resolved += share.resolved
                 assert not share.resolved or (share.slope > 0.5) == has_it, (strength, share)
-        assert resolved > count / 2 if strength == 30 else resolved == 0 or strength > 1
+        assert resolved > draws / 2 if strength == 30 else resolved == 0 or strength > 1
 
 
 def test_the_limit_is_twice_the_rounding(capsys):
@@ -473,8 +470,7 @@ class Steps:
         self.gate = Agreement(10.0)  # a scale that sees nothing
 
     def step(self, number):
-        count = SAMPLES * TOKENS
-        logits = torch.randn(count, VOCAB, generator=self._generator, dtype=torch.float64) * 2
+        logits = torch.randn(SAMPLES * TOKENS, VOCAB, generator=self._generator, dtype=torch.float64) * 2
         reported = self._reported_of(logits.softmax(-1)).log()
         labels = torch.multinomial(reported.exp(), 1, generator=self._generator)
         # Rounding moves logits, so what comes of it is a distribution again.
@@ -504,18 +500,6 @@ def test_a_truncated_distribution_is_seen_through_the_rounding(share, steps):
             run.step(number)
 
 
-def test_samples_that_are_the_same_prove_nothing_twice():
-    """Twenty samples of one prompt begin with the same twelve tokens, which the engine has rounded to a sharper distribution."""
-    logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
-    logprobs, entropy = logits.log_softmax(-1), Categorical(logits=logits).entropy()
-    labels = torch.multinomial(logprobs.exp(), 1, generator=torch.Generator().manual_seed(1))
-    ours = logprobs.gather(1, labels)[:, 0]
-    sample = sampled(labels[:, 0].numpy(), (ours + 0.1 * (ours + entropy)).numpy(), trained=True)
-    rows = pack([Group(Problem("p", (), None), np.arange(3, dtype=np.int32), (sample,) * 20)], 10_000)[0]
-    scores = [LabelLogprobs(ours.repeat(20), entropy.repeat(20))]
-    assert Agreement(10.0).require(rows, scores, "after publishing version 1").tokens == 240
-
-
 @every_row("rounding", [0.0, 0.06, 0.3, 1.0])
 def test_a_healthy_run_goes_on_whatever_the_rounding(rounding):
     """Also at a mean |d| of 0.8 nats, over many steps, at each of which all is asked for."""
@@ -534,37 +518,3 @@ def test_a_temperature_is_seen_through_the_rounding(temperature, steps):
         for number in range(steps):
             run.step(number)
     assert temperature_in(error) == pytest.approx(temperature, rel=0.12)
-
-
-def test_contexts_are_equal_where_the_log_prob_is():
-    def rows(*texts, prompt=(1, 2, 3), size=10_000):
-        samples = [sampled(t, trained=True) for t in texts]
-        return pack([Group(Problem("p", (), None), np.array(prompt, np.int32), tuple(samples))], size)[0]
-
-    (one,) = rows([5, 6, 7], [5, 9], [6])
-    a, b, c, d, e, f = contexts(one)
-    assert a == d and len({a, b, c, e, f}) == 5
-    assert contexts(rows([5, 6, 8])[0])[:2] == [a, b] and contexts(rows([5, 6, 8])[0])[2] != c
-    assert set(contexts(rows([5, 6, 7], prompt=(1, 2))[0])).isdisjoint({a, b, c, d, e, f})
-    cut = rows([5, 6, 7], [5, 9], [6], size=5)  # the same in other rows
-    assert len(cut) == 2 and sorted(c for row in cut for c in contexts(row)) == sorted([a, b, c, d, e, f])
-    assert contexts(pack([], 16)[0][0]) == []
-
-
-def test_contexts_of_conversations_hold_what_was_answered():
-    """The same tokens are the same context, whichever row they are in and whoever wrote them."""
-
-    def rows(*texts, turns=((0, 1), (3, 5)), size=10_000):
-        samples = [sampled(text, trained=True) for text in texts]
-        samples = [replace(sample, completion=replace(sample.completion, turns=turns)) for sample in samples]
-        return pack([Group(Problem("p", (), None), np.array([1, 2], np.int32), tuple(samples))], size)[0]
-
-    ours, again, other = [5, 6, 7, 8, 9], [5, 6, 7, 8, 4], [5, 6, 3, 8, 9]  # another last token; another answer
-    (one,) = rows(ours, again, other)
-    first, second, third = (contexts(one)[at : at + 3] for at in (0, 3, 6))
-    assert first[:2] == second[:2] and first[2] != second[2]
-    assert first[0] == third[0] and set(first[1:]).isdisjoint(third)
-    split = rows(ours, again, other, size=6)
-    assert len(split) == 3 and sorted(c for row in split for c in contexts(row)) == sorted(contexts(one))
-    whole = contexts(rows(ours, turns=())[0])
-    assert first == [whole[0], whole[3], whole[4]]

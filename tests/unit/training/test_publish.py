@@ -24,7 +24,7 @@ from torchtune_ext.sampling.records import CanaryAnswer, PublishReport  # noqa: 
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 from torchtune_ext.training.agreement import Agreement, Disagreement  # noqa: E402
 from torchtune_ext.training.precision import Precision, PrecisionConfig  # noqa: E402
-from torchtune_ext.training.publish import Publisher  # noqa: E402
+from torchtune_ext.training.publish import CANARY_PROMPTS, LOOKED_AT, SAME_SEED, Publisher  # noqa: E402
 from torchtune_ext.training.trained import AllWeights, rounding  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7], [8] * 9]
@@ -38,7 +38,7 @@ class PlayedEngine:
 
     def __init__(self):
         self.model, self.sums, self.requests, self.deaf = tiny_model.build(0), {}, [], False
-        self.temperature = 1.0
+        self.temperature, self.raw = 1.0, False  # raw: it reports log-probs without the temperature
 
     def publish(self, tensors, version, adapter):
         taken = {name: tensor.clone() for name, tensor in tensors}
@@ -59,10 +59,11 @@ class PlayedEngine:
         """Completions of a prompt, all of them token by token together."""
         ids, logprobs = torch.tensor([prompt] * samples), []
         for _ in range(sampling.max_tokens):
-            scores = (self.model(ids).logits[:, -1] / self.temperature).log_softmax(-1)
-            drawn = torch.multinomial(scores.exp(), 1, generator=generator)
+            logits = self.model(ids).logits[:, -1]
+            drawn = torch.multinomial((logits / self.temperature).softmax(-1), 1, generator=generator)
             ids = torch.cat([ids, drawn], dim=1)
-            logprobs.append(scores.gather(1, drawn))
+            reported = logits if self.raw else logits / self.temperature
+            logprobs.append(reported.log_softmax(-1).gather(1, drawn))
         versions = np.full(sampling.max_tokens, self.version if self.label is None else self.label, np.int32)
         return [
             Completion(tokens.numpy().astype(np.int32), each.numpy(), versions, "length", 0)
@@ -79,7 +80,7 @@ def source(tmp_path_factory):
 def played(source):
     """A function: settings of the engine -> (engine, policy's model, publisher), after a first publication."""
 
-    def make(limit=0.001, **settings):
+    def make(limit=0.001, prompts=PROMPTS, **settings):
         config, device = EngineConfig(**{"dtype": "float32"} | settings), torch.device("cpu")
         policy = build_policy(partial(from_config, str(source.path)), source, device, torch.float32)
         model = on_meta(partial(from_config, str(source.path)))
@@ -91,7 +92,7 @@ def played(source):
         noise = partial(rounding, AllWeights(), precision, policy.model, scored)
         gate = Agreement(limit, noise, precision.coarsest_text, identity=not precision.mixed)
         publisher = Publisher(
-            engine, learner, AllWeights(), precision, source, gate, scored, unsampled(PROMPTS), SAMPLING
+            engine, learner, AllWeights(), precision, source, gate, scored, unsampled(prompts), SAMPLING
         )
         return engine, policy.model, publisher
 
@@ -138,16 +139,42 @@ def test_a_run_of_short_completions_has_a_short_canary(source, played):
     assert engine.requests[-1][2].max_tokens == 3
 
 
-def test_a_temperature_is_seen_where_the_engine_holds_other_values(played):
+@pytest.mark.parametrize("temperature", [0.8, 0.9, 1.1])
+def test_canary_of_two_prompts_finds_a_temperature_in_mixed_precision(played, temperature):
     """The trainer computes in float32, and what it sends is rounded to bfloat16: compared is what was sent."""
-    engine, model, publisher = played(limit=5.0, dtype="bfloat16")
+    engine, model, publisher = played(limit=5.0, dtype="bfloat16", prompts=PROMPTS[:CANARY_PROMPTS])
     update(model, 0.2)
     publisher.publish(4)
-    engine.temperature = 0.8
-    with pytest.raises(
-        Disagreement, match="after publishing version 5: on 384 .* temperature: the sampler's is about 0.8"
-    ):
+    engine.temperature = temperature
+    match = f"after publishing version 5: on 256 .* temperature: the sampler's is about {temperature}"
+    with pytest.raises(Disagreement, match=match):
         publisher.publish(5)
+
+
+@pytest.mark.parametrize("temperature, other", [(0.7, "sharper"), (1.4, "flatter")])
+def test_canary_finds_sampling_that_the_engine_does_not_report(played, temperature, other):
+    """An engine that reports log-probs without its temperature agrees with the trainer on every token."""
+    engine, model, publisher = played(prompts=PROMPTS[:CANARY_PROMPTS])
+    update(model, 0.2)
+    engine.raw = True
+    for version in (0, 1):
+        publisher.publish(version)
+    engine.temperature = temperature
+    with pytest.raises(Disagreement, match=f"a {other} distribution makes the canary's tokens 1e\\+07 times as likely"):
+        publisher.publish(SAME_SEED)
+    # New seeds come with longer answers.
+    assert [(sampling.seed, sampling.max_tokens) for *_, sampling in engine.requests] == [(0, 32), (0, 8), (1, 32)]
+
+
+def test_nan_in_the_weights_is_named(played):
+    engine, model, publisher = played()
+    publisher.publish(0)
+    engine.deaf = True
+    with torch.no_grad():
+        model.layers[1].mlp.w1.weight[3, 2] = torch.nan
+    match = "version 1: log-probs of 384 .* not finite: .* NaN or infinite; 1 values of model.layers.1.mlp.gate_proj.weight$"
+    with pytest.raises(Disagreement, match=match):
+        publisher.publish(1)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +260,16 @@ def test_what_the_dtype_of_the_engine_keeps_of_an_update_is_logged_and_said_once
         publisher.publish(3)
     (message,) = [record.getMessage() for record in caplog.records if "changed_share" in record.getMessage()]
     assert "in bfloat16, which the engine holds" in message and "Set engine.dtype=float32, or dtype=bfloat16" in message
+
+
+def test_changed_share_counts_all_values_of_a_tensor(played):
+    """Of a large tensor only some values are looked at."""
+    _, _, publisher = played(dtype="bfloat16")
+    large, small = torch.zeros(LOOKED_AT), torch.zeros(10)
+    before = {"large": (50 * LOOKED_AT, large), "small": (10, small)}
+    now = {"large": (50 * LOOKED_AT, large + (torch.arange(LOOKED_AT) < LOOKED_AT // 4)), "small": (10, small + 1)}
+    share = publisher._changed_share(before, now)["publish/changed_share"]
+    assert share == pytest.approx((50 * LOOKED_AT / 4 + 10) / (50 * LOOKED_AT + 10))
 
 
 def test_an_update_that_the_engine_can_hold_is_not_warned_of(played, caplog):

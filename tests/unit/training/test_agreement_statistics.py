@@ -1,0 +1,144 @@
+"""The statistics of the gate: standard errors over contexts, and the likelihood of a canary's tokens."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import astuple, replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from records import sampled
+from tables import every_row
+from torch.distributions import Categorical
+
+from torchtune_ext.groups import Group
+from torchtune_ext.packing import contexts, pack
+from torchtune_ext.tasks.task import Problem
+from torchtune_ext.training.agreement import (
+    SHARPER,
+    Agreement,
+    Disagreement,
+    Tokens,
+    fit,
+    likelihood_gains,
+    students_t,
+)
+from torchtune_ext.training.buckets import AGE_0
+
+VOCAB = 50
+
+
+def test_fit_of_tokens_that_share_contexts_equals_one_of_each():
+    """Twenty samples behind the same states are no more evidence than one, and a fit of one context is none."""
+    generator = np.random.default_rng(0)
+    x, y, contexts_N = generator.standard_normal(12), generator.standard_normal(12), np.arange(12)
+    one, many = fit(y, x, contexts_N), fit(np.tile(y, 20), np.tile(x, 20), np.tile(contexts_N, 20))
+    assert astuple(many) == pytest.approx(astuple(one)) and many.chance == pytest.approx(one.chance)
+    without = [fit(np.delete(y, i), np.delete(x, i), np.arange(11)).slope for i in range(12)]
+    assert one.error == pytest.approx(np.linalg.norm(np.array(without) - one.slope)) and one.least == pytest.approx(
+        min(without)
+    )
+    assert fit(y, x, np.zeros(12, int)).chance == math.inf
+
+
+def test_students_t_equals_its_table():
+    """Quantiles at the tail probability of five deviations of a normal variable, 2.87e-7 (from the incomplete beta function)."""
+    table = {2: 1320.71, 5: 31.847, 10: 11.166, 15: 8.267, 31: 6.268, 100: 5.344, 1e6: 5.0}
+    for freedom, quantile in table.items():
+        assert 0.9999 * quantile < students_t(freedom) < (2.7 if freedom == 2 else 1.1) * quantile
+
+
+@every_row("contexts_seen, stops", [(6, False), (600, True)])
+def test_samples_behind_one_state_are_one_observation(contexts_seen, stops):
+    """Sixteen samples behind each state all drew its likely token, which the sampler rounds up by some 4%. The rare token that would
+    bring the mean of exp(d) to 1 was drawn by none, as may happen for a few states and not for hundreds."""
+    d = np.random.default_rng(0).normal(-0.036, 0.012, contexts_seen).repeat(16)
+    ours, where = np.full(len(d), math.log(0.95)), np.full((2, len(d)), AGE_0)
+    tokens = Tokens(ours, ours - d, np.full(len(d), 0.2), np.arange(contexts_seen).repeat(16), where)
+    with pytest.raises(Disagreement, match="mean of exp") if stops else nullcontext():
+        Agreement(1.0).judge(tokens, (), "step 1", 0)
+
+
+def canaries(sampler, rounding=0.06, seed=0):
+    """Canaries with another seed each, whose tokens are drawn by what `sampler` makes of log-probs and reported without it."""
+    generator, gate = torch.Generator().manual_seed(seed), Agreement(10.0)
+    for number in range(60):
+        logits = torch.randn(256, VOCAB, generator=generator, dtype=torch.float64) * 2
+        ours, theirs = (
+            (logits + rounding * torch.randn(logits.shape, generator=generator)).log_softmax(-1) for _ in "12"
+        )
+        labels = torch.multinomial(sampler(theirs.exp()), 1, generator=generator)
+        picked = [each.gather(1, labels)[:, 0] for each in (ours, theirs, (ours * SHARPER).log_softmax(-1))]
+        gains = likelihood_gains(picked[0], picked[1], Categorical(logits=ours).entropy(), picked[2])
+        yield partial(gate.judge_likelihood, gains, f"canary {number}", "the engine", number)
+
+
+@every_row(
+    "sampler, canaries_needed, found",
+    [
+        (lambda p: p ** (1 / 0.7), 1, "sharper"),
+        (lambda p: p ** (1 / 0.9), 20, "sharper"),
+        (lambda p: p ** (1 / 1.3), 3, "flatter"),
+        (lambda p: p * (p > 0.05), 2, "sharper"),
+        (lambda p: p * (p >= p.topk(12).values[:, -1:]), 40, "sharper"),
+    ],
+)
+def test_sampling_that_is_not_reported_is_found_by_likelihood(sampler, canaries_needed, found):
+    with pytest.raises(Disagreement, match=f"a {found} distribution makes .*processed_logprobs"):
+        for _, judge in zip(range(canaries_needed), canaries(sampler), strict=False):
+            judge()
+
+
+@every_row("rounding", [0.0, 0.06, 1.0])
+def test_likelihood_of_tokens_drawn_as_reported_ends_no_run(rounding):
+    for judge in canaries(lambda p: p, rounding):
+        judge()
+
+
+def test_canary_with_the_same_seed_is_no_further_evidence():
+    """What counts of a seed is its first canary, whose answers are the longest."""
+    once, often, zero = Agreement(10.0), Agreement(10.0), np.zeros(4)
+    for gate, canaries_of_a_seed in ((once, 1), (often, 9)):
+        for seed in range(8):
+            for number in range(canaries_of_a_seed):
+                gate.judge_likelihood(zero - 1 if number else zero + 1.5, "", "", seed)
+    assert (once._ratios[""][2] == often._ratios[""][2]).all()
+    with pytest.raises(Disagreement):
+        often.judge_likelihood(zero + 4.0, "", "", 8)
+
+
+def test_contexts_are_equal_where_the_log_prob_is():
+    def rows(*texts, prompt=(1, 2, 3), size=10_000):
+        samples = [sampled(t, trained=True) for t in texts]
+        return pack([Group(Problem("p", (), None), np.array(prompt, np.int32), tuple(samples))], size)[0]
+
+    (one,) = rows([5, 6, 7], [5, 9], [6])
+    a, b, c, d, e, f = contexts(one)[1].tolist()
+    assert a == d and len({a, b, c, e, f}) == 5
+    assert contexts(rows([5, 6, 8])[0])[1].tolist()[:2] == [a, b] and contexts(rows([5, 6, 8])[0])[1].tolist()[2] != c
+    assert set(contexts(rows([5, 6, 7], prompt=(1, 2))[0])[1].tolist()).isdisjoint({a, b, c, d, e, f})
+    cut = rows([5, 6, 7], [5, 9], [6], size=5)  # the same in other rows
+    assert len(cut) == 2 and sorted(c for row in cut for c in contexts(row)[1].tolist()) == sorted([a, b, c, d, e, f])
+    assert contexts(pack([], 16)[0][0])[1].tolist() == []
+
+
+def test_contexts_of_conversations_hold_what_was_answered():
+    """The same tokens are the same context, whichever row they are in and whoever wrote them."""
+
+    def rows(*texts, turns=((0, 1), (3, 5)), size=10_000):
+        samples = [sampled(text, trained=True) for text in texts]
+        samples = [replace(sample, completion=replace(sample.completion, turns=turns)) for sample in samples]
+        return pack([Group(Problem("p", (), None), np.array([1, 2], np.int32), tuple(samples))], size)[0]
+
+    ours, again, other = [5, 6, 7, 8, 9], [5, 6, 7, 8, 4], [5, 6, 3, 8, 9]  # another last token; another answer
+    (one,) = rows(ours, again, other)
+    first, second, third = (contexts(one)[1].tolist()[at : at + 3] for at in (0, 3, 6))
+    assert first[:2] == second[:2] and first[2] != second[2]
+    assert first[0] == third[0] and set(first[1:]).isdisjoint(third)
+    split = rows(ours, again, other, size=6)
+    assert len(split) == 3 and sorted(c for row in split for c in contexts(row)[1].tolist()) == sorted(
+        contexts(one)[1].tolist()
+    )
+    whole = contexts(rows(ours, turns=())[0])[1].tolist()
+    assert first == [whole[0], whole[3], whole[4]]
