@@ -5,7 +5,8 @@
 
 A cell is what the trainer and the engine compute in, and what is trained. In each, one run takes steps in good health, and then
 meets one fault after the other, which is planted between an update and its publication, found or not within PATIENCE steps,
-healed, and followed by a sound step. An engine with another base of RoPE is wrong from its start and has a run of its own.
+healed, and followed by a sound step. An engine with another base of RoPE is wrong from its start and has a run of its own, as
+has one that reports raw log-probs, which then samples in ways that it does not report.
 Further runs, in good health only, have the other learning rates. Cells and rates that are there already are read.
 "effect" is the applied share of an update or an adapter.
 """
@@ -37,8 +38,18 @@ SAMPLERS = {
     "top-p 0.99": {"top_p": 0.99},
     "top-k 20": {"top_k": 20},
 }
+# Sampled so by an engine that reports log-probs without temperature, top-p and top-k.
+RAW_SAMPLERS = {
+    "temperature 0.7, raw": {"temperature": 0.7},
+    "temperature 0.9, raw": {"temperature": 0.9},
+    "temperature 1.3, raw": {"temperature": 1.3},
+    "top-p 0.8, raw": {"top_p": 0.8},
+    "top-p 0.95, raw": {"top_p": 0.95},
+    "top-k 20, raw": {"top_k": 20},
+}
 LOST = ("lost", "lost under its label", "lost, and the engine lies")
 TENSORS = ("one tensor random", "one tensor lost", "one tensor old", "all tensors old, and the engine lies")
+RAW = "logprobs_mode: raw_logprobs"
 ROPE = "hf_overrides: {rope_parameters: {rope_type: default, rope_theta: 5000.0}}"
 ADAPTERS = ["adapters.publish=adapter", "model.lora_attn_modules=[q_proj,v_proj]", "model.lora_rank=8"]
 MERGED = ["adapters.publish=merged", *ADAPTERS[1:]]
@@ -63,7 +74,7 @@ def plant_faults(fault: Path) -> None:
     generate, load, wrong_tensors = RemoteCore.generate, RemoteCore.load, Publisher._wrong_tensors
 
     async def sample(self, call):
-        call.sampling = replace(call.sampling, **SAMPLERS.get(fault.read_text(), {}))
+        call.sampling = replace(call.sampling, **(SAMPLERS | RAW_SAMPLERS).get(fault.read_text(), {}))
         return await generate(self, call)
 
     async def lose(self, buffers, version):
@@ -91,7 +102,7 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
     for present[0] in ["none", *faults]:
         fault.write_text("none")
         gate = recipe.agreement
-        gate._recent, tokens[0] = gate._recent[:, :0], 0
+        gate._recent, gate._ratios, tokens[0] = None, {}, 0
         begun, recipe.cfg.max_steps = recipe.version, recipe.step + (PATIENCE if present[0] != "none" else healthy)
         try:
             recipe.train()
@@ -109,6 +120,7 @@ def test_of(message: str) -> str:
     """Which of the gate's tests a message is of."""
     for text, test in (
         ("labels what it samples", "version"),
+        ("times as likely as the sampler reports", "likelihood"),
         ("samples as before|samples without", "effect"),
         (": weights: ", "checksum"),
         ("truncated or renormalized \\(", "identity"),
@@ -181,7 +193,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="in good health")
     args = parser.parse_args()
     faults = [*SAMPLERS, *LOST, *TENSORS]
-    rows, alarms = {name: [] for name in ["wrong rope", *faults]}, []
+    rows, alarms = {name: [] for name in ["wrong rope", *faults, *RAW_SAMPLERS]}, []
     for cell in args.cells:
         for number, rate in enumerate(args.rates):
             planted = [] if number else faults
@@ -190,6 +202,8 @@ def main() -> None:
             if not number:
                 rope = run(Path(f"{out}, rope"), args.config, CELLS[cell] + args.options, rate, 1, [], ROPE)
                 lines.append(rope[0] | {"fault": "wrong rope"})
+                raw = Path(f"{out}, raw")
+                lines += run(raw, args.config, CELLS[cell] + args.options, rate, 1, list(RAW_SAMPLERS), RAW)[1:]
             steps = f"{args.steps} steps, {health['tokens']} tokens"
             alarms.append((cell, rate, steps, f"{health['limit']:.2g}", test_of(health["message"]) or "none"))
             for line in lines:
