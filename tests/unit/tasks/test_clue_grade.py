@@ -61,6 +61,12 @@ def test_all_published_cases():
         (GOLD.replace("Rope", "Rope or Knife").replace("Fear", "Fear Greed"), 0.6, 0.4),
         (GOLD + "\nB: Knife", 0.8, 0.8),
         (GOLD + "\n\nA. \nB:\nC.\nD. \nE. ...", 1.0, 0.6),
+        ("### A. Who did it?\nHe.\n### B. Where?\n\nSo: " + GOLD.replace("\n", ", "), 1.0, 0.8),
+        (GOLD + "\n\nWait. So A. Mr. Green", 0.8, 0.6),
+        ("A. Mr. Green\n" + GOLD[19:] + "\n\nWait. So A. Colonel Mustard", 1.0, 0.8),
+        (re.sub(r"([A-E].*)\n?", r"So **\1** it is. ", GOLD), 1.0, 0.8),
+        ("A: the answer is A. Colonel Mustard", 0.2, 0.2),
+        (GOLD + "\n\n- A: The third clue says so.\n- B: because of it\nC: Who knows\nD) see B. élan", 1.0, 0.8),
         ("", 0.0, 0.0),
     ],
 )

@@ -1,7 +1,7 @@
 """The task Temporal Clue: deduction puzzles after the board game, generated or read from a file."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from torchtune_ext.tasks.temporal_clue.puzzle import make_puzzle
 from torchtune_ext.tasks.temporal_clue.size import Size, parse_size
 
 ANSWER_LETTERS = {"published": r"A-Za-z \.:-", "exact": r"A-Za-z0-9 \.:-"}
+# Words that follow a letter where it is only mentioned: "see B. above".
+NOT_ANSWERS = "above|below|see|because|is|was|who|what|where|when|why"
 
 
 class TemporalClue:
@@ -98,27 +100,30 @@ _puzzle = lru_cache(maxsize=4096)(make_puzzle)
 # Both rules take the last answer for each letter, and ignore case. The published rule (OpenPipe, deductive-reasoning)
 # looks for "A. answer" anywhere, and allows no digits in an answer, so "11:30 PM" never matches. With it, the right
 # answers of the 64 public validation puzzles get a mean reward of 0.926. It exists so that results can be compared with
-# published ones. Ours prefers answers at the start of a line, also "A: answer", "- A) answer" and "**A.** answer".
+# published ones. Ours also reads "A: answer", "- A) answer" and "**A.** answer" at the start of a line.
 @lru_cache(maxsize=256)
 def _patterns(key: str, grader: str) -> list[re.Pattern]:
-    anywhere = re.compile(rf"{re.escape(key)}\. ([{ANSWER_LETTERS[grader]}]+)")
     if grader == "published":
-        return [anywhere]
-    return [re.compile(rf"^[ >#(-]*{re.escape(key)}[.:)]+ *(\w[{ANSWER_LETTERS[grader]}]*)", re.MULTILINE), anywhere]
+        return [re.compile(rf"{re.escape(key)}\. ([{ANSWER_LETTERS[grader]}]+)")]
+    key, answer = re.escape(key), rf"((?!(?i:{NOT_ANSWERS})\b)[A-Za-z0-9][{ANSWER_LETTERS[grader]}]*)"
+    # Emphasis may enclose letter and answer. In "Signed, J. A. Watson" the letter is an initial.
+    starts = rf"(?<!\b[A-Z]\. ){key}[*_`]*\.[*_`]* [ *_`]*", rf"^[ >#(*_`-]*{key}[*_`]*[.:)][ .:)*_`]*"
+    return [re.compile(start + answer, re.MULTILINE) for start in starts]
 
 
-def answers_in(text: str, keys: Iterable[str], grader: str = "exact") -> dict[str, str]:
-    """Returns the last answer in `text` for each letter that has one."""
-    text = spoken(text)
+def answers_in(text: str, solution: Mapping[str, str], grader: str = "exact") -> dict[str, str]:
+    """Returns the last answer in `text` for each letter of `solution` that has one."""
+    text, margin, most_words = spoken(text), " ", len(text)
     if grader != "published":
-        # Emphasis, and spaces that are not the plain one.
-        text = re.sub(r"[^\S\r\n]", " ", re.sub(r"[*_`]", "", text))
+        text, margin = re.sub(r"[^\S\r\n]", " ", text), " .:-"
+        # "A. Who murdered Mr. Boddy?" repeats a question.
+        most_words = max(len(answer.split()) for answer in solution.values())
     found = {}
-    for key in keys:
-        for pattern in _patterns(key, grader):
-            if matches := pattern.findall(text):
-                found[key] = matches[-1].strip(" " if grader == "published" else " .:-")
-                break
+    for key in solution:
+        matches = [match for pattern in _patterns(key, grader) for match in pattern.finditer(text)]
+        answers = {match.start(1): match[1].strip(margin) for match in matches}
+        if places := [place for place, answer in answers.items() if len(answer.split()) <= most_words]:
+            found[key] = answers[max(places)]
     return found
 
 
