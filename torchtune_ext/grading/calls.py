@@ -18,7 +18,7 @@ class Ungraded:
 
     # kind            what happened
     # "infra_failed"  the grader raised, crashed, or returned anything else than a number or a Score
-    # "timed_out"     the user's grader was still busy after the deadline, and was killed
+    # "timed_out"     the grader did not answer by the deadline, and was killed: the user's, or any on a stalled machine
     # "noisy"         the text is a right program, but others disturbed the machine while its speed was measured (measured/)
     kind: str
     cause: str  # the error, for the log

@@ -15,6 +15,7 @@ from typing import Any
 from torchtune_ext.grading.calls import Ungraded
 from torchtune_ext.grading.grader import Grader
 from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.run.processes import DEATHS
 from torchtune_ext.tasks.task import Environment, Message, Problem, Score, Task, Turn, score_of
 
 # ending                what happened
@@ -114,8 +115,8 @@ class Environments(Grader):
         """
 
         def otherwise(kind: str, cause: str) -> Ungraded:
-            cause = f"the environment's process died: {cause}" if kind == "died" else cause
-            return Ungraded("timed_out" if kind == "late" else "infra_failed", cause)
+            cause = f"the environment's process died: {cause}" if kind in DEATHS else cause
+            return Ungraded("timed_out" if kind in ("late", "stalled") else "infra_failed", cause)
 
         with self._lock:
             # The conversation may be left in this moment. Its process then has, or will have, another one.

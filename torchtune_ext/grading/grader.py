@@ -13,7 +13,7 @@ import cloudpickle
 
 from torchtune_ext.grading.calls import Grading, Outcome, Ungraded, hung, shipped_grader
 from torchtune_ext.run.errors import Failure, Mistake, require_seconds
-from torchtune_ext.run.processes import Processes
+from torchtune_ext.run.processes import DEATHS, Processes
 from torchtune_ext.tasks.task import Problem, Score, Task
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ class Grader:
     A task that compares texts has `grade_group(problem, texts)` instead. One call grades a group, within the same time,
     and if it fails, no text of the group has a score.
 
-    A text that hangs or kills a grader of this package has the reward 0 and the part "timed_out".
+    A text that hangs or crashes a grader of this package has the reward 0 and the part "timed_out". It is not blamed
+    for a process that the kernel kills to free memory, nor for a machine too busy to compute.
 
     The processes start at once and end with this process or with `close`. They print where this process does, or into
     the file `output`, which `close` removes if it is empty.
@@ -77,13 +78,12 @@ class Grader:
         """Hands in a text, or all texts of a problem if the task compares. The result is an outcome for each."""
 
         def otherwise(kind: str, cause: str) -> list[Outcome]:
-            cause = f"the grading process died: {cause}" if kind == "died" else cause
+            cause = f"the grading process died: {cause}" if kind in DEATHS else cause
             if self.is_shipped and kind in ("late", "died"):
                 return [hung(cause)] * len(texts)
-            return [Ungraded("timed_out" if kind == "late" else "infra_failed", cause)] * len(texts)
+            return [Ungraded("timed_out" if kind in ("late", "stalled") else "infra_failed", cause)] * len(texts)
 
-        # The kernel may kill a process for want of memory, which is not the text's fault. So before a shipped grader
-        # gives a text the reward 0 for it, it tries a second time.
+        # A process may end by chance. So before a shipped grader gives a text the reward 0 for it, it tries a second time.
         return self.processes.submit((problem, texts), self._timeout_s, otherwise, retries=int(self.is_shipped))
 
     def grade(self, items: Sequence[tuple[Problem, str]]) -> list[Outcome]:

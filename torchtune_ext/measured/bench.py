@@ -36,7 +36,7 @@ from torchtune_ext.measured.results import NOISY, BenchConfig, BenchError, Resul
 from torchtune_ext.measured.sandbox import PROBE_S, Sandbox, SandboxError
 from torchtune_ext.measured.timing import LEAST_CALLS, MOST_LATE_CALLS, Timer
 from torchtune_ext.run.errors import Mistake
-from torchtune_ext.run.processes import Processes
+from torchtune_ext.run.processes import DEATHS, Processes
 
 __all__ = ["Bench", "BenchConfig", "BenchError", "Result"]
 
@@ -302,7 +302,7 @@ class Bench(Service):
 
         def otherwise(kind: str, cause: str) -> Failed:
             # An error that a kernel or our own code raises would come again. If a process dies or hangs, it is the machine.
-            return Failed(f"the {stage} process died: {cause}" if kind == "died" else cause, is_final=kind == "raised")
+            return Failed(f"the {stage} process died: {cause}" if kind in DEATHS else cause, is_final=kind == "raised")
 
         for attempt in range(1, RETRIES + 2):
             try:

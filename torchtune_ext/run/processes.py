@@ -3,7 +3,9 @@
 kind of failure   what happened
 "raised"          the call raised an error
 "died"            the process ended during the call
-"late"            the call did not end by its deadline, and its process was killed
+"killed"          the same, by a SIGKILL of the kernel (which frees memory) or of a user
+"late"            the call computed for most of its time, did not end by its deadline, and its process was killed
+"stalled"         the same, but the machine gave it less than `BUSY` of that time
 """
 
 import os
@@ -38,6 +40,8 @@ RECEIVE_S = 10.0  # seconds that the next part of an answer has to come
 MAX_ANSWER_BYTES = 1 << 26
 MAX_START_FAILURES = 3  # consecutive failures to start after which no more processes are started
 _LOST = (EOFError, OSError, pickle.UnpicklingError)  # the errors that this process sees when another one ends
+DEATHS = "died", "killed"
+BUSY = 0.5  # fraction of its time that a late call has computed
 _REMOVALS = 20  # attempts to remove a folder into which a killed process may still write
 
 
@@ -225,7 +229,8 @@ class Processes:
                 failure = worker.receive()
             # The process may have answered after `wait` returned, so the connection is polled before it counts as late.
             elif worker in busy and time.monotonic() >= worker.deadline and not worker.connection.poll():
-                failure = "late", f"no answer within {worker.allowed_s:g} s; the process was killed"
+                kind = "late" if worker.cpu_s() - worker.cpu_before_s >= BUSY * worker.allowed_s else "stalled"
+                failure = kind, f"no answer within {worker.allowed_s:g} s; the process was killed"
             if failure is not None:
                 self._fail(slot, *failure)
             elif worker.is_spent:
@@ -238,10 +243,10 @@ class Processes:
         # A process that cannot unpickle the object says so, and another one would fail in the same way. One that died
         # during its start may have had bad luck, but not several in a row.
         if worker.refused or self._start_failures == MAX_START_FAILURES:
-            cause = f"the {self._name} process died: {cause}" if kind == "died" else cause
+            cause = f"the {self._name} process died: {cause}" if kind in DEATHS else cause
             raise Failure(f"a {self._name} process could not start with this {self._subject}: {cause}")
         self._replace(slot)
-        if worker.item is not None and kind == "died" and worker.item.retries:
+        if worker.item is not None and kind in DEATHS and worker.item.retries:
             worker.item.retries -= 1
             with self._lock:
                 self._queue.appendleft(worker.item)
@@ -330,12 +335,14 @@ class _Worker:
             # What the code of a call writes to this socket would be read as the length of an answer.
             data = self.connection.recv_bytes(MAX_ANSWER_BYTES)
         except _LOST as error:
-            return "died", self._epitaph(error)
+            cause = self._epitaph(error)
+            # `end` is the only one here that kills, and nothing is received after it.
+            return "killed" if self.process.returncode == -signal.SIGKILL else "died", cause
         try:
             kind, value, cause, self.is_spent = pickle.loads(data)
         except Exception as error:  # noqa: BLE001 (unpickling runs the code of classes)
-            # Something else may have come in place of the answer, which then would be that of the next call. So the
-            # process is replaced.
+            # Something else may have come in place of the answer. The answer would then be read as the next call's, so
+            # the process is replaced.
             return "raised", f"the answer cannot be read: {type(error).__name__}: {error}"
         if not self.ready:
             self.ready, self.refused = kind == "ready", kind == "failed"
@@ -366,6 +373,16 @@ class _Worker:
     def _allow(self, seconds: float) -> None:
         self.allowed_s = seconds
         self.deadline = time.monotonic() + seconds
+        self.cpu_before_s = self.cpu_s()
+
+    def cpu_s(self) -> float:
+        """Returns the CPU time that the process has used."""
+        try:
+            # After the name, which may contain anything: fields 14 and 15, user and system time.
+            fields = Path(f"/proc/{self.process.pid}/stat").read_bytes().rpartition(b")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _epitaph(self, error: BaseException) -> str:
         try:

@@ -17,6 +17,8 @@ from tables import every_row
 
 from torchtune_ext.grading import Grader, GraderConfig, Ungraded, answer_faults, rehearse
 from torchtune_ext.grading.calls import shipped_grader
+from torchtune_ext.grading.grader import is_failure
+from torchtune_ext.run import processes
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.guess_number import GuessNumber
 from torchtune_ext.tasks.jsonl import Jsonl
@@ -143,8 +145,11 @@ class Shipped(Scripted):
     def dies_once(self, problem, rest):
         if not Path(rest).exists():
             Path(rest).touch()
-            os._exit(9)
+            self.killed(problem, rest)
         return Score(2.0, {})
+
+    def killed(self, problem, rest):
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def grade(self, problem, text):
         return super().grade(problem, text)
@@ -152,20 +157,26 @@ class Shipped(Scripted):
     grade.__module__ = "torchtune_ext.tasks.made_up"
 
 
-def test_shipped_grader_hung_by_a_text_pays_zero(tmp_path, caplog):
-    texts = ["sleeps 60", "os_exit 3", "deep", f"dies_once {tmp_path / 'died'}", "raises no", "reward 1"]
+def test_shipped_grader_hung_by_a_text_pays_zero(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(processes, "BUSY", 0.05)  # other processes may compute on this machine
+    texts = ["backtracks", "os_exit 3", "segfault", "deep", "reward 1"]
     with Grader(Shipped(), timeout_s=1.0) as grader:
-        late, dead, deep, alive, failed, right = grader.grade([(PROBLEM, text) for text in texts])
-    for outcome, note in (
-        (late, "no answer within 1 s"),
-        (dead, "the grading process died: exit code 3"),
-        (deep, "RecursionError: max"),
-    ):
+        *hung, right = grader.grade([(PROBLEM, text) for text in texts])
+    notes = "no answer within 1 s", "died: exit code 3", "died: signal SIGSEGV", "RecursionError: max"
+    for outcome, note in zip(hung, notes, strict=True):
         assert (outcome.kind, outcome.reward, outcome.parts) == ("timed_out", 0.0, {"timed_out": 1.0})
         assert note in outcome.note
-    # A process that the kernel kills for want of memory is no text's fault.
-    assert (alive.reward, failed.kind, right.reward) == (2.0, "infra_failed", 1.0)
-    assert "3 of 6 texts timed_out: 1 x no answer within 1 s" in caplog.text
+    assert right.reward == 1.0 and "4 of 5 texts timed_out: 1 x no answer within 1 s" in caplog.text
+
+
+def test_shipped_grader_failed_by_the_machine_is_ungraded(tmp_path):
+    texts = ["sleeps 60", "killed", f"dies_once {tmp_path / 'died'}", "raises no"]
+    with Grader(Shipped(), timeout_s=1.0) as grader:
+        stalled, killed, alive, failed = grader.grade([(PROBLEM, text) for text in texts])
+    assert stalled == Ungraded("timed_out", "no answer within 1 s; the process was killed")
+    # The kernel kills a grading process first when memory runs out.
+    assert killed == Ungraded("infra_failed", "the grading process died: signal SIGKILL")
+    assert is_failure(killed) and (alive.reward, failed.kind) == (2.0, "infra_failed")
 
 
 @every_row(

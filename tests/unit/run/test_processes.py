@@ -87,7 +87,7 @@ def test_what_becomes_of_a_call_is_told_apart(processes):
     ]
     kind, cause = answers.pop(1)
     assert kind == "raised" and "ValueError: no digits (test_processes.py:" in cause
-    assert answers == [5, ("died", "signal SIGSEGV"), ("late", "no answer within 0.2 s; the process was killed"), 6]
+    assert answers == [5, ("died", "signal SIGSEGV"), ("stalled", "no answer within 0.2 s; the process was killed"), 6]
 
 
 def test_values_that_cannot_be_sent_or_read_are_errors_of_the_call(processes):
