@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 # The kernel may deliver a Ctrl-C to any thread, but Python acts on it only in the main thread. So a wait of the main
 # thread wakes up after this many seconds.
 WAKE_S = 1.0
+DIED = "the grading process died"  # the first words of a cause
 FAILED_STEPS = 2  # steps in a row in which every text failed, after which the run ends
 
 
@@ -78,7 +79,7 @@ class Grader:
         """Hands in a text, or all texts of a problem if the task compares. The result is an outcome for each."""
 
         def otherwise(kind: str, cause: str) -> list[Outcome]:
-            cause = f"the grading process died: {cause}" if kind in DEATHS else cause
+            cause = f"{DIED}: {cause}" if kind in DEATHS else cause
             if self.is_shipped and kind in ("late", "died"):
                 return [hung(cause)] * len(texts)
             return [Ungraded("timed_out" if kind in ("late", "stalled") else "infra_failed", cause)] * len(texts)

@@ -10,11 +10,12 @@ import cloudpickle
 
 from torchtune_ext.grading.calls import Outcome, Ungraded
 from torchtune_ext.grading.environments import Environments
-from torchtune_ext.grading.grader import Grader, GraderConfig, cause_of, results
+from torchtune_ext.grading.grader import DIED, Grader, GraderConfig, cause_of, results
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.worker_process import last_line
 from torchtune_ext.tasks.functions import name_of
+from torchtune_ext.tasks.order import Passing
 from torchtune_ext.tasks.task import ConversationTask, GradesItself, Message, Problem, Score, Task, solution_messages
 
 OUTPUT = "grader.log"
@@ -94,17 +95,23 @@ def answer_faults(grader: Grader, problems: Sequence[Problem]) -> list[str]:
     # A task that grades by itself sends what it likes.
     if not isinstance(grader, Grader):
         return [""] * len(problems)
-    faults = [_unsent(problem) for problem in problems]
     if not grader.is_shipped or not getattr(grader.task, "tries_answers", False):
-        return faults
+        return [_unsent(problem) for problem in problems]
+    # A busy machine makes graders late, so a problem that may have suffered from it is tried again, alone.
+    first = _answer_faults(grader, problems)
+    return [
+        _answer_faults(grader, [problem])[0] if isinstance(fault, Passing) else fault
+        for problem, fault in zip(problems, first, strict=True)
+    ]
+
+
+def _answer_faults(grader: Grader, problems: Sequence[Problem]) -> list[str]:
     asked = []
-    for problem, fault in zip(problems, faults, strict=True):
-        texts = [] if fault else [WRONG, _solution(grader.task, problem)]
+    for problem in problems:
+        texts = WRONG, _solution(grader.task, problem)
         asked.append([grader.submit(problem, text) for text in texts if text is not None])
     outcomes = iter(results([future for each in asked for future in each]))
-    return [
-        fault or _answer_fault([next(outcomes)[0] for _ in each]) for fault, each in zip(faults, asked, strict=True)
-    ]
+    return [_answer_fault([next(outcomes)[0] for _ in each]) for each in asked]
 
 
 def _unsent(problem: Problem) -> str:
@@ -119,7 +126,9 @@ def _answer_fault(outcomes: Sequence[Outcome]) -> str:
     """Says what is wrong with the outcomes of a wrong text and of the right one, which may be missing."""
     for outcome in outcomes:
         if outcome.kind in ("infra_failed", "timed_out"):
-            return f"its answer cannot be graded: {cause_of(outcome)}"
+            cause = cause_of(outcome)
+            kind = Passing if outcome.kind == "timed_out" or cause.startswith(DIED) else str
+            return kind(f"its answer cannot be graded: {cause}")
     wrong, *right = (outcome.reward for outcome in outcomes)
     if not right:
         return "its grader pays for a wrong text" if wrong >= 1.0 else ""

@@ -24,7 +24,11 @@ Fault = Callable[[Problem], str]
 
 
 Trial = Callable[[Sequence[Problem]], list[str]]
-"""Says the same of several problems, after grading their right answers."""
+"""Grades the right answers of problems, and says for each why it cannot be used, or ""."""
+
+
+class Passing(str):
+    """A reason that another try may not find, such as a deadline missed on a busy machine."""
 
 
 def no_fault(problem: Problem) -> str:
@@ -66,7 +70,8 @@ class ProblemStream:
         self._task, self._seed, self._adapts = task, seed, hasattr(task, "observe")
         self._fault = fault
         self._trial: Trial | None = None
-        self._tried: set[int] = set()  # indices of problems
+        self._tried: dict[str, str] = {}  # what the trial said, by the id of a problem
+        self._passing: set[int] = set()  # indices in `skipped` that a resumed run tries again
         # A generated puzzle takes milliseconds, so a thread makes the next problems while the run trains.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="problems")
         self._ahead: Future[dict[int, _Candidate]] | None = None  # candidates for the next places
@@ -114,6 +119,7 @@ class ProblemStream:
             place += 1
         # Set at the end, so that a call that raises has passed over nothing.
         self.cursor, self.skipped = place, self.skipped + [candidate.index for candidate in bad]
+        self._passing |= {candidate.index for candidate in bad if isinstance(candidate.reason, Passing)}
         if bad:
             log.warning("%s", _named("skipped", bad))
         # The problems of a task that adapts depend on what becomes of these, so they cannot be made ahead.
@@ -154,7 +160,8 @@ class ProblemStream:
         """Returns what a resumed run needs besides the cursor, JSON-able."""
         # The key "learned" tells a task that has learned nothing yet from one that does not adapt.
         state = {"learned": self._task.state_dict()} if self._adapts else {}
-        return state | ({"skipped": list(self.skipped)} if self.skipped else {})
+        skipped = [index for index in self.skipped if index not in self._passing]
+        return state | ({"skipped": skipped} if skipped else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a `state_dict`. Raises ValueError if the task is another one, or has other settings."""
@@ -177,13 +184,15 @@ class ProblemStream:
         return self._try({place: self._ask(index, place) for place, index in indices.items() if index not in skipped})
 
     def _try(self, candidates: dict[int, _Candidate]) -> dict[int, _Candidate]:
-        """Has the answers of problems tried that were not tried before. Those of a task that adapts may be new ones."""
-        new = {p: c for p, c in candidates.items() if not c.reason and (self._adapts or c.index not in self._tried)}
-        if self._trial is None or not new:
-            return candidates
-        reasons = self._trial([candidate.problem for candidate in new.values()])
-        self._tried.update(candidate.index for candidate in new.values())
-        return candidates | {p: replace(new[p], reason=reason) for p, reason in zip(new, reasons, strict=True)}
+        """Grades the right answers of problems that were not tried before, and gives each candidate its reason."""
+        # By id, because a task that adapts may hold another problem at an index by now.
+        good = [candidate.problem for candidate in candidates.values() if not candidate.reason]
+        if self._trial is not None and (new := [problem for problem in good if problem.id not in self._tried]):
+            self._tried |= {problem.id: reason for problem, reason in zip(new, self._trial(new), strict=True)}
+        return {
+            place: _checked(candidate, lambda problem: self._tried.get(problem.id, ""))
+            for place, candidate in candidates.items()
+        }
 
     def _ask(self, index: int, place: int) -> _Candidate:
         return _candidate(index, lambda: self._task.ask(index, place) if self._adapts else self._task[index])

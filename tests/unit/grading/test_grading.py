@@ -22,6 +22,7 @@ from torchtune_ext.run import processes
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.guess_number import GuessNumber
 from torchtune_ext.tasks.jsonl import Jsonl
+from torchtune_ext.tasks.order import Passing
 from torchtune_ext.tasks.selection import NearLevel
 from torchtune_ext.tasks.task import Problem, Score
 
@@ -207,29 +208,36 @@ class Golds:
             raise ValueError("Exceeds the limit (4300 digits)")
         if problem.answer == "hangs":
             time.sleep(60)
-        return float({"pays all": True, "pays none": False}.get(problem.answer, text == problem.answer))
+        if isinstance(problem.answer, Path) and not problem.answer.exists():
+            problem.answer.touch()
+            time.sleep(60)
+        return float({"pays all": True, "pays none": False}.get(problem.answer, text == str(problem.answer)))
 
     def solution(self, problem):
         if problem.answer == "has none":
             raise ValueError("only judged")
-        return problem.answer
+        return str(problem.answer) if isinstance(problem.answer, Path) else problem.answer
 
     grade.__module__ = "torchtune_ext.tasks.made_up"
 
 
-def test_answer_faults_useless_answers_are_named():
-    words = ["right", "raises", "hangs", "pays all", "pays none", "has none", threading.Lock()]
+def test_answer_faults_useless_answers_are_named(tmp_path):
+    words = ["right", "raises", "hangs", "pays all", "pays none", "has none", threading.Lock(), tmp_path / "hung"]
     problems = [Problem(str(word), (), word) for word in words]
     with Grader(Golds(), timeout_s=1.0) as grader:
         faults = answer_faults(grader, problems)
-    assert faults[0] == faults[5] == ""
+    # The last one is graded at the second try.
+    assert faults[0] == faults[5] == faults[7] == ""
+    assert [isinstance(fault, Passing) for fault in faults] == [False, False, True] + [False] * 5
     assert faults[1].startswith(
         "its answer cannot be graded: ValueError: Exceeds the limit (4300 digits) (test_grading"
     )
     assert faults[2] == "its answer cannot be graded: no answer within 1 s; the process was killed"
     assert faults[3] == "its right answer gets the reward 1, and a wrong one 1"
     assert faults[4] == "its right answer gets the reward 0, and a wrong one 0"
-    assert faults[6].startswith("it cannot be sent to a grading process: TypeError: cannot pickle")
+    assert faults[6].startswith(
+        "its answer cannot be graded: cannot be sent to a grading process: TypeError: cannot pickle"
+    )
     # A grader of the user's may cost money, so its answers are not tried.
     with Grader(type("Mine", (Golds,), {"grade": lambda self, problem, text: 1.0})()) as grader:
         assert answer_faults(grader, problems[:6]) == [""] * 6
