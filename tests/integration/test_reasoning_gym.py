@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -21,6 +22,7 @@ from torchtune_ext.tasks.reasoning_gym import (
     WINDOW,
     ReasoningGym,
     ReasoningGymCurriculum,
+    answer_in,
     held_out,
 )
 from torchtune_ext.tasks.task import Score
@@ -100,7 +102,8 @@ def test_generators_garbage_is_never_solved(monkeypatch):
     ("name", "gold", "right", "wrong"),
     [
         ("coin_flip", "0.3125", ["5/16", "0.31250"], ["0.3124", "0.313", "1/3", "3125"]),
-        ("coin_flip", "1.52587890625e-05", ["1/65536"], ["0", "0.00002"]),
+        ("coin_flip", "0.1171875", ["0.1172", "0.11719"], ["0.117", "0.1173", "0.12"]),
+        ("coin_flip", "1.52587890625e-05", ["1/65536", "1.526e-05"], ["0", "0.00002"]),
         ("complex_arithmetic", "-6.0 + 15.0i", ["-6 + 15i"], ["nani", "inf", "nan + 15i"]),
         ("decimal_arithmetic", "6.32098837209", ["6.320988372090"], ["6.3209", "6.32098837208", "6.321"]),
         ("gsm_symbolic", "90", ["90", "$90.00", "90."], ["-90", "90 or 91", "not 90", "90!", "90 + 1", "90%"]),
@@ -126,6 +129,15 @@ def test_a_question_is_trained_on_or_held_out_whatever_the_seed():
         assert {held_out(text) for text in texts} == {split == "heldout"} and len(texts) > 100
         splits[split] = texts
     assert not splits["train"] & splits["heldout"]
+
+
+def test_answer_in_takes_last_pair_in_linear_time():
+    assert answer_in("<answer>0</answer> <answer>1 <answer> 2\n</answer> 3</answer> <answer>4") == "2"
+    assert answer_in(" 1 </answer> <answer>") == "1 </answer> <answer>"
+    begin = time.process_time()
+    for text in ("<answer>" * (1 << 14), "</answer>" * (1 << 14), "<answer></answer>" * (1 << 13)):
+        answer_in(text)
+    assert time.process_time() - begin < 1.0
 
 
 def test_strict_and_partial_reward():

@@ -16,6 +16,7 @@ from torchtune_ext.tasks.task import spoken
 
 # A model may end its turn without closing the mark.
 _MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_BETWEEN = re.compile(r"[; \n\t]*")
 _PYTHON_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
@@ -45,15 +46,15 @@ def tool_calls(text: str) -> list[ToolCall]:
 
 def _values(text: str) -> list[Any]:
     """Returns the JSON values of a text: one, several, or the members of a list."""
-    values, rest = [], text.strip()
-    while rest:
+    values, text, end = [], text.strip(), 0
+    while end < len(text):
         try:
-            value, end = _DECODER.raw_decode(rest)
+            value, end = _DECODER.raw_decode(text, end)
         # The decoder raises RecursionError for a text of many open brackets.
         except (ValueError, RecursionError) as error:
-            raise Mistake(f"the tool call is no JSON: {error}") from None
+            raise Mistake(f"the tool call is not JSON: {error}") from None
         values += value if isinstance(value, list) else [value]
-        rest = rest[end:].lstrip("; \n\t")
+        end = _BETWEEN.match(text, end).end()
     return values
 
 
@@ -64,5 +65,5 @@ def _call(value: Any) -> ToolCall:
             shown = json.dumps(value)
         except RecursionError:
             shown = "a value of a thousand levels"
-        raise Mistake(f'{shown:.80} is no tool call; write {{"name": "...", "arguments": {{...}}}}')
+        raise Mistake(f'{shown:.80} is not a tool call; write {{"name": "...", "arguments": {{...}}}}')
     return ToolCall(value["name"], arguments)

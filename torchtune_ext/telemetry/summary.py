@@ -134,9 +134,11 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if scores:
         rewards = np.array([score.reward for score in scores])
         values |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-        # Some parts only some samples have, such as the speed of a program that runs. Their mean is over those.
+        # Some parts only some samples have, such as the speed of a program that runs. Their mean is over those, and over
+        # the texts that hung the grader, which have no other part than "timed_out" and count as 0.
         for name in dict.fromkeys(name for score in scores for name in score.parts):
-            values[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
+            parts = [score.parts.get(name, 0.0) for score in scores if name in score.parts or score.kind == "timed_out"]
+            values[f"reward/{name}"] = float(np.mean(parts))
     return values
 
 

@@ -107,7 +107,7 @@ def test_the_tools_of_a_class(shop):
         "{'error': 'there is no tool bye, only buy, look'}",
     ]
     turn = say(game, "<tool_call>buy")
-    assert "no JSON" in turn.messages[0]["content"] and (turn.done, turn.reward) == (False, 0.0)
+    assert "not JSON" in turn.messages[0]["content"] and (turn.done, turn.reward) == (False, 0.0)
     turn = say(game, "I have two eggs.")
     assert (turn.messages, turn.done, turn.reward) == ([], True, 2.0)
     assert turn.parts == {"tool_calls": 6, "tool_errors": 4}

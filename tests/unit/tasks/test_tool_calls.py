@@ -1,6 +1,7 @@
 """Tool calls as the templates of the families write them."""
 
 import json
+import time
 
 import pytest
 from tables import every_row
@@ -41,16 +42,16 @@ def test_calls_are_read(text, calls):
 @every_row(
     "inside, words",
     [
-        ('{"name": "add", "arguments": {"a": 1}', "no JSON: Expecting"),
-        ("add(1, 2)", "no JSON"),
-        ("[" * 100_000, "no JSON"),
-        ('{"name": "add"}', '{"name": "add"} is no tool call; write {"name": "...", "arguments": {...}}'),
-        ('{"name": "add", "arguments": "a=1"}', "is no tool call"),
-        ('{"name": 3, "arguments": {}}', "is no tool call"),
-        ("7", "7 is no tool call"),
+        ('{"name": "add", "arguments": {"a": 1}', "not JSON: Expecting"),
+        ("add(1, 2)", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"name": "add"}', '{"name": "add"} is not a tool call; write {"name": "...", "arguments": {...}}'),
+        ('{"name": "add", "arguments": "a=1"}', "is not a tool call"),
+        ('{"name": 3, "arguments": {}}', "is not a tool call"),
+        ("7", "7 is not a tool call"),
     ],
 )
-def test_a_call_that_cannot_be_read_is_told_to_the_policy(inside, words):
+def test_tool_calls_unreadable_text_is_a_mistake(inside, words):
     with pytest.raises(ValueError, match=".*") as error:
         tool_calls(f"<tool_call>{inside}</tool_call>")
     assert words in str(error.value)
@@ -59,5 +60,11 @@ def test_a_call_that_cannot_be_read_is_told_to_the_policy(inside, words):
 def test_tool_calls_nested_a_thousand_levels_are_mistakes():
     # At some of these depths the call can be read, but not written again.
     for depth in range(900, 1100):
-        with pytest.raises(ValueError, match="no JSON|is no tool call"):
+        with pytest.raises(ValueError, match="not JSON|is not a tool call"):
             tool_calls('<tool_call>{"name": "add", "arguments": ' + "[" * depth + "]" * depth + "}")
+
+
+def test_tool_calls_long_text_is_read_in_linear_time():
+    begin = time.process_time()
+    assert tool_calls("7;" * (1 << 18)) == tool_calls("<tool_call>[]</tool_call>" * 5000) == []
+    assert time.process_time() - begin < 1.0
