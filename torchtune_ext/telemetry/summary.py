@@ -134,11 +134,14 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if scores:
         rewards = np.array([score.reward for score in scores])
         values |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-        # Some parts only some samples have, such as the speed of a program that runs. Their mean is over those, and over
-        # the texts that hung the grader, which have no other part than "timed_out" and count as 0.
-        for name in dict.fromkeys(name for score in scores for name in score.parts):
-            parts = [score.parts.get(name, 0.0) for score in scores if name in score.parts or score.kind == "timed_out"]
-            values[f"reward/{name}"] = float(np.mean(parts))
+        # Some parts only some samples have, such as the speed of a program that runs. Their mean is over those. A text that
+        # hung the grader has no other part than "timed_out", and counts as 0 in the parts that all others have.
+        parts = [score.parts for score in scores]
+        graded = [set(score.parts) for score in scores if score.kind != "timed_out"]
+        shared = {"timed_out"} | (set.intersection(*graded) if graded else set())
+        for name in dict.fromkeys(name for each in parts for name in each):
+            given = [each.get(name, 0.0) for each in parts if name in each or name in shared]
+            values[f"reward/{name}"] = float(np.mean(given))
     return values
 
 

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from records import guessed, sampled
 
+from torchtune_ext.grading.calls import hung
 from torchtune_ext.grading.environments import ENDINGS
 from torchtune_ext.groups import Group
-from torchtune_ext.tasks.task import Problem
+from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, rollout_metrics
 
@@ -85,3 +86,15 @@ def test_the_metrics_of_conversations():
     assert endings == dict.fromkeys(ENDINGS, 0.0) | {"completed": 0.5, "max_turns": 0.5}
     plain = rollout_metrics([Group(Problem("p", (), 0), np.arange(3), (sampled([1, 2]),))])
     assert not any(name.startswith("episode/") for name in plain)
+
+
+def test_rollout_metrics_hung_text_counts_as_zero():
+    scores = hung("late"), Score(1.0, {"accuracy": 1.0, "speed": 9.0}), Score(0.0, {"accuracy": 0.0})
+    samples = tuple(sampled([1], outcome=score) for score in scores)
+    metrics = rollout_metrics([Group(Problem("p", (), 0), np.arange(3), samples)])
+    rewards = {name: value for name, value in metrics.items() if name.startswith("reward/")}
+    assert rewards.pop("reward/std") == pytest.approx(2**0.5 / 3)
+    third = pytest.approx(1 / 3)
+    assert rewards == {
+        "reward/mean": third, "reward/timed_out": third, "reward/accuracy": third, "reward/speed": 9.0,
+    }  # fmt: skip
