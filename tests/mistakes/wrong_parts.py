@@ -80,7 +80,7 @@ CLASSES = {
     "messages without a role": task("def __getitem__(self, i): return Problem('x', ({'content': 'x'},), 1)", r"task: Mine\(\.\.\.\)\[0\] has messages=.*write \(\{\"role\": \"user\""),
     "an environment without max_turns": environment("pass", r"task: Mine has an environment and max_turns=None; give it the number of turns", turns="pass"),
     "max_turns of 0": environment("pass", r"task: Mine has an environment and max_turns=0; give it the number of turns .*, 1 or more", turns="max_turns = 0"),
-    "an environment that raises": environment("return message.text", r"task: the environment of Mine fails at turn 1 of problem 'sum-0', '.*': AttributeError: .*; mend its `step`, or raise grader.timeout_s=10 "),
+    "an environment that raises": environment("return message.text", r"task: the environment of Mine fails at turn 1 of problem 'sum-0', '.*': AttributeError: .*; repair its `step`, or raise grader.timeout_s=10 "),
     "an environment that hangs": environment("time.sleep(60)", r"task: the environment of Mine fails at turn 1 .*: no answer within 0.5 s; .*grader.timeout_s=0.5", "grader.timeout_s=0.5"),
     "an environment without step": task("max_turns = 3\ndef environment(self, problem, seed): return object()", r"the environment of Mine fails at turn 1 .*: AttributeError: 'object' object has no attribute 'step'"),
     "an environment that returns text": environment("return 'go on'", r"the environment of Mine fails at turn 1 .*: step returned str; return a Turn of torchtune_ext.tasks.task"),

@@ -173,7 +173,7 @@ class GradingWatch:
         if len(self._failed_steps) >= FAILED_STEPS:
             raise GradingFailed(
                 f"the grader has failed on every text of steps {self._failed_steps[0]} to {step}, so nothing is learned. The "
-                f"first failure: {self._first}. Mend it and try it on a text (docs/custom_reward.md), then go on"
+                f"first failure: {self._first}. Repair it, try it on a text (docs/custom_reward.md), then resume"
             )
 
 

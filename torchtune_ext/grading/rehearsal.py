@@ -208,7 +208,7 @@ def _rehearse_conversation(task: ConversationTask, config: GraderConfig, key: st
             if isinstance(turn, Ungraded):
                 raise Mistake(
                     f"{key}: the environment of {name} fails at turn {i + 1} of problem {problem.id!r}, "
-                    f"{message['content']!r:.60}: {turn.cause}; mend its `step`, or raise grader.timeout_s="
+                    f"{message['content']!r:.60}: {turn.cause}; repair its `step`, or raise grader.timeout_s="
                     f"{config.timeout_s:g} (docs/environments.md)"
                 )
             rewards.append(turn.reward)

@@ -22,7 +22,7 @@ def test_two_steps_in_which_every_text_fails_end_the_run(caplog):
         watch.look(8, [LATE, LATE])
     assert str(caught.value) == (
         "the grader has failed on every text of steps 7 to 8, so nothing is learned. The first failure: problem 'p-2' "
-        "infra_failed: KeyError: 'x' (my_task.py:12). Mend it and try it on a text (docs/custom_reward.md), then go on"
+        "infra_failed: KeyError: 'x' (my_task.py:12). Repair it, try it on a text (docs/custom_reward.md), then resume"
     )
 
 

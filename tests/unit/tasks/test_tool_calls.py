@@ -64,7 +64,7 @@ def test_tool_calls_nested_a_thousand_levels_are_mistakes():
             tool_calls('<tool_call>{"name": "add", "arguments": ' + "[" * depth + "]" * depth + "}")
 
 
-def test_tool_calls_long_text_is_read_in_linear_time():
+def test_tool_calls_long_text_takes_linear_time():
     begin = time.process_time()
     assert tool_calls("7;" * (1 << 18)) == tool_calls("<tool_call>[]</tool_call>" * 5000) == []
     assert time.process_time() - begin < 1.0
