@@ -30,6 +30,7 @@ from torchtune_ext.tasks.task import Score
 SUMS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
 # The first of these take seconds for a question, the last one needs a file that its package leaves out.
 SLOW = ("futoshiki", "knight_swap", "puzzle24", "zebra_puzzles", "rubiks_cube", "arc_agi", "rearc", "composite")
+ROUNDED = "power_function", "coin_flip"
 
 QUESTIONS = """
 import json, sys, warnings
@@ -88,8 +89,8 @@ def test_generators_garbage_is_never_solved(monkeypatch):
             if (gold := problem.answer) is not None:
                 right = [gold, f"so <answer>{gold}</answer>", f"<think>\nIs it <answer>0</answer>?</think>\n{gold}"]
                 wrong += [(name, text) for text in right if not task.grade(problem, text).parts["solved"]]
-                # power_function asks for three digits.
-                texts |= {gold[:k] for k in range(1, len(gold))[:40]} if name != "power_function" else set()
+                # Three digits are enough in power_function, four in coin_flip.
+                texts |= {gold[:k] for k in range(1, len(gold))[:40]} if name not in ROUNDED else set()
                 texts = {text for text in texts if not same_value(gold, text)} | {
                     f"<think>{gold}",
                     f"<think>a</think><think>{gold}",
