@@ -88,6 +88,8 @@ def ours(folder: Path, model: Path, shape: str, dtype: str, steps: int) -> dict[
         "task.path": rows,
         "task.grader": "real_step.score",
         "task.answer": None,
+        "task.prompt": '"{question}"',
+        "task.system": None,
         "evaluation.task": None,
         "max_steps": steps,
         "prompts_per_step": prompts,

@@ -67,7 +67,9 @@ def test_the_path_with_rows_and_a_pretrained_model(page, tmp_path):
     """As it is typed, but for its last, whole run; a tiny model lies where `make pretrained` puts SmolLM2."""
     write_files(shown_files(page), tmp_path)
     write_tiny_model(tmp_path / "models" / "SmolLM2-135M-Instruct")
-    *typed_words, _ = shown_commands(page, "python make_rows.py")
+    *typed_words, whole_run = shown_commands(page, "python make_rows.py")
+    readme = shown_commands(page.parents[1] / "README.md", "tune cp -n grpo/smollm2_jsonl")
+    assert all(words in [*typed_words, whole_run] for words in readme)
     printed = [typed(tmp_path, *words) for words in typed_words]
     assert "\nfits into the main memory" in printed[2] and "held out: Jsonl held_out by my_reward.near" in printed[3]
     run = tmp_path / "runs" / "smollm2" / "jsonl"

@@ -1,9 +1,13 @@
-"""A newcomer who types what docs/custom_reward.md says, and no more, sees the reward rise: some minutes on two cores."""
+"""What README and docs/custom_reward.md show, typed as it stands, raises the reward: some minutes on two cores."""
 
+import os
 import statistics
+import subprocess
+import sys
 
 import pytest
-from newcomer import walk
+from newcomer import typed, walk
+from own_files import shown_commands, shown_files, write_files
 from tiny_runs import metrics
 
 STEPS = 10  # so many steps at the beginning are compared with as many at the end
@@ -25,3 +29,22 @@ def test_the_reward_rises_by_more_than_its_noise(repo_root, tmp_path):
     first, last = rewards[:STEPS], rewards[-STEPS:]
     error = ((statistics.variance(first) + statistics.variance(last)) / STEPS) ** 0.5
     assert statistics.fmean(last) - statistics.fmean(first) > 3 * error, (first, last)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_readme_rows_and_reward_raise_accuracy_without_a_warning(repo_root, tmp_path, seed):
+    env = os.environ | {"VENV": sys.prefix}
+    made = subprocess.run([repo_root / "scripts" / "pretrained.sh"], env=env, capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(made.stderr)
+    (tmp_path / "models").symlink_to(repo_root / "models")
+    pages = repo_root / "docs" / "custom_reward.md", repo_root / "README.md"
+    write_files({name: text for page in pages for name, text in shown_files(page).items()}, tmp_path)
+    typed(tmp_path, "python", "make_rows.py")
+    *first, run = shown_commands(pages[1], "tune cp -n grpo/smollm2_jsonl")
+    printed = [typed(tmp_path, *words) for words in first] + [typed(tmp_path, *run, f"seed={seed}")]
+    assert "warning" not in printed[-1].lower(), printed[-1]
+
+    evaluated = [line for line in metrics(tmp_path / "runs" / "smollm2" / "jsonl") if "eval/accuracy_sampled" in line]
+    assert evaluated[-1]["eval/low"] > evaluated[0]["eval/high"], evaluated
