@@ -1,5 +1,6 @@
 """Writes what other tools read: Hugging Face model directories and adapters, from a model that may be sharded."""
 
+import filecmp
 import json
 import os
 import shutil
@@ -83,14 +84,19 @@ def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> No
         return
     read = [str(path) for path in reads if path.resolve().is_relative_to(folder.resolve())]
     known = (*_CONFIGS, *_TOKENIZERS, *_WEIGHTS)
+    settings = [each for each in settings_in(folder.parent) if setting in each]
+    # Earlier versions copied further files of model_dir.
+    starts = [Path(each["model_dir"]) for each in settings if each.get("model_dir")]
     if read:
         why = f"this run reads {read[0]}"
     elif folder.is_symlink() or not folder.is_dir():
         why = "it is not a folder"
-    elif not any(setting in settings for settings in settings_in(folder.parent)):
+    elif not settings:
         why = "no run of this recipe has written it"
     elif others := sorted(
-        file.name for file in folder.iterdir() if not any(fnmatch(file.name, name) for name in known)
+        file.name
+        for file in folder.iterdir()
+        if not any(fnmatch(file.name, name) for name in known) and not any(_equal(file, start) for start in starts)
     ):
         why = f"no run has written what it holds: {', '.join(others[:3])}"
     else:
@@ -99,6 +105,11 @@ def require_replaceable(folder: Path, reads: Iterable[Path], setting: str) -> No
         f"output_dir={folder.parent}: the new model would replace {folder}, and {why}. Fix: choose another output_dir, or move "
         f"{folder} away"
     )
+
+
+def _equal(file: Path, folder: Path) -> bool:
+    other = folder / file.name
+    return file.is_file() and other.is_file() and filecmp.cmp(file, other, shallow=False)
 
 
 def export_model(

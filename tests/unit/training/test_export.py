@@ -11,7 +11,7 @@ from tables import every_row
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.policy.lora import AdapterSpec
-from torchtune_ext.training.export import export_adapter, own_prompts, save_model
+from torchtune_ext.training.export import export_adapter, own_prompts, require_replaceable, save_model
 
 # Each reads its options in another way: at the top, in a loop, in a macro, as a list, after white space that counts.
 PLAIN = """
@@ -107,6 +107,17 @@ def test_saved_model_has_known_files_only(tmp_path, source, model):
         "LICENSE", "chat_template.jinja", "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json",
         "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
+
+
+def test_copies_from_recorded_model_dir_are_replaceable(tmp_path, source):
+    (folder := tmp_path / "model").mkdir()
+    config = {"tokenizer_problems": 8, "model_dir": str(source.path)}
+    (tmp_path / "run.json").write_text(json.dumps({"id": "a", "config": config}))
+    shutil.copy(source.path / "train.py", folder)
+    require_replaceable(folder, [source.path], "tokenizer_problems")
+    (folder / "train.py").write_text("edited")
+    with pytest.raises(ValueError, match="no run has written what it holds: train.py"):
+        require_replaceable(folder, [source.path], "tokenizer_problems")
 
 
 def test_adapter_names_its_base_and_has_its_tokenizer(tmp_path, source, model, monkeypatch):
