@@ -95,7 +95,7 @@ class WarmupRecipe:
         run = None
         if self.ranks.is_main:
             self.folder = RunFolder(cfg.output_dir)
-            run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
+            run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg), saves=True)
         self.start = Path(cfg.model_dir or f"{cfg.output_dir}/start")
         if cfg.model_dir is None and self.ranks.is_main:
             self.make_model(self.start, cfg.shape)

@@ -131,7 +131,8 @@ class Parts:
     def open_folder(self) -> RunFolder:
         """Begins the run in its folder, or continues it. Locks the folder, and may set an earlier run aside."""
         folder = RunFolder(self.cfg.output_dir)
-        folder.begin(record(self.cfg), folder.resumes(self.cfg.resume_from_checkpoint), reads=named_paths(self.cfg))
+        resumes = folder.resumes(self.cfg.resume_from_checkpoint)
+        folder.begin(record(self.cfg), resumes, reads=named_paths(self.cfg), saves=True)
         return folder
 
     def open_graders(self) -> list[Grader]:

@@ -157,7 +157,9 @@ class RunFolder:
             )
         return resume and has_checkpoint
 
-    def begin(self, settings: Mapping[str, Any], resuming: bool, reads: Iterable[str | Path] = ()) -> Run:
+    def begin(
+        self, settings: Mapping[str, Any], resuming: bool, reads: Iterable[str | Path] = (), saves: bool = False
+    ) -> Run:
         """Makes the folder ready for a run, and returns the run.
 
         For a new run this writes `run.json`. For a resumed run the recipe calls `write_record` later.
@@ -166,22 +168,20 @@ class RunFolder:
             settings: the settings of the run, JSON-able, kept for people who read the folder.
             resuming: the run in the folder goes on and keeps its id. Otherwise all that it left moves into `old-N`.
             reads: the paths that the new run reads (its model, the files of its tasks).
+            saves: the run will save checkpoints or a model, so the file system must rename folders.
 
         Raises:
             ValueError: a path in `reads` would be set aside, or nothing says which run is to resume.
             OSError: the folder cannot be written.
         """
+        if saves:
+            self._require_renames()
         with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
             # The lock makes this process the only one that writes here, which `sweep` needs.
             checkpoints = self.path / "checkpoints"
             sweep(self.path, _SWEPT)
             for place in (self.path / "rollouts", checkpoints, *checkpoint_folders(checkpoints)):
                 sweep(place)
-            # A file system that refuses what a checkpoint needs does so now, and not after hours of training.
-            trial = self.path / TRIAL
-            make_empty(partial_of(trial))
-            put_in_place(trial)
-            remove(trial)
             now, name = time.time(), self.path.resolve().name
             if resuming:
                 earlier = self._record()
@@ -242,6 +242,18 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    def _require_renames(self) -> None:
+        # A file system that refuses this does so now, and not after hours of training.
+        trial = self.path / TRIAL
+        with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
+            make_empty(partial_of(trial))
+        with explained(
+            f"output_dir={self.path}: a folder there cannot be renamed, as saving a model requires",
+            "Fix: choose an output_dir on another file system",
+        ):
+            put_in_place(trial)
+        remove(trial)
+
     def _left(self) -> list[Path]:
         left = _contents(self.path)
         # A start that left only papers failed before its first line of metrics. It is no run, and the next start takes
@@ -284,10 +296,7 @@ class RunFolder:
     def _record(self) -> dict[str, Any]:
         record = read_record(self.path)
         if record is None:
-            raise Mistake(
-                f"{self.path / RECORD} is missing, so nothing says which run this is: put it back, or write "
-                f'{{"id": "..."}} to it with the id that stands as "run" in manifest.json of its checkpoints'
-            )
+            raise Mistake(_without_record(self.path))
         return record
 
 
@@ -304,20 +313,33 @@ def require_usable(output_dir: str | Path) -> None:
         by_run = json_object(lock).keys() >= {"pid", "host"}
         left = [each.name for each in _contents(path)]
         if os.path.lexists(record):
-            values, known = json_object(record), {each.name for each in fields(Run)}
-            if isinstance(values.get("id"), str) and values.keys() <= known:
+            values = json_object(record)
+            # Another version of this package may write further keys, but with its lock.
+            unknown = [] if by_run else sorted(values.keys() - {each.name for each in fields(Run)})
+            if isinstance(values.get("id"), str) and not unknown:
                 return
+            why = f"run.json has the unknown key {unknown[0]!r}" if unknown else "run.json names no id"
             left = [RECORD] if by_run else left
         elif by_run:
             return
-        elif os.path.lexists(lock) and lock.stat().st_size:
-            left.append(LOCK)
+        else:
+            why = "run.json is missing"
+            if os.path.lexists(lock) and lock.stat().st_size:
+                left.append(LOCK)
+            if left == ["checkpoints"] and any(path.glob("checkpoints/step_*/manifest.json")):
+                raise Mistake(f"output_dir={path}: {_without_record(path)}")
     if left:
         raise Mistake(
-            f"output_dir={path} holds {', '.join(left)}, which no run has written (run.json is missing, damaged or of another "
-            "program); a run would overwrite or move files of these names. Fix: choose another output_dir, or move them away "
-            "(if a run wrote them: put its run.json back)"
+            f"output_dir={path} holds {', '.join(left)}, which no run has written ({why}); a run would overwrite or move files "
+            "of these names. Fix: choose another output_dir, or move them away (if a run wrote them: put its run.json back)"
         )
+
+
+def _without_record(folder: Path) -> str:
+    return (
+        f"{folder / RECORD} is missing, so nothing says which run this is. Fix: put it back, or write "
+        f'{{"id": "..."}} to it with the id that stands as "run" in manifest.json of its checkpoints'
+    )
 
 
 def settings_in(folder: Path) -> list[Mapping[str, Any]]:

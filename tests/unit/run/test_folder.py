@@ -240,25 +240,25 @@ def test_file_system_without_folder_flush_is_warning(tmp_path, monkeypatch, capl
     with RunFolder(tmp_path) as folder:
         if code == errno.EIO:
             with pytest.raises(OSError, match="Input/output error"):
-                folder.begin({}, resuming=False)
+                folder.begin({}, resuming=False, saves=True)
             return
-        folder.begin({}, resuming=False)
+        folder.begin({}, resuming=False, saves=True)
         make_empty(partial_of(tmp_path / "checkpoints" / "step_000001"))
         put_in_place(tmp_path / "checkpoints" / "step_000001")
     assert len(caplog.messages) == 1 and "cannot flush a folder" in caplog.messages[0]
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "run.json", "run.lock"]
 
 
-def test_file_system_without_folder_rename_is_refused_at_start(tmp_path, monkeypatch):
+def test_refused_folder_rename_stops_saving_runs(tmp_path, monkeypatch):
     def refuse(path, target):
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(Path, "rename", refuse)
-    with (
-        RunFolder(tmp_path) as folder,
-        pytest.raises(OSError, match=f"output_dir={tmp_path} cannot be written: Operation"),
-    ):
+    with RunFolder(tmp_path) as folder:
         folder.begin({}, resuming=False)
+        says = f"output_dir={tmp_path}: a folder there cannot be renamed, .*: Operation not permitted. .* another file system"
+        with pytest.raises(OSError, match=says):
+            folder.begin({}, resuming=False, saves=True)
 
 
 # ---------------------------------------------------------------- killed while setting aside
@@ -282,7 +282,7 @@ def killed(folder, rename, errors):
             return call
 
         os.rename, os.replace = counted(os.rename), counted(os.replace)
-        RunFolder(folder).begin({"text": "two"}, resuming=False)
+        RunFolder(folder).begin({"text": "two"}, resuming=False, saves=True)
 
     return os.waitpid(fork(begin, errors), 0)[1]
 
@@ -333,10 +333,31 @@ def test_a_resumed_run_keeps_its_id_and_leftovers_are_swept(tmp_path):
 def test_a_lost_run_file_is_named(tmp_path, damage):
     leave_a_run(tmp_path)
     (tmp_path / "run.json").unlink() if damage is None else (tmp_path / "run.json").write_text(damage)
-    before = tree(tmp_path)
-    with pytest.raises(ValueError, match=r"run\.json is missing"), RunFolder(tmp_path) as folder:
+    before, says = tree(tmp_path), r"run\.json is missing" if damage is None else r"run\.json names no id"
+    with pytest.raises(ValueError, match=says), RunFolder(tmp_path) as folder:
         folder.begin({}, resuming=True)
     assert tree(tmp_path) == before
+
+
+def test_run_file_of_newer_version_is_accepted(tmp_path):
+    first = leave_a_run(tmp_path)
+    record = tmp_path / "run.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"gpus": 8}))
+    with RunFolder(tmp_path) as folder:
+        assert folder.begin({}, resuming=True).id == first.id
+    (tmp_path / "run.lock").unlink()
+    with pytest.raises(ValueError, match=r"run\.json has the unknown key 'gpus'"):
+        RunFolder(tmp_path)
+
+
+def test_checkpoints_without_run_file_name_the_fix(tmp_path):
+    (tmp_path / "checkpoints/step_000002").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_000002/manifest.json").touch()
+    with pytest.raises(ValueError, match=r'run\.json is missing.* write \{"id": "\.\.\."\} to it'):
+        RunFolder(tmp_path)
+    (tmp_path / "run.json").write_text('{"id": "ab"}')
+    with RunFolder(tmp_path) as folder:
+        assert folder.begin({}, resuming=True).id == "ab"
 
 
 # ---------------------------------------------------------------- a folder that cannot be used
