@@ -53,6 +53,11 @@ def place() -> tuple[int, int]:
     return number("RANK", 0) if ranks > 1 else 0, ranks
 
 
+def local_rank() -> int:
+    """Returns the number of this rank among those of its machine; 0 for a single process, whatever LOCAL_RANK says."""
+    return number("LOCAL_RANK", 0) if place()[1] > 1 else 0
+
+
 def misread() -> list[str]:
     """Returns the names of the variables that should be numbers and are not."""
     return [name for name in NUMBERS if (text := os.environ.get(name, "").strip()) and not text.isdecimal()]

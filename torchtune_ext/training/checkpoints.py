@@ -388,6 +388,7 @@ class RunState:
     source: dict[str, Any]  # groups between submission and training
     # What the task has learned from outcomes, and which of its problems are passed over.
     task: dict[str, Any] = field(default_factory=dict)
+    updates: int = 0  # only copies of earlier recipes write and read it
 
     @classmethod
     def of(cls, recipe: Mapping[str, Any]) -> Self:

@@ -215,7 +215,7 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
                 _require_shown(problem, ids, tokenizer, f"{key}: {_name(task)}(...)[{index}]")
                 looked_for.add(roles)
             # Templates may strip white space.
-            texts = "".join(str(message["content"]) for message in problem.messages)
+            texts = "".join(str(message.get("content")) for message in problem.messages)
             other, others = known.setdefault(tuple(ids), (index, words := "".join(texts.split()).casefold()))
             if words != others:
                 raise Mistake(
@@ -241,7 +241,7 @@ def _require_shown(problem: Problem, ids: Sequence[int], tokenizer: ChatTokenize
     # thought, which templates leave out of older turns.
     messages = list(problem.messages)
     for i, message in enumerate(messages):
-        if message.get("tool_calls") or not (content := str(message["content"])).strip():
+        if message.get("tool_calls") or not (content := str(message.get("content") or "")).strip():
             continue
         messages[i] = {**message, "content": f"{content} 7 {content.rpartition('</think>')[2]}"}
         if tokenizer.prompt_ids(messages, problem.tools) == ids:

@@ -15,7 +15,7 @@ from torchtune import training
 
 from torchtune_ext.run.errors import Failure, Mistake, require_seconds
 from torchtune_ext.run.output import say
-from torchtune_ext.run.parent import die_with_parent, misread, number, place
+from torchtune_ext.run.parent import die_with_parent, local_rank, misread, number, place
 from torchtune_ext.training.collectives import from_main, gathered, join, on_any
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ def local_device(device: str) -> torch.device:
         raise Mistake("device='cuda', but torch sees no CUDA device; use device=cpu or run `torchtune-ext doctor`")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    mine, count = number("LOCAL_RANK", 0), torch.cuda.device_count()
+    mine, count = local_rank(), torch.cuda.device_count()
     if mine >= count:
         raise Mistake(
             f"rank {number('RANK', 0)} is number {mine} on {socket.gethostname()}, which shows it {count} "

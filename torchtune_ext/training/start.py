@@ -11,7 +11,7 @@ import torch
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
-from torchtune_ext.run.parent import number
+from torchtune_ext.run.parent import local_rank, number, place
 from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
 
@@ -88,8 +88,8 @@ def training_gpus(ranks: int | None = None) -> list[str]:
     """
     # A rank takes the GPU with its number among those that it sees. If another launcher started the ranks and does not
     # say how many are here, only the GPU of this process is known.
-    visible, local = os.environ.get("CUDA_VISIBLE_DEVICES"), number("LOCAL_WORLD_SIZE", 0)
-    mine = number("LOCAL_RANK", 0)
+    visible, local = os.environ.get("CUDA_VISIBLE_DEVICES"), min(number("LOCAL_WORLD_SIZE", 0), place()[1])
+    mine = local_rank()
     numbers = range(ranks or local) if ranks or local else range(mine, mine + 1)
     # Without the variable a rank sees all GPUs of the machine by their numbers, as an engine that it starts does.
     if visible is None:

@@ -193,6 +193,7 @@ class Chats(list):
 
 
 SYSTEM, USER = {"role": "system", "content": "Only digits.\n"}, {"role": "user", "content": " 1+1?\n"}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
 TURN = {"role": "assistant", "content": "<think>\nx\n</think>\n\n2"}
 
 
@@ -215,6 +216,7 @@ PARTS = loop("{{ m.role }}{%- for part in m.content -%}{{ part.text }}{%- endfor
         ("{{ messages[0].content + messages[1].content }}", [SYSTEM, USER], None),
         (NO_SYSTEM, [SYSTEM, USER], "system"), (NO_SYSTEM, [USER], None), (PARTS, [USER], "user"), ("{{ 'x' }}", [USER], "user"),
         ("{{ messages[-1].content }}", [USER, TURN, {"role": "user", "content": "So?"}], "user"),
+        (loop("{{ m.role + (m.content or '') }}"), [USER, CALL, USER], None),
         (loop("{{ m.content.strip().split('\n')[0] }}"), [{"role": "user", "content": "a\nb"}], "user"),
     ],
 )  # fmt: skip

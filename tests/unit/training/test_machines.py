@@ -253,9 +253,14 @@ def test_more_ranks_than_gpus_on_a_machine_are_named_with_it(monkeypatch):
     taken = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("RANK", "11")
+    monkeypatch.setenv("WORLD_SIZE", "12")
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert local_device("auto") == torch.device("cuda", 3) == taken[0]
     monkeypatch.setenv("LOCAL_RANK", "4")
+    # A job launcher may leave the variable to a single process.
+    monkeypatch.delenv("WORLD_SIZE")
+    assert local_device("auto") == torch.device("cuda", 0)
+    monkeypatch.setenv("WORLD_SIZE", "12")
     with pytest.raises(
         ValueError, match=rf"rank 11 is number 4 on {HOST}, which shows it 4 GPUs: start at most 4 ranks"
     ):

@@ -15,8 +15,8 @@ FIRST, SECOND = "GPU-8f6e2b1c-0d3a", "GPU-1a2b3c4d-5e6f"
 
 @pytest.fixture
 def started(monkeypatch):
-    def of(visible=None, local=None, number=None):
-        values = {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_WORLD_SIZE": local, "LOCAL_RANK": number}
+    def of(visible=None, local=None, number=None, world=8):
+        values = {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_WORLD_SIZE": local, "LOCAL_RANK": number, "WORLD_SIZE": world}
         for name, value in values.items():
             monkeypatch.delenv(name, raising=False)
             if value is not None:
@@ -43,6 +43,12 @@ def started(monkeypatch):
 def test_a_rank_trains_on_the_gpu_with_its_number(started, visible, local, number, ranks, gpus):
     started(visible, local, number)
     assert training_gpus(ranks) == gpus
+
+
+@every_row("local", [None, 4])
+def test_single_process_ignores_place_among_ranks(started, local):
+    started(local=local, number=3, world=None)
+    assert training_gpus() == ["0"]
 
 
 @every_row(

@@ -3,7 +3,7 @@
 import copy
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +20,10 @@ def test_it_comes_back():
     assert RunState.of(recipe) == STATE
     del recipe["task"]  # a field with a default may be missing
     assert RunState.of(recipe) == STATE
+
+
+def test_updates_of_copied_recipes_come_back():
+    assert RunState.of(asdict(replace(STATE, updates=14))).updates == 14
 
 
 def test_a_run_that_goes_on_says_from_where_and_what_has_changed(monkeypatch):
