@@ -4,7 +4,7 @@ import csv
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,18 @@ _NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty bra
 READ = ".parquet, .csv, .tsv or .jsonl"
 
 
-def read_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
+def read_examples(
+    path: str, fields: set[str] | None, optional: Collection[str] = ()
+) -> Iterator[tuple[str, Example]]:
     """Yields the place and the content of every example of a file.
 
-    Of a .parquet file, only `fields` are read (None: all). A .csv or .tsv file has names in its first line, and its
+    Of a .parquet file, only `fields` are read (None: all), and `optional` fields if there are any. A .csv or .tsv file has names in its first line, and its
     values are texts. Any other file is JSONL, one object a line. Raises ValueError if the file or a line cannot be read.
     """
     if not Path(path).is_file():
         raise FileMistake(f"path={path!r}: {_no_file(path)}")
     if (suffix := Path(path).suffix.lower()) == ".parquet":
-        yield from _parquet_examples(path, fields)
+        yield from _parquet_examples(path, fields, optional)
         return
     if suffix in (".gz", ".zip", ".zst"):
         raise Mistake(f"path={path!r}: a compressed file; unpack it")
@@ -99,7 +101,14 @@ def _json_object(where: str, line: str) -> Example:
     return example
 
 
-def _parquet_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
+def _columns(names: list[str], fields: set[str] | None, optional: Collection[str]) -> list[str] | None:
+    """Returns the columns to read. If a field is missing, it is None: all, so that the error can list them."""
+    return [name for name in names if name in {*fields, *optional}] if fields is not None and fields <= set(names) else None
+
+
+def _parquet_examples(
+    path: str, fields: set[str] | None, optional: Collection[str]
+) -> Iterator[tuple[str, Example]]:
     # Imported late, because a grading process does not need it.
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
@@ -107,9 +116,7 @@ def _parquet_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str,
     try:
         file = ParquetFile(path)
         _require_unique(file.schema_arrow.names, f"{path}: ")
-        known = [name for name in file.schema_arrow.names if fields is not None and name in fields]
-        # If a field is missing, all fields are read, so that the error can list them.
-        columns = known if fields is not None and len(known) == len(fields) else None
+        columns = _columns(file.schema_arrow.names, fields, optional)
         examples = (example for batch in file.iter_batches(columns=columns) for example in batch.to_pylist())
         for number, example in enumerate(examples, start=1):
             yield f"{path}, example {number}", example
@@ -118,9 +125,11 @@ def _parquet_examples(path: str, fields: set[str] | None) -> Iterator[tuple[str,
         raise Mistake(f"path={path!r}: not a readable parquet file ({cause}); write it again") from error
 
 
-def hub_examples(hub: str, config: str | None, split: str, fields: set[str] | None) -> Iterator[tuple[str, Example]]:
-    """Yields the place and the content of every example of a data set of the hub. Only `fields` are read (None: all).
-    Raises ValueError if the hub cannot be reached, or has no such data set, config or split."""
+def hub_examples(
+    hub: str, config: str | None, split: str, fields: set[str] | None, optional: Collection[str] = ()
+) -> Iterator[tuple[str, Example]]:
+    """Yields the place and the content of every example of a data set of the hub. Only `fields` are read (None: all),
+    and `optional` fields if there are any. Raises ValueError if the hub cannot be reached, or has no such data set, config or split."""
     # Imported late, because it takes seconds and a grading process does not need it.
     from datasets import load_dataset
 
@@ -131,9 +140,8 @@ def hub_examples(hub: str, config: str | None, split: str, fields: set[str] | No
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         fix = "download it where there is a network, and name a JSONL or parquet file with path:"
         raise Mistake(f"{what} cannot be loaded ({cause}). Check the name; or {fix}") from error
-    # As above, all fields are read if one is missing.
-    if fields is not None and fields <= set(examples.column_names):
-        examples = examples.select_columns(sorted(fields))
+    if (columns := _columns(examples.column_names, fields, optional)) is not None:
+        examples = examples.select_columns(columns)
     for number, example in enumerate(examples):
         yield f"{hub} {split}, example {number}", example
 

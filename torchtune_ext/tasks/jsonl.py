@@ -13,8 +13,8 @@ from torchtune_ext.tasks.examples import Example, field_names, fill, hub_example
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
 from torchtune_ext.tasks.task import Problem, Score, length_of, score_of
 
-# A field in a prompt. The braces of \boxed{answer} are LaTeX.
-_FIELD = re.compile(r"(?<![\w\\}])\{([A-Za-z_][\w.]*)\}")
+# A field in a prompt. The braces of \boxed{answer} and x^{n} are LaTeX.
+_FIELD = re.compile(r"(?<![\w\\}^])\{([A-Za-z_][\w.]*)\}")
 # Chat messages that a CSV or parquet file holds as text.
 _CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:.*\]\s*""", re.DOTALL)
 
@@ -34,9 +34,11 @@ class Source:
     remove: tuple[str, ...] = ()  # texts to remove from questions, such as the prompt of another project
     marks: str | None = None  # a pattern to remove from worked solutions, such as marks for a calculator
 
-    def examples(self, also: Sequence[str] | None = ()) -> list[tuple[str, Example]]:
-        """Returns the place and the content of every kept example. `also` names further fields to read; None: all.
-        Raises ValueError without a path or a hub, or if the examples cannot be read."""
+    def examples(
+        self, also: Sequence[str] | None = (), optional: Sequence[str] = ()
+    ) -> list[tuple[str, Example]]:
+        """Returns the place and the content of every kept example. `also` names further fields to read (None: all),
+        `optional` fields that may be missing. Raises ValueError without a path or a hub, or if the examples cannot be read."""
         if self.path is None and self.hub is None:
             raise Mistake("name where the questions come from: path: FILE (JSONL, CSV or parquet), or hub: OWNER/NAME")
         # Columns are read whole, so of a nested field the name of its column counts.
@@ -45,10 +47,11 @@ class Source:
             templates = [self.question, self.answer, self.solution, self.keep and self.keep[0]]
             names = {name for template in templates if template for name in field_names(template)} | set(also)
             fields = {name.split(".")[0] for name in names}
+        maybe = {name.split(".")[0] for name in optional}
         if self.path is not None:
-            examples = read_examples(self.path, fields)
+            examples = read_examples(self.path, fields, maybe)
         else:
-            examples = hub_examples(self.hub, self.config, self.split, fields)
+            examples = hub_examples(self.hub, self.config, self.split, fields, maybe)
         if self.keep is None:
             return list(examples)
         field, text = self.keep
@@ -84,7 +87,7 @@ class Questions:
         # The ids of the problems begin with it.
         self.name = prefix + (Path(where).stem if source.path else hub_name + source.split)
         named = [name for name in _FIELD.findall(prompt) if name != "question"]
-        examples = source.examples(fields if fields is None else [*fields, *named])
+        examples = source.examples(fields, named)
         if examples and (known := [name for name in named if name.split(".")[0] in examples[0][1]]):
             fix = f"write it in the question, as in question='{{{source.question.strip('{}')}}} {{{known[0]}}}'"
             raise Mistake(

@@ -124,6 +124,19 @@ def test_parquet_is_read_as_jsonl_is(path, parquet):
     assert [one.solution(one[i]) for i in range(3)] == [other.solution(other[i]) for i in range(3)]
 
 
+def test_parquet_is_read_without_unneeded_columns(parquet, monkeypatch):
+    from pyarrow.parquet import ParquetFile
+
+    read, batches = [], ParquetFile.iter_batches
+    monkeypatch.setattr(
+        ParquetFile, "iter_batches", lambda file, columns: read.append(columns) or batches(file, columns=columns)
+    )
+    Jsonl(strict, path=parquet, prompt="{question} {other}", fields=())
+    with pytest.raises(ValueError, match="{why} is a field"):
+        Jsonl(strict, path=parquet, prompt="{question} {why}", fields=())
+    assert [sorted(columns) for columns in read] == [["answer", "question"], ["answer", "question", "why"]]
+
+
 def test_training_and_held_out_questions_stay_apart(path):
     train, held_out = Math(path=path, count=2), Math(path=path, first=2)
     assert [train[0].id, train[1].id, held_out[0].id] == ["some-000000", "some-000001", "some-000002"]
@@ -281,7 +294,7 @@ def test_a_field_in_the_prompt_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             Jsonl(strict, path=path, prompt=prompt)
-    for prompt in (r"{question} Write \boxed{answer}.", "{question} {other}", "{question} {}"):
+    for prompt in (r"{question} Write \boxed{answer}.", "{question} {other}", "{question} 9^{answer}", "{question} {}"):
         assert Jsonl(strict, path=path, prompt=prompt)[0].messages[0]["content"].endswith(prompt[-3:])
     assert Jsonl(strict, path=path, question="{question} In {unit}.")[0].messages[0]["content"] == "1+1? In m."
 
