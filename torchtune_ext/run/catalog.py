@@ -24,6 +24,7 @@ ENDINGS = {"lora": "grpo_lora", "qlora": "grpo_lora", "async": "grpo_async"}  # 
 # as `TUNE_NAMES = ("one", "two")` gives it others.
 NAMES_LINE = "TUNE_NAMES = "
 SINGLE_DEVICE_LINE = "SUPPORTS_DISTRIBUTED = False"
+NOT_REGULAR = "not a regular file (a pipe, device or socket). Fix: write its content to a file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def config_path(given: str) -> str:
     if os.path.isfile(given):
         return given
     if os.path.exists(given) and not os.path.isdir(given):
-        raise Mistake(f"--config {given}: a pipe, which can be read only once; write it to a file")
+        raise Mistake(f"--config {given}: {NOT_REGULAR}")
     known = config_files(folder("configs"))
     if given in known:
         return str(known[given])

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from torchtune_ext.run.catalog import owner
+from torchtune_ext.run.catalog import NOT_REGULAR, owner
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.folder import own_folder
 from torchtune_ext.run.output import labelled, say
@@ -216,7 +216,8 @@ def _path(key: str, value: Any) -> Any:
     except UnicodeEncodeError:
         names = [b"\0"]
     if not path.strip():
-        raise Mistake(f"{key}={value!r} is empty; expected a path. Fix: write . for the working directory")
+        fix = "write . for the working directory" if key.endswith(("dir", "folder")) else "leave it out, or name a file"
+        raise Mistake(f"{key}={value!r} is empty; expected a path. Fix: {fix}")
     if any(b"\0" in name for name in names):
         raise Mistake(f"{key}={value!r} holds a character that no path may have; expected the name of a file or folder")
     if max(map(len, names)) > LONGEST_NAME or sum(map(len, names)) + len(names) > LONGEST_PATH:
@@ -227,12 +228,10 @@ def _path(key: str, value: Any) -> Any:
     # A file to read may have any name.
     if key.split(".")[0] not in _NO_READS and os.path.exists(path):
         if not os.path.isfile(path) and not os.path.isdir(path):
-            raise Mistake(f"{key}={value}: a pipe, which can be read only once; write it to a file")
+            raise Mistake(f"{key}={value}: {NOT_REGULAR}")
         return path
     if path.startswith("~"):
-        raise Mistake(
-            f"{key}={value}: there is no user {path.split('/')[0][1:]!r} with a folder. Fix: write the whole path"
-        )
+        raise Mistake(f"{key}={value}: unknown user {path.split('/')[0][1:]!r}. Fix: write the whole path")
     if _SHELL.search(path):
         raise Mistake(
             f"{key}={value}: `$` has a meaning in a shell only, not in a setting. Fix: write ${{oc.env:NAME}} for a variable "

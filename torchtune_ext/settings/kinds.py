@@ -60,7 +60,9 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _length(kind: Any) -> int | None:
     """Returns the number of items of a tuple whose annotation fixes it, otherwise None."""
-    return len(get_args(kind)) or None if get_origin(kind) is tuple and ... not in get_args(kind) else None
+    # Many write tuple[str] for tuple[str, ...].
+    fixed = get_origin(kind) is tuple and ... not in get_args(kind) and len(get_args(kind)) > 1
+    return len(get_args(kind)) if fixed else None
 
 
 def _kind_text(kind: Any) -> str:

@@ -201,11 +201,12 @@ def test_every_knob_that_a_message_names_exists():
     [
         ("output_dir", "$HOME", r"output_dir=\$HOME: `\$` has a meaning in a shell only"),
         ("output_dir", "a/$(date)", "`\\$` has a meaning"),
-        ("output_dir", "${oc.env:TTE_EMPTY}", "output_dir='' is empty; expected a path"),
+        ("output_dir", "${oc.env:TTE_EMPTY}", "output_dir='' is empty; expected a path. Fix: write . for"),
+        ("tokenizer.template", "", "tokenizer.template='' is empty; expected a path. Fix: leave it out, or name a file"),
         ("output_dir", "${oc.env:TTE_DOLLAR}", "`\\$` has a meaning"),
         ("teacher.model_dir", "$MODELS/x", r"teacher.model_dir=\$MODELS/x: `\$` has"),
         ("task.path", ["a", "$MODELS/x"], r"task.path=\$MODELS/x: `\$` has"),
-        ("replay", "~no-such-user/x", "there is no user 'no-such-user'"),
+        ("replay", "~no-such-user/x", "unknown user 'no-such-user'"),
         ("preset", "$HOME/a.yaml", r"preset=\$HOME/a.yaml: `\$` has"),
         ("model_dir", "é" * 128, "model_dir=.* is too long: a name has at most 255 bytes"),
         ("tokenizer.template", "/a" * 2000, "tokenizer.template=.* is too long: a name .* a path 3,900"),
@@ -214,7 +215,7 @@ def test_every_knob_that_a_message_names_exists():
         (
             "evaluation.task.path",
             "pipe",
-            "evaluation.task.path=pipe: a pipe, which can be read only once; write it to a file",
+            r"evaluation.task.path=pipe: not a regular file \(a pipe, device or socket\). Fix: write its content to a file",
         ),
     ],
 )

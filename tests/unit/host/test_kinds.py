@@ -22,7 +22,7 @@ OPTIONAL = Optional[int]  # noqa: UP045 (torch writes it so)
     [
         ("x", str), (3, int), (3, float), (0.5, float), (True, bool), (1, bool), (None, int | None), (None, OPTIONAL),
         ("a/b", Path), ("a/b", str | os.PathLike), ([1, 0.5], tuple[float, float]), ([0.9, 0.95], tuple[float | torch.Tensor, float]),
-        ([], Sequence[str]), (["a"], list[str]), (["a"], Iterable[str]), ([1, "a"], list), ([[1]], Sequence[Sequence[int]]),
+        ([], Sequence[str]), (["a", "b"], tuple[str]), (["a"], list[str]), (["a"], Iterable[str]), ([1, "a"], list), ([[1]], Sequence[Sequence[int]]),
         ({"a": 1}, dict), ({"a": [1]}, Mapping[str, int | Sequence[int]]), (5, int | Sequence[int] | Mapping[int, float]),
         ("q_proj", Literal["q_proj"]), ("fast", float | torch.Tensor), ("x", "Unknown"), (3, Any), (3, torch.dtype), ("my.f", str | Callable), ("my.f", Callable | None),
     ],
