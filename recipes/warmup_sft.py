@@ -103,6 +103,8 @@ class WarmupRecipe:
         self.ranks.broadcast(None)
         self.source = HFModel(self.start)
         self.tokenizer: ChatTokenizer = instantiate(cfg.tokenizer, path=str(self.start))
+        if cfg.model_dir is None:
+            prompt_lengths(self.task, self.tokenizer, "task")
         self.policy = build_policy(
             partial(instantiate, self.model_node(str(self.start))),
             self.source,

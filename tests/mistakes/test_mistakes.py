@@ -15,7 +15,7 @@ import pytest
 from table import GROUPS, MISTAKES
 from tables import every_row
 from tiny_runs import environment
-from trying import ENGINE_STARTED, Forks, Mistake, attempt, full, make_place
+from trying import ENGINE_STARTED, Forks, Mistake, attempt, full, make_place, warmup
 
 from torchtune_ext.run.errors import WITH_TRACEBACK
 from torchtune_ext.run.folder import RunFolder
@@ -79,6 +79,13 @@ def test_without_a_mistake_the_engine_starts(place, in_fork, tmp_path, typed):
 def test_without_a_mistake_a_warm_up_ends_well(place, in_fork, tmp_path):
     result = attempt(Mistake("run warmup_sft --config warm.yaml", ""), place, tmp_path / "run", in_fork)
     assert result.status == 0 and "model:     out/model, in Hugging Face's format" in result.text, result
+
+
+def test_new_model_with_dropping_template_is_refused(place, in_fork, tmp_path):
+    # The tokenizer of a new model is made after the folder was taken, so this mistake leaves files.
+    wrong = warmup("tokenizer.template=mine.jinja", "", files={"mine.jinja": "{{ messages[0].role }}"})
+    result = attempt(wrong, place, tmp_path / "run", in_fork)
+    assert result.status == 2 and "'mine.jinja' does not show its message of role 'user'" in result.text, result
 
 
 @pytest.mark.timeout(1200)  # each of them has a deadline of its own
