@@ -123,7 +123,7 @@ def test_mistakes(source, tmp_path, capsys):
 
     assert "no such file" in refused(file, out)
     file.write_bytes(b"PK not a model")
-    assert "is no GGUF file" in refused(file, out)
+    assert "is not a GGUF file" in refused(file, out)
     write(tmp_path / "whole.gguf", source)
     file.write_bytes((tmp_path / "whole.gguf").read_bytes()[:2000])
     assert "is cut or damaged" in refused(file, out)

@@ -65,11 +65,11 @@ def _kinds(file: Path) -> set[str]:
         raise Mistake(f"{file}: no such file, seen from {Path.cwd()}; name the GGUF file")
     with open(file, "rb") as f:
         if f.read(len(MAGIC)) != MAGIC:
-            raise Mistake(f"{file} is no GGUF file: it does not begin with GGUF; take another one")
+            raise Mistake(f"{file} is not a GGUF file: it does not begin with GGUF; take another one")
     try:
         reader = GGUFReader(file)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise Mistake(f"{file} is cut or damaged ({error}); copy it anew from where it comes from") from error
+        raise Mistake(f"{file} is cut or damaged ({error}). Copy the file again from where it comes from") from error
     architecture = reader.fields["general.architecture"].contents() if "general.architecture" in reader.fields else None
     if architecture not in READABLE:
         raise Mistake(

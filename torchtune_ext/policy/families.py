@@ -272,15 +272,14 @@ def _is_list_of(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
-# The kinds of the values that are used. A key that may be left out may also be null.
+# The kinds of the values that are used.
 _SIZE, _NUMBER = (_is_size, "a whole number above 0"), (_is_number, "a number above 0")
 _OBJECT = (lambda value: isinstance(value, dict), "a JSON object")
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), _SIZE
     ),
-    **dict.fromkeys(("head_dim", "max_position_embeddings", "no_rope_layer_interval"), _SIZE),
-    "num_key_value_heads": (lambda value: value is None or _is_size(value), "a whole number above 0, or null"),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings", "no_rope_layer_interval"), _SIZE),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "factor"), _NUMBER),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), _OBJECT),
     "tie_word_embeddings": (lambda value: isinstance(value, bool), "true or false"),
@@ -319,11 +318,9 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 
 
 def _require_kinds(config: Config, file: Path) -> None:
-    """Raises Mistake where a key that is used has a value of another kind."""
-    defaults = _DEFAULTS | dict(FAMILIES[config["model_type"]].defaults)
+    """Raises Mistake where a key that is used has a value of another kind. null counts as missing."""
     for key, (fits, expected) in _KINDS.items():
-        null = config.get(key) is None and defaults.get(key) is None
-        if key in config and not null and not fits(config[key]):
+        if config.get(key) is not None and not fits(config[key]):
             raise Mistake(
                 f"{file} says {key}={config[key]!r}; expected {expected}. Copy the file from where the weights come from"
             )
@@ -331,7 +328,11 @@ def _require_kinds(config: Config, file: Path) -> None:
 
 def completed(config: Config) -> dict[str, Any]:
     """Returns a config with the defaults of its family for missing keys, and the settings of RoPE at the top."""
-    full = {**_DEFAULTS, **FAMILIES[config["model_type"]].defaults, **_flat(config)}
+    family = FAMILIES[config["model_type"]]
+    # Of these keys null is a value, with transformers as well. Elsewhere it counts as missing.
+    null = {"tie_word_embeddings", *(key for key, values in family.can.items() if None in values)}
+    given = {key: value for key, value in _flat(config).items() if value is not None or key in null}
+    full = {**_DEFAULTS, **family.defaults, **given}
     full["num_key_value_heads"] = full["num_key_value_heads"] or full["num_attention_heads"]
     full["head_dim"] = full["head_dim"] or full["hidden_size"] // full["num_attention_heads"]
     if full["rope_type"] == "llama3":
@@ -441,7 +442,7 @@ def from_config(
     try:
         arguments = family.arguments(config)
     except KeyError as error:
-        raise Mistake(f"{file} lacks {error.args[0]}; copy it anew from where the weights come from") from None
+        raise Mistake(f"{file} lacks {error.args[0]}. Copy the file from where the weights come from") from None
     _require_heads(config, "head_dim" in arguments, file)
     if max_seq_len is not None:
         arguments["max_seq_len"] = max_seq_len

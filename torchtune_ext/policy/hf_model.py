@@ -68,7 +68,7 @@ class HFModel:
             return files
         names = read_object(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise Mistake(f"{index} has no weight_map of file names; copy it anew from where the weights come from")
+            raise Mistake(f"{index} has no weight_map of file names. Copy the file from where the weights come from")
         named = set(names.values())
         missing = sorted(named - {file.name for file in files})
         if missing:
@@ -98,7 +98,7 @@ class HFModel:
                     # The family's map may be torchtune's, which raises errors of several kinds.
                     raise Mistake(
                         f"{file} holds {name} of shape {tuple(entry['shape'])}, which a model of the family "
-                        f"{self.config['model_type']} has not; copy config.json and the weights from the same place"
+                        f"{self.config['model_type']} has not. Copy config.json from where the weights come from"
                     ) from error
                 yield from ((ours, tuple(tensor.shape), file) for ours, tensor in converted.items())
 
@@ -137,7 +137,7 @@ class HFModel:
     def _require_none(self, missing: Collection[str]) -> None:
         if missing:
             first = ", ".join(sorted(missing)[:4]) + (", ..." if len(missing) > 4 else "")
-            fix = "`model:` is larger than what the files hold, or a file is missing; copy the weights anew, or change `model:`"
+            fix = "`model:` is larger than what the files hold, or a file is missing; copy the files again, or change `model:`"
             if set(missing) == {"output.weight"}:
                 fix = f"if the output layer is the embedding, write tie_word_embeddings: true in {self.path / 'config.json'}"
             raise Mistake(f"model_dir={str(self.path)!r} lacks {len(missing)} weights of the model ({first}): {fix}")
@@ -213,10 +213,13 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
             )
         except (AttributeError, KeyError, TypeError, ValueError):
             raise Mistake(
-                f"{file} is no safetensors file, or its header is damaged; copy it anew from where the weights come from"
+                f"{file} is not a safetensors file, or its header is damaged. Copy the file from where the weights come from"
             ) from None
     if 8 + length + end != file.stat().st_size:
-        raise Mistake(f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}: copy it anew")
+        raise Mistake(
+            f"{file} has {file.stat().st_size:,} bytes, its header says {8 + length + end:,}. Copy the file from where the "
+            "weights come from"
+        )
     return 8 + length, header
 
 

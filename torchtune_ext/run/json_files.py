@@ -29,10 +29,10 @@ def read_object(file: Path) -> dict[str, Any]:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         what = f"not JSON in UTF-8 ({error})" if data.strip() else "empty"
-        raise Mistake(f"{file} is {what}; download it again from where the weights come from") from None
+        raise Mistake(f"{file} is {what}. Copy the file from where the weights come from") from None
     if not isinstance(content, dict):
         raise Mistake(
-            f"{file} holds {json.dumps(content):.40}; expected a JSON object, {{...}}. Download it again from where the "
+            f"{file} holds {json.dumps(content):.40}; expected a JSON object, {{...}}. Copy the file from where the "
             "weights come from"
         )
     return content

@@ -372,7 +372,7 @@ def check_tokenizer(
 
 
 def _encoded(file: Path) -> list[int]:
-    with blame(f"reading {file}", "copy it anew"):
+    with blame(f"reading {file}", "copy the file from where the weights come from"):
         return Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
 
 

@@ -28,7 +28,7 @@ from transformers import (
 from torchtune_ext import policy
 from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import on_meta
-from torchtune_ext.policy.families import FAMILIES
+from torchtune_ext.policy.families import FAMILIES, completed, read_config
 from torchtune_ext.policy.hf_model import HFModel, load_weights
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.training.export import export_model
@@ -255,6 +255,21 @@ def test_missing_key_of_config_means_transformers_default(case, tmp_path, monkey
             assert from_config(str(tmp_path)) == theirs, key
 
 
+@every_row("key", ["rope_theta", "rms_norm_eps", "intermediate_size", "num_key_value_heads", "head_dim", "vocab_size"])
+def test_null_in_config_means_missing_key(key, tmp_path):
+    configs = []
+    for value in ({key: None}, {}):
+        config = {name: each for name, each in PUBLIC[QWEN].items() if name != key} | value
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        configs.append(completed(read_config(tmp_path)))
+    assert configs[0] == configs[1]
+
+
+def test_null_tie_word_embeddings_means_untied(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "smollm3", "tie_word_embeddings": None}))
+    assert not completed(read_config(tmp_path))["tie_word_embeddings"]
+
+
 def test_smollm3_without_tie_word_embeddings_is_tied(tmp_path):
     """transformers 4 wrote SmolLM3-3B's config.json without the key, because it has its default."""
     kind, changes = CASES["smollm3"]
@@ -386,7 +401,7 @@ QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
         (
             LLAMA,
             {"rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 8192}},
-            "config.json lacks factor; copy it anew",
+            "config.json lacks factor. Copy the file from where",
         ),
         (LLAMA, {"head_dim": 64}, "says head_dim=64, but in the builder of llama a head has .* = 128"),
         (LLAMA, {"hidden_act": "gelu"}, "says hidden_act='gelu', but the builder of llama can only do silu"),

@@ -223,7 +223,7 @@ def test_the_fingerprint_reads_little(source, tmp_path, monkeypatch):
 def test_a_cut_base_is_named(source, tmp_path, keep):
     shutil.copyfile(source.path / "config.json", tmp_path / "config.json")
     (tmp_path / "model.safetensors").write_bytes((source.path / "model.safetensors").read_bytes()[:keep])
-    with pytest.raises(ValueError, match="model.safetensors .*copy it anew"):
+    with pytest.raises(ValueError, match="model.safetensors .*Copy the file from"):
         HFModel(tmp_path).fingerprint()
 
 
