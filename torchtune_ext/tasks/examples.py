@@ -16,13 +16,11 @@ _NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # a field in braces; the empty bra
 READ = ".parquet, .csv, .tsv or .jsonl"
 
 
-def read_examples(
-    path: str, fields: set[str] | None, optional: Collection[str] = ()
-) -> Iterator[tuple[str, Example]]:
+def read_examples(path: str, fields: set[str] | None, optional: Collection[str] = ()) -> Iterator[tuple[str, Example]]:
     """Yields the place and the content of every example of a file.
 
-    Of a .parquet file, only `fields` are read (None: all), and `optional` fields if there are any. A .csv or .tsv file has names in its first line, and its
-    values are texts. Any other file is JSONL, one object a line. Raises ValueError if the file or a line cannot be read.
+    Of a .parquet file, only `fields` are read (None: all), and `optional` fields if there are any. A .csv or .tsv file
+    has names in its first line, and its values are texts. Any other file is JSONL, one object a line. Raises ValueError if the file or a line cannot be read.
     """
     if not Path(path).is_file():
         raise FileMistake(f"path={path!r}: {_no_file(path)}")
@@ -103,12 +101,11 @@ def _json_object(where: str, line: str) -> Example:
 
 def _columns(names: list[str], fields: set[str] | None, optional: Collection[str]) -> list[str] | None:
     """Returns the columns to read. If a field is missing, it is None: all, so that the error can list them."""
-    return [name for name in names if name in {*fields, *optional}] if fields is not None and fields <= set(names) else None
+    whole = fields is None or not fields <= set(names)
+    return None if whole else [name for name in names if name in {*fields, *optional}]
 
 
-def _parquet_examples(
-    path: str, fields: set[str] | None, optional: Collection[str]
-) -> Iterator[tuple[str, Example]]:
+def _parquet_examples(path: str, fields: set[str] | None, optional: Collection[str]) -> Iterator[tuple[str, Example]]:
     # Imported late, because a grading process does not need it.
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile

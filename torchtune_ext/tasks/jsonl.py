@@ -34,9 +34,7 @@ class Source:
     remove: tuple[str, ...] = ()  # texts to remove from questions, such as the prompt of another project
     marks: str | None = None  # a pattern to remove from worked solutions, such as marks for a calculator
 
-    def examples(
-        self, also: Sequence[str] | None = (), optional: Sequence[str] = ()
-    ) -> list[tuple[str, Example]]:
+    def examples(self, also: Sequence[str] | None = (), optional: Sequence[str] = ()) -> list[tuple[str, Example]]:
         """Returns the place and the content of every kept example. `also` names further fields to read (None: all),
         `optional` fields that may be missing. Raises ValueError without a path or a hub, or if the examples cannot be read."""
         if self.path is None and self.hub is None:

@@ -123,15 +123,15 @@ def init_ranks(
     if world_size == 1 or dist.is_initialized():
         return Ranks(rank, world_size, here, shard_within=config.shard_within)
     # Only a run of several ranks needs these imports.
-    from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, require_meeting, require_shared
+    from torchtune_ext.training.machines import choose_interface, hosts_of_ranks, meeting, require_shared
 
-    require_meeting(rank, world_size, config.deadline_s)
-    choose_interface()
     # NCCL carries what the model needs on GPUs. What rank 0 tells the others travels over gloo: a rank that waits in
     # NCCL keeps its GPU and a core busy, and rank 0 may let the others wait for hours.
     backend = training.get_distributed_backend(here.type, offload_ops_to_cpu=here.type != "cpu")
     try:
-        join(backend, config.deadline_s)
+        with meeting(rank, world_size, config.deadline_s):
+            choose_interface()
+            join(backend, config.deadline_s)
     except RuntimeError as error:
         raise Failure(
             f"The ranks did not find each other within ranks.deadline_s={config.deadline_s:g} s "

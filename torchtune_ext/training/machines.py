@@ -3,8 +3,10 @@
 import os
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchtune_ext.run.errors import Mistake
@@ -14,10 +16,15 @@ from torchtune_ext.training.collectives import from_main, gathered, rank
 # Seconds within which a network file system must show a new file on other machines. NFS keeps what it knows of a folder
 # for 30 s and more (acdirmin), but asks anew when the folder is opened, as it is here.
 SEEN_S = 10.0
+NOTE_S, OTHERS_NOTE_S = (
+    5.0,
+    60.0,
+)  # seconds of waiting after which rank 0, and each other rank, prints for whom it waits
 
 
-def require_meeting(rank: int, ranks: int, deadline_s: float) -> None:
-    """Prints for whom this process will wait, if it is one of several ranks and torchrun did not start it.
+@contextmanager
+def meeting(rank: int, ranks: int, deadline_s: float) -> Iterator[None]:
+    """Surrounds the code in which this process waits for the other ranks, and prints that it waits if this takes long.
 
     Raises ValueError if the variables of the environment do not say where the ranks meet.
     """
@@ -29,13 +36,20 @@ def require_meeting(rank: int, ranks: int, deadline_s: float) -> None:
         )
     if rank >= ranks:
         raise Mistake(f"RANK={rank} in the environment must be less than WORLD_SIZE={ranks}; {alone}")
-    # A job launcher may leave such variables to a single process.
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    text = (
+        f"ranks: this is rank {rank} of WORLD_SIZE={ranks} in the environment; it waits for the others at {where}, up to "
+        f"{deadline_s:g} s; {alone}"
+    )
+    note = threading.Timer(NOTE_S if rank == 0 else OTHERS_NOTE_S, say, [text])
+    note.daemon = True
+    # A job launcher may leave such variables to a single process. torchrun does not.
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        say(
-            f"ranks: this is rank {rank} of WORLD_SIZE={ranks} in the environment; it waits for the others at {where}, up to "
-            f"{deadline_s:g} s; {alone}"
-        )
+        note.start()
+    try:
+        yield
+    finally:
+        note.cancel()
 
 
 def choose_interface() -> None:

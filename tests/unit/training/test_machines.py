@@ -224,21 +224,18 @@ def test_a_rank_without_torchrun_prints_for_whom_it_waits(monkeypatch, capsys):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    for torchrun in (False, True):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(machines, "NOTE_S", 0.05)
+    text = (
+        "ranks: this is rank 0 of WORLD_SIZE=4 in the environment; it waits for the others at 10.0.0.1:29500, up to 600 s; "
+        "`env -u WORLD_SIZE tune run ...` starts a single process\n"
+    )
+    for rank, wait, torchrun, says in ((0, 0.3, False, text), (0, 0, False, ""), (1, 0.3, False, ""), (0, 0.3, True, "")):
         if torchrun:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-        monkeypatch.setenv("RANK", "1")
-        machines.require_meeting(1, 4, 600.0)
-        said = capsys.readouterr().out
-        assert (
-            not said
-            if torchrun
-            else said
-            == (
-                "ranks: this is rank 1 of WORLD_SIZE=4 in the environment; it waits for the others at 10.0.0.1:29500, up to 600 s; "
-                "`env -u WORLD_SIZE tune run ...` starts a single process\n"
-            )
-        )
+        with machines.meeting(rank, 4, 600.0):
+            time.sleep(wait)
+        assert capsys.readouterr().out == says
 
 
 def test_a_copy_is_cut_for_its_own_ranks():
