@@ -112,7 +112,7 @@ CLASSES = {
     "a loss that needs a label": loss("def __call__(self, t): return -t.logprobs_L * t.advantages_L.max(), {}", r"loss: Mine, called with no label, as of an empty row, raised .*max"),
     "a metric of one value": loss("def __call__(self, t): return -t.logprobs_L, {'mean': t.logprobs_L.mean()}", r"loss: Mine: metric 'mean' has shape \(\) for three labels"),
     "a loss that asks for no reference": loss("def __init__(self, kl_coef): pass\ndef __call__(self, t): return -t.logprobs_L, {}", r"loss.kl_coef=0.1, but the loss mine.Mine does not ask for it: give the class the attribute `needs_reference`", words="loss.kl_coef=0.1"),
-    "an optimizer that is none": full("optimizer._component_=mine.Own", r"optimizer: Own is no torch optimizer: it has no param_groups; name a class such as torch.optim.AdamW", files={"mine.py": "class Own:\n    def __init__(self, params, lr): pass\n"}),
+    "an optimizer that is none": full("optimizer._component_=mine.Own", r"optimizer: Own is not a torch optimizer: it has no param_groups; name a class such as torch.optim.AdamW", files={"mine.py": "class Own:\n    def __init__(self, params, lr): pass\n"}),
     "an optimizer that needs a closure": full("optimizer._component_=torch.optim.LBFGS", r"optimizer: a step of LBFGS on dense gradients raised TypeError: .*; use torch.optim.AdamW, or change the settings"),
     "warmup: an optimizer of sparse gradients": warmup("optimizer._component_=torch.optim.SparseAdam", r"optimizer: a step of SparseAdam on dense gradients raised "),
     "content that is not text": task("def __getitem__(self, i): return Problem('x', ({'role': 'user', 'content': {'a': 1}},), 1)", r"problem 'x': the content of its message of role 'user' is \{'a': 1\}, not text"),

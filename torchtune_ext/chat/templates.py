@@ -7,6 +7,7 @@ is the form in which it was sampled, and the pieces are joined.
 """
 
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,14 @@ class ChatTemplate:
                 f"tokenizer.template_options.{own[0]}: `{own[0]}` is an argument of the renderer, not a variable of the "
                 "template; leave it out"
             )
+        try:
+            # A saved model has them in its template.
+            json.dumps(self.options, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise Mistake(
+                f"tokenizer.template_options={self.options!r}: not JSON ({error}). Fix: use texts, finite numbers, true, "
+                "false, null, lists and mappings"
+            ) from None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generation_prompt: bool = False) -> str:
         """Returns the text that the template gives for `messages`. Raises ValueError if it refuses them."""

@@ -132,8 +132,8 @@ class Family:
     defaults: Mapping[str, Any]
 
 
-# The values of keys that config.json lacks: those of transformers' classes, which vLLM takes, too. Writers leave out keys
-# that have their default, and files are older than some keys.
+# The defaults of transformers' classes for keys that config.json lacks, which vLLM takes, too. Writers leave out keys that
+# have their default, and files are older than some keys.
 _DEFAULTS = {
     "hidden_size": 4096,
     "intermediate_size": 11008,

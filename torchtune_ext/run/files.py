@@ -1,7 +1,6 @@
 """Writes files and folders so that each one is whole or absent, however the process ends."""
 
 import errno
-import json
 import logging
 import os
 import re
@@ -9,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torchtune_ext.run.errors import FileMistake
 
@@ -146,15 +144,6 @@ def _free(path: Path) -> Path:
         number += 1
         path = path.with_name(f"{name}-{number}")
     return path
-
-
-def json_object(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; an empty one if the file is missing or holds something else."""
-    try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 @contextmanager

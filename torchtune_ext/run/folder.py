@@ -27,7 +27,6 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import (
     PRUNED,
     explained,
-    json_object,
     make_empty,
     partial_of,
     put_in_place,
@@ -35,6 +34,7 @@ from torchtune_ext.run.files import (
     sweep,
     write_atomic,
 )
+from torchtune_ext.run.json_files import object_or_empty
 
 log = logging.getLogger(__name__)
 
@@ -310,10 +310,10 @@ def require_usable(output_dir: str | Path) -> None:
             raise Mistake(f"output_dir={path}: {place} is not a folder. {_ELSEWHERE}")
     with explained(f"output_dir={path} cannot be read", _ELSEWHERE):
         record, lock = path / RECORD, path / LOCK
-        by_run = json_object(lock).keys() >= {"pid", "host"}
+        by_run = object_or_empty(lock).keys() >= {"pid", "host"}
         left = [each.name for each in _contents(path)]
         if os.path.lexists(record):
-            values = json_object(record)
+            values = object_or_empty(record)
             # Another version of this package may write further keys, but with its lock.
             unknown = [] if by_run else sorted(values.keys() - {each.name for each in fields(Run)})
             if isinstance(values.get("id"), str) and not unknown:
@@ -344,7 +344,7 @@ def _without_record(folder: Path) -> str:
 
 def settings_in(folder: Path) -> list[Mapping[str, Any]]:
     """Returns the settings of the run in a folder, and of the earlier runs that were set aside there."""
-    return [json_object(place / RECORD).get("config") or {} for place in (folder, *folder.glob("old-*"))]
+    return [object_or_empty(place / RECORD).get("config") or {} for place in (folder, *folder.glob("old-*"))]
 
 
 def _contents(folder: Path) -> list[Path]:

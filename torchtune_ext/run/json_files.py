@@ -1,4 +1,4 @@
-"""Reads the JSON files of a model folder."""
+"""Reads JSON files."""
 
 import json
 from pathlib import Path
@@ -36,6 +36,15 @@ def read_object(file: Path) -> dict[str, Any]:
             "weights come from"
         )
     return content
+
+
+def object_or_empty(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; an empty one if the file is missing or holds something else."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def require_no_pointer(file: Path) -> None:

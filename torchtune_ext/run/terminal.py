@@ -28,7 +28,7 @@ def styled(text: str, style: str, stream: TextIO | None) -> str:
 def replace_unencodable() -> None:
     """Makes stdout and stderr write ? for a character that their encoding lacks, so that no text ends a run."""
     for stream in (sys.stdout, sys.stderr):
-        # A handling that the user has chosen (PYTHONIOENCODING=ascii:xmlcharrefreplace) stays. A test's stream is none.
+        # A handling that the user has chosen (PYTHONIOENCODING=ascii:xmlcharrefreplace) stays.
         if getattr(stream, "errors", None) in ("strict", "surrogateescape") and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 

@@ -20,7 +20,8 @@ def read_examples(path: str, fields: set[str] | None, optional: Collection[str] 
     """Yields the place and the content of every example of a file.
 
     Of a .parquet file, only `fields` are read (None: all), and `optional` fields if there are any. A .csv or .tsv file
-    has names in its first line, and its values are texts. Any other file is JSONL, one object a line. Raises ValueError if the file or a line cannot be read.
+    has names in its first line, and its values are texts. Any other file is JSONL, one object a line. Raises
+    ValueError if the file or a line cannot be read.
     """
     if not Path(path).is_file():
         raise FileMistake(f"path={path!r}: {_no_file(path)}")
@@ -48,7 +49,7 @@ def read_examples(path: str, fields: set[str] | None, optional: Collection[str] 
                 return
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield f"{path}:{number}", _json_object(f"{path}:{number}", line)
+                    yield f"{path}:{number}", _example(f"{path}:{number}", line)
         except UnicodeDecodeError as error:
             raise Mistake(
                 f"path={path!r}: not text in UTF-8 ({error.reason}); save it as UTF-8 with the ending {READ}"
@@ -83,7 +84,7 @@ def _no_file(path: str) -> str:
     return f"{text}; a data set of the hub is named by hub: {path}" if re.fullmatch(r"[\w.-]+/[\w-]+", path) else text
 
 
-def _json_object(where: str, line: str) -> Example:
+def _example(where: str, line: str) -> Example:
     try:
         example = _READER.decode(line)
     except Mistake as error:
@@ -126,7 +127,8 @@ def hub_examples(
     hub: str, config: str | None, split: str, fields: set[str] | None, optional: Collection[str] = ()
 ) -> Iterator[tuple[str, Example]]:
     """Yields the place and the content of every example of a data set of the hub. Only `fields` are read (None: all),
-    and `optional` fields if there are any. Raises ValueError if the hub cannot be reached, or has no such data set, config or split."""
+    and `optional` fields if there are any. Raises ValueError if the hub cannot be reached, or has no such data set,
+    config or split."""
     # Imported late, because it takes seconds and a grading process does not need it.
     from datasets import load_dataset
 

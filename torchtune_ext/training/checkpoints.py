@@ -53,7 +53,7 @@ from torchtune_ext.training.manifest import DamagedCheckpoint, Identity, Manifes
 
 # Frozen weights are not saved, because they can be read from model_dir.
 TRAINED_ONLY = StateDictOptions(ignore_frozen_params=True, strict=False)
-# In torch's errors for a saved state with other names or shapes than those of this run.
+# In torch's errors for a saved state with names or shapes that this run does not have.
 OTHER_STATE = (
     "Missing key",
     "Size mismatch",
@@ -209,7 +209,7 @@ class Checkpoints:
             DamagedCheckpoint: `path` is damaged.
             ValueError: `path` belongs to another run, model or base.
             FileMistake: it was saved with another kind of optimizer, or the disk failed.
-            Failure: it cannot be loaded, for example because memory or a rank is lost.
+            Failure: it cannot be loaded, for example because memory does not suffice or a rank has exited.
         """
         # `choose` has already read every byte of what it returned, which takes long.
         if path != self._verified:
@@ -229,7 +229,7 @@ class Checkpoints:
                 ) from error
             if isinstance(cause, OSError):
                 raise FileMistake(f"{text}. Its checksums were right: look at the disk, then resume") from error
-            # Memory that does not suffice and lost ranks raise these. Any other error is a bug.
+            # Memory that does not suffice and ranks that exited raise these. Any other error is a bug.
             if isinstance(cause, RuntimeError | MemoryError):
                 raise Failure(text) from error
             raise cause from None

@@ -33,7 +33,7 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
     Args:
         device: the kind of device that trains.
 
-    Raises ValueError if a setting has a wrong type or value, what is built is no optimizer, or its step fails.
+    Raises ValueError if a setting has a wrong type or value, the component is not an optimizer, or its step fails.
     """
     # Some optimizers take only matrices, so the parameters have the dims of those that are trained. They are on the
     # CPU, because an engine that shares the GPU has yet to measure how much of it is free.
@@ -41,7 +41,7 @@ def check_optimizer(make: Callable[..., Any], dims: Iterable[int] = (1, 2), devi
     optimizer = make(params=params)
     if not hasattr(optimizer, "param_groups"):
         raise Mistake(
-            f"optimizer: {type(optimizer).__name__} is no torch optimizer: it has no param_groups; name a class such as "
+            f"optimizer: {type(optimizer).__name__} is not a torch optimizer: it has no param_groups; name a class such as "
             "torch.optim.AdamW"
         )
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -346,7 +346,7 @@ def check_tokenizer(
     highest = getattr(tokenizer, "vocab_size", 0)
     if highest > width:
         # A token that was added without its row in the embedding has no other tokenizer that would fit.
-        added = getattr(tokenizer, "tokens_from", lambda first: [])(width)
+        added = tokenizer.tokens_from(width)
         named = f" (such as {', '.join(map(repr, added[:3]))})" if added else ""
         if where is not None and Path(where).resolve() == source.path.resolve():
             fix = "they were added to the tokenizer, but not to the model: take both from the same place"

@@ -19,8 +19,9 @@ from torchtune_ext.chat.templates import ChatTemplate
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import AdapterSpec, adapter_hf_tensors, merged_hf_tensors
 from torchtune_ext.run.errors import Failure, FileMistake, Mistake
-from torchtune_ext.run.files import json_object, make_empty, partial_of, put_in_place
+from torchtune_ext.run.files import make_empty, partial_of, put_in_place
 from torchtune_ext.run.folder import require_usable, settings_in
+from torchtune_ext.run.json_files import object_or_empty
 from torchtune_ext.training.collectives import FAILURES, describe, from_main, rank, together, true_cause
 
 TEMPLATE, INDEX = "chat_template.jinja", "model.safetensors.index.json"
@@ -125,7 +126,7 @@ def export_model(
         folder: an existing folder on rank 0, None on the other ranks.
         source: the model directory whose config files are copied.
         dtype: of the written weights.
-        tokenizer: with which the model was trained, whose files and template are saved; None: that of `source`.
+        tokenizer: with which the model was trained, whose files and template are saved; None: the tokenizer of `source`.
     """
     tensors = merged_hf_tensors(model, source, dtype)
     with _drained(tensors):
@@ -230,13 +231,13 @@ def _save_tokenizer(folder: Path, source: HFModel, tokenizer: ChatTokenizer | No
     text, settings = template_text(tokenizer.template), folder / "tokenizer_config.json"
     (folder / TEMPLATE).write_text(text, encoding="utf-8")
     # Some tools read the template in this file.
-    if "chat_template" in (values := json_object(settings)):
+    if "chat_template" in (values := object_or_empty(settings)):
         settings.write_text(json.dumps(values | {"chat_template": text}, indent=2))
     # An adapter has no config: its base has it.
     if (folder / "config.json").is_file():
         generation = folder / "generation_config.json"
         ends = list(tokenizer.stop_token_ids)
-        values = json_object(generation) | {"eos_token_id": ends if ends[1:] else ends[0]}
+        values = object_or_empty(generation) | {"eos_token_id": ends if ends[1:] else ends[0]}
         generation.write_text(json.dumps(values, indent=2))
 
 

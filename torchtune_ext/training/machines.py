@@ -16,10 +16,8 @@ from torchtune_ext.training.collectives import from_main, gathered, rank
 # Seconds within which a network file system must show a new file on other machines. NFS keeps what it knows of a folder
 # for 30 s and more (acdirmin), but asks anew when the folder is opened, as it is here.
 SEEN_S = 10.0
-NOTE_S, OTHERS_NOTE_S = (
-    5.0,
-    60.0,
-)  # seconds of waiting after which rank 0, and each other rank, prints for whom it waits
+# Seconds of waiting after which rank 0, and each other rank, prints for whom it waits.
+NOTE_S, OTHERS_NOTE_S = 5.0, 60.0
 
 
 @contextmanager

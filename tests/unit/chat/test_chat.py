@@ -386,7 +386,7 @@ def test_damaged_file_of_a_model_folder_is_named(model_dir, tmp_path, name, cont
         ChatTokenizer(tmp_path, "chatml")
 
 
-def test_several_templates_of_a_folder_are_chosen_by_name(model_dir, tmp_path):
+def test_templates_of_a_folder_are_chosen_by_name(model_dir, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
     templates = [{"name": "tool_use", "template": PLAIN}, {"name": "rag", "template": ROLE_BLIND}]
     config = {"eos_token": "<|im_end|>", "chat_template": templates}
@@ -405,6 +405,12 @@ def test_several_templates_of_a_folder_are_chosen_by_name(model_dir, tmp_path):
 def test_template_options_of_the_renderer_are_refused(model_dir, name):
     with pytest.raises(Mistake, match=f"tokenizer.template_options.{name}: .*leave it out"):
         ChatTokenizer(model_dir, "chatml", template_options={name: []})
+
+
+@every_row("value", [float("inf"), [float("nan")], {1}])
+def test_template_options_without_json_are_refused(model_dir, value):
+    with pytest.raises(Mistake, match="tokenizer.template_options=.*: not JSON"):
+        ChatTokenizer(model_dir, "chatml", template_options={"deep": value})
 
 
 @pytest.mark.parametrize("special", [False, True])

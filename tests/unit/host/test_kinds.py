@@ -70,13 +70,13 @@ class Odd:
         pass
 
 
-def test_a_value_of_the_default_s_own_type_passes():
+def test_value_of_the_type_of_default_passes():
     node = {"_component_": f"{__name__}.Odd", "name": 4, "limit": None, "mode": "slow"}
     assert find_component(Component(node, "task"))[0] is Odd
 
 
 @every_row("word, text", [("output_dir=no", '"no"'), ("output_dir=1e3", '"1000.0"'), ("precision=on", '"yes"')])
-def test_a_text_of_the_recipe_that_yaml_reads_otherwise_is_refused(word, text):
+def test_recipe_text_that_yaml_misreads_is_refused(word, text):
     key = word.partition("=")[0].replace("precision", "precision.flow")
     with pytest.raises(ValueError, match=rf"{key}=\S+ must be text.*: quote it, '{key}={text}'"):
         load_config(grpo.Config, as_tune_reads("grpo/tiny", [word]))

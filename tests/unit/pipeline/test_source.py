@@ -293,7 +293,7 @@ def test_an_error_of_later_groups_waits_until_they_are_asked_for(make):
         source.take(2)
 
 
-def test_refill_whose_prompt_does_not_fit_names_problem_and_step(make):
+def test_refill_with_long_prompt_names_problem_and_step(make):
     source, engine = make()
     source.open(version=0)
     source.take(2)

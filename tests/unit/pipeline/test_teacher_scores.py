@@ -31,7 +31,7 @@ def test_every_sampled_token_is_scored_behind_its_own_context():
             assert sample.teacher_logprobs[sample.completion.sampled].tolist() == expected
 
 
-def test_branch_that_keeps_nothing_of_its_context_is_scored():
+def test_branch_with_fully_replaced_context_is_scored():
     rng = np.random.default_rng(0)
     teacher = Teacher.__new__(Teacher)
     teacher.engine = SimpleNamespace(

@@ -148,7 +148,7 @@ def test_weights_that_a_folder_holds_twice_are_read_once(tmp_path):
     assert (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
 
 
-def test_missing_output_layer_names_the_key_that_ties_it(tmp_path):
+def test_missing_output_layer_names_the_tying_key(tmp_path):
     save(tmp_path, *CASES["qwen2"][:1], **CASES["qwen2"][1])
     config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -166,7 +166,7 @@ def test_damaged_index_of_weights_is_named(content, tmp_path):
         HFModel(tmp_path).files()
 
 
-def test_stray_weights_beside_those_of_the_model_are_refused(tmp_path):
+def test_stray_weights_next_to_model_are_refused(tmp_path):
     """vLLM reads all of them. Where no file has the model's usual name, all files are taken."""
     save(tmp_path, *CASES["qwen2"][:1], **CASES["qwen2"][1])
     save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")

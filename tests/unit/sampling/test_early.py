@@ -127,7 +127,7 @@ def test_why_vllm_cannot_be_imported_is_in_the_log(tmp_path, monkeypatch):
     assert "ImportError: it is broken" in (tmp_path / "engine.log").read_text()
 
 
-def test_an_engine_gets_no_variable_that_replaces_a_setting(monkeypatch, capsys):
+def test_variables_that_replace_settings_reach_no_engine(monkeypatch, capsys):
     for name in early.IGNORED:
         monkeypatch.setenv(name, "3")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "info")
@@ -140,7 +140,7 @@ def test_an_engine_gets_no_variable_that_replaces_a_setting(monkeypatch, capsys)
     assert len(said) == len(early.IGNORED)
 
 
-def test_the_level_of_the_log_may_be_in_lower_case(monkeypatch):
+def test_log_level_in_lower_case_is_accepted(monkeypatch):
     try:
         for level, number in (("debug", 10), ("INFO", 20), ("verbose", 30), ("", 30)):
             monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)

@@ -121,7 +121,7 @@ def test_the_label_is_that_of_the_weights_in_the_buffer():
 
 
 @pytest.mark.parametrize("work", ["load", "wake"])
-def test_lost_engine_that_still_answers_does_not_serve_again(work):
+def test_replaced_engine_that_answers_does_not_serve(work):
     async def scenario(bench):
         bench.write(1)
         await bench.lane.load()

@@ -385,7 +385,7 @@ def test_a_model_is_replaced_only_by_a_whole_one(tmp_path, source, trained, monk
         (KeyboardInterrupt(), KeyboardInterrupt, ""),
     ],
 )
-def test_error_while_loading_is_not_blamed_on_the_settings(tmp_path, trained, monkeypatch, error, kind, message):
+def test_loading_error_does_not_blame_the_settings(tmp_path, trained, monkeypatch, error, kind, message):
     checkpoints = checkpoints_in(tmp_path / "c")
     trained.save(checkpoints, 1)
 

@@ -186,7 +186,7 @@ def test_the_learning_rate_is_that_of_the_updates_that_were_planned_before():
 
 @every_row("decay", DECAYS)
 @every_row("warmup", [0, 1, 5, 8])
-def test_schedule_beyond_its_end_stays_within_zero_and_one(decay, warmup):
+def test_schedule_beyond_its_end_stays_within_bounds(decay, warmup):
     factor = make_schedule(ScheduleConfig(decay, warmup), 8)
     assert all(0 <= factor(update) <= 1 for update in range(100))
     ends = 1.0 if decay == "constant" else 0.0
@@ -214,7 +214,7 @@ def steps_of(updates_per_step, decay, warmup, state, steps):
 @every_row("decay", DECAYS)
 @every_row("warmup", [0, 5])
 @every_row("before, after", [(4, 1), (1, 4), (4, 4)])
-def test_resume_with_other_updates_per_step_keeps_the_schedule(decay, warmup, before, after):
+def test_resume_with_other_updates_keeps_the_schedule(decay, warmup, before, after):
     """Each step has the learning rates of a run that had the present `updates_per_step` from its beginning."""
     start = asdict(RunState(0, 0, 0, {}, {}, {}))
     state, first = steps_of(before, decay, warmup, start, 2)

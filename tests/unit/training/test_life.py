@@ -154,7 +154,7 @@ def test_a_broken_connection_to_a_stopped_neighbor_is(monkeypatch, capsys, caplo
         errors.Mistake("loss has shape (3,)"),
     ],
 )
-def test_error_of_this_rank_while_sigterm_waits_is_raised(monkeypatch, error):
+def test_own_error_while_sigterm_waits_is_raised(monkeypatch, error):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(type(error), match=re.escape(str(error))):
         run(stopped_and_failing(error))

@@ -186,7 +186,7 @@ def test_ranks_that_cannot_be_grouped_are_refused_before_they_join(within, ranks
     assert str(error.value).startswith(fix)
 
 
-def test_variables_of_a_launcher_that_cannot_be_are_named(monkeypatch, capsys):
+def test_wrong_variables_of_a_launcher_are_named(monkeypatch, capsys):
     here = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     names = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *here)
     for values, says in (
@@ -220,7 +220,7 @@ def test_variables_of_a_launcher_that_cannot_be_are_named(monkeypatch, capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_rank_without_torchrun_prints_for_whom_it_waits(monkeypatch, capsys):
+def test_waiting_rank_without_torchrun_prints_where(monkeypatch, capsys):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
