@@ -202,7 +202,11 @@ def test_every_knob_that_a_message_names_exists():
         ("output_dir", "$HOME", r"output_dir=\$HOME: `\$` has a meaning in a shell only"),
         ("output_dir", "a/$(date)", "`\\$` has a meaning"),
         ("output_dir", "${oc.env:TTE_EMPTY}", "output_dir='' is empty; expected a path. Fix: write . for"),
-        ("tokenizer.template", "", "tokenizer.template='' is empty; expected a path. Fix: leave it out, or name a file"),
+        (
+            "tokenizer.template",
+            "",
+            "tokenizer.template='' is empty; expected a path. Fix: leave it out, or name a file",
+        ),
         ("output_dir", "${oc.env:TTE_DOLLAR}", "`\\$` has a meaning"),
         ("teacher.model_dir", "$MODELS/x", r"teacher.model_dir=\$MODELS/x: `\$` has"),
         ("task.path", ["a", "$MODELS/x"], r"task.path=\$MODELS/x: `\$` has"),

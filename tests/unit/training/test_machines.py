@@ -230,7 +230,12 @@ def test_waiting_rank_without_torchrun_prints_where(monkeypatch, capsys):
         "ranks: this is rank 0 of WORLD_SIZE=4 in the environment; it waits for the others at 10.0.0.1:29500, up to 600 s; "
         "`env -u WORLD_SIZE tune run ...` starts a single process\n"
     )
-    for rank, wait, torchrun, says in ((0, 0.3, False, text), (0, 0, False, ""), (1, 0.3, False, ""), (0, 0.3, True, "")):
+    for rank, wait, torchrun, says in (
+        (0, 0.3, False, text),
+        (0, 0, False, ""),
+        (1, 0.3, False, ""),
+        (0, 0.3, True, ""),
+    ):
         if torchrun:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
         with machines.meeting(rank, 4, 600.0):
