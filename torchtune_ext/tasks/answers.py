@@ -47,12 +47,22 @@ _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,234,567
 _LABEL = re.compile(r"(\\?[A-Za-z][\w\\{}']{0,20}(?:\([^()\s]{1,9}\))?)\s*=\s*\$?\s*$")
 _ITEM = re.compile(r"\s*(?:[-*•]|\(?\w{1,3}[.):]|(?:option|case|candidate|choice)\s*\w{1,3}\W)\s*", re.IGNORECASE)
 _DOUBT = re.compile(
-    r"(?:\b(?:not|never|cannot|wrong|incorrect|unlike|except|than)\b|n't\b)(?:\s+[\w$]+){0,4}[\s$(*:]*$", re.IGNORECASE
+    r"(?:\b(?:not|never|neither|cannot|wrong|incorrect|unlike|except|than|rul(?:e|ed|ing) out|eliminate|reject|but)\b|n't\b)"
+    r"(?:\s+[\w$]+){0,4}[\s$(*:]*$",
+    re.IGNORECASE,
 )
+_REJECTED = re.compile(r"\b(?:wrong|incorrect|false)(?:\s\w+)?\s*:[\s$(*]*$|\b(?:\w+thing|option|choice) but[\s$(*]*$", re.IGNORECASE)
 _QUESTION = re.compile(r"[\s$).*]{0,9}\?")
 _DENIED = re.compile(
-    r"[\s$]{0,9}(?:(?:is|was|would be|seems)\s(?:not|wrong|incorrect|false|impossible)\b|(?:is|was)n't\b)"
+    r"[\s$]{0,9}(?:(?:is|was)(?:\snot|n't)\b|\\ne)|[\s$\\)\].,*]{0,12}"
+    r"(?:(?:which|but|and|though|however|wait|no|hmm|actually|oops|sorry)\b[,.\s]*){0,3}(?:(?:this|that|it)(?:'s)?\b\s*)?"
+    r"(?:(?:is|was|would be|must be|seems|can be|has been)\s)?"
+    r"(?:(?:not|(?:is|was|ca)n't be|(?:is|was)n't|cannot be)\s(?:correct|right|true|valid|possible|(?:the|an) (?:\w+ )?(?:answer|solution))"
+    r"|(?:the )?(?:wrong|incorrect|false|invalid|impossible)|(?:an?|my) (?:mistake|error|slip)"
+    r"|ruled out|eliminated|excluded|rejected|fails|(?:does|did|do)(?: not|n't) (?:work|fit|hold))\b",
+    re.IGNORECASE,
 )
+_OTHER_VALUE = re.compile(r"[\s$]{0,9}or\s+\$?(-?[\d.,/]*\d)\$?[\s.]*(?=\n|$)")
 _OTHERWISE = re.compile(r"[\s$.,)*]{0,20}(?:or|alternatively|maybe)\b", re.IGNORECASE)
 
 
@@ -77,9 +87,9 @@ def last_boxes(text: str) -> list[str] | None:
     if not spans:
         return None
     line = text[: spans[-1][1]].rpartition("\n")[2][-200:]
-    clause = re.split(r"[,;:.!?](?=\s)|\b(?:so|that|then|hence|thus|but)\b", line)[-1]
+    clause = re.split(r"[,;:.!?](?=\s)|\b(?:so|that|then|hence|thus)\b|,\s*but\b", line)[-1]
     after = spans[-1][2]
-    if _QUESTION.match(text, after) or _DENIED.match(text, after) or _DOUBT.search(clause):
+    if _QUESTION.match(text, after) or _DENIED.match(text, after) or _DOUBT.search(clause) or _REJECTED.search(line):
         return []
     between = [text[end:start] for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False)]
     if any(map(_ends, between)) and len({letters(normalize(content)) for content, _, _ in spans}) > 1:
@@ -88,7 +98,8 @@ def last_boxes(text: str) -> list[str] | None:
     for content, start, _ in spans:
         label = _LABEL.search(text, max(0, start - 60), start) if len(spans) > 1 else None
         held.append(f"{label[1]} = {content}" if label and is_name(label[1]) and "=" not in content else content)
-    return held
+    other = _OTHER_VALUE.match(text, after)
+    return [*held, other[1]] if other else held
 
 
 def _last_boxes(text: str) -> list[tuple[str, int, int]]:

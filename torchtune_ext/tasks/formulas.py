@@ -18,7 +18,9 @@ MAX_BITS = 100_000  # of an exact number
 MAX_SIZE = 1e5  # of the natural logarithm of a number that is not exact
 MAX_DEPTH = 40  # of nested brackets
 DIGITS = (80, 120)
+MANY_DIGITS = (80, 1200)  # for numbers without symbols, which may differ by 1e-400
 POINTS = 6
+WHOLE = 5  # further points, whose coordinates are integers
 SIGNS = (1, 1, 1, 1, -1, -1)
 
 
@@ -78,6 +80,7 @@ class _Parser:
             text = f"{power[1]} \\times 10^{{{power[2]}}}"
         text = _MIXED.sub(_mixed, _DOTTED.sub(_repeated, _REPEATING.sub(_repeated, text)))
         self.tokens, self.at, self.depth, self.bars = _LITERAL.findall(text), 0, 0, 0
+        self.braced = -1  # where the last group in braces ended that is no argument
 
     def parse(self) -> tuple:
         result = self.sum()
@@ -134,7 +137,11 @@ class _Parser:
                 factor = ("neg", factor) if minus else factor
                 result = (_TIMES[token], result, factor)
             elif self.starts_factor(token) and not (implicit and token[1:] in FUNCTIONS):
-                if token[0].isdigit() and self.tokens[self.at - 1][-1].isdigit():
+                last = self.at - 1
+                while last and last + 1 <= self.braced and self.tokens[last] == "}":
+                    last -= 1
+                first = next((other for other in self.tokens[self.at :] if other != "{"), "")
+                if first[:1].isdigit() and self.tokens[last][-1].isdigit():
                     raise Unreadable("two numbers side by side")
                 result = ("*", result, self.power())
             else:
@@ -186,6 +193,7 @@ class _Parser:
         if token in ("(", "[", "{"):
             result = self.sum()
             self.take({"(": ")", "[": "]", "{": "}"}[token])
+            self.braced = self.at if token == "{" else self.braced
             return result
         if token == "|":
             self.bars += 1
@@ -290,7 +298,7 @@ class Undefined(Exception):
     """A formula has no real value at a point."""
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def _arithmetic(digits: int) -> Any:
     import mpmath
 
@@ -440,10 +448,15 @@ def differ_by_factor(first: tuple, second: tuple, factor: bool = True) -> bool |
     known = names(first) | names(second)
     symbols = sorted(name for name in known if name not in ("\\pi", "\\e", "\\i"))
     complex_values = "\\i" in known or not symbols
+    # Steps and powers of negative numbers have to be compared at integers as well, or only there.
+    stepped = re.search("floor|ceil", f"{first}{second}") is not None
+    begin = POINTS if stepped and set(symbols) <= set("nmkij") else 0
     ratio, checked = None, 0
-    for index in range(POINTS if symbols else 1):
+    for index in range(begin, POINTS + WHOLE) if symbols else [0]:
+        if index == POINTS and checked and not stepped:
+            break
         point = {name: _coordinate(name, index) for name in symbols}
-        evaluations = [_Evaluation(point, digits, complex_values) for digits in DIGITS]
+        evaluations = [_Evaluation(point, digits, complex_values) for digits in (DIGITS if symbols else MANY_DIGITS)]
         try:
             right = [evaluation.value(first) for evaluation in evaluations]
         except Undefined:
@@ -477,12 +490,15 @@ def _vanishes(evaluations: list, right: list, other: list) -> bool:
         abs(evaluation.number(a) - evaluation.number(b))
         for evaluation, a, b in zip(evaluations, right, other, strict=True)
     )
-    return not fine or not rough or fine < rough * evaluations[0].mp.mpf(10) ** -20
+    mp = evaluations[1].mp
+    return fine < (rough * mp.mpf(10) ** -20 if rough else mp.mpf(10) ** (-mp.dps // 2))
 
 
 def _coordinate(name: str, index: int) -> Fraction:
     """Returns the value of a symbol at a point: the same for every formula."""
     # Odd numerators over powers of two: a negative one has no real power with such an exponent.
     number = zlib.crc32(f"{name} {index}".encode())
+    if index >= POINTS:
+        return Fraction(index - POINTS + 1 + 6 * (number % 4))
     size = Fraction(2 * (number % 29) + 3, 64) if index < 2 else Fraction(2 * (number % 61) + 17, 32)
     return SIGNS[index] * (size + index) if index < 5 or number & 4096 else size + 1

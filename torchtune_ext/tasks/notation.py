@@ -63,7 +63,7 @@ _SYMBOL = (
     rf"(?:\\(?:vec|hat|bar|tilde|dot|overline|mathbb|mathcal)\s*(?:\{{\s*[A-Za-z]{{1,2}}\s*\}}|[A-Za-z])|\\(?:{_GREEK})(?![A-Za-z])"
     r"|[A-Za-z])\s*'*(?:\s*_\s*(?:\{[^{}]*\}|[A-Za-z0-9]))?'*"
 )
-NAME = re.compile(rf"{_SYMBOL}")
+NAME = re.compile(rf"(?!\\pi\s*$){_SYMBOL}")
 _TUPLE_OF_NAMES = re.compile(rf"\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})+\s*\)")
 _CALL = re.compile(
     rf"(?:[fghFGHPE]\s*'*(?:_\s*\w|_\s*\{{\w+\}})?(?:\^\s*\{{?\s*(?:-1|\([0-9n]\))\s*\}}?)?\s*\([^()=]{{1,40}}\)|{_SYMBOL}\s*\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})*\s*\)"
@@ -74,8 +74,8 @@ _OTHER_NAME = re.compile(
 )
 # Words that leave a statement open, or turn it into another one.
 OPEN = re.compile(
-    r"\b(?:or|if|unless|either|not|but|never|no|none|wrong|incorrect|half|twice|double|triple|minus|negative|square root|"
-    r"cube|opposite|reciprocal|inverse)\b|n't",
+    r"\b(?:or|if|unless|either|not|but|never|no|none|wrong|incorrect|false|rejected|half|twice|double|triple|plus|minus|"
+    r"negative|square (?:root|of)|squared|cube|(?:less|more) than|opposite|reciprocal|inverse)\b|n't",
     re.IGNORECASE,
 )
 _OPERATION = re.compile(r"a?(?:sin|cos|tan|log|ln|sqrt|abs|exp|max|min)", re.IGNORECASE)
@@ -84,7 +84,7 @@ _JOINT = re.compile(
     r"\\text\{\s*,?\s*(?:and|or|und|oder)\s*,?\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:vee|lor)(?![A-Za-z])"
 )
 _MATRIX = re.compile(
-    r"\[?\s*\(?\s*\\begin\s*\{(?:[pbBvV]?matrix|smallmatrix|array)\}\s*(?:\{[lcr|\s]*\})?(.*?)\\end\s*\{(\w+)\}\s*\)?\s*\]?"
+    r"\[?\s*\(?\s*\\begin\s*\{(?:[pbB]?matrix|smallmatrix|array)\}\s*(?:\{[lcr|\s]*\})?(.*?)\\end\s*\{(\w+)\}\s*\)?\s*\]?"
 )
 COMMA = re.compile(rf"\s*(?:[,;]|\\quad|{_JOINT.pattern})")
 EQUALS = re.compile(r"=")

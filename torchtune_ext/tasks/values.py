@@ -136,7 +136,8 @@ def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value) and "circ" in tail[0]:
         return answer, ""
     written = tail[0].strip()
-    if not tail[0].strip("() "):
+    # In 10-h and 1/s the letter is a symbol.
+    if not written.strip("() ") or re.match(r"[-/(\s]*[-/][-/(\s]*[A-Za-z](?![A-Za-z])", written):
         return answer, ""
     styled = _TEXT.fullmatch(_RAISED.sub("", written))
     upright = styled is not None and styled[1].strip() in STYLED_LETTERS
