@@ -179,9 +179,14 @@ def _last_phrase(text: str) -> tuple[str, int, int] | None:
     phrases = list(_PHRASE.finditer(text))
     if not phrases:
         return None
+
+    def between(index: int) -> str:
+        return text[phrases[index - 1].end() : phrases[index].start()]
+
     # Of several phrases in the last sentence, the first counts.
     first = len(phrases) - 1
-    while first and not re.search(r"[.!?]\s|\n", text[phrases[first - 1].end() : phrases[first].start()]):
+    # In "Final answer: The final answer is 5", the first is a heading.
+    while first and not re.search(r"[.!?]\s|\n|^(?:the )?(?:final |correct )?$", between(first), re.IGNORECASE):
         first -= 1
     start = phrases[first].end()
     line = text[start:].partition("\n")[0]

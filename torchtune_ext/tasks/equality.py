@@ -18,6 +18,7 @@ from torchtune_ext.tasks.notation import (
     EQUALS,
     MAX_ITEMS,
     OPEN,
+    bare_name,
     inside,
     is_name,
     letters,
@@ -61,12 +62,15 @@ _DECIMALS = re.compile(r"-?[0-9]*\.([0-9]+)")
 _LARGE = re.compile(r"\^\s*\{?[^{}]*\^|\^\s*\{?\s*-?\d{3}|\d{5}|!\W*!|\{\W*\{\W*\{\W*\{|(?:\\\w+\W*){12}")
 _PLAIN = re.compile(r"-?(?:[1-9][0-9]{0,14}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}|0)(?:\.[0-9]{1,5})?")
 _INTEGER = re.compile(r"-?\d{1,18}")
+_COMMA = re.compile(r"-?(?:0,\d{3,}|\d{4,},\d\d)")  # a decimal with a comma, which separates no thousands
 
 
 def equal(gold: str, answer: str) -> bool:
     """Tells whether an answer equals the right answer, both as they are written."""
     if len(answer) > max(MAX_CHARS, 2 * len(gold)):
         return False
+    if _COMMA.fullmatch(answer) and "," not in gold or _COMMA.fullmatch(gold) and "," not in answer:
+        gold, answer = gold.replace(",", "."), answer.replace(",", ".")
     if _PLAIN.fullmatch(gold) and _PLAIN.fullmatch(answer):
         return Decimal(gold.replace(",", "")) == Decimal(answer.replace(",", ""))  # most answers of GSM8K and AIME
     gold, answer = normalize(gold), normalize(answer)
@@ -159,10 +163,8 @@ def same_list(right: list[str], given: list[str]) -> bool:
     if distinct(names) and len(right) > 1:
         # The right answer is x = 3, y = 4.
         if distinct(given_names):
-            table = {re.sub(r"\s", "", name): value for name, value in others}
-            return len(right) == len(given) and all(
-                same(value, table.get(re.sub(r"\s", "", name), "")) for name, value in pairs
-            )
+            table = {bare_name(name): value for name, value in others}
+            return len(right) == len(given) and all(same(value, table.get(bare_name(name), "")) for name, value in pairs)
         if len(given) == 1 and (listed := inside(others[0][1])) and listed[0] == "(":
             given, others = listed[1], [(None, item) for item in listed[1]]
         return (
@@ -183,7 +185,7 @@ def same_list(right: list[str], given: list[str]) -> bool:
 
 def distinct(names: list) -> bool:
     """Tells whether all members of a list have names, no two of them the same."""
-    return None not in names and len({re.sub(r"\s", "", name) for name in names}) == len(names)
+    return None not in names and len(set(map(bare_name, names))) == len(names)
 
 
 def plain_list(right: list[str], given: list[str]) -> bool:
@@ -191,8 +193,9 @@ def plain_list(right: list[str], given: list[str]) -> bool:
     (name, right), (other, given) = common_name(right), common_name(given)
     if name and other and name != other:
         return False
-    unions = [[part for item in items for part in flat(item)] for items in (right, given)]
-    right, given = unions
+    right, given = ([part for item in items for part in flat(item)] for items in (right, given))
+    if all(item.startswith("(") for item in given):
+        given = list({letters(item): item for item in given}.values())  # a point may be listed twice
     if len(right) == 1 and len(given) == 1:
         return same_member(right[0], given[0])
     if len(right) == len(given):
@@ -291,8 +294,8 @@ def same_equation(sides: list[str], given: list[str]) -> bool:
         return same_chain(sides[0], given)
     if len(given) == 1:
         # The value alone is enough where the right answer only names it.
-        named = [side for side in sides if not is_name(side)]
-        return len(named) == 1 and is_name(sides[0]) and same(named[0], given[0])
+        named = [side for side in sides[1:] if not is_name(side)]
+        return bool(named) and is_name(sides[0]) and same(named[-1], given[0])
     if len(sides) == len(given) and letters(sides[0]) == letters(given[0]):
         return all(map(same, sides[1:], given[1:]))
     if len(sides) != 2 or len(given) != 2:
@@ -315,7 +318,7 @@ def same_chain(gold: str, sides: list[str]) -> bool:
 
 def same_text(gold: str, answer: str) -> bool | None:
     """Compares words, choices such as (B), times and numbers in a base; else returns None."""
-    right, given = plain(gold), plain(answer)
+    right, given = plain(unnamed(gold)[1]), plain(unnamed(answer)[1])
     right_time, time = _TIME.fullmatch(right), _TIME.fullmatch(given)
     if right_time or time:
         if not (right_time and time) or right_time[3] is None and len(right_time[1]) > 2:
@@ -336,7 +339,7 @@ def same_text(gold: str, answer: str) -> bool | None:
         if base and other:
             return (base[1].lstrip("0"), base[2]) == (other[1].lstrip("0"), other[2])
         return bool(base) and given.lstrip("0") == base[1].lstrip("0")
-    return same_words(right, given, "\\text" in gold)
+    return same_words(plain(gold), plain(answer), "\\text" in gold)
 
 
 def same_choice(right: str, given: str) -> bool:
@@ -394,6 +397,8 @@ def same_leaf(gold: str, answer: str) -> bool:
 
 def rounded(gold: str, answer: str) -> bool:
     """Tells whether a right answer of at least six significant decimals is the answer rounded, or the other way round."""
+    if re.fullmatch(r"-?0?\.\d{14,}", answer):
+        return abs(real(gold) - Fraction(answer)) < Fraction(1, 10 ** (len(answer.partition(".")[2]) - 1))
     places = _DECIMALS.fullmatch(gold)
     if not places or len(gold.replace(".", "").strip("-0")) < 6:
         return False

@@ -3,7 +3,7 @@
 import re
 
 from torchtune_ext.tasks.formulas import Unreadable, differ_by_factor, parsed, real, same_value
-from torchtune_ext.tasks.notation import COMMA, CUP, NAME, inside, split, unnamed
+from torchtune_ext.tasks.notation import COMMA, CUP, inside, is_name, split, unnamed
 
 ORDER = re.compile(r"(\\(?:le|ge|ne)(?![A-Za-z])|[<>])")
 _BUILDER = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?[|:]\s*([^|]*)\\\}")
@@ -96,7 +96,7 @@ def interval(text: str) -> tuple[str | None, list[tuple]]:
 def inequality(text: str) -> tuple[str | None, list[tuple]]:
     pieces = [piece.strip() for piece in ORDER.split(text)]
     values, order = pieces[::2], pieces[1::2]
-    symbols = [index for index, value in enumerate(values) if NAME.fullmatch(value) and value != "e"]
+    symbols = [index for index, value in enumerate(values) if is_name(value) and value != "e"]
     if len(symbols) != 1 or len(order) not in (1, 2) or (len(order) == 2 and symbols != [1]):
         raise Unreadable(text)
     at, name = symbols[0], re.sub(r"\s", "", values[symbols[0]])

@@ -255,7 +255,7 @@ _NEGATION = re.compile(
     r"\b(?:not|never|cannot|neither|nor|without|except|wrong|incorrect|instead of|unlike|anything but|rather than)\b|n't\b",
     re.IGNORECASE,
 )
-_CLAUSE = re.compile(r"[,;:.!?](?=\s)|\b(?:so|then|therefore|thus|hence|because|since)\b", re.IGNORECASE)
+_CLAUSE = re.compile(r"[,;:.!?](?=\s)|\b(?:so|then|therefore|thus|hence|because|since|which|it's)\b", re.IGNORECASE)
 _BOUND = set("than least most exceed exceeds exceeding maximum minimum under below above beyond between".split())
 _CHANGING = set(
     "minus negative root roots half twice double triple thrice over times power mod modulo plus log sqrt square cube up "
@@ -276,6 +276,7 @@ _PIECE = re.compile(
     r"|(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)|(?P<blank>\s+)"
     rf"|(?P<math>(?:{_FUNCTIONS})\b|\\[A-Za-z]+|\\[%$]|[A-Za-z]|[-+*/=^<>(){{}}|!%$_−–×÷·π√∞≤≥≠≈°²³½¼¾€£¥]|[:,.](?=\d))|(?P<other>.)"
 )
+_COUNTED_FOR = re.compile(r"[^.!?,;:=\x01]*\b(?:in|for|over|within|per|after|that|who)\b[^.!?,;:=\x01]*")
 _WORDS_FOR_SIGNS = (("divided by", "/"), ("multiplied by", "*"), ("plus", "+"), ("minus", "-"))
 
 
@@ -287,6 +288,11 @@ def last_values(text: str) -> list[str] | None:
     values = [run for run in runs if _is_value(run[2], line, run[1], formulas)]
     if not values:
         return None
+    while len(values) > 1 and _COUNTED_FOR.fullmatch(line[values[-2][1] : values[-1][0]]):
+        # "4 + 5 = 9 songs in 2 days", "9 songs that fill two days"
+        if "=" not in values[-2][2] and values[-1][2].lower() not in _NUMERALS:
+            break
+        values.pop()
     chosen = [values[-1]]
     for run in values[-2::-1]:
         if not _joins(line[run[1] : chosen[-1][0]]):
