@@ -14,6 +14,7 @@ from typing import Any
 
 from torchtune_ext.tasks.formulas import Unreadable, differ_by_factor, parsed, real, same_value
 from torchtune_ext.tasks.notation import (
+    COMMA,
     CUP,
     EQUALS,
     MAX_ITEMS,
@@ -61,16 +62,18 @@ _DECIMALS = re.compile(r"-?[0-9]*\.([0-9]+)")
 # What math-verify might not finish: powers of powers, large exponents and limits, factorials of factorials.
 _LARGE = re.compile(r"\^\s*\{?[^{}]*\^|\^\s*\{?\s*-?\d{3}|\d{5}|!\W*!|\{\W*\{\W*\{\W*\{|(?:\\\w+\W*){12}")
 _PLAIN = re.compile(r"-?(?:[1-9][0-9]{0,14}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}|0)(?:\.[0-9]{1,5})?")
+_OR = re.compile(r";|\\text\{\s*,?\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])")
 _INTEGER = re.compile(r"-?\d{1,18}")
-_COMMA = re.compile(r"-?(?:0,\d{3,}|\d{4,},\d\d)")  # a decimal with a comma, which separates no thousands
+_COMMA = re.compile(r"-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,})(?:\s*[€$])?)")  # a decimal with a comma, which separates no thousands
 
 
 def equal(gold: str, answer: str) -> bool:
     """Tells whether an answer equals the right answer, both as they are written."""
     if len(answer) > max(MAX_CHARS, 2 * len(gold)):
         return False
-    if _COMMA.fullmatch(answer) and "," not in gold or _COMMA.fullmatch(gold) and "," not in answer:
-        gold, answer = gold.replace(",", "."), answer.replace(",", ".")
+    comma, other = (gold, answer) if "," in gold else (answer, gold)
+    if _COMMA.fullmatch(comma) and re.sub(r"\s*[€$]$", "", comma).replace(",", ".") == other:
+        return comma is gold or not comma.startswith("0,") or len(comma) > 4
     if _PLAIN.fullmatch(gold) and _PLAIN.fullmatch(answer):
         return Decimal(gold.replace(",", "")) == Decimal(answer.replace(",", ""))  # most answers of GSM8K and AIME
     gold, answer = normalize(gold), normalize(answer)
@@ -142,6 +145,7 @@ def same(gold: str, answer: str) -> bool:
 def _same(gold: str, answer: str) -> bool:
     if _CALCULUS.search(gold + answer):
         return verified(gold, answer)
+    gold, answer = solutions(gold), solutions(answer)
     right, given = members(gold), members(answer)
     text = same_text(gold, answer)
     if text is not None and (text or len(right) == 1):
@@ -156,15 +160,24 @@ def _same(gold: str, answer: str) -> bool:
     return same_list(right, given)
 
 
+def solutions(text: str) -> str:
+    """Writes x = 3, y = 4 or x = 4, y = 3 as (3, 4), (4, 3)."""
+    parts = [[unnamed(item) for item in split(part, COMMA)] for part in split(text, _OR)]
+    names = [name for name, _ in parts[0]]
+    if len(parts) < 2 or len(names) < 2 or not distinct(names) or any([n for n, _ in part] != names for part in parts):
+        return text
+    return ", ".join(f"({', '.join(value for _, value in part)})" for part in parts)
+
+
 def same_list(right: list[str], given: list[str]) -> bool:
     """Compares two lists, of which at least one has several members."""
-    pairs, others = [unnamed(item) for item in right], [unnamed(item) for item in given]
+    pairs, others = ([pair for item in items for pair in assignments(item, len(items))] for items in (right, given))
     names, given_names = [name for name, _ in pairs], [name for name, _ in others]
     if distinct(names) and len(right) > 1:
         # The right answer is x = 3, y = 4.
         if distinct(given_names):
             table = {bare_name(name): value for name, value in others}
-            return len(right) == len(given) and all(same(value, table.get(bare_name(name), "")) for name, value in pairs)
+            return len(pairs) == len(others) and all(same(value, table.get(bare_name(name), "")) for name, value in pairs)
         if len(given) == 1 and (listed := inside(others[0][1])) and listed[0] == "(":
             given, others = listed[1], [(None, item) for item in listed[1]]
         return (
@@ -181,6 +194,15 @@ def same_list(right: list[str], given: list[str]) -> bool:
             others = sorted(others)
         return all(same(a, b) for a, (_, b) in zip(listed[1], others, strict=True))
     return plain_list(right, given)
+
+
+def assignments(item: str, count: int) -> list[tuple]:
+    """Returns the name and the value of an assignment; of (x, y) = (3, 4), if it stands alone, two of them."""
+    name, value = unnamed(item)
+    names, values = inside(name or ""), inside(value)
+    if count == 1 and names and values and len(names[1]) == len(values[1]):
+        return list(zip(names[1], values[1], strict=True))
+    return [(name, value)]
 
 
 def distinct(names: list) -> bool:
@@ -201,6 +223,8 @@ def plain_list(right: list[str], given: list[str]) -> bool:
     if len(right) == len(given):
         return matched(right, given)
     listed = [inside(items[0]) if len(items) == 1 else None for items in (right, given)]
+    if listed[0] and listed[0][0] + listed[0][2] == "()":
+        return len(listed[0][1]) == len(given) and all(map(same, listed[0][1], given))
     for index, items in ((0, given), (1, right)):
         if listed[index] and listed[index][0] == "\\{":
             return matched(listed[index][1], items)
@@ -295,7 +319,7 @@ def same_equation(sides: list[str], given: list[str]) -> bool:
     if len(given) == 1:
         # The value alone is enough where the right answer only names it.
         named = [side for side in sides[1:] if not is_name(side)]
-        return bool(named) and is_name(sides[0]) and same(named[-1], given[0])
+        return bool(named) and (len(sides) > 2 or is_name(sides[0])) and same(named[-1], given[0])
     if len(sides) == len(given) and letters(sides[0]) == letters(given[0]):
         return all(map(same, sides[1:], given[1:]))
     if len(sides) != 2 or len(given) != 2:

@@ -100,7 +100,8 @@ def normalize(text: str) -> str:
     text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text + " ").translate(_CHARACTERS)
     if text.count("$") - text.count("\\$") == 1:
         text = re.sub(r"(?<!\\)\$(?=\s*\d)", r"\\$", text)  # one dollar sign is a currency, and opens no formula
-    text = re.sub(r"(?<!\\)\$", " ", text).replace("{,}", ",")
+    text = re.sub(r"(?<!\\)\$", " ", text)
+    text = re.sub(r"\{,\s?\}", ",", re.sub(r"(?<=\d) (?=\{, ?\})", "", text))
     if "\\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # a command whose backslash was escaped
     text = re.sub(r"(?<=\d)\{\.\}(?=\d)", ".", text)
