@@ -38,26 +38,34 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:(?P<brace>\{)|(?<
 _BOX_MARK = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])")
 _BRACKETS = re.compile(r"(?<!\\)\[([^\[\]]*[^\[\]\\])\]")
 _HASHES = re.compile(r"(?:(?!####).)*####\s*:?\s*(\S.*)")
-_PHRASE = re.compile(r"\banswer\b[*_\s]{0,9}(?:is|:|=|\n)[*_:\s]{0,9}", re.IGNORECASE)
+_PHRASE = re.compile(
+    r"\b(?:answer|correct (?:option|choice))\b(?: to (?:the|this) \w+)?[*_\s]{0,9}(?:is|:|=|\n)[*_:\s]{0,9}"
+    r"(?:(?:\\\[|\$\$)\s*\n\s*)?",
+    re.IGNORECASE,
+)
+_TOKENS = re.compile(r"<\|\w+\|>|</?(?:s|answer)>")  # special tokens, and the tags of an answer
 # A semicolon ends a clause only if no number follows soon after it.
 _CLAUSE_END = re.compile(
-    r"(?<!\\)[.!?](?=\s|$)|;\s(?![^\n]{0,80}\d)|,?\s(?:because|since|so|which)\b|\s\((?:because|since|as|i\.e)\b"
+    r"(?<!\\)[.!?](?=\s|$)|;\s(?![^\n]{0,80}\d)|, and (?:we|this|that)\b|,?\s(?:because|since|so|which|as (?:required|desired))\b|\s\((?:because|since|as|i\.e)\b"
 )
 _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,234,567
 _LABEL = re.compile(r"(\\?[A-Za-z][\w\\{}']{0,20}(?:\([^()\s]{1,9}\))?)\s*=\s*\$?\s*$")
 _ITEM = re.compile(r"\s*(?:[-*•]|\(?\w{1,3}[.):]|(?:option|case|candidate|choice)\s*\w{1,3}\W)\s*", re.IGNORECASE)
 _DOUBT = re.compile(
-    r"(?:\b(?:not|never|neither|cannot|wrong|incorrect|unlike|except|than|rul(?:e|ed|ing) out|eliminate|reject|but)\b|n't\b)"
+    r"(?:\b(?:not|never|neither|cannot|wrong|incorrect|unlike|except|than|rul(?:e|ed|ing) out|eliminate|reject)\b|n't\b)"
     r"(?:\s+[\w$]+){0,4}[\s$(*:]*$",
     re.IGNORECASE,
 )
-_REJECTED = re.compile(r"\b(?:wrong|incorrect|false)(?:\s\w+)?\s*:[\s$(*]*$|\b(?:\w+thing|option|choice) but[\s$(*]*$", re.IGNORECASE)
+_REJECTED = re.compile(
+    r"\b(?:(?:wrong|incorrect|false)(?:\s\w+)?\s*:|(?:\w+thing|option|choice) but)[\s$(*]*$", re.IGNORECASE
+)
 _QUESTION = re.compile(r"[\s$).*]{0,9}\?")
 _DENIED = re.compile(
     r"[\s$]{0,9}(?:(?:is|was)(?:\snot|n't)\b|\\ne)|[\s$\\)\].,*]{0,12}"
     r"(?:(?:which|but|and|though|however|wait|no|hmm|actually|oops|sorry)\b[,.\s]*){0,3}(?:(?:this|that|it)(?:'s)?\b\s*)?"
     r"(?:(?:is|was|would be|must be|seems|can be|has been)\s)?"
-    r"(?:(?:not|(?:is|was|ca)n't be|(?:is|was)n't|cannot be)\s(?:correct|right|true|valid|possible|(?:the|an) (?:\w+ )?(?:answer|solution))"
+    r"(?:(?:not|(?:is|was)n't|can(?:no|')t be)\s"
+    r"(?:correct|right|true|valid|possible|(?:the|an) (?:correct )?(?:answer|solution)\b)"
     r"|(?:the )?(?:wrong|incorrect|false|invalid|impossible)|(?:an?|my) (?:mistake|error|slip)"
     r"|ruled out|eliminated|excluded|rejected|fails|(?:does|did|do)(?: not|n't) (?:work|fit|hold))\b",
     re.IGNORECASE,
@@ -87,7 +95,9 @@ def last_boxes(text: str) -> list[str] | None:
     if not spans:
         return None
     line = text[: spans[-1][1]].rpartition("\n")[2][-200:]
-    clause = re.split(r"[,;:.!?](?=\s)|\b(?:so|that|then|hence|thus)\b|,\s*but\b", line)[-1]
+    clause = re.split(
+        r"[,;:.!?](?=\s)|\b(?:so|that|then|hence|thus)\b|(?<!thing )(?<!option )(?<!choice )\bbut\b", line
+    )[-1]
     after = spans[-1][2]
     if _QUESTION.match(text, after) or _DENIED.match(text, after) or _DOUBT.search(clause) or _REJECTED.search(line):
         return []
@@ -388,7 +398,7 @@ class MathGrader:
     def __call__(self, gold: str, text: str, question: str = "") -> Score:
         """Grades a text. A formula copied from the `question` is right only if it is `gold` letter by letter."""
         # Where thinking is required, a text without a closed thought has no reply.
-        reply = with_boxes(spoken(text)) if not self.require_thinking or "</think>" in text else ""
+        reply = _TOKENS.sub(" ", with_boxes(spoken(text))) if not self.require_thinking or "</think>" in text else ""
         boxes = last_boxes(reply)
         hung = False
         try:

@@ -64,7 +64,9 @@ _LARGE = re.compile(r"\^\s*\{?[^{}]*\^|\^\s*\{?\s*-?\d{3}|\d{5}|!\W*!|\{\W*\{\W*
 _PLAIN = re.compile(r"-?(?:[1-9][0-9]{0,14}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}|0)(?:\.[0-9]{1,5})?")
 _OR = re.compile(r";|\\text\{\s*,?\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])")
 _INTEGER = re.compile(r"-?\d{1,18}")
-_COMMA = re.compile(r"-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,})(?:\s*[€$])?)")  # a decimal with a comma, which separates no thousands
+_COMMA = re.compile(
+    r"-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,})(?:\s*[€$])?)"
+)  # a decimal with a comma, which separates no thousands
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -173,11 +175,13 @@ def same_list(right: list[str], given: list[str]) -> bool:
     """Compares two lists, of which at least one has several members."""
     pairs, others = ([pair for item in items for pair in assignments(item, len(items))] for items in (right, given))
     names, given_names = [name for name, _ in pairs], [name for name, _ in others]
-    if distinct(names) and len(right) > 1:
+    if distinct(names) and len(pairs) > 1:
         # The right answer is x = 3, y = 4.
         if distinct(given_names):
             table = {bare_name(name): value for name, value in others}
-            return len(pairs) == len(others) and all(same(value, table.get(bare_name(name), "")) for name, value in pairs)
+            return len(pairs) == len(others) and all(
+                same(value, table.get(bare_name(name), "")) for name, value in pairs
+            )
         if len(given) == 1 and (listed := inside(others[0][1])) and listed[0] == "(":
             given, others = listed[1], [(None, item) for item in listed[1]]
         return (

@@ -22,13 +22,15 @@ _CHARACTERS |= {0x200B: None, 0x200C: None, 0x200D: None, 0xFEFF: None, 0x2061: 
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _RAISED_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 
-_TEXT = "text|textbf|textit|textrm|textsf|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|hbox|operatorname"
+_BOLD = "mathbf|mathit|boldsymbol|bm|underline|uline|smash"
+_TEXT = rf"text(?:bf|it|rm|sf|tt|up|normal)?|emph|math(?:rm|sf|tt)|mbox|hbox|operatorname|{_BOLD}"
+_STYLED = re.compile(rf"\\(?:(?P<bold>{_BOLD})|{_TEXT})(?![A-Za-z])\s*(?=\{{)")
 _USELESS = re.compile(
     r"(?P<row>\\\\(?:\s*\[[-\d. ]*[a-z]{0,2}\])?)"
     r"|(?P<group>(?<=\d)\\[,;: ](?=\d{3}(?!\d)))|\\!\s*"
     r"|(?P<side>\\m?(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*)(?P<bracket>\\?[()\[\]{}|<>.]|\\[A-Za-z]+)?"
     r"|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|tiny|small|normalsize|large|Large|LARGE|huge|Huge|bf|rm"
-    r"|it|sf|tt|bfseries|centering|therefore|mathop|hfill|thinspace|enspace|quad|qquad)(?![A-Za-z])"
+    r"|it|sf|tt|bfseries|centering|therefore|mathop|mathstrut|null|nonumber|notag|checkmark|blacksquare|square|Box|qed|hfill|thinspace|enspace|quad|qquad)(?![A-Za-z])"
     r"|\\(?:[,;:>\s]|[()\[\]](?!\s*\]))|~"
 )
 _REMOVED = re.compile(
@@ -40,7 +42,7 @@ _STYLE = re.compile(rf"\\(?:{_TEXT})(?![A-Za-z])\s*\{{([^{{}}]*)\}}")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]|\.\d*,)")
 _SPACED = re.compile(r"(?<![\d.,] )(?<![\d.,])[1-9]\d{0,2}(?:(?: \d{3})+|(?:, 000)+)(?![\d,]| \d|, \d)")
 _LEADING = re.compile(r"(?:=|:|\\(?:quad|approx|implies|Rightarrow|simeq|to)(?![A-Za-z])|\s)+")
-_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_FRACTION = re.compile(r"\\(?:[dtc]|nice)frac(?![A-Za-z])")
 _PLAIN_NAMES = re.compile(
     r"(?<![A-Za-z\\])(sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infinity|infty)"
     r"(?![A-Za-z])"
@@ -105,12 +107,13 @@ def normalize(text: str) -> str:
     if "\\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # a command whose backslash was escaped
     text = re.sub(r"(?<=\d)\{\.\}(?=\d)", ".", text)
-    text = _USELESS.sub(_replaced, re.sub(r"^\W*\*\*|\*\*\W*$", " ", text))
+    text = _USELESS.sub(_replaced, re.sub(r"^\W*\*\*|\*\*\W*$|(?<!\S)\*\*(?=\w)|(?<=\w)\*\*(?=\s)", " ", text))
+    text = text.replace("&", " ") if _ALIGNED.match(text.strip()) else text
     text = _ALIGNED.sub(" ", _WRAPPED.sub("", _REMOVED.sub(" ", text)))
     text = _COMMAND.sub(lambda name: _SYNONYMS.get(name[0], name[0]), _FRACTION.sub(r"\\frac", text))
     for written, meant in _SPELLINGS.items():
         text = text.replace(written, meant)
-    text = _STYLE.sub(_styled, text)
+    text = _STYLE.sub(_styled, _unstyled(text))
     text = _PLAIN_NAMES.sub(lambda name: f"\\{name[1].replace('infinity', 'infty')} ", text)
     text = re.sub(r"(?<=\d) [xX] (?=\d)", r"\\times ", text)
     return _stripped(_thousands(" ".join(text.split())))
@@ -125,6 +128,16 @@ def _replaced(match: re.Match) -> str:
             bracket, bracket
         ) + " "
     return "" if match["group"] or match[0].startswith("\\!") else " \\quad " if "quad" in match[0] else " "
+
+
+def _unstyled(text: str) -> str:
+    """Takes bold type from formulas, and other styles from what has groups in braces."""
+    for match in reversed(list(_STYLED.finditer(text))):
+        end = closing(text, match.end())
+        held = text[match.end() + 1 : end]
+        if end > 0 and (match["bold"] or "{" in held):
+            text = f"{text[: match.start()]} {held} {text[end + 1 :]}"
+    return text
 
 
 def _styled(match: re.Match) -> str:
@@ -164,7 +177,7 @@ def _stripped(text: str) -> str:
     while text != before:
         before = text
         text = text.strip().strip('"*`').strip()
-        text = re.sub(r"(?:\\\\|\\quad|[.,;:\s])+$", "", text)
+        text = re.sub(r"(?:\\\\|\\quad|:\)|[.,;:✓✔✅∎\s])+$", "", text)
         text = text[_LEADING.match(text).end() :] if _LEADING.match(text) else text
         if text.startswith("\\text{") and closing(text, 5) == len(text) - 1:
             text = text[6:-1]

@@ -257,6 +257,7 @@ _NEGATION = re.compile(
 )
 _CLAUSE = re.compile(r"[,;:.!?](?=\s)|\b(?:so|then|therefore|thus|hence|because|since|which|it's)\b", re.IGNORECASE)
 _BOUND = set("than least most exceed exceeds exceeding maximum minimum under below above beyond between".split())
+_EXTREMES = set("least most maximum minimum".split())  # "the least value is 4", but not "at least 4"
 _CHANGING = set(
     "minus negative root roots half twice double triple thrice over times power mod modulo plus log sqrt square cube up "
     "almost nearly".split()
@@ -381,7 +382,8 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
     near = words[-1:] if words[-1:] and words[-1] not in ("a", "an", "the", "about", "only", "just") else words[-2:-1]
     if _NEGATION.search(clause) or re.match(r"[^.!?\n]{0,20}\b(?:not|wrong|incorrect)\b|\s*(?:is|was)n't\b", after):
         return True
-    if _BOUND & set(words[-5:]) or set(near) & (_CHANGING | _NUMBERED):
+    extreme = words[-1:] in (["is"], ["was"], ["equals"]) and "at" not in words and _BOUND & set(words) <= _EXTREMES
+    if (_BOUND & set(words[-5:]) and not extreme) or set(near) & (_CHANGING | _NUMBERED):
         return True
     if near == ["of"] and (set(words[-3:-1]) & _PARTS or any(map(changes_value, words[-3:-1]))):
         return True
