@@ -115,7 +115,7 @@ def normalize(text: str) -> str:
         text = text.replace(written, meant)
     text = _STYLE.sub(_styled, _unstyled(text))
     text = _PLAIN_NAMES.sub(lambda name: f"\\{name[1].replace('infinity', 'infty')} ", text)
-    text = re.sub(r"(?<=\d) [xX] (?=\d)", r"\\times ", text)
+    text = re.sub(r"(?<=\d)\s+[xX]\s+(?=\d)", r"\\times ", text)
     return _stripped(_thousands(" ".join(text.split())))
 
 

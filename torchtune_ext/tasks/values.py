@@ -277,7 +277,10 @@ _PIECE = re.compile(
     r"|(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)|(?P<blank>\s+)"
     rf"|(?P<math>(?:{_FUNCTIONS})\b|\\[A-Za-z]+|\\[%$]|[A-Za-z]|[-+*/=^<>(){{}}|!%$_−–×÷·π√∞≤≥≠≈°²³½¼¾€£¥]|[:,.](?=\d))|(?P<other>.)"
 )
-_COUNTED_FOR = re.compile(r"[^.!?,;:=\x01]*\b(?:in|for|over|within|per|after|that|who)\b[^.!?,;:=\x01]*")
+_COMPUTED = re.compile(r"\d[^=A-Za-z]*=[^=A-Za-z]*$")  # 3 + 4 = 7
+_COUNTED_FOR = re.compile(
+    r"(?:\W(?!and\b|or\b)[A-Za-z'-]+){0,5}?\s(?:in|for|to|of|on|over|with|within|than|per|after|if|that|who)\b[^.!?;:=\x01]*"
+)
 _WORDS_FOR_SIGNS = (("divided by", "/"), ("multiplied by", "*"), ("plus", "+"), ("minus", "-"))
 
 
@@ -289,11 +292,12 @@ def last_values(text: str) -> list[str] | None:
     values = [run for run in runs if _is_value(run[2], line, run[1], formulas)]
     if not values:
         return None
-    while len(values) > 1 and _COUNTED_FOR.fullmatch(line[values[-2][1] : values[-1][0]]):
-        # "4 + 5 = 9 songs in 2 days", "9 songs that fill two days"
-        if "=" not in values[-2][2] and values[-1][2].lower() not in _NUMERALS:
+    # "4 + 5 = 9 songs in 2 days", "9 songs that fill two days"
+    for index in range(len(values) - 2, -1, -1):
+        written = values[-1][2].lower() in _NUMERALS and index == len(values) - 2
+        if (written or _COMPUTED.search(values[index][2])) and _COUNTED_FOR.fullmatch(line[values[index][1] : values[-1][0]]):
+            del values[index + 1 :]
             break
-        values.pop()
     chosen = [values[-1]]
     for run in values[-2::-1]:
         if not _joins(line[run[1] : chosen[-1][0]]):
@@ -366,6 +370,8 @@ def _written(run: str, after: str, formulas: list[str]) -> str:
     if run.startswith("\x01"):
         return formulas[int(run.strip("\x01"))]
     run = run.strip()
+    if _COMPUTED.search(run) and re.search(r"\d\W*[-+*/x×÷−–]", run.rpartition("=")[0]):
+        run = run.rpartition("=")[2].strip()
     if not re.match(r"\s+[a-z]", after):
         run = run.removesuffix("!")  # the end of a sentence, and no factorial
     for words, sign in _WORDS_FOR_SIGNS:
@@ -380,7 +386,9 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
     clause = _CLAUSE.split(before)[-1]
     words = [word.lower() for word in re.findall(r"[A-Za-z]+(?:'[a-z]+)?", clause)]
     near = words[-1:] if words[-1:] and words[-1] not in ("a", "an", "the", "about", "only", "just") else words[-2:-1]
-    if _NEGATION.search(clause) or re.match(r"[^.!?\n]{0,20}\b(?:not|wrong|incorrect)\b|\s*(?:is|was)n't\b", after):
+    denied = r"\s*(?:is|was)(?:n't| not)\b|[^.!?\n]{0,20}\b(?:wrong|incorrect)\b"
+    denied += "" if _COMPUTED.search(line[start:end]) else r"|[^.!?\n]{0,20}\bnot\b"
+    if _NEGATION.search(clause) or re.match(denied, after):
         return True
     extreme = words[-1:] in (["is"], ["was"], ["equals"]) and "at" not in words and _BOUND & set(words) <= _EXTREMES
     if (_BOUND & set(words[-5:]) and not extreme) or set(near) & (_CHANGING | _NUMBERED):
@@ -400,6 +408,8 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
     glued = re.match(r"[-’']?([A-Za-z]{2,})", after)
     if glued and not is_unit(glued[1]) and glued[1] not in ("st", "nd", "rd", "th"):
         return True
+    if _COMPUTED.search(line[start:end]):
+        return False  # words such as "more than" or "are not green" belong to the result
     if re.match(r"[+#_@&]", after) or re.search(r"[#_@&A-Za-z]$", before):
         return True
     behind = re.match(r"[\s~$-]*(?:\\[a-z]+\s*\{\s*)?([Pp]er\s?cent|[A-Za-z]+)(?:\s+([a-z]+))?(?:\s+([a-z]+))?", after)
