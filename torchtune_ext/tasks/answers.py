@@ -26,7 +26,7 @@ from torchtune_ext.tasks.equality import MAX_CHARS, equal
 from torchtune_ext.tasks.equality import readable as readable
 from torchtune_ext.tasks.notation import is_name, letters, normalize
 from torchtune_ext.tasks.task import Score, spoken
-from torchtune_ext.tasks.values import SENTENCE_END, last_values
+from torchtune_ext.tasks.values import DENIED, SENTENCE_END, last_values
 
 TAIL_CHARS = 2000  # characters at the end of a text without a mark, which are searched for values
 LIMIT_S = 3.0  # seconds for one comparison, well below the deadline of a grading process
@@ -46,7 +46,8 @@ _PHRASE = re.compile(
 _TOKENS = re.compile(r"<\|\w+\|>|</?(?:s|answer)>")  # special tokens, and the tags of an answer
 # A semicolon ends a clause only if no number follows soon after it.
 _CLAUSE_END = re.compile(
-    r"(?<!\\)[.!?](?=\s|$)|;\s(?![^\n]{0,80}\d)|, and (?:we|this|that)\b|,?\s(?:because|since|so|which|as (?:required|desired))\b|\s\((?:because|since|as|i\.e)\b"
+    r"(?<!\\)[.!?](?=\s|$)|;\s(?![^\n]{0,80}\d)|, and (?:we|this|that)\b"
+    r"|,?\s(?:because|since|so|which|as (?:required|desired))\b|\s\((?:because|since|as|i\.e)\b"
 )
 _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,234,567
 _LABEL = re.compile(r"(\\?[A-Za-z][\w\\{}']{0,20}(?:\([^()\s]{1,9}\))?)\s*=\s*\$?\s*$")
@@ -60,16 +61,6 @@ _REJECTED = re.compile(
     r"\b(?:(?:wrong|incorrect|false)(?:\s\w+)?\s*:|(?:\w+thing|option|choice) but)[\s$(*]*$", re.IGNORECASE
 )
 _QUESTION = re.compile(r"[\s$).*]{0,9}\?")
-_DENIED = re.compile(
-    r"[\s$]{0,9}(?:(?:is|was)(?:\snot|n't)\b|\\ne)|[\s$\\)\].,*]{0,12}"
-    r"(?:(?:which|but|and|though|however|wait|no|hmm|actually|oops|sorry)\b[,.\s]*){0,3}(?:(?:this|that|it)(?:'s)?\b\s*)?"
-    r"(?:(?:is|was|would be|must be|seems|can be|has been)\s)?"
-    r"(?:(?:not|(?:is|was)n't|can(?:no|')t be)\s"
-    r"(?:correct|right|true|valid|possible|(?:the|an) (?:correct )?(?:answer|solution)\b)"
-    r"|(?:the )?(?:wrong|incorrect|false|invalid|impossible)|(?:an?|my) (?:mistake|error|slip)"
-    r"|ruled out|eliminated|excluded|rejected|fails|(?:does|did|do)(?: not|n't) (?:work|fit|hold))\b",
-    re.IGNORECASE,
-)
 _OTHER_VALUE = re.compile(r"[\s$]{0,9}or\s+\$?(-?[\d.,/]*\d)\$?[\s.]*(?=\n|$)")
 _OTHERWISE = re.compile(r"[\s$.,)*]{0,20}(?:or|alternatively|maybe)\b", re.IGNORECASE)
 
@@ -99,7 +90,7 @@ def last_boxes(text: str) -> list[str] | None:
         r"[,;:.!?](?=\s)|\b(?:so|that|then|hence|thus)\b|(?<!thing )(?<!option )(?<!choice )\bbut\b", line
     )[-1]
     after = spans[-1][2]
-    if _QUESTION.match(text, after) or _DENIED.match(text, after) or _DOUBT.search(clause) or _REJECTED.search(line):
+    if _QUESTION.match(text, after) or DENIED.match(text, after) or _DOUBT.search(clause) or _REJECTED.search(line):
         return []
     between = [text[end:start] for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False)]
     if any(map(_ends, between)) and len({letters(normalize(content)) for content, _, _ in spans}) > 1:

@@ -10,6 +10,18 @@ from collections import Counter
 MAX_WORDS = 3  # words of one phrase of a unit
 MAX_JOINT = 8  # words between two alternatives
 MAX_LINE = 2000  # characters of the line that is searched for a value
+# What denies the value before it: "is wrong", "which does not work", "Wait, that is not right".
+DENIED = re.compile(
+    r"[\s$]{0,9}(?:(?:is|was)(?:\snot|n't)\b|\\ne)|[\s$\\)\].,*]{0,12}"
+    r"(?:(?:which|but|and|though|however|wait|no|hmm|actually|oops|sorry)\b[,.\s]*){0,3}(?:(?:this|that|it)(?:'s)?\b\s*)?"
+    r"(?:(?:is|was|would be|must be|seems|can be|has been)\s)?"
+    r"(?:(?:not|(?:is|was)n't|can(?:no|')t be)\s"
+    r"(?:correct|right|true|valid|possible|(?:the|an) (?:correct )?(?:answer|solution)\b)"
+    r"|(?:the )?(?:wrong|incorrect|false|invalid|impossible)|(?:an?|my) (?:mistake|error|slip)"
+    r"|too (?:big|large|small|high|low|many|few|much)"
+    r"|ruled out|eliminated|excluded|rejected|fails|(?:does|did|do)(?: not|n't) (?:work|fit|hold))\b",
+    re.IGNORECASE,
+)
 SENTENCE_END = re.compile(r"(?<!\\)[.!?][^\w\s]*\s")
 
 _TAIL = re.compile(
@@ -59,7 +71,7 @@ OPERATIONS = set(
 JOINTS = set(
     (
         "and or nor xor not no but if when unless otherwise else either neither maybe perhaps possibly alternatively "
-        "is are was vs versus than to from by with"
+        "is are was fails vs versus than to from by with"
     ).split()
 )
 # Units without a plural in -s, and singulars. "100 square" is 100, because answers to MATH are often written so.
@@ -252,15 +264,23 @@ _JOINT = re.compile(r"\b(?:and|or)\b")
 _LABEL = re.compile(r"\b[A-Za-z]\s*=")  # x = 3 or x = 4
 _OPERATOR = re.compile(r"[-+*=^<>]")
 _NEGATION = re.compile(
-    r"\b(?:not|never|cannot|neither|nor|without|except|wrong|incorrect|instead of|unlike|anything but|rather than)\b|n't\b",
+    r"\b(?:not|never|cannot|neither|nor|without|except|wrong|incorrect|instead of|unlike|anything but|rather than"
+    r"|impossible|mistake|nobody|none of|no longer|rule out|ruled out|far from|nowhere)\b|n't\b",
     re.IGNORECASE,
 )
 _CLAUSE = re.compile(r"[,;:.!?](?=\s)|\b(?:so|then|therefore|thus|hence|because|since|which|it's)\b", re.IGNORECASE)
-_BOUND = set("than least most exceed exceeds exceeding maximum minimum under below above beyond between".split())
-_EXTREMES = set("least most maximum minimum".split())  # "the least value is 4", but not "at least 4"
+_BOUND = set(
+    (
+        "than least most exceed exceeds exceeding maximum minimum under below above "
+        "beyond between divides divisible coprime factor divisor digits"
+    ).split()
+)
+_EXTREMES = set(
+    "least most maximum minimum divisor factor digits".split()
+)  # "the least value is 4", but not "at least 4"
 _CHANGING = set(
     "minus negative root roots half twice double triple thrice over times power mod modulo plus log sqrt square cube up "
-    "almost nearly".split()
+    "almost nearly past through".split()
 )
 _PARTS = set(
     "half third quarter root roots out log logarithm factorial square cube multiple multiples percent twice double "
@@ -281,6 +301,17 @@ _COMPUTED = re.compile(r"\d[^=A-Za-z]*=[^=A-Za-z]*$")  # 3 + 4 = 7
 _COUNTED_FOR = re.compile(
     r"(?:\W(?!and\b|or\b)[A-Za-z'-]+){0,5}?\s(?:in|for|to|of|on|over|with|within|than|per|after|if|that|who)\b[^.!?;:=\x01]*"
 )
+_DENIED_LATER = re.compile(
+    r"[^.!?\n]{0,20}\b(?:not|wrong|incorrect)\b|\s*(?:\w+\s+)?at (?:least|most)\b"
+    r"|(?:st|nd|rd|th)\s+[a-z]"
+)
+_HYPOTHESIS = re.compile(
+    r"\b(?:let|suppose|assum(?:e|ing)|given|tr(?:y|ies)|test|check|example|e\.g\.|plug)\b|^\s*(?:if|when)\b[^\d\x01]*$",
+    re.IGNORECASE,
+)
+_CUT = re.compile(
+    r"(?:\b(?:and|then|the|into|of|to|an?|with|is|but|so|by|for|that)|[,:])\s*$"
+)  # a text cut at its limit
 _WORDS_FOR_SIGNS = (("divided by", "/"), ("multiplied by", "*"), ("plus", "+"), ("minus", "-"))
 
 
@@ -295,7 +326,9 @@ def last_values(text: str) -> list[str] | None:
     # "4 + 5 = 9 songs in 2 days", "9 songs that fill two days"
     for index in range(len(values) - 2, -1, -1):
         written = values[-1][2].lower() in _NUMERALS and index == len(values) - 2
-        if (written or _COMPUTED.search(values[index][2])) and _COUNTED_FOR.fullmatch(line[values[index][1] : values[-1][0]]):
+        if (written or _COMPUTED.search(values[index][2])) and _COUNTED_FOR.fullmatch(
+            line[values[index][1] : values[-1][0]]
+        ):
             del values[index + 1 :]
             break
     chosen = [values[-1]]
@@ -370,9 +403,14 @@ def _written(run: str, after: str, formulas: list[str]) -> str:
     if run.startswith("\x01"):
         return formulas[int(run.strip("\x01"))]
     run = run.strip()
-    if _COMPUTED.search(run) and re.search(r"\d\W*[-+*/x×÷−–]", run.rpartition("=")[0]):
-        run = run.rpartition("=")[2].strip()
-    if not re.match(r"\s+[a-z]", after):
+    left, _, result = run.rpartition("=")
+    if (
+        _COMPUTED.search(run)
+        and re.search(r"[-+*/x×÷−–]", left)
+        and not re.search(r"[A-Za-z^]", re.sub(r"(?<=\d)\s*x\s*(?=[\d$])", "", left))
+    ):
+        run = result.strip()
+    if not re.match(r"\s+[a-z]|\.", after):
         run = run.removesuffix("!")  # the end of a sentence, and no factorial
     for words, sign in _WORDS_FOR_SIGNS:
         run = run.replace(words, sign)
@@ -383,15 +421,20 @@ def _written(run: str, after: str, formulas: list[str]) -> str:
 def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool:
     """Tells whether the words around a value change it, deny it, or only number something with it."""
     before, after = line[:start], line[end:]
+    behind = re.match(r"\s*[a-z]+", after)
     clause = _CLAUSE.split(before)[-1]
     words = [word.lower() for word in re.findall(r"[A-Za-z]+(?:'[a-z]+)?", clause)]
     near = words[-1:] if words[-1:] and words[-1] not in ("a", "an", "the", "about", "only", "just") else words[-2:-1]
-    denied = r"\s*(?:is|was)(?:n't| not)\b|[^.!?\n]{0,20}\b(?:wrong|incorrect)\b"
-    denied += "" if _COMPUTED.search(line[start:end]) else r"|[^.!?\n]{0,20}\bnot\b"
-    if _NEGATION.search(clause) or re.match(denied, after):
+    computed = _COMPUTED.search(line[start:end]) is not None
+    if _NEGATION.search(clause) or DENIED.match(after) or (_DENIED_LATER.match(after) and not computed):
         return True
+    if _CUT.search(after) or _HYPOTHESIS.search(clause) or (words[-1:] == ["for"] and _LABEL.match(line, start)):
+        return True
+    alone = re.fullmatch(r"[\d.,\s]+", line[start:end])
+    if earlier and alone and behind and measure(behind[0]) and measure(line[earlier[-1][1] : start]):
+        return True  # 6 feet 2 inches
     extreme = words[-1:] in (["is"], ["was"], ["equals"]) and "at" not in words and _BOUND & set(words) <= _EXTREMES
-    if (_BOUND & set(words[-5:]) and not extreme) or set(near) & (_CHANGING | _NUMBERED):
+    if not computed and ((_BOUND & set(words[-5:]) and not extreme) or set(near) & (_CHANGING | _NUMBERED)):
         return True
     if near == ["of"] and (set(words[-3:-1]) & _PARTS or any(map(changes_value, words[-3:-1]))):
         return True
@@ -408,20 +451,23 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
     glued = re.match(r"[-’']?([A-Za-z]{2,})", after)
     if glued and not is_unit(glued[1]) and glued[1] not in ("st", "nd", "rd", "th"):
         return True
-    if _COMPUTED.search(line[start:end]):
+    if computed:
         return False  # words such as "more than" or "are not green" belong to the result
-    if re.match(r"[+#_@&]", after) or re.search(r"[#_@&A-Za-z]$", before):
+    if re.match(r"[+#_@&]", after) or re.search(r"[#_@&A-Za-z±∛∜]\s*$", before[-1:]):
         return True
-    behind = re.match(r"[\s~$-]*(?:\\[a-z]+\s*\{\s*)?([Pp]er\s?cent|[A-Za-z]+)(?:\s+([a-z]+))?(?:\s+([a-z]+))?", after)
-    if not behind:
+    behind_words = re.match(
+        r"[\s~$-]*(?:\\[a-z]+\s*\{\s*)?([Pp]er\s?cent|[A-Za-z]+)(?:\s+([a-z]+))?(?:\s+([a-z]+))?", after
+    )
+    if not behind_words:
         return False
-    first, second, third = (re.sub(r"per\s", "per", (word or "").lower()) for word in behind.groups())
-    if first == "times" and not after[behind.end(1) :].strip(" .!*$"):
+    first, second, third = (re.sub(r"per\s", "per", (word or "").lower()) for word in behind_words.groups())
+    if first == "times" and not after[behind_words.end(1) :].strip(" .!*$"):
         return False  # in "it rang 22 times." the word is a count and multiplies nothing
     if first == "more" or first == "extra":
         return second == "than" or third == "than"
     return (
         changes_value(first)
+        or first == "if"
         or (first == "or" and second != "so")
         or (first == "and" and (second in ("a", "one", "half") or changes_value(second)))
         or "than" in (second, third)
