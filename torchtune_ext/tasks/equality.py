@@ -44,7 +44,7 @@ _VERB = re.compile(r"\s(?:is|are|was|were|has|have|had|equals|gets|got|makes|cos
 _TIME = re.compile(r"(\d{1,2}):(\d\d)(?::\d\d)?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
 _HOUR = re.compile(r"(\d{1,2})\s*([ap])\.?\s*m\.?", re.IGNORECASE)
 _RATIO = re.compile(r"(\d+(?:\.\d+)?)\s*(?::|to)\s*(\d+(?:\.\d+)?)(?:\s*(?::|to)\s*(\d+(?:\.\d+)?))?")
-_BASE = re.compile(r"([0-9A-F]+(?:\.[0-9A-F]+)?)\s*_\s*\{?\s*(\d+|\w+)\s*\}?")
+_BASE = re.compile(r"\(?([0-9A-F]+(?:\.[0-9A-F]+)?)\)?\s*_\s*\{?\s*(\d+|\w+)\s*\}?")
 _CHOICE = re.compile(r"\(?\s*([A-Z])\s*[).:]?")
 _LABELLED = re.compile(
     r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*(?:is)?\s*:?\s*)?(?:\(([A-Z])\)|([A-Z])(?:[).:](?:\s|$)|$))(.*)",
@@ -53,7 +53,9 @@ _LABELLED = re.compile(
 _LABEL = re.compile(
     r"^\s*[\^_']|\([A-Z]\)|(?<![A-Za-z])[A-Z](?:\)|\.\s)|(?<![A-Za-z])(?:or|and|not|wrong|false|incorrect)(?![A-Za-z])|n't"
 )
-_LABEL_BEFORE = re.compile(r"(?:\\text\{)?\s*(?:\([A-E]\)|[A-E][).:]\s)\s*\}?(?=.*\S)(?!\s*(?:or|and)\b)")
+_LABEL_BEFORE = re.compile(
+    r"(?:\\text\{)?\s*(?:\([A-E]\)|[A-E][).:]\s)\s*\}?(?=.*\S)(?!\s*(?:or|and)\b)|(?:\\text\{\s*)?(?:[Ee]xactly|[Oo]nly)\b[\s}]*"
+)
 _GENERAL = re.compile(r"[\s,]*\\text\{[\s,]*for (?:all|any|every|each)\b.*")
 _WORD = re.compile(r"[a-z]+|[-+]?\d*\.?\d+|[^\s\w.'\"-]|(?<![a-z])-|-(?![a-z])")
 _APPROXIMATE = re.compile(r"\\approx(?![A-Za-z])")
@@ -64,9 +66,8 @@ _LARGE = re.compile(r"\^\s*\{?[^{}]*\^|\^\s*\{?\s*-?\d{3}|\d{5}|!\W*!|\{\W*\{\W*
 _PLAIN = re.compile(r"-?(?:[1-9][0-9]{0,14}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4}|0)(?:\.[0-9]{1,5})?")
 _OR = re.compile(r";|\\text\{\s*,?\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])")
 _INTEGER = re.compile(r"-?\d{1,18}")
-_COMMA = re.compile(
-    r"-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,})(?:\s*[€$])?)"
-)  # a decimal with a comma, which separates no thousands
+# A decimal with a comma, which separates no thousands.
+_COMMA = re.compile(r"-?(?:0,\d+|\d+,(?:\d{1,2}|\d{4,})(?:\s*[€$])?)")
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -149,7 +150,7 @@ def _same(gold: str, answer: str) -> bool:
         return verified(gold, answer)
     gold, answer = solutions(gold), solutions(answer)
     right, given = members(gold), members(answer)
-    text = same_text(gold, answer)
+    text = None if REALS.fullmatch(gold) else same_text(gold, answer)
     if text is not None and (text or len(right) == 1):
         return text
     if not right or not given or len(right) > MAX_ITEMS or len(given) > MAX_ITEMS:
@@ -324,7 +325,10 @@ def same_equation(sides: list[str], given: list[str]) -> bool:
         # The value alone is enough where the right answer only names it.
         named = [side for side in sides[1:] if not is_name(side)]
         return bool(named) and (len(sides) > 2 or is_name(sides[0])) and same(named[-1], given[0])
-    if len(sides) == len(given) and letters(sides[0]) == letters(given[0]):
+    heads = [
+        re.sub(r"(?<=[a-z])\s*\([a-z]\)$", "", side[0]) if is_name(side[0]) else side[0] for side in (sides, given)
+    ]
+    if len(sides) == len(given) and letters(heads[0]) == letters(heads[1]):
         return all(map(same, sides[1:], given[1:]))
     if len(sides) != 2 or len(given) != 2:
         return len(sides) == 2 and letters(sides[0]) == letters(given[0]) and same_chain(sides[1], given)
@@ -350,8 +354,12 @@ def same_text(gold: str, answer: str) -> bool | None:
     right_time, time = _TIME.fullmatch(right), _TIME.fullmatch(given)
     if right_time or time:
         if not (right_time and time) or right_time[3] is None and len(right_time[1]) > 2:
+            clock, hour = (right_time, given) if right_time else (time, right)
             return (
-                bool(right_time and _HOUR.fullmatch(given)) and right_time[2] == "00" and same_hour(right_time, given)
+                not (right_time and time)
+                and clock[2] == "00"
+                and bool(_HOUR.fullmatch(hour))
+                and same_hour(clock, hour)
             )
         same_half = not right_time[3] or not time[3] or right_time[3].lower() == time[3].lower()
         return int(right_time[1]) == int(time[1]) and right_time[2] == time[2] and same_half
@@ -386,9 +394,10 @@ def same_hour(time: re.Match, hour: str) -> bool:
 
 def same_words(right: str, given: str, styled: bool) -> bool | None:
     """Compares two answers in words, without regard to case, a full stop or a plural; else returns None."""
-    if not re.search(r"(?<![A-Za-z\\])[A-Za-z]{3,}", right) or re.search(r"[=^_<>\\]", right):
+    if not re.search(r"(?<![A-Za-z\\])[A-Za-z]{3,}|^no$", right, re.IGNORECASE) or re.search(r"[=^_<>\\]", right):
         return None
     words, others = (_WORD.findall(text.casefold().rstrip("!")) for text in (right, given))
+    words, others = (found[found[:1] in (["a"], ["an"], ["the"]) :] for found in (words, others))
     if not words or not others:
         return None
     if words == others or [*words[:-1], words[-1].rstrip("s")] == [*others[:-1], others[-1].rstrip("s")]:
@@ -415,7 +424,9 @@ def same_leaf(gold: str, answer: str) -> bool:
         return same_percent(gold, answer, gold_percent, answer_percent)
     if ("^\\circ" in gold) != ("^\\circ" in answer) and "\\pi" in gold + answer:
         return same_value(gold, answer)
-    numeric = not re.search(r"(?<![A-Za-z\\{])[A-Za-z]", re.sub(r"\\text\{[^{}]*\}|\\[A-Za-z]+", " ", gold))
+    numeric = not re.search(
+        r"(?<![A-Za-z\\{])[A-Za-z]", re.sub(r"\\text\{[^{}]*\}|\\[A-Za-z]+|(?<=\d)[eE](?=[-+\d])", " ", gold)
+    )
     (gold, unit), (answer, given_unit) = split_unit(gold, not numeric), split_unit(answer, not numeric)
     if unit and given_unit and contradict(unit, given_unit):
         return False

@@ -78,6 +78,7 @@ class _Parser:
         power = _SCIENTIFIC.fullmatch(text)
         if power:
             text = f"{power[1]} \\times 10^{{{power[2]}}}"
+        text = re.sub(r"\\dot\s*\{(\d)\}(\d*)\\dot\s*\{(\d)\}", r"\\overline{\1\2\3}", text)
         text = _MIXED.sub(_mixed, _DOTTED.sub(_repeated, _REPEATING.sub(_repeated, text)))
         self.tokens, self.at, self.depth, self.bars = _LITERAL.findall(text), 0, 0, 0
         self.braced = -1  # where the last group in braces ended that is no argument

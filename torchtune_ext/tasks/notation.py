@@ -108,6 +108,7 @@ def normalize(text: str) -> str:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # a command whose backslash was escaped
     text = re.sub(r"(?<=\d)\{\.\}(?=\d)", ".", text)
     text = _USELESS.sub(_replaced, re.sub(r"^\W*\*\*|\*\*\W*$|(?<!\S)\*\*(?=\w)|(?<=\w)\*\*(?=\s)", " ", text))
+    text = re.sub(r"\\begin\{cases\}([^&]*)\\end\{cases\}", lambda held: held[1].replace("\\\\", ", "), text)
     text = text.replace("&", " ") if _ALIGNED.match(text.strip()) else text
     text = _ALIGNED.sub(" ", _WRAPPED.sub("", _REMOVED.sub(" ", text)))
     text = _COMMAND.sub(lambda name: _SYNONYMS.get(name[0], name[0]), _FRACTION.sub(r"\\frac", text))
@@ -296,7 +297,7 @@ def unnamed(text: str) -> tuple[str | None, str]:
     if len(sides) == 2 and sides[1] and is_name(sides[0]):
         return sides[0], sides[1]
     found = re.fullmatch(r"(.+?)\s*\\in(?![A-Za-z])(.+)", text)
-    if found and NAME.fullmatch(found[1].strip()):
+    if found and any(form.fullmatch(found[1].strip()) for form in (NAME, _TUPLE_OF_NAMES)):
         return found[1].strip(), found[2].strip()
     return None, text
 

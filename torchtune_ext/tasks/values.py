@@ -57,6 +57,13 @@ _ONES = (
 ).split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 _NUMERALS = {word: number for number, word in enumerate(_ONES)} | {word: 10 * n for n, word in enumerate(_TENS, 2)}
+_LARGE_NUMBERS = {
+    "dozen": 12,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 # A word of the next three sets is never part of a unit: it is a number itself, changes the value before it, or joins
 # something to it.
 NUMBERS = set(_NUMERALS) - {"ten"} | set("half halves quarter quarters twice thrice double triple".split())
@@ -83,7 +90,7 @@ MEASURES = set(
         "kilometer kilometre centimeter centimetre mile foot feet inch inches yard acre hectare gallon ounce ton "
         "tonne second minute hour day week month year people men women children teeth geese mice fish sheep deer dice "
         "celsius fahrenheit kelvin bit byte kb mb gb tb th st nd rd joule newton watt volt ampere mole times unitless "
-        "remaining total altogether overall left"
+        "remaining total altogether overall left rad gev mev erg"
     ).split()
 ) - {"times"}  # fmt: skip
 # The only single letters that are units: meters, grams, seconds, hours, liters. Others are variables, unless a style
@@ -111,6 +118,8 @@ def number_word(text: str) -> str | None:
     words = words[1:] if sign else words
     if not words or len(words) > 4:
         return None
+    if len(words) == 2 and words[1] in _LARGE_NUMBERS and re.fullmatch(r"\d+(?:\.\d+)?", words[0]):
+        return f"{sign}{words[0]}*{_LARGE_NUMBERS[words[1]]}"
     if sign and len(words) == 1 and re.fullmatch(r"\d+(?:\.\d+)?", words[0]):
         return sign + words[0]
     total, last = 0, ""
@@ -137,6 +146,7 @@ def split_percent(text: str) -> tuple[str, bool] | None:
 
 def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
     """Returns a normalized answer without its unit, and the unit. If letters may be `variables`, "2m" has no unit."""
+    answer = re.sub(r"\\frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\})\s*\}$", r"\1/\2", answer)
     money = _MONEY.fullmatch(_MONEY_TEXT.sub(r"\1", answer))
     if money:
         rest, unit = money[1] + (money[3] or money[4]), _CURRENCY[money[2] or money[5]]
@@ -151,8 +161,15 @@ def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
     # In 10-h and 1/s the letter is a symbol.
     if not written.strip("() ") or re.match(r"[-/(\s]*[-/][-/(\s]*[A-Za-z](?![A-Za-z])", written):
         return answer, ""
-    styled = _TEXT.fullmatch(_RAISED.sub("", written))
-    upright = styled is not None and styled[1].strip() in STYLED_LETTERS
+    words = spelled(written)
+    upright = (
+        bool(words)
+        and not re.search(r"[A-Za-z]", _TEXT.sub("", written).replace("\\cdot", ""))
+        and all(
+            word in STYLED_LETTERS or word.lower() in MEASURES or (word in ("per", "K") and words != word)
+            for word in _RAISED.sub("", words).split()
+        )
+    )
     if (
         variables
         and _PRODUCT.fullmatch(written)
@@ -161,7 +178,6 @@ def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
         return answer, ""
     if not variables and re.fullmatch(r"[NJWV]|°?[CF]", written) and answer[tail.start()] == " ":
         upright = True
-    words = spelled(written)
     # After 1, a unit is in the singular.
     return (value, words) if upright or is_unit(words, singular=value in ("1", "-1")) else (answer, "")
 
@@ -275,9 +291,8 @@ _BOUND = set(
         "beyond between divides divisible coprime factor divisor digits"
     ).split()
 )
-_EXTREMES = set(
-    "least most maximum minimum divisor factor digits".split()
-)  # "the least value is 4", but not "at least 4"
+# In "the least value is 4" these words are no bound.
+_EXTREMES = set("least most maximum minimum divisor factor digits".split())
 _CHANGING = set(
     "minus negative root roots half twice double triple thrice over times power mod modulo plus log sqrt square cube up "
     "almost nearly past through".split()
@@ -309,9 +324,8 @@ _HYPOTHESIS = re.compile(
     r"\b(?:let|suppose|assum(?:e|ing)|given|tr(?:y|ies)|test|check|example|e\.g\.|plug)\b|^\s*(?:if|when)\b[^\d\x01]*$",
     re.IGNORECASE,
 )
-_CUT = re.compile(
-    r"(?:\b(?:and|then|the|into|of|to|an?|with|is|but|so|by|for|that)|[,:])\s*$"
-)  # a text cut at its limit
+# The end of a text cut at its limit.
+_CUT = re.compile(r"(?:\b(?:and|then|the|into|of|to|an?|with|is|but|so|by|for|that)|[,:])\s*$")
 _WORDS_FOR_SIGNS = (("divided by", "/"), ("multiplied by", "*"), ("plus", "+"), ("minus", "-"))
 
 
@@ -356,7 +370,7 @@ def _last_line(text: str) -> tuple[str, list[str]]:
 
     text = _FORMULA.sub(mark, re.sub(r"\$\$", "$", text.replace("\x01", " "))[-MAX_LINE:])
     for line in reversed(text.split("\n")):
-        line = re.sub(r"(?<!\S)\*(\S[^*]*)\*(?=[\s.,;!?]|$)|\*\*|[`\"“”]", r"\1", line)
+        line = re.sub(r"(?<!\S)\*(\S[^*]*)\*(?=[\s.,;!?]|$)|\*\*|\b__|__\b|[`\"“”]", r"\1", line)
         line = re.sub(r"^\s*\(?\d{1,2}[.)]\s+(?=\S*[A-Za-z])", "", line)
         if re.search(r"\d", line.replace("\x01", " ")) or set(re.findall(r"[a-z]+", line.lower())) & set(_NUMERALS):
             return line, formulas
