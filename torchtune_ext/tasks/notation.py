@@ -72,7 +72,7 @@ _CALL = re.compile(
     rf"|[A-Za-z]\s*\(\s*\d+\s*\))"
 )
 _OTHER_NAME = re.compile(
-    rf"{_SYMBOL}\s*:\s*{_SYMBOL}|\\frac\s*\{{[A-Z]{{2}}\}}\s*\{{[A-Z]{{2}}\}}|"
+    rf"(?:{_SYMBOL}|[A-Z]{{2,3}})\s*:\s*(?:{_SYMBOL}|[A-Z]{{2,3}})|\\frac\s*\{{[A-Z]{{2}}\}}\s*\{{[A-Z]{{2}}\}}|"
     r"\\begin\{vmatrix\}.*\\end\{vmatrix\}|m?\s*\\angle\s*[A-Z]{1,3}|\\overline\s*\{[A-Z]{2}\}|\|?\s*[A-Z]{2,4}\s*\|?|\[\s*[A-Z]{3,6}\s*\]|\\frac\s*\{\s*d\s*\^?2?\s*[a-zA-Z]\s*\}\s*\{\s*d\s*[a-zA-Z]\s*(?:\^\s*\{?2\}?)?\s*\}"
 )
 # Words that leave a statement open, or turn it into another one.

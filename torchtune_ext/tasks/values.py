@@ -14,12 +14,12 @@ MAX_LINE = 2000  # characters of the line that is searched for a value
 DENIED = re.compile(
     r"[\s$]{0,9}(?:(?:is|was)(?:\snot|n't)\b|\\ne)|[\s$\\)\].,*]{0,12}"
     r"(?:(?:which|but|and|though|however|wait|no|hmm|actually|oops|sorry)\b[,.\s]*){0,3}(?:(?:this|that|it)(?:'s)?\b\s*)?"
-    r"(?:(?:is|was|would be|must be|seems|can be|has been)\s)?"
+    r"(?:(?:is|was|would be|must be|seems|can be|turn(?:s|ed) out to be)\s)?(?:\w+ly\s)?"
     r"(?:(?:not|(?:is|was)n't|can(?:no|')t be)\s"
     r"(?:correct|right|true|valid|possible|(?:the|an) (?:correct )?(?:answer|solution)\b)"
     r"|(?:the )?(?:wrong|incorrect|false|invalid|impossible)|(?:an?|my) (?:mistake|error|slip)"
     r"|too (?:big|large|small|high|low|many|few|much)"
-    r"|ruled out|eliminated|excluded|rejected|fails|(?:does|did|do)(?: not|n't) (?:work|fit|hold))\b",
+    r"|ruled out|eliminated|excluded|rejected|fails|(?:does|did|do)(?: not|n't) (?:work|fit|hold|satisfy))\b",
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"(?<!\\)[.!?][^\w\s]*\s")
