@@ -163,7 +163,7 @@ def split_unit(answer: str, variables: bool = True) -> tuple[str, str]:
         return answer, ""
     words = spelled(written)
     upright = (
-        bool(words)
+        words not in ("", "per cent")
         and not re.search(r"[A-Za-z]", _TEXT.sub("", written).replace("\\cdot", ""))
         and all(
             word in STYLED_LETTERS or word.lower() in MEASURES or (word in ("per", "K") and words != word)
@@ -325,7 +325,7 @@ _HYPOTHESIS = re.compile(
     re.IGNORECASE,
 )
 # The end of a text cut at its limit.
-_CUT = re.compile(r"(?:\b(?:and|then|the|into|of|to|an?|with|is|but|so|by|for|that)|[,:])\s*$")
+_CUT = re.compile(r"(?:\b(?:and|then|the|into|of|to|an?|with|but|by)|[,:])\s*$")
 _WORDS_FOR_SIGNS = (("divided by", "/"), ("multiplied by", "*"), ("plus", "+"), ("minus", "-"))
 
 
@@ -481,7 +481,7 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
         return second == "than" or third == "than"
     return (
         changes_value(first)
-        or first == "if"
+        or (first == "if" and count == 1)
         or (first == "or" and second != "so")
         or (first == "and" and (second in ("a", "one", "half") or changes_value(second)))
         or "than" in (second, third)
