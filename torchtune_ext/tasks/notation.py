@@ -77,7 +77,7 @@ _OTHER_NAME = re.compile(
 )
 # Words that leave a statement open, or turn it into another one.
 OPEN = re.compile(
-    r"\b(?:or|if|unless|either|not|but|never|no|none|wrong|incorrect|false|rejected|when|let|assume|suppose|given|half|twice|double|triple|plus|minus|"
+    r"\b(?:or|if|unless|either|not|but|never|no|none|wrong|incorrect|false|rejected|when|let|assume|suppose|half|twice|double|triple|plus|minus|"
     r"negative|square (?:root|of)|squared|cube|(?:less|more) than|opposite|reciprocal|inverse)\b|n't",
     re.IGNORECASE,
 )

@@ -321,7 +321,7 @@ _DENIED_LATER = re.compile(
     r"|(?:st|nd|rd|th)\s+[a-z]"
 )
 _HYPOTHESIS = re.compile(
-    r"\b(?:let|suppose|assum(?:e|ing)|given|tr(?:y|ies)|test|check|example|e\.g\.|plug)\b|^\s*(?:if|when)\b[^\d\x01]*$",
+    r"^\W*(?:(?:now|we|i)\s)*(?:let|suppose|assum(?:e|ing)|try|test|check|plug|e\.g\.)\b|^\s*(?:if|when|given)\b[^\d\x01]*$",
     re.IGNORECASE,
 )
 # The end of a text cut at its limit.
