@@ -395,7 +395,7 @@ class _Evaluation:
             if isinstance(power, self.mp.mpc) or power <= 0:
                 raise Undefined("0^0")
             return Fraction(0)
-        if abs(power * self.mp.log(abs(number))) > MAX_SIZE:
+        if abs(power) * (abs(self.mp.mag(number)) + 1) > MAX_SIZE:
             raise Unreadable("too large")
         real = not isinstance(number, self.mp.mpc) and isinstance(exponent, Fraction)
         if real and number < 0 and exponent.denominator % 2 == 1:
