@@ -31,7 +31,6 @@ DEVIATIONS = {
         "the right answer is the words 'forty two', and they are given; the source skips such samples",
     ),
     "normalization 19": (REFUSED, "a right answer that is empty; end tokens never reach a grader"),
-    "normalization 31": (False, "articles are not dropped from answers"),
     "normalization 37": (False, "'a' is a variable, not an article"),
     "normalization 38": (False, "end tokens never reach a grader: texts are decoded without special tokens"),
     "normalization 39": (False, "end tokens never reach a grader: texts are decoded without special tokens"),
