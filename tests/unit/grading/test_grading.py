@@ -287,7 +287,8 @@ class Ruined(Scripted):
         return Score(1.0, {})
 
     def floods(self, problem, rest):
-        for fd in range(3, 20):
+        # The number of the process's own connection depends on what the test run has open.
+        for fd in range(3, 256):
             with contextlib.suppress(OSError):
                 os.write(fd, rest.encode() * 4)
         return Score(1.0, {})
