@@ -27,7 +27,9 @@ def write_page(out: Path, title: str, data: Mapping[str, str]) -> int:
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html")).encode()
     with explained(f"cannot write {out}", "Free disk space, or name another file by --out"):
         if out.is_file() and (begin := out.read_bytes()[:4096]) and _MARK not in begin:
-            raise Mistake(f"cannot write {out}: it holds something other than a report. Fix: name another file by --out")
+            raise Mistake(
+                f"cannot write {out}: it holds something other than a report. Fix: name another file by --out"
+            )
         out.parent.mkdir(parents=True, exist_ok=True)
         # Written in place, not through a temporary file: `out` may be a link, or no file at all, such as /dev/stdout.
         out.write_bytes(page)

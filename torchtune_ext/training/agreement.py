@@ -67,6 +67,9 @@ UNEXPLAINED = 0.25
 LEAST_KEPT = 0.1
 # Limit of (noise of a token) / (effect of a change on it). Above it nothing is concluded.
 RESOLVED = 0.25
+# Spacing of log-probs in nats: that of float32 logits between 8 and 16. Smaller effects of a change are steps of this
+# grid, and two healthy sides may show equal values or values that differ by exactly one step.
+GRID = 2.0**-20
 # The likelihood test compares with a distribution whose logits are this many times the trainer's.
 SHARPER = 1.25
 # Weights of that distribution in the mixtures that the test tries. A negative weight makes a mixture flatter.
@@ -227,7 +230,8 @@ class Applied:
         # more the two differ.
         share = fit(response_N, effect_N, contexts_N)
         size = float(np.square(effect_N).sum())
-        noise = (float(np.square(response_N - share.slope * effect_N).sum()) / size) ** 0.5 if size else math.inf
+        noise_N = np.square(response_N - share.slope * effect_N) + GRID**2
+        noise = (float(noise_N.sum()) / size) ** 0.5 if size else math.inf
         return cls(share.slope, share.chance, noise, len(effect_N), otherwise)
 
     @property

@@ -16,7 +16,7 @@ from torchtune_ext.groups import Group
 from torchtune_ext.packing import pack
 from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.tasks.task import Problem
-from torchtune_ext.training.agreement import RECENT, TOO_FEW, Agreement, Disagreement, applied_share
+from torchtune_ext.training.agreement import RECENT, TOO_FEW, Agreement, Applied, Disagreement, applied_share
 
 VOCAB, TOKENS, SAMPLES = 50, 40, 20
 
@@ -420,6 +420,15 @@ def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
                 resolved += share.resolved
                 assert not share.resolved or (share.slope > 0.5) == has_it, (strength, share)
         assert resolved > draws / 2 if strength == 30 else resolved == 0 or strength > 1
+
+
+def test_one_step_of_the_float32_grid_is_not_an_effect():
+    """An update too small for float32 moves three contexts by one step of the grid, in the trainer alone."""
+    contexts_N = np.repeat(np.arange(16), 16)
+    step = 2.0**-23 * (contexts_N < 3)
+    share = Applied.of(step, np.zeros(256), contexts_N, "")
+    assert share.slope == share.chance == 0 and not share.resolved and not share.missing
+    assert Applied.of(1e4 * step, np.zeros(256), contexts_N, "").missing
 
 
 def test_the_limit_is_twice_the_rounding(capsys):
