@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in a run (host/plugin.py)
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in a run (cli/plugin.py)
     print("| parameters | threads | tokens/s | times the first |\n|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         random = [step.make_model(Path(folder) / str(i), shape) for i, shape in enumerate(SHAPES)]

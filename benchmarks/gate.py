@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torchtune_ext.host.plugin import parse
+from torchtune_ext.cli.plugin import parse
 from torchtune_ext.recipes.grpo import Config, GRPORecipe
 from torchtune_ext.sampling.vllm_core import RemoteCore
 from torchtune_ext.settings.config import load_config

@@ -37,7 +37,7 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.kernels.packed_attention import TILE, block_mask, padded
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import Layout, Row, pack
+from torchtune_ext.pipeline.packing import Layout, Row, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.families import published_config

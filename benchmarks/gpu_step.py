@@ -27,7 +27,7 @@ import torch
 from gpu_compile import SHAPES, meta_model, operations_of, rows_of, table
 
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import Row
+from torchtune_ext.pipeline.packing import Row
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.families import published_config

@@ -33,7 +33,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from learning import tune  # noqa: E402
 from objectives_report import interval  # noqa: E402
 
-from torchtune_ext.groups import Sample  # noqa: E402
 from torchtune_ext.measured.check import (
     Checker,  # noqa: E402
     extract,  # noqa: E402
@@ -44,6 +43,7 @@ from torchtune_ext.measured.machine import LOCK_S, alone_on, choose_cores, finge
 from torchtune_ext.measured.matmul.archive import FILE, Archive  # noqa: E402
 from torchtune_ext.measured.matmul.programs import Family  # noqa: E402
 from torchtune_ext.measured.timing import Timer  # noqa: E402
+from torchtune_ext.pipeline.groups import Sample  # noqa: E402
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
 
 STAGES = "[none, loop_order, blocking, vectorization, all]"

@@ -3,11 +3,11 @@
     python benchmarks/matmul_rewards.py --out docs/matmul_rewards.png
 
 Nothing is trained or timed. Two groups of 16 programs are graded by each kind of reward (measured/matmul/rewards.py) and get
-their advantages as in a run of `preset: grpo` (advantages.py: less the mean of the group, over its deviation). The groups are
-equal but for one program, which is as fast as the naive one in the first, and has 549 GFLOPS, the best that the paper
-reports, in the second. How often each outcome stands in them is a choice: that of a model which mostly fails. The speed of
-the naive program and the peak are assumptions, too, which the first line says. The second table and the lower pictures hold
-some distances for other speeds of that one program.
+their advantages as in a run of `preset: grpo` (pipeline/advantages.py: less the mean of the group, over its deviation). The
+groups are equal but for one program, which is as fast as the naive one in the first, and has 549 GFLOPS, the best that the
+paper reports, in the second. How often each outcome stands in them is a choice: that of a model which mostly fails. The speed
+of the naive program and the peak are assumptions, too, which the first line says. The second table and the lower pictures
+hold some distances for other speeds of that one program.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from torchtune_ext.advantages import AdvantageConfig, with_advantages
-from torchtune_ext.groups import Group, Sample
 from torchtune_ext.measured.matmul.rewards import KINDS, reward
+from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem, Score
 

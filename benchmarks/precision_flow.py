@@ -33,19 +33,19 @@ import precision_flow_curves as curves
 import torch
 from objectives import tune
 
-from torchtune_ext.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader
-from torchtune_ext.groups import Group
 from torchtune_ext.objective.loss import PolicyLoss, Tokens
-from torchtune_ext.packing import pack
+from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.packing import pack
+from torchtune_ext.pipeline.rollout import in_order, sample_groups
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.fp8.linear import Fp8Config
 from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.sharded import whole
-from torchtune_ext.rollout import in_order, sample_groups
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.training.buckets import places

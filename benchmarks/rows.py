@@ -20,7 +20,7 @@ import time
 from omegaconf import OmegaConf
 
 from torchtune_ext.kernels.packed_attention import TILE
-from torchtune_ext.packing import Layout, Lengths, Part, Parts, balanced_rows, dealt
+from torchtune_ext.pipeline.packing import Layout, Lengths, Part, Parts, balanced_rows, dealt
 from torchtune_ext.run.catalog import folder
 
 # config: tokens of a prompt, median tokens of an answer, width of the model

@@ -42,10 +42,10 @@ import torch
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 
-from torchtune_ext.groups import Group, Sample
 from torchtune_ext.kernels.packed_attention import dense_mask, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import Row, pack
+from torchtune_ext.pipeline.groups import Group, Sample
+from torchtune_ext.pipeline.packing import Row, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name

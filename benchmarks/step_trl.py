@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 
 
 def prepare(

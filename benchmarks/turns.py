@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from step import CPU, SMALL, SPECIAL, Way, differences, make_model
 
-from torchtune_ext.groups import Group, Sample
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import pack
+from torchtune_ext.pipeline.groups import Group, Sample
+from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel

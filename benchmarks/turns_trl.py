@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 from turns_trl_game import Number, Taught, make_rows
 
 from torchtune_ext.chat.templates import ChatTemplate
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths

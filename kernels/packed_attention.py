@@ -1,6 +1,6 @@
 """Computes attention over packed rows: a token sees the path that leads to it, and nothing of another branch.
 
-For query i and key j of a row (`packing.py`)::
+For query i and key j of a row (`pipeline/packing.py`)::
 
     allowed[i, j] = j <= i < end[j]
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from torchtune_ext.packing import LENGTHS, Layout, Row
+from torchtune_ext.pipeline.packing import LENGTHS, Layout, Row
 
 TILE = 128  # queries, and keys, in a block of FlexAttention
 KERNELS = 2  # lengths between a power of two and the next for which FlexAttention is compiled

@@ -13,12 +13,12 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig
 
-from torchtune_ext.evaluation import Accuracy, accuracy
+from torchtune_ext.cli.plugin import parse
 from torchtune_ext.grading import Grader, GraderConfig, answer_faults, open_graders, rehearse
-from torchtune_ext.host.opening import say_ready
-from torchtune_ext.host.plugin import parse
+from torchtune_ext.pipeline.evaluation import Accuracy, accuracy
+from torchtune_ext.pipeline.rollout import sample_held_out
+from torchtune_ext.pipeline.source import RolloutConfig, prompt_fault
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.rollout import sample_held_out
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import RunFolder
@@ -28,19 +28,20 @@ from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.engine_args import engine_threads, on_cpu
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config, named_paths, record
-from torchtune_ext.source import RolloutConfig, prompt_fault
-from torchtune_ext.tasks.order import Usable
-from torchtune_ext.telemetry.progress import Progress
-from torchtune_ext.telemetry.rollouts import RolloutStore
-from torchtune_ext.training.checks import (
+from torchtune_ext.setup.checks import (
     check_engine,
     check_prompts,
     check_task,
     check_tokenizer,
 )
+from torchtune_ext.setup.opening import say_ready
+from torchtune_ext.setup.settings import at_least
+from torchtune_ext.setup.start import require_gpus
+from torchtune_ext.tasks.order import Usable
+from torchtune_ext.telemetry.progress import Progress
+from torchtune_ext.telemetry.rollouts import RolloutStore
 from torchtune_ext.training.life import close_all, run_recipe
-from torchtune_ext.training.settings import at_least, chosen_dtype
-from torchtune_ext.training.start import require_gpus
+from torchtune_ext.training.precision import chosen_dtype
 
 # One engine, which spreads over GPUs by engine.tensor_parallel_size. `tune` looks for the next line as it is.
 SUPPORTS_DISTRIBUTED = False

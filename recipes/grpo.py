@@ -22,20 +22,20 @@ from typing import Any
 import torch
 from omegaconf import MISSING, DictConfig
 
-from torchtune_ext.advantages import refilled, with_advantages
-from torchtune_ext.buffer import depth_of
-from torchtune_ext.groups import Group, graded
-from torchtune_ext.host import nodes
-from torchtune_ext.host.opening import say_opening, say_ready
-from torchtune_ext.host.parts import make_parts
-from torchtune_ext.host.plugin import parse
-from torchtune_ext.packing import Row, pack_updates
+from torchtune_ext.cli.plugin import parse
+from torchtune_ext.pipeline.advantages import refilled, with_advantages
+from torchtune_ext.pipeline.buffer import depth_of
+from torchtune_ext.pipeline.groups import Group, graded
+from torchtune_ext.pipeline.packing import Row, pack_updates
+from torchtune_ext.pipeline.rollout import sample_held_out
 from torchtune_ext.policy.builder import build_policy
-from torchtune_ext.rollout import sample_held_out
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import load_config
+from torchtune_ext.setup import nodes
+from torchtune_ext.setup.opening import say_opening, say_ready
+from torchtune_ext.setup.parts import make_parts
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.profile import Profile
@@ -428,7 +428,7 @@ def recipe_main(cfg: DictConfig) -> None:
     cfg = load_config(Config, cfg)
     # The process ends here, with status 0 if the run would start and fit, and with 2 otherwise.
     if cfg.dry_run:
-        from torchtune_ext.host.dry_run import dry_run
+        from torchtune_ext.setup.dry_run import dry_run
 
         dry_run(cfg)
     run_recipe(GRPORecipe, cfg)

@@ -18,11 +18,10 @@ import torch
 from omegaconf import MISSING, DictConfig
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.groups import Group, Sample
-from torchtune_ext.host.opening import device_text, model_text
-from torchtune_ext.host.plugin import parse
+from torchtune_ext.cli.plugin import parse
 from torchtune_ext.objective.loss import NLLLoss
-from torchtune_ext.packing import pack
+from torchtune_ext.pipeline.groups import Group, Sample
+from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
@@ -33,18 +32,19 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.settings.components import Component, find_component, instantiate
 from torchtune_ext.settings.config import load_config, named_paths, record
+from torchtune_ext.setup.checks import check_optimizer, check_task, check_tokenizer, prompt_lengths
+from torchtune_ext.setup.opening import device_text, model_text
+from torchtune_ext.setup.settings import at_least
 from torchtune_ext.tasks.order import Usable, problem_index
 from torchtune_ext.tasks.task import Message, Problem, solution_messages
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
 from torchtune_ext.telemetry.progress import Progress
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, memory_metrics
-from torchtune_ext.training.checks import check_optimizer, check_task, check_tokenizer, prompt_lengths
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.export import own_prompts, require_replaceable, save_model
 from torchtune_ext.training.learner import Learner, ScheduleConfig, make_schedule
 from torchtune_ext.training.life import close_all, run_recipe
-from torchtune_ext.training.precision import DTYPES
-from torchtune_ext.training.settings import at_least, chosen_dtype, dtype_note
+from torchtune_ext.training.precision import DTYPES, chosen_dtype, dtype_note
 
 
 @dataclass

@@ -21,7 +21,15 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HEART = ["packing", "advantages", "buffer", "training/learner", "training/publish", "training/agreement", "objective/*"]
+HEART = [
+    "pipeline/packing",
+    "pipeline/advantages",
+    "pipeline/buffer",
+    "training/learner",
+    "training/publish",
+    "training/agreement",
+    "objective/*",
+]
 HEART_TESTS = ["tests/golden", "tests/unit/objective", "tests/unit/policy/test_packed_equals_unpacked.py"]
 HEART_TESTS += [
     f"tests/unit/training/test_{name}.py"

@@ -2,7 +2,7 @@
 
 import sys
 
-from torchtune_ext.host.cli import main
+from torchtune_ext.cli.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

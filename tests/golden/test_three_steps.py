@@ -14,10 +14,10 @@ from learners import alone
 from records import sampled
 from torchtune.models.qwen2 import qwen2
 
-from torchtune_ext.advantages import AdvantageConfig, with_advantages
-from torchtune_ext.groups import Group
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import pack_updates
+from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.packing import pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.tasks.task import Problem, Score
 

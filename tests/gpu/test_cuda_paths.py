@@ -5,10 +5,10 @@ import pytest
 import torch
 from records import sampled
 
-from torchtune_ext.groups import Group
 from torchtune_ext.kernels.packed_attention import TILE, dense_mask, packed_attention, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import Layout, pack
+from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.packing import Layout, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel

@@ -7,7 +7,7 @@ import numpy as np
 from records import sampled
 from report_runs import HOSTILE
 
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.rollouts import RolloutStore

@@ -53,7 +53,7 @@ def forked(folder: Path, words: list[str], environ: dict[str, str], timeout: flo
 
 def main() -> None:
     """Lives until the tests close its stdin, at their end at the latest."""
-    from torchtune_ext.host import cli, plugin
+    from torchtune_ext.cli import cli, plugin
 
     plugin.install()
     # With all that they import.

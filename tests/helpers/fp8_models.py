@@ -10,7 +10,7 @@ from learners import alone
 from safetensors.torch import load_file, save_file
 
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import pack
+from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config, scratch
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config

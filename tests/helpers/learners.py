@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.distributed import Ranks
 from torchtune_ext.training.learner import Learner

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from torchtune_ext.episodes import Episode
-from torchtune_ext.groups import Sample
+from torchtune_ext.pipeline.episodes import Episode
+from torchtune_ext.pipeline.groups import Sample
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Turn
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from letter_tokens import LetterTokenizer, completion
 
-from torchtune_ext.source import step_seed
+from torchtune_ext.pipeline.source import step_seed
 from torchtune_ext.tasks.task import Problem, Score
 
 SEED, PROBLEMS, SAMPLES = 3, 100, 2

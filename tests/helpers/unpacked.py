@@ -10,7 +10,7 @@ from learners import alone
 from records import sampled
 from torchtune.models.qwen2 import qwen2
 
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.policy.hf_model import clean_name
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.tasks.task import Problem, Score

@@ -18,7 +18,7 @@ from calm_kernels import CalmDgemm, CalmReduction
 from exploits import exploits
 from tables import every_row
 
-from torchtune_ext.host import cli
+from torchtune_ext.cli import cli
 from torchtune_ext.measured import cli as command
 from torchtune_ext.measured import compiler, probe
 from torchtune_ext.measured.check import Checker

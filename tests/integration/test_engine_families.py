@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 import tiny_model  # noqa: E402
 from transformers import AutoModelForCausalLM, MistralConfig, Olmo2Config, Qwen3Config, SmolLM3Config  # noqa: E402
 
-from torchtune_ext.groups import Group, Sample  # noqa: E402
-from torchtune_ext.packing import pack  # noqa: E402
+from torchtune_ext.pipeline.groups import Group, Sample  # noqa: E402
+from torchtune_ext.pipeline.packing import pack  # noqa: E402
 from torchtune_ext.policy import from_config, lora  # noqa: E402
 from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402
 from torchtune_ext.policy.hf_model import HFModel  # noqa: E402

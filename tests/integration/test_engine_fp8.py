@@ -11,8 +11,8 @@ from functools import partial  # noqa: E402
 import flights  # noqa: E402
 import numpy as np  # noqa: E402
 
-from torchtune_ext.groups import Group, Sample  # noqa: E402
-from torchtune_ext.packing import pack  # noqa: E402
+from torchtune_ext.pipeline.groups import Group, Sample  # noqa: E402
+from torchtune_ext.pipeline.packing import pack  # noqa: E402
 from torchtune_ext.policy import from_config, scratch  # noqa: E402
 from torchtune_ext.policy.builder import build_policy  # noqa: E402
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors  # noqa: E402

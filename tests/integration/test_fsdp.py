@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from torchtune_ext.groups import Group, Sample
+from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem
 
@@ -46,7 +46,7 @@ from rollouts import groups_of
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import Layout, pack
+from torchtune_ext.pipeline.packing import Layout, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors
 from torchtune_ext.policy.lora import base_hf_tensors, merged_hf_tensors
@@ -170,7 +170,7 @@ from rollouts import groups_of
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import Layout, pack
+from torchtune_ext.pipeline.packing import Layout, pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, clean_name

@@ -10,8 +10,8 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.host.cli import main
-from torchtune_ext.host.gguf import convert
+from torchtune_ext.cli.cli import main
+from torchtune_ext.cli.gguf import convert
 from torchtune_ext.policy import scratch
 from torchtune_ext.policy.hf_model import HFModel
 

@@ -16,7 +16,7 @@ import recipe_runs as runs
 import torch
 from safetensors.torch import load_file
 
-from torchtune_ext.host.cli import main
+from torchtune_ext.cli.cli import main
 from torchtune_ext.run.folder import read_record
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from torchtune_ext.chat import ChatTokenizer  # noqa: E402
+from torchtune_ext.cli.cli import main  # noqa: E402
 from torchtune_ext.grading.rehearsal import REHEARSED  # noqa: E402
-from torchtune_ext.host.cli import main  # noqa: E402
 from torchtune_ext.tasks.math import Math  # noqa: E402
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
 

@@ -304,7 +304,7 @@ time.sleep(600)
 
 @pytest.mark.long
 def test_other_versions_are_told(full_workplace, cluster, tmp_path, monkeypatch):
-    code = f"import sys, ray; ray.__version__ = '2.52.0'; sys.argv[0] = 'torchtune-ext'; from torchtune_ext.host.cli import main; sys.exit(main({words(cluster, *ASKED, 'output_dir=mixed')[3:]!r}))"
+    code = f"import sys, ray; ray.__version__ = '2.52.0'; sys.argv[0] = 'torchtune-ext'; from torchtune_ext.cli.cli import main; sys.exit(main({words(cluster, *ASKED, 'output_dir=mixed')[3:]!r}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=full_workplace, env=environment(), capture_output=True, text=True, timeout=120
     )

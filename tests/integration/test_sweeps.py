@@ -13,7 +13,7 @@ import pytest
 import recipe_runs as runs
 import yaml
 
-from torchtune_ext.host.cli import main
+from torchtune_ext.cli.cli import main
 from torchtune_ext.run.folder import read_record
 from torchtune_ext.sweep.check import check
 from torchtune_ext.sweep.file import read_sweep, sweep_files

@@ -19,7 +19,7 @@ PROBE_RECIPE = """
     import os
     import sys
 
-    from torchtune_ext.host.plugin import parse
+    from torchtune_ext.cli.plugin import parse
 
 
     @parse
@@ -100,7 +100,7 @@ WHERE_IS_WHAT = """
 import importlib.util, sys
 from pathlib import Path
 import torchtune_ext.kernels, torchtune_ext.configs
-from torchtune_ext.run import catalog; from torchtune_ext.host import plugin
+from torchtune_ext.run import catalog; from torchtune_ext.cli import plugin
 print(plugin.installed())
 print(Path(importlib.util.find_spec("torchtune_ext.recipes").origin).parent)
 for recipe in catalog.recipe_files(catalog.folder("recipes"), catalog.folder("configs")):
@@ -177,7 +177,7 @@ def test_tune_run_a_copied_recipe(wheel):
 def test_doors_without_the_hook(wheel):
     """`python -S` reads no start-up files: the module, and the recipe itself, work all the same."""
     paths = os.pathsep.join([str(wheel.site), sysconfig.get_path("purelib")])
-    without_hook = ("-S", "-c", "from torchtune_ext.host import plugin; print(plugin.installed())")
+    without_hook = ("-S", "-c", "from torchtune_ext.cli import plugin; print(plugin.installed())")
     assert wheel.run(*without_hook, PYTHONPATH=paths).stdout == "False\n"
     for words in (
         ("-S", "-m", "torchtune_ext", "run", "probe", "--config", "probe/deep/tiny", "seed=8"),
@@ -192,7 +192,7 @@ def test_repository_root_as_working_directory(editable, repo_root):
     code = (
         "import sys; sys.path.insert(0, '')\n"
         "from transformers.utils.import_utils import is_kernels_available\n"
-        "import torchtune_ext.kernels, torchtune_ext.host.plugin\n"
+        "import torchtune_ext.kernels, torchtune_ext.cli.plugin\n"
         "print(is_kernels_available(), torchtune_ext.kernels.__file__)"
     )
     done = subprocess.run(

@@ -193,7 +193,7 @@ def listing(folder: Path) -> dict[str, tuple]:
 
 def import_all() -> None:
     """Imports what the forks need, once for all of them."""
-    from torchtune_ext.host import plugin
+    from torchtune_ext.cli import plugin
 
     plugin.install()
     for name in MODULES:
@@ -264,7 +264,7 @@ def in_fork(words: list[str], folder: Path, log: Path, **variables: str) -> int:
 
 
 def _run(words: list[str], folder: Path, log: Path) -> int:
-    from torchtune_ext.host import cli
+    from torchtune_ext.cli import cli
     from torchtune_ext.sampling.engine import Engine
 
     Engine.start = _no_engine

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_ext.measured.ray_connect import connect, member_command
+from torchtune_ext.cluster.connection import connect, member_command
 from torchtune_ext.run.errors import Failure, text_of
 from torchtune_ext.run.parent import die_with_parent
 from torchtune_ext.sampling.child_process import Frames

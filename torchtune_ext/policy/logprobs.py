@@ -9,7 +9,7 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 from torchtune_ext.kernels.indexing import take
 from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_top_k
 from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
-from torchtune_ext.packing import Row
+from torchtune_ext.pipeline.packing import Row
 from torchtune_ext.policy.lora import effective_weight
 from torchtune_ext.run.errors import Mistake
 

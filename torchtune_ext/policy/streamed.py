@@ -12,7 +12,7 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 
 from torchtune_ext.kernels.linear_logprob import linear_logprob
 from torchtune_ext.kernels.packed_attention import packed_mask, use_packed_attention
-from torchtune_ext.packing import Row
+from torchtune_ext.pipeline.packing import Row
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.fp8 import Fp8Config

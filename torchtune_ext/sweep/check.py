@@ -14,10 +14,10 @@ from torchtune_ext.run.catalog import folder, recipe_files
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.settings.components import instantiate, recipe_module
 from torchtune_ext.settings.config import as_tune_reads, load_config
+from torchtune_ext.setup.checks import check_optimizer
+from torchtune_ext.setup.settings import check_settings
 from torchtune_ext.sweep.file import EXAMPLE, Point, Sweep
 from torchtune_ext.telemetry.panels import PANELS
-from torchtune_ext.training.checks import check_optimizer
-from torchtune_ext.training.settings import check_settings
 
 ELSE = "other programs run under `wandb agent`"
 ARGUMENTS = "${args_no_hyphens}"  # W&B's word for key=value of each parameter, as the recipes take them

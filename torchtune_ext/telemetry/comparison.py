@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtune_ext.evaluation import partly_right
+from torchtune_ext.pipeline.evaluation import partly_right
 from torchtune_ext.run.output import columns
 from torchtune_ext.telemetry.excerpts import cut_text, pack, short
 from torchtune_ext.telemetry.findings import nonfinite, reading_of

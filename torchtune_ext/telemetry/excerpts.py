@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchtune_ext.groups import Group, Sample, run_lengths
+from torchtune_ext.pipeline.groups import Group, Sample, run_lengths
 from torchtune_ext.telemetry.rollouts import read_rollouts
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from torchtune_ext.evaluation import partly_right
+from torchtune_ext.pipeline.evaluation import partly_right
 from torchtune_ext.telemetry.heading import State
 from torchtune_ext.telemetry.panels import Panel
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.errors import FileMistake, Mistake
 from torchtune_ext.run.files import explained, write_atomic
 from torchtune_ext.run.folder import Run

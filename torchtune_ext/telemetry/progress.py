@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from torchtune_ext.evaluation import partly_right
+from torchtune_ext.pipeline.evaluation import partly_right
 from torchtune_ext.run.output import attempt, say
 from torchtune_ext.run.terminal import width
 

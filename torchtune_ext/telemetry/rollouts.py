@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchtune_ext.groups import Group, group_json, group_of
+from torchtune_ext.pipeline.groups import Group, group_json, group_of
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.files import write_atomic
 

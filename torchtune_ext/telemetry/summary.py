@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from torchtune_ext.evaluation import accuracy
 from torchtune_ext.grading.environments import ENDINGS
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.evaluation import accuracy
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.records import EngineStats
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torchtune_ext.objective.kl import kl_k3
-from torchtune_ext.packing import Row, contexts
+from torchtune_ext.pipeline.packing import Row, contexts
 from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.run.errors import Failure
 from torchtune_ext.run.output import labelled, say

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchtune_ext.packing import Row
+from torchtune_ext.pipeline.packing import Row
 
 POSITIONS = (0, 1, 16, 256, 1024, 4096)  # first place of each bucket; 0 is the first token of a completion
 AGES = (0, 1, 2, 4, 8)  # first age of each bucket, in versions

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtune_ext.kernels.packed_attention import TILE
 from torchtune_ext.objective.loss import Loss, Tokens, needs_of
-from torchtune_ext.packing import Layout, Row
+from torchtune_ext.pipeline.packing import Layout, Row
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterOff, adapter_names
 from torchtune_ext.run.errors import Failure, Mistake, nearest

@@ -8,6 +8,7 @@ flow             trainer          engine
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,7 +24,6 @@ from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.run.errors import Mistake, nearest
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.settings import computes_in_bfloat16
 
 if TYPE_CHECKING:
     from torchtune_ext.policy.fp8.plan import Fp8Receipt
@@ -32,6 +32,36 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Deadline for a step of an engine in a dtype in which the processor does not compute.
 SLOW_STEP_S = 900.0
 FLOWS = ("bf16", "fp8_rollout", "fp8_unified")
+
+
+def chosen_dtype(dtype: str, device: str, fp8: bool = False) -> str:
+    """With "auto", bfloat16 where the device computes in it, else float32. Raises ValueError for another dtype."""
+    if dtype not in ("auto", "bfloat16", "float32"):
+        raise Mistake(f"dtype={dtype!r}: use 'auto', 'bfloat16' or 'float32' (float16 would need a loss scale)")
+    # Layers in FP8 work only beside bfloat16.
+    return ("bfloat16" if fp8 or computes_in_bfloat16(device) else "float32") if dtype == "auto" else dtype
+
+
+def dtype_note(dtype: str, device: str) -> str:
+    """Why a dtype was chosen, or that it is a slow one; "" where there is nothing to say."""
+    able = computes_in_bfloat16(device)
+    if dtype == "auto":
+        what = "processor" if device == "cpu" else "GPU"
+        return f" (dtype=auto: this {what} {'computes' if able else 'does not compute'} in bfloat16)"
+    if dtype == "bfloat16" and not able:
+        return ", in which this processor does not compute: it is slow, and dtype=auto or float32 is not"
+    return ""
+
+
+@cache
+def computes_in_bfloat16(device: str) -> bool:
+    """Whether a device multiplies matrices in bfloat16, and not only stores them."""
+    # Every GPU that vLLM 0.32 runs on does, from compute capability 8.0.
+    if device == "cuda":
+        return True
+    # On a processor without these a plain loop stands in for oneDNN and takes eight times as long as float32.
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 @dataclass(frozen=True, slots=True)

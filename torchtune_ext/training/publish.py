@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.groups import Group, Sample
-from torchtune_ext.packing import Row, contexts, pack
+from torchtune_ext.pipeline.groups import Group, Sample
+from torchtune_ext.pipeline.packing import Row, contexts, pack
 from torchtune_ext.policy.families import hf_name
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.sampling.engine import Engine, SamplingConfig

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.packing import Row
+from torchtune_ext.pipeline.packing import Row
 from torchtune_ext.policy.hf_model import HFModel, named_hf_tensors
 from torchtune_ext.policy.lora import (
     AdapterOff,

@@ -19,7 +19,7 @@ from tables import every_row
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtune_ext.chat import ChatTokenizer
-from torchtune_ext.episodes import Episode
+from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.task import Turn
 

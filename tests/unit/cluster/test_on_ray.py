@@ -10,9 +10,10 @@ import fp8_models
 import pytest
 from tables import every_row
 
+from torchtune_ext.cli import cli
+from torchtune_ext.cli.cli import main
+from torchtune_ext.cluster import on_ray
 from torchtune_ext.cluster.driver import WAIT_S, Request, engine_words, route, server_words
-from torchtune_ext.host import cli, on_ray
-from torchtune_ext.host.cli import main
 from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.settings.config import read_config
 

@@ -12,16 +12,16 @@ from public_configs import write_config
 from stand_ins import nf4_in_one_piece
 from tables import every_row
 
-from torchtune_ext.advantages import AdvantageConfig
-from torchtune_ext.host.cli import main
-from torchtune_ext.host.dry_run import asked_machine, plan_of
+from torchtune_ext.cli.cli import main
 from torchtune_ext.objective.loss import PolicyLoss
+from torchtune_ext.pipeline.advantages import AdvantageConfig
 from torchtune_ext.policy import memory
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder, recipe_files, recipe_of
 from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.settings.config import load_config
+from torchtune_ext.setup.dry_run import asked_machine, plan_of
 
 FILES = config_files(folder("configs"))
 CONFIGS = {name: path for name, path in FILES.items() if recipe_of(name)}

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from page_commands import blocks, commands, run_command
 from tables import every_row
 
-from torchtune_ext.host import cli
+from torchtune_ext.cli import cli
 from torchtune_ext.policy.families import FAMILIES
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
 from torchtune_ext.run.catalog import config_files, folder, recipe_files

@@ -21,11 +21,11 @@ from unpacked import (
     trained_samples,
 )
 
-from torchtune_ext.groups import Group
 from torchtune_ext.kernels import linear_logprob
 from torchtune_ext.kernels.packed_attention import dense_mask, segment_mask
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import Layout, contexts, pack
+from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.packing import Layout, contexts, pack
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 

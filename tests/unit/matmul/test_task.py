@@ -15,7 +15,6 @@ from calm_kernels import CalmReduction
 from records import sampled
 
 from torchtune_ext.grading import Ungraded
-from torchtune_ext.groups import Group, graded, group_json, group_of
 from torchtune_ext.measured.machine import fingerprint
 from torchtune_ext.measured.matmul import Matmul
 from torchtune_ext.measured.matmul.archive import FILE, Archive, Entry
@@ -24,6 +23,7 @@ from torchtune_ext.measured.matmul.stages import WINDOW
 from torchtune_ext.measured.results import Result
 from torchtune_ext.measured.techniques import TECHNIQUES
 from torchtune_ext.measured.timing import Timing
+from torchtune_ext.pipeline.groups import Group, graded, group_json, group_of
 
 HERE, ELSEWHERE = fingerprint(), "another machine"
 SIZE = {"m": 64, "n": 64, "k": 64}

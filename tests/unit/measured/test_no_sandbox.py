@@ -4,7 +4,7 @@ import pytest
 from as_user import in_a_fork
 from without_syscalls import forget_landlock
 
-from torchtune_ext.host import doctor
+from torchtune_ext.cli import doctor
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.kernels import Reduction
 from torchtune_ext.measured.sandbox import SandboxError

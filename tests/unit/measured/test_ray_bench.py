@@ -52,7 +52,7 @@ def test_an_address_at_which_nobody_answers_is_refused_at_once():
 
 @needs_ray
 def test_an_address_at_which_somebody_answers_who_is_not_ray_is_refused():
-    code = "import sys; from torchtune_ext.measured import ray_connect, ray_process; ray_connect.CONNECT_S = 1.0; "
+    code = "import sys; from torchtune_ext.cluster import connection; from torchtune_ext.measured import ray_process; connection.CONNECT_S = 1.0; "
     code += "ray_process.main(int(sys.argv[1]), int(sys.argv[2]))"
     ours, theirs = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as server, ours, theirs:

@@ -16,14 +16,14 @@ from tables import every_row
 from torchtune.models.qwen2 import qwen2
 from unpacked import whole_float64
 
-from torchtune_ext.advantages import AdvantageConfig, with_advantages
-from torchtune_ext.groups import Group
 from torchtune_ext.objective.clipping import kl3_bounds
 from torchtune_ext.objective.constraints import CONSTRAINTS
 from torchtune_ext.objective.kl import kl_k3
 from torchtune_ext.objective.loss import PolicyLoss, Tokens
 from torchtune_ext.objective.ratios import sample_means, sample_sums
-from torchtune_ext.packing import Layout, pack, pack_updates
+from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.packing import Layout, pack, pack_updates
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.run.catalog import folder
 from torchtune_ext.tasks.task import Problem, Score

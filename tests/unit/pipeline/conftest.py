@@ -4,11 +4,11 @@ import pytest
 from letter_tokens import LetterTokenizer
 from told_engine import SAMPLES, SEED, Numbered, Told
 
-from torchtune_ext.buffer import Ledger
 from torchtune_ext.grading import Grader
-from torchtune_ext.rollout import GroupStream
+from torchtune_ext.pipeline.buffer import Ledger
+from torchtune_ext.pipeline.rollout import GroupStream
+from torchtune_ext.pipeline.source import GroupSource
 from torchtune_ext.sampling.engine import SamplingConfig
-from torchtune_ext.source import GroupSource
 from torchtune_ext.tasks.order import ProblemStream
 
 

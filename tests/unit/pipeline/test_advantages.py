@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from records import sampled
 from tables import every_row
 
-import torchtune_ext.advantages as advantages_module
-from torchtune_ext.advantages import AdvantageConfig, best_of_k, refilled, with_advantages
+import torchtune_ext.pipeline.advantages as advantages_module
 from torchtune_ext.grading import Outcome, Ungraded
-from torchtune_ext.groups import Group, Sample
+from torchtune_ext.pipeline.advantages import AdvantageConfig, best_of_k, refilled, with_advantages
+from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.tasks.task import Problem, Score
 
 FAILED = Ungraded("infra_failed", "the grader raised")

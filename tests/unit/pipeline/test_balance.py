@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_ext import packing
-from torchtune_ext.packing import ALONE, LENGTHS, Layout, Lengths, PackStats, balanced_rows, dealt
+from torchtune_ext.pipeline import packing
+from torchtune_ext.pipeline.packing import ALONE, LENGTHS, Layout, Lengths, PackStats, balanced_rows, dealt
 
 GROUPS = st.lists(
     st.builds(Lengths, st.integers(1, 30), st.lists(st.integers(0, 40), min_size=1, max_size=8).map(tuple)), max_size=12

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from tables import every_row
 
-from torchtune_ext.buffer import Ledger
+from torchtune_ext.pipeline.buffer import Ledger
 
 SCHEDULES = 2500  # of each kind
 # Seconds that a group takes, from always the same to tails without a mean.

@@ -16,9 +16,9 @@ from scripted_environments import Scripted, Sticky
 from waiting import wait_until
 
 from torchtune_ext.grading.environments import ENDINGS, Environments, Seat
-from torchtune_ext.groups import group_json, group_of
-from torchtune_ext.packing import pack
-from torchtune_ext.rollout import GroupStream, Unfinished
+from torchtune_ext.pipeline.groups import group_json, group_of
+from torchtune_ext.pipeline.packing import pack
+from torchtune_ext.pipeline.rollout import GroupStream, Unfinished
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.engine import Priority, SamplingConfig
 from torchtune_ext.sampling.records import Completion

@@ -10,9 +10,9 @@ import pytest
 from records import sampled
 from tables import every_row
 
-from torchtune_ext.evaluation import T, Z, accuracy, interval, pass_at_k
 from torchtune_ext.grading import Ungraded
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.evaluation import T, Z, accuracy, interval, pass_at_k
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.order import ProblemStream, problem_index
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.summary import evaluation_metrics

@@ -7,9 +7,9 @@ from letter_tokens import LetterTokenizer, completion
 from told_engine import Numbered
 from waiting import wait_until
 
-from torchtune_ext.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.grading import Grader
-from torchtune_ext.rollout import sample_groups
+from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
+from torchtune_ext.pipeline.rollout import sample_groups
 from torchtune_ext.sampling.engine import SamplingConfig
 from torchtune_ext.tasks.task import Score
 

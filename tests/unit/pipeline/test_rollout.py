@@ -10,9 +10,9 @@ import pytest
 from letter_tokens import LetterTokenizer, completion
 from waiting import wait_until
 
-from torchtune_ext import rollout
 from torchtune_ext.grading import Grader
-from torchtune_ext.rollout import GroupStream, in_order, sample_groups
+from torchtune_ext.pipeline import rollout
+from torchtune_ext.pipeline.rollout import GroupStream, in_order, sample_groups
 from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.summary import Stopwatch

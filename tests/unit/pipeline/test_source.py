@@ -10,11 +10,11 @@ from letter_tokens import completion
 from told_engine import PROBLEMS, SAMPLES, SEED, Call, Numbered
 from waiting import wait_until
 
-from torchtune_ext.buffer import Ledger
 from torchtune_ext.grading import Grader, Ungraded
-from torchtune_ext.groups import group_json, group_of
+from torchtune_ext.pipeline.buffer import Ledger
+from torchtune_ext.pipeline.groups import group_json, group_of
+from torchtune_ext.pipeline.source import GroupSource
 from torchtune_ext.sampling.engine import SamplingConfig
-from torchtune_ext.source import GroupSource
 from torchtune_ext.tasks.order import ProblemStream, problem_index
 
 

@@ -11,7 +11,7 @@ from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import pack
+from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy.decoder import decoder, lora_decoder
 from torchtune_ext.policy.logprobs import PackedPolicy
 

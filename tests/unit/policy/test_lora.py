@@ -19,7 +19,7 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules.peft import DoRALinear
 
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import pack
+from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel

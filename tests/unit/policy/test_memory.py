@@ -14,7 +14,7 @@ from tables import every_row
 from torch.distributed._tools.mem_tracker import MemTracker
 from unpacked import make_groups
 
-from torchtune_ext.packing import pack
+from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.families import published_config

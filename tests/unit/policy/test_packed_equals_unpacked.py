@@ -25,7 +25,7 @@ from torchtune_ext.kernels.packed_attention import (
     segment_mask,
 )
 from torchtune_ext.objective.loss import PolicyLoss
-from torchtune_ext.packing import Layout, pack
+from torchtune_ext.pipeline.packing import Layout, pack
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 

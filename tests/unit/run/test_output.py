@@ -7,7 +7,7 @@ import sys
 
 from tables import every_row
 
-from torchtune_ext.host import cli, plugin
+from torchtune_ext.cli import cli, plugin
 from torchtune_ext.run import terminal
 from torchtune_ext.run.output import say
 
@@ -60,7 +60,7 @@ def test_a_run_outlives_the_reader_of_its_table(tmp_path, streams, args, unbuffe
 def test_text_that_waits_in_a_buffer_does_not_change_the_exit_status(tmp_path):
     code = """
 import sys
-from torchtune_ext.host import cli, plugin
+from torchtune_ext.cli import cli, plugin
 from torchtune_ext.run import terminal
 from torchtune_ext.run.output import say
 say("first")

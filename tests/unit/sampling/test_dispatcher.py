@@ -1,7 +1,7 @@
 """Groups on their way to the engine: their seeds, and what one of them shares with the others."""
 
+from torchtune_ext.pipeline.source import step_seed
 from torchtune_ext.sampling.calls import group_seeds
-from torchtune_ext.source import step_seed
 
 
 def test_the_seeds_of_a_group_are_those_that_it_always_had():

@@ -9,7 +9,7 @@ import yaml
 from recipe_runs import make_workplace
 from tables import every_row
 
-from torchtune_ext.host.cli import main
+from torchtune_ext.cli.cli import main
 from torchtune_ext.sweep.file import read_sweep
 from torchtune_ext.sweep.runner import SweepFolder
 

@@ -13,7 +13,7 @@ import pytest
 from clue_reader import DATA, Translator, all_nights, check_by_trying, holds, needs_public, read
 from tables import every_row
 
-from torchtune_ext.host.cli import main
+from torchtune_ext.cli.cli import main
 from torchtune_ext.tasks.temporal_clue import TemporalClue, cli
 from torchtune_ext.tasks.temporal_clue.clues import HasMotive, Murder, Place, draw_clues
 from torchtune_ext.tasks.temporal_clue.files import generate, read_puzzles, write_jsonl

@@ -12,7 +12,7 @@ pytest.importorskip("math_verify")
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading import Grader
-from torchtune_ext.rollout import in_order, sample_groups
+from torchtune_ext.pipeline.rollout import in_order, sample_groups
 from torchtune_ext.sampling.engine import Completion, SamplingConfig
 from torchtune_ext.tasks.answers import MathGrader
 from torchtune_ext.tasks.arithmetic import Arithmetic

@@ -8,9 +8,9 @@ import numpy as np
 from records import guessed, sampled
 from report_runs import byte_tokenizer
 
-from torchtune_ext.episodes import Episode
 from torchtune_ext.grading import Ungraded
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.episodes import Episode
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.task import Problem, Score, Turn
 from torchtune_ext.telemetry.excerpts import Limits, excerpts_of, sample_facts
 from torchtune_ext.telemetry.rollouts import RolloutStore, rollout_paths

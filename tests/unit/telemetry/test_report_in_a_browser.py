@@ -9,7 +9,7 @@ from pages import MISSING, WIDTHS, opened
 from records import guessed
 from report_runs import HOSTILE, make_run
 
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.report import build_report

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from records import guessed
 
 from torchtune_ext.grading import Ungraded
-from torchtune_ext.groups import Group, Sample, run_lengths
+from torchtune_ext.pipeline.groups import Group, Sample, run_lengths
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import rollouts as module

@@ -15,7 +15,7 @@ from records import sampled
 from tables import every_row
 
 from torchtune_ext.grading import Ungraded
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.folder import Run
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.rollouts import RolloutStore

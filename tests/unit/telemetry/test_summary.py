@@ -7,7 +7,7 @@ from records import guessed, sampled
 
 from torchtune_ext.grading.calls import hung
 from torchtune_ext.grading.environments import ENDINGS
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry import summary
 from torchtune_ext.telemetry.summary import Stopwatch, clock_metrics, rollout_metrics

@@ -12,8 +12,8 @@ from records import sampled
 from tables import every_row
 from torch.distributions import Categorical
 
-from torchtune_ext.groups import Group
-from torchtune_ext.packing import pack
+from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy.logprobs import LabelLogprobs
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import RECENT, TOO_FEW, Agreement, Applied, Disagreement, applied_share

@@ -12,8 +12,8 @@ from records import sampled
 from tables import every_row
 from torch.distributions import Categorical
 
-from torchtune_ext.groups import Group
-from torchtune_ext.packing import contexts, pack
+from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.pipeline.packing import contexts, pack
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.training.agreement import (
     SHARPER,

@@ -16,7 +16,7 @@ from tables import every_row
 
 from torchtune_ext.kernels.packed_attention import packed_mask
 from torchtune_ext.objective.loss import Needs, NLLLoss, PolicyLoss, needs_of
-from torchtune_ext.packing import pack
+from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import logprobs
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.recipes.grpo import GRPORecipe

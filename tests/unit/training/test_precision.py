@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,15 @@ from torchtune_ext.policy.fp8.plan import linear_layers
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.memory import Sizes, trainer_rows
 from torchtune_ext.sampling.records import EngineConfig
-from torchtune_ext.training.precision import FLOWS, Precision, PrecisionConfig
+from torchtune_ext.training import precision as precision_module
+from torchtune_ext.training.precision import (
+    FLOWS,
+    Precision,
+    PrecisionConfig,
+    chosen_dtype,
+    computes_in_bfloat16,
+    dtype_note,
+)
 
 SHAPE = dict(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384)
 
@@ -224,3 +233,34 @@ def test_a_quantized_checkpoint_is_refused_in_every_flow(source, flow):
 def test_a_missing_model_says_how_to_get_it(tmp_path, folder, command):
     with pytest.raises(ValueError, match=f"no such folder, seen from .*`{command}"):
         HFModel(tmp_path / folder)
+
+
+def test_the_dtype_follows_the_device(monkeypatch):
+    assert (
+        chosen_dtype("auto", "cuda") == "bfloat16"
+        and dtype_note("auto", "cuda") == " (dtype=auto: this GPU computes in bfloat16)"
+    )
+    monkeypatch.setattr(precision_module, "computes_in_bfloat16", lambda device: device == "cuda")
+    assert chosen_dtype("auto", "cpu") == "float32" and chosen_dtype("auto", "cpu", fp8=True) == "bfloat16"
+    assert "does not compute in bfloat16)" in dtype_note("auto", "cpu")
+    assert "it is slow" in dtype_note("bfloat16", "cpu") and dtype_note("float32", "cpu") == ""
+    assert chosen_dtype("bfloat16", "cpu") == "bfloat16"
+    with pytest.raises(ValueError, match="dtype='float16': use 'auto', 'bfloat16' or 'float32'"):
+        chosen_dtype("float16", "cpu")
+
+
+@every_row(
+    "flags, able",
+    [
+        ("fpu avx2 fma", False),
+        ("avx512f avx512_bf16 vnni", True),
+        ("amx_bf16 amx_tile", True),
+        ("asimd bf16 i8mm", True),
+    ],
+)
+def test_a_processor_says_whether_it_computes_in_bfloat16(flags, able, monkeypatch):
+    file = SimpleNamespace(read_text=lambda **options: f"processor : 0\nflags : {flags}\n")
+    monkeypatch.setattr(precision_module, "Path", lambda name: file)
+    computes_in_bfloat16.cache_clear()
+    assert computes_in_bfloat16("cpu") == able
+    computes_in_bfloat16.cache_clear()

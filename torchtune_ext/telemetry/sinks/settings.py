@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import Run

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.telemetry.sinks.settings import Opening
 
 

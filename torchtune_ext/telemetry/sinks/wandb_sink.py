@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from torchtune_ext.groups import Group
+from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.parent import place
 from torchtune_ext.telemetry.excerpts import by_reward, chosen_groups, cut_text, sample_facts, spaced

@@ -1,0 +1,234 @@
+"""Settings of a recipe: references to the environment, paths that are named."""
+
+import ast
+import json
+import os
+import re
+import warnings
+from dataclasses import asdict, fields, is_dataclass
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from tables import every_row
+
+from torchtune_ext.objective.loss import PolicyLoss, needs_of
+from torchtune_ext.recipes import evaluate, grpo, warmup_sft
+from torchtune_ext.settings.config import load_config, named_paths, record
+from torchtune_ext.setup.settings import check_needs
+from torchtune_ext.training.checkpoints import NO_NEWS
+from torchtune_ext.training.replay import APART
+
+ROOT = Path(__file__).resolve().parents[3]
+
+NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {
+    "max_steps": 1,
+    "sampling": {"max_tokens": 8},
+}
+
+
+def of_environment(monkeypatch, text, cli=()):
+    """(what the recipe gets, what is kept) of a YAML text, with a token in the environment."""
+    for name, value in {
+        "TTE_TOKEN": "s3cret",
+        "TTE_STEPS": "7",
+        "TTE_LIST": "[a, {b: s3cret}]",
+        "TTE_WHICH": "two",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TTE_NOTHING", raising=False)
+    needed = {key: value for key, value in NEEDED.items() if f"\n{key}:" not in f"\n{text}"}
+    cfg = load_config(grpo.Config, OmegaConf.merge(needed, OmegaConf.create(text), OmegaConf.from_dotlist(list(cli))))
+    kept = record(cfg)
+    assert "s3cret" not in json.dumps(kept) and "torchtune_ext.env" not in json.dumps(kept)
+    return cfg, kept
+
+
+@every_row(
+    "written, value, kept",
+    [
+        ("${oc.env:TTE_TOKEN}", "s3cret", "${oc.env:TTE_TOKEN}"),
+        ("hf_${oc.env:TTE_TOKEN}/${seed}", "hf_s3cret/0", "hf_${oc.env:TTE_TOKEN}/0"),
+        ("${oc.decode:${oc.env:TTE_STEPS}}", 7, "${oc.env:TTE_STEPS}"),
+        ("${oc.decode:${oc.env:TTE_LIST}}", ["a", {"b": "s3cret"}], "${oc.env:TTE_LIST}"),
+        ("${oc.decode:${oc.env:TTE_TOKEN}}-${ oc.env : TTE_TOKEN }", "s3cret-s3cret", "${oc.env:TTE_TOKEN}-${oc.env:TTE_TOKEN}"),
+        ("${oc.env:TTE_NOTHING,default}", "default", "${oc.env:TTE_NOTHING,default}"),
+        ("${oc.env:TTE_NOTHING,null}", None, "${oc.env:TTE_NOTHING,null}"),
+        ("${oc.env:TTE_NOTHING,'a, b'}", "a, b", '${oc.env:TTE_NOTHING,"a, b"}'),
+        ("${oc.env:TTE_NOTHING,${oc.env:TTE_TOKEN}}", "s3cret", "${oc.env:TTE_NOTHING,${oc.env:TTE_TOKEN}}"),
+        ("${task.deep.0.token}", "s3cret", "${oc.env:TTE_TOKEN}"),
+        ("${task.deep}", [{"token": "s3cret", "plain": 1}], [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}]),
+        ("${task.${oc.env:TTE_WHICH}}", 2, "${task.${oc.env:TTE_WHICH}}"),
+        ("${tte_shout:${oc.env:TTE_TOKEN}}", "S3CRET!", "${tte_shout:${oc.env:TTE_TOKEN}}"),
+        ("${tte_count:${oc.env:TTE_TOKEN}}", 6, "${tte_count:${oc.env:TTE_TOKEN}}"),
+        ("${output_dir}/x", "x/x", "x/x"),
+    ],
+)  # fmt: skip
+def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, value, kept):
+    with warnings.catch_warnings(action="ignore"):  # of later versions, about the name of this function
+        OmegaConf.register_new_resolver("tte_shout", lambda text: text.upper() + "!", replace=True)
+        OmegaConf.register_new_resolver("tte_count", len, replace=True)
+    deep = 'task: {deep: [{token: "${oc.env:TTE_TOKEN}", plain: 1}], two: 2}\n'
+    cfg, values = of_environment(monkeypatch, f"{deep}model: {{a: {{b: [0, {json.dumps(written)}]}}}}\n")
+    assert cfg.model["a"]["b"][1] == value
+    assert values["model"] == {"a": {"b": [0, kept]}}
+    assert values["task"] == {"deep": [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}], "two": 2}
+    # Everything else is resolved, and of a node there is what was given.
+    assert values["output_dir"] == "x" and values["sampling"] == {"max_tokens": 8} and values["engine"] == {}
+
+
+def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "loss: {_component_: a.Loss, x: '${oc.env:TTE_TOKEN}', y: '${prompts_per_step}'}\n"
+    )
+    text = f'max_steps: "${{oc.env:TTE_STEPS}}"\nprompts_per_step: "${{max_steps}}"\npreset: {tmp_path}/mine.yaml\n'
+    cfg, values = of_environment(
+        monkeypatch, text, cli=["model_dir=${oc.env:TTE_TOKEN}", "tokenizer.path=${model_dir}/t"]
+    )
+    assert (cfg.max_steps, cfg.prompts_per_step, cfg.model_dir, cfg.tokenizer["path"]) == (7, 7, "s3cret", "s3cret/t")
+    assert values["max_steps"] == values["prompts_per_step"] == "${oc.env:TTE_STEPS}"
+    assert (values["model_dir"], values["tokenizer"]) == ("${oc.env:TTE_TOKEN}", {"path": "${oc.env:TTE_TOKEN}/t"})
+    assert cfg.loss == {"_component_": "a.Loss", "x": "s3cret", "y": 7}
+    assert values["loss"] == {"_component_": "a.Loss", "x": "${oc.env:TTE_TOKEN}", "y": "${oc.env:TTE_STEPS}"}
+
+
+def test_a_missing_variable_is_still_named(monkeypatch):
+    with pytest.raises(ValueError, match="TTE_NOTHING"):
+        of_environment(monkeypatch, 'seed: "${oc.env:TTE_NOTHING}"\n')
+
+
+@every_row(
+    "key, written, read",
+    [
+        ("output_dir", "~", "HOME"),
+        ("output_dir", "~/runs/x", "HOME/runs/x"),
+        ("model_dir", "~root/x", "ROOT/x"),
+        ("model_dir", "${oc.env:TTE_MODELS}/x", "HOME/models/x"),
+        ("model_dir", "price$5", "price$5"),
+        ("replay", "~/runs/x", "HOME/runs/x"),
+        ("task.path", ["~/a", "b"], ["HOME/a", "b"]),
+        ("evaluation.task.rows_file", "~root/a", "ROOT/a"),
+        ("task.rows", "~/a", "HOME/a"),
+        ("task.system", "~root about $PATH", "~root about $PATH"),
+        ("task.path", "$x.jsonl", "$x.jsonl"),  # it is there
+        ("tokenizer.template", "{{ '$PATH' }}" * 400, "{{ '$PATH' }}" * 400),
+    ],
+)
+def test_home_folder_in_path_is_expanded(tmp_path, monkeypatch, key, written, read):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "$x.jsonl").touch()
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("TTE_MODELS", "~/models")
+    settings = OmegaConf.create({**NEEDED, "task": {}, "tokenizer": {}, "evaluation": {"task": {"_component_": "x"}}})
+    OmegaConf.update(settings, key, written)
+    found = reduce(getitem, key.split("."), asdict(load_config(grpo.Config, settings)))
+    root = Path("~root").expanduser().as_posix()
+    texts = [
+        text.replace("ROOT/", f"{root}/").replace("HOME", "/home/me")
+        for text in ([read] if isinstance(read, str) else read)
+    ]
+    assert ([found] if isinstance(found, str) else found) == texts
+
+
+def test_the_paths_that_settings_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "out", "data.jsonl", "tensorboard"):
+        (tmp_path / name).mkdir()
+    given = {**NEEDED, "output_dir": "out", "model_dir": "model", "logging": {"to": ["tensorboard"]}}
+    given |= {
+        "task": {"path": "${oc.env:PWD,x}/../data.jsonl", "more": [str(tmp_path / "data.jsonl"), "\0", "", "x" * 5000]}
+    }
+    paths = named_paths(load_config(grpo.Config, OmegaConf.create(given)))
+    assert sorted(map(str, paths)) == sorted(["model", str(tmp_path / "data.jsonl")])
+
+
+def test_an_old_key_that_has_no_successor_in_a_recipe_is_just_unknown():
+    with pytest.raises(ValueError, match="unknown key 'eval_every' in the config; (did you mean|known keys)"):
+        load_config(evaluate.Config, OmegaConf.create({"eval_every": 1}))
+
+
+def evaluated(task):
+    return load_config(grpo.Config, OmegaConf.create({**NEEDED, "evaluation": {"task": task}})).evaluation.task
+
+
+def test_a_held_out_task_is_a_mapping():
+    with pytest.raises(ValueError, match=r"write evaluation.task._component_=my_task.Sums, or null"):
+        evaluated("my_task.Sums")
+    with pytest.raises(ValueError, match=r"evaluation.task={'count': 4} names no component"):
+        evaluated({"count": 4})
+    assert evaluated(None) is None
+    assert evaluated({"_component_": None}) is None  # as null arrives from the command line
+
+
+def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
+    class Mine:
+        def __call__(self, t):
+            return -t.logprobs_L, {}
+
+    with pytest.raises(
+        ValueError, match=r"loss.kl_coef=0.1, but the loss my.Mine does not ask for it: .*needs_reference"
+    ):
+        check_needs({"_component_": "my.Mine", "kl_coef": 0.1}, needs_of(Mine()))
+    with pytest.raises(ValueError, match="loss.top_k=4"):
+        check_needs({"top_k": 4}, needs_of(Mine()))
+    check_needs({"kl_coef": 0.1, "top_k": 4}, needs_of(PolicyLoss(constraint="kl", top_k=4, kl_coef=0.1)))
+    check_needs({"kl_coef": 0.0}, needs_of(Mine()))
+
+
+NODES = {
+    spec.name: spec.type for recipe in (grpo, warmup_sft) for spec in fields(recipe.Config) if is_dataclass(spec.type)
+}
+
+
+def test_every_knob_that_a_message_names_exists():
+    """As engine.dtype: a node, and one of its fields. Names of files such as engine.log are none."""
+    knob, wrong = re.compile(rf"(?<![\w./`-])({'|'.join(NODES)})\.([a-z]\w*)(?![\w(./])"), []
+    for path in [*(ROOT / "torchtune_ext").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone]
+        names = {match.groups() for text in texts if isinstance(text, str) for match in knob.finditer(text)}
+        known = {(node, field.name) for node, kind in NODES.items() for field in fields(kind)}
+        wrong += [(path.name, *pair) for pair in names - known if pair[1] not in ("log", "json")]
+    assert not wrong
+    assert {key.partition(".")[0] for key in APART} | set(NO_NEWS) <= {field.name for field in fields(grpo.Config)}
+
+
+@every_row(
+    "key, value, says",
+    [
+        ("output_dir", "$HOME", r"output_dir=\$HOME: `\$` has a meaning in a shell only"),
+        ("output_dir", "a/$(date)", "`\\$` has a meaning"),
+        ("output_dir", "${oc.env:TTE_EMPTY}", "output_dir='' is empty; expected a path. Fix: write . for"),
+        (
+            "tokenizer.template",
+            "",
+            "tokenizer.template='' is empty; expected a path. Fix: leave it out, or name a file",
+        ),
+        ("output_dir", "${oc.env:TTE_DOLLAR}", "`\\$` has a meaning"),
+        ("teacher.model_dir", "$MODELS/x", r"teacher.model_dir=\$MODELS/x: `\$` has"),
+        ("task.path", ["a", "$MODELS/x"], r"task.path=\$MODELS/x: `\$` has"),
+        ("replay", "~no-such-user/x", "unknown user 'no-such-user'"),
+        ("preset", "$HOME/a.yaml", r"preset=\$HOME/a.yaml: `\$` has"),
+        ("model_dir", "é" * 128, "model_dir=.* is too long: a name has at most 255 bytes"),
+        ("tokenizer.template", "/a" * 2000, "tokenizer.template=.* is too long: a name .* a path 3,900"),
+        ("task.path", "a\0b", r"task.path='a\\x00b' holds a character"),
+        ("task.path", "\ud83d", r"task.path='\\ud83d' holds a character"),
+        (
+            "evaluation.task.path",
+            "pipe",
+            r"evaluation.task.path=pipe: not a regular file \(a pipe, device or socket\). Fix: write its content to a file",
+        ),
+    ],
+)
+def test_value_that_cannot_be_path_is_refused(tmp_path, monkeypatch, key, value, says):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TTE_DOLLAR", "x/$HOME")
+    monkeypatch.setenv("TTE_EMPTY", "")
+    os.mkfifo("pipe")
+    settings = OmegaConf.create({**NEEDED, "task": {}, "tokenizer": {}, "evaluation": {"task": {"_component_": "x"}}})
+    OmegaConf.update(settings, key, value)
+    with pytest.raises(ValueError, match=says):
+        load_config(grpo.Config, settings)

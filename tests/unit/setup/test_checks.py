@@ -1,0 +1,300 @@
+"""The parts of a run are tried: those that are right pass, those that are wrong are named. Whole runs: tests/mistakes."""
+
+import json
+from collections import namedtuple
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from tables import every_row
+from tiny_runs import write_tiny_model
+
+from torchtune_ext.chat import CHATML, ChatTokenizer
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.hf_model import HFModel
+from torchtune_ext.policy.lora import adapter_names
+from torchtune_ext.recipes import grpo
+from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
+from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.config import load_config
+from torchtune_ext.settings.presets import preset_files
+from torchtune_ext.setup import checks
+from torchtune_ext.tasks.arithmetic import Arithmetic
+from torchtune_ext.tasks.task import Problem
+
+NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {
+    "max_steps": 1,
+    "sampling": {"max_tokens": 8},
+}
+Disk = namedtuple("Disk", "total used free")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return folder
+
+
+@every_row("preset", [*preset_files(), None])
+def test_the_loss_of_every_preset_passes(preset):
+    loss = {} if preset else {"loss": {"_component_": "torchtune_ext.objective.loss.PolicyLoss", "kl_coef": 0.1}}
+    cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": preset, **loss}))
+    checks.check_loss(instantiate(cfg.loss))
+
+
+def test_a_loss_may_learn_from_the_entropy_only():
+    checks.check_loss(lambda t: (-t.entropy_L, {}))
+
+
+def test_optimizers_pass():
+    for name, settings in (
+        ("AdamW", {"lr": 1e-3, "fused": True}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("Adafactor", {}),
+    ):
+        node = {"_component_": f"torch.optim.{name}", **settings}
+        checks.check_optimizer(partial(instantiate, node))
+
+
+def test_an_optimizer_of_matrices_may_train_matrices():
+    muon = {"_component_": "torch.optim.Muon", "lr": 0.1}
+    checks.check_optimizer(partial(instantiate, muon), {2})
+    with pytest.raises(ValueError, match="2D parameters"):
+        checks.check_optimizer(partial(instantiate, muon), {1, 2})
+
+
+@every_row(
+    "optimizer, says",
+    [
+        ({"_component_": "torch.optim.LBFGS"}, "a step of LBFGS on dense gradients raised TypeError: .*'closure'; use torch.optim.AdamW"),
+        ({"_component_": "torch.optim.SparseAdam"}, "a step of SparseAdam on dense gradients raised .*does not support dense"),
+        ({"_component_": "torch.optim.AdamW", "capturable": True}, "a step of AdamW .*If capturable=True"),
+        ({"_component_": "torch.optim.SGD", "maximize": True}, "a step of SGD raises the loss; leave out optimizer.maximize"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_cannot_step_is_refused(optimizer, says):
+    make = partial(instantiate, {"lr": 0.1, **optimizer})
+    with pytest.raises(ValueError, match=f"optimizer: {says}"):
+        checks.check_optimizer(make)
+    if optimizer.get("capturable"):
+        checks.check_optimizer(make, device="cuda")
+
+
+def test_weights_fit_their_model_and_no_other(model_dir):
+    source, model = HFModel(model_dir), on_meta(partial(from_config, str(model_dir)))
+    source.require_fits(model)
+    adapted = on_meta(partial(from_config, str(model_dir), lora_attn_modules=["q_proj"]))
+    source.require_fits(adapted, new=adapter_names(adapted))
+    shapes = {name: shape for name, shape, _ in source.shapes()}
+    assert shapes == {name: tuple(param.shape) for name, param in model.named_parameters()}
+    fewer = on_meta(partial(from_config, str(model_dir)))
+    del fewer.layers[1]
+    with pytest.raises(ValueError, match=r"model does not fit .*layers.1.* the built model has no such weight"):
+        source.require_fits(fewer)
+
+
+def test_the_shapes_in_the_headers_are_those_of_the_converted_weights(model_dir, tmp_path):
+    """Of Llama, whose q and k change places, with as many heads as the tiny model has."""
+    config = json.loads((model_dir / "config.json").read_text()) | {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = HFModel(model_dir)
+    tensors = load_file(model_dir / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "bias" not in name}, tmp_path / "model.safetensors")
+    llama = HFModel(tmp_path)
+    assert {name: shape for name, shape, _ in llama.shapes()} == {name: tuple(t.shape) for name, t in llama.tensors()}
+    assert {name: shape for name, shape, _ in source.shapes()} == {name: tuple(t.shape) for name, t in source.tensors()}
+
+
+class Slow:
+    """Each prompt takes a second of a clock of its own."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        self.clock.now += 0.3
+        if index == 15:
+            raise KeyError(index)
+        return Problem(str(index), ({"role": "user", "content": "x" * index},), index)
+
+
+def test_prompts_are_measured_for_a_second_at_most(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(checks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [0] * len(messages[0]["content"]))
+    # Four are made in 1.2 s; the one that cannot be made is left to the run.
+    assert checks.prompt_lengths(Slow(clock), tokenizer, "task") == [0, 31, 46]
+
+
+def test_a_broken_first_row_is_left_to_the_run():
+    class Rows(list):
+        def __getitem__(self, index):
+            if index in self:
+                raise KeyError("answer")
+            return Problem(str(index), ({"role": "user", "content": "12"},), "")
+
+    tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [0] * len(messages[0]["content"]))
+    assert checks.prompt_lengths(Rows([0, 7]), tokenizer, "task") == [2]
+    with pytest.raises(ValueError, match=r"the prompt of Rows\(...\)\[0\] raised KeyError"):
+        checks.prompt_lengths(Rows([0, 1]), tokenizer, "task")
+
+
+class Rows:
+    """Problems of these questions; None is a broken row."""
+
+    def __init__(self, *questions):
+        self.questions = questions
+
+    def __len__(self):
+        return len(self.questions)
+
+    def __getitem__(self, index):
+        return Problem(f"row-{index}", ({"role": "user", "content": self.questions[index] + "?"},), "4")
+
+
+def test_prompts_from_all_over_a_long_task_are_looked_at():
+    task = Rows(*("x" * (i // 10) for i in range(100)))
+
+    class Counting:
+        def prompt_ids(self, messages, tools=()):
+            return [0] * len(messages[0]["content"])
+
+    lengths = checks.prompt_lengths(task, Counting(), "task")
+    assert len(lengths) == checks.LOOKED_AT and lengths[0] == 1 and lengths[-1] == 10
+
+
+def test_tools_that_the_template_does_not_show_are_told(model_dir):
+    class Shop(Rows):
+        def __getitem__(self, index):
+            return replace(super().__getitem__(index), tools=({"type": "function", "function": {"name": "buy"}},))
+
+    task, shows = Shop("a", "b"), CHATML + "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    with pytest.raises(
+        ValueError, match=r"task: Shop\(...\)\[0\] has tools, which the chat template 'chatml' does not show"
+    ):
+        checks.prompt_lengths(task, ChatTokenizer(model_dir, "chatml"), "task")
+    assert len(checks.prompt_lengths(task, ChatTokenizer(model_dir, shows), "task")) == 2
+
+
+class Chats(list):
+    """Problems of these messages."""
+
+    def __getitem__(self, index):
+        return Problem(str(index), super().__getitem__(index), "4")
+
+
+SYSTEM, USER = {"role": "system", "content": "Only digits.\n"}, {"role": "user", "content": " 1+1?\n"}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+TURN = {"role": "assistant", "content": "<think>\nx\n</think>\n\n2"}
+
+
+def loop(inside):
+    return f"{{%- for m in messages -%}}{inside}{{%- endfor -%}}"
+
+
+TRIMS, SHOUTS = loop("{{ m.role + (m.content | trim) }}"), loop("{{ m.role + (m.content | tojson | upper) }}")
+SWITCH = "{{ '/no_think' in messages[0].content }}{{ messages[0].content.replace('/no_think', '') }}{{ messages[-1].content }}"
+THOUGHTS = loop("{{ m.role + m.content.split('</think>')[-1] }}")
+NO_SYSTEM = loop("{%- if m.role != 'system' -%}{{ m.content }}{%- endif -%}")
+PARTS = loop("{{ m.role }}{%- for part in m.content -%}{{ part.text }}{%- endfor -%}")
+
+
+@every_row(
+    "template, messages, hidden",
+    [
+        ("chatml", [SYSTEM, USER], None), (TRIMS, [SYSTEM, USER], None), (SHOUTS, [SYSTEM, USER], None),
+        (SWITCH, [{"role": "system", "content": "/no_think"}, USER], None), (THOUGHTS, [USER, TURN, USER], None),
+        ("{{ messages[0].content + messages[1].content }}", [SYSTEM, USER], None),
+        (NO_SYSTEM, [SYSTEM, USER], "system"), (NO_SYSTEM, [USER], None), (PARTS, [USER], "user"), ("{{ 'x' }}", [USER], "user"),
+        ("{{ messages[-1].content }}", [USER, TURN, {"role": "user", "content": "So?"}], "user"),
+        (loop("{{ m.role + (m.content or '') }}"), [USER, CALL, USER], None),
+        (loop("{{ m.content.strip().split('\n')[0] }}"), [{"role": "user", "content": "a\nb"}], "user"),
+    ],
+)  # fmt: skip
+def test_a_template_has_to_show_each_message(model_dir, template, messages, hidden):
+    tokenizer = ChatTokenizer(model_dir, template)
+    if hidden is None:
+        assert len(checks.prompt_lengths(Chats([messages]), tokenizer, "task")) == 1
+    else:
+        with pytest.raises(
+            ValueError, match=rf"task: Chats\(...\)\[0\]: the chat template .* not show its message of role '{hidden}'"
+        ):
+            checks.prompt_lengths(Chats([messages]), tokenizer, "task")
+
+
+def test_different_problems_with_the_same_prompt_are_refused():
+    def task(*questions):
+        return Chats([[{"role": "user", "content": question}] for question in questions])
+
+    # It knows no letters.
+    tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [len(messages[0]["content"].strip().upper())])
+    with pytest.raises(
+        ValueError, match="problems 0 and 2 of Chats have different messages and the same prompt of 1 tok"
+    ):
+        checks.prompt_lengths(task("ab", "a", "ac"), tokenizer, "task")
+    assert len(checks.prompt_lengths(task("ab", "AB ", "ab"), tokenizer, "task")) == 3
+
+
+def test_held_out_problems_that_are_trained_on_are_told(monkeypatch):
+    assert checks.trained_too(Rows("a", None, "b", "c"), Rows("d", "c", None, "a")) == ["row-1", "row-3"]
+    # A part of them is allowed: it shows what was learned by heart.
+    assert checks.trained_too(Rows("a", "b"), Rows("b")) == ["row-0"]
+    assert checks.trained_too(Rows("a"), None) == checks.trained_too(Rows("a"), Rows("b")) == []
+    assert checks.trained_too(Arithmetic(seed=0), Arithmetic(seed=0)) == []  # without end
+    with pytest.raises(ValueError, match="evaluation.task has the 2 problems of `task`"):
+        checks.trained_too(Rows("a", "b"), Rows("b", "a"))
+
+
+def test_a_task_of_which_some_prompts_fit_passes(model_dir):
+    tokenizer, source, task = ChatTokenizer(model_dir), HFModel(model_dir), Arithmetic(level=[1, 10])
+    lengths = checks.prompt_lengths(task, tokenizer, "task")
+    assert len(lengths) <= checks.LOOKED_AT and min(lengths) < max(lengths)
+    for room, fits in ((min(lengths), True), (min(lengths) - 1, False)):
+        engine = EngineConfig(max_model_len=room + 8)
+        check = partial(checks.check_prompts, {"task": task}, tokenizer, SamplingConfig(max_tokens=8), engine, source)
+        if fits:
+            check()
+        else:
+            with pytest.raises(
+                ValueError, match=rf"set engine.max_model_len={8 + max(lengths)}, or a lower max_tokens"
+            ):
+                check()
+
+
+@every_row(
+    "config, engine, message",
+    [
+        ({}, {"max_model_len": 256}, None),
+        ({}, {"max_model_len": 257}, "more than the 256 positions"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {"max_model_len": 1024}, None),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, {"max_model_len": 1024}, None),
+        ({"rope_parameters": {"rope_type": "default"}}, {"max_model_len": 257}, "more than the 256 positions"),
+        ({}, {"max_model_len": 64, "tensor_parallel_size": 2, "devices": "4,5"}, None),
+        ({}, {"max_model_len": 64, "tensor_parallel_size": 2, "devices": "4"}, "names 1 GPU, .* needs 2"),
+        ({}, {"max_model_len": 64, "tensor_parallel_size": 4}, "does not divide the model's 6 attention heads; use one of 1, 2, 3, 6"),
+    ],
+)  # fmt: skip
+def test_the_engine_and_the_model(config, engine, message):
+    settings = {"num_attention_heads": 6, "max_position_embeddings": 256, **config}
+    source = SimpleNamespace(config=settings, path=Path("model"))
+    if message is None:
+        checks.check_engine(source, EngineConfig(**engine))
+    else:
+        with pytest.raises(ValueError, match=message):
+            checks.check_engine(source, EngineConfig(**engine))
+
+
+def test_a_model_that_is_trained_on_fewer_positions(model_dir):
+    model = on_meta(partial(from_config, str(model_dir), max_seq_len=64))
+    checks.check_engine(HFModel(model_dir), EngineConfig(max_model_len=64), model)
+    with pytest.raises(ValueError, match="more than the 64 positions .*; set model.max_seq_len=65"):
+        checks.check_engine(HFModel(model_dir), EngineConfig(max_model_len=65), model)

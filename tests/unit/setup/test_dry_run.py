@@ -1,0 +1,363 @@
+"""`dry_run=`: every shipped config passes it on the machine that its first lines name, and what is wrong or too large is said."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from nodes import component
+from omegaconf import OmegaConf
+from public_configs import PUBLIC, write_config
+from stand_ins import nf4_in_one_piece, write_stand_in
+from tables import every_row
+
+from torchtune_ext.policy.memory import GIB
+from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
+from torchtune_ext.recipes import grpo
+from torchtune_ext.run.catalog import config_files, folder
+from torchtune_ext.settings.components import instantiate
+from torchtune_ext.setup import dry_run as dry
+from torchtune_ext.setup.plan import Machine
+from torchtune_ext.tasks.temporal_clue.files import generate, write_jsonl
+from torchtune_ext.tasks.temporal_clue.size import Size
+
+CONFIGS = {name: path for name, path in config_files(folder("configs")).items() if name.startswith("grpo/")}
+# A question of every data set that a config names.
+QUESTION = {
+    **dict.fromkeys(("question", "problem", "prompt"), "What is 2 + 2?"),
+    "answer": "2 + 2 = 4\n#### 4",
+    "solution": "It is \\boxed{4}.",
+    "final_answer": "4",
+}
+# Words that the first lines of a config name for another size, and the machine that they name for it.
+OTHER_SIZES = [
+    ("qwen2_5_7B_full", "Llama-3.1-8B-Instruct", "", "5x80"),
+    ("qwen2_5_7B_full", "Qwen3-8B", "", "5x80"),
+    ("qwen2_5_7B_full", "Qwen2.5-3B-Instruct", "engine.devices=2", "3x80"),
+    ("qwen2_5_7B_node", "Llama-3.1-8B-Instruct", "", "8x80"),
+    ("qwen2_5_7B_node", "Qwen3-8B", "", "8x80"),
+    ("qwen2_5_7B_lora", "Llama-3.1-8B-Instruct", "", "2x80"),
+    ("qwen2_5_7B_lora", "Qwen3-8B", "", "2x80"),
+    ("qwen2_5_7B_lora", "Qwen2.5-14B-Instruct", "engine.devices=2", "3x80"),
+    ("qwen3_1_7B_atr_grpo_lora", "Qwen3-8B", "", "2x80"),
+    ("qwen2_5_7B_fp8", "Qwen2.5-32B", "engine.tensor_parallel_size=2 engine.devices=6,7", "8x141"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with data, models with it as they are asked for."""
+    path = tmp_path_factory.mktemp("place")
+    puzzles = list(generate(0, 128, Size(suspects=2, weapons=2, rooms=2)))
+    write_jsonl(path / "puzzles.jsonl", puzzles[:64])
+    write_jsonl(path / "held_out.jsonl", puzzles[64:])
+    (path / "questions.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 4)
+    (path / "others.jsonl").write_text(json.dumps(QUESTION | {"question": "What is 3 + 1?"}))
+    with nf4_in_one_piece():
+        yield path
+
+
+def same(problem, text):
+    """Stands for the reward of a user, whose rows and function no config brings."""
+    return float(text == problem.answer)
+
+
+def write_tiny(path, cfg):
+    """A small model with a tokenizer that knows the words of its task, as a warm-up makes it."""
+    task = instantiate(component(cfg.task))
+    texts = [message["content"] for i in range(min(16, len(task))) for message in task[i].messages]
+    write_model(path, make_tokenizer(texts, ["x"], [], 1024), Shape(), seed=1)
+    return path
+
+
+def settings_in(place, name, model=None, words=(), **changes):
+    """The settings of a config: its data and its model, which takes no disk, are below `place`."""
+    cfg = OmegaConf.load(CONFIGS[f"grpo/{name}"])
+    tiny = "tiny" in name
+    # That of SmolLM2 begins with a model that was warmed up.
+    public = "SmolLM2-135M-Instruct" if "smollm2" in name else Path(cfg.model_dir).name
+    path = place / (name if tiny else model or public)
+    if not path.exists():
+        path = write_tiny(path, cfg) if tiny else write_stand_in(place, path.name)
+    held_out = cfg.evaluation.get("task") if "evaluation" in cfg else None
+    for node, puzzles in (cfg.task, "puzzles.jsonl"), (held_out, "held_out.jsonl"):
+        if node is not None and ("path" in node or node._component_.endswith(".Math")):
+            node.path = str(place / (puzzles if node._component_.endswith("Clue") else "questions.jsonl"))
+    if cfg.task._component_.endswith("Jsonl"):
+        cfg.task.grader, held_out.path = "test_dry_run.same", str(place / "others.jsonl")
+    cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(list(words)), {"logging": {"to": []}}, changes)
+    cfg.model_dir, cfg.output_dir = str(path), str(place / "runs")
+    return cfg
+
+
+def ran(capsys, cfg):
+    """The exit status of a dry run, and what it printed."""
+    with pytest.raises(SystemExit) as left:
+        grpo.recipe_main.__wrapped__(cfg)
+    return left.value.code, capsys.readouterr().out
+
+
+def refused(capsys, cfg, message):
+    """Makes a dry run of wrong settings, which ends with the message and without a table."""
+    with pytest.raises(ValueError, match=message):
+        grpo.recipe_main.__wrapped__(cfg)
+    assert "GiB" not in capsys.readouterr().out
+
+
+def launched(config):
+    """The command that the first lines of a config name for it, or None."""
+    lines = [line.removeprefix("# ") for line in CONFIGS[config].read_text().splitlines() if line.startswith("#")]
+    return next((line for line in lines if "tune run" in line and line.endswith(f"--config {config}")), None)
+
+
+def ranks_of(command):
+    """How many ranks a command starts, on all nodes together."""
+    words = command.split()
+    counts = [int(words[words.index(option) + 1]) for option in ("--nnodes", "--nproc_per_node") if option in words]
+    return math.prod(counts)
+
+
+@every_row("name", CONFIGS)
+def test_every_config_fits_the_machine_that_it_names(name, place, capsys):
+    first = CONFIGS[name].read_text().splitlines()[0]
+    assert first.startswith("# for: "), f"{name}: say first for which machine it is, as in `# for: 5 x 80 GB`"
+    machine = first.removeprefix("# for: ")
+    status, out = ran(capsys, settings_in(place, name.removeprefix("grpo/"), dry_run=machine))
+    assert status == 0, out
+    assert "\nfits on " in out and "problem:" not in out and "does NOT" not in out
+    table = [line for line in out.splitlines() if not line.startswith("problems: ")]
+    assert len(table) < len(out.splitlines()) and all(len(line) <= 120 for line in table), out
+    if machine.startswith("CPU"):
+        return
+    # The command in its first lines starts as many ranks, and no GPU both trains and samples.
+    command = launched(name)
+    ranks = ranks_of(command)
+    assert re.search(rf"^GPUs: {ranks} trains?\b", out, re.MULTILINE) and "idle" not in out
+    own = OmegaConf.load(CONFIGS[name]).engine.get("devices")
+    if own:
+        visible = command.removeprefix("CUDA_VISIBLE_DEVICES=").split()[0].split(",")
+        assert len(visible) == ranks and not set(visible) & set(own.split(","))
+
+
+@every_row("name, model, words, machine", OTHER_SIZES)
+def test_each_other_size_that_a_config_names_fits(name, model, words, machine, place, capsys):
+    comment = " ".join(line for line in CONFIGS[f"grpo/{name}"].read_text().splitlines() if line.startswith("#"))
+    assert f"model_dir=models/{model}" in comment and all(word in comment for word in words.split())
+    status, out = ran(capsys, settings_in(place, name, model, words.split(), dry_run=machine))
+    assert status == 0, out
+
+
+def launches():
+    """Rows of "5. Launch" in docs/first_real_run.md: how many GPUs of 80 GB, and the command."""
+    page = (Path(__file__).parents[3] / "docs" / "first_real_run.md").read_text()
+    table = page.partition("## 5. Launch")[2].partition("\nFirst three steps")[0]
+    return re.findall(r"^\| (\d+) \|.*\| `([^`]+)` \|$", table, re.MULTILINE)
+
+
+@every_row("gpus, command", launches())
+def test_what_the_page_launches_fits_and_trains_on_as_many(gpus, command, place, capsys):
+    words = command.split()
+    name = words[words.index("--config") + 1].removeprefix("grpo/")
+    changes = words[words.index("--config") + 2 :]
+    status, out = ran(capsys, settings_in(place, name, words=changes, dry_run=f"{gpus} x 80"))
+    assert status == 0, out
+    ranks = ranks_of(command)
+    assert re.search(rf"^GPUs: {ranks} train", out, re.MULTILINE) and ("start it" in out) == (ranks > 1)
+    assert ranks == 1 or f"--nproc_per_node {ranks}" in out
+
+
+def test_every_row_of_the_table_was_read():
+    assert len(launches()) == 8
+
+
+def test_32b_does_not_fit_into_eight_gpus_of_80_gb(place, capsys):
+    status, out = ran(capsys, settings_in(place, "qwen2_5_32B_full", dry_run="8x80"))
+    assert status == 2 and "does NOT fit on 8 x 80 GB (78.8 GiB each):" in out
+    # 16 bytes for each of 32.76 billion parameters, over four, are 122 GiB; activations and gathered weights come on top.
+    assert "training takes" in out and "what helps, the cheapest first:" in out and "    more GPUs that train" in out
+
+
+@every_row(
+    "name, machine, message",
+    [
+        ("qwen2_5_7B_full", "1x80", "^1 x 80 GB: 1 engine of 1 take 1 GPU; none is left to train"),
+        ("qwen2_5_7B_node", "7x80", "^engine.devices=4,5,6,7 names GPU 7, but 7 x 80 GB has 7, from 0 to 6"),
+        ("qwen2_5_7B_node", "4x80", "^4 x 80 GB: 4 engines of 1 take 4 GPUs; none is left"),
+        ("qwen2_5_32B_full", "4x80", "2 servers of 2 take 4 GPUs; none is left to train"),
+    ],
+)
+def test_a_machine_that_the_settings_cannot_share_out_is_refused(name, machine, message, place, capsys):
+    refused(capsys, settings_in(place, name, dry_run=machine), message)
+
+
+@every_row(
+    "name, machine, message",
+    [
+        ("qwen2_5_32B_full", "16x24", "each engine's KV cache would hold 0 tokens"),
+        ("qwen2_5_32B_full", "8x80", "training takes"),
+        ("qwen2_5_32B_lora", "8x40", "each engine's KV cache would hold"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(name, machine, message, place, capsys):
+    status, out = ran(capsys, settings_in(place, name, dry_run=machine))
+    assert status == 2 and message in out, out
+
+
+def test_gpus_that_engines_cannot_share_out_are_refused(place, capsys):
+    cfg = settings_in(place, "qwen2_5_7B_node", words=["engine.tensor_parallel_size=3"], dry_run="8x80")
+    refused(capsys, cfg, "names 4 GPUs, but engine.tensor_parallel_size=3 needs 3 for each engine: name 3 or 6")
+
+
+def test_several_machines_under_torchrun_are_to_be_named(place, monkeypatch, capsys):
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 12), ("LOCAL_WORLD_SIZE", 6)):
+        monkeypatch.setenv(name, str(value))
+    message = "^dry_run=True under torchrun on several machines: name the GPUs of all, for instance dry_run=16x80"
+    refused(capsys, settings_in(place, "qwen2_5_32B_full", dry_run=True), message)
+
+
+def test_gpus_here_that_would_train_and_sample_are_a_problem(place, monkeypatch, capsys):
+    monkeypatch.setattr(dry, "this_machine", lambda device: Machine(8, 79 * GIB, 500 * GIB, "the 8 GPUs here", True))
+    monkeypatch.setattr("torchtune_ext.setup.start.on_cpu", lambda: False)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 4000 * GIB}))
+    monkeypatch.setenv("RANK", "0")
+    message = "engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would train"
+    for visible, ranks, fits in ((None, 8, False), (None, 4, True), ("4,5,6,7", 4, False), ("0,1,2,3", 4, True)):
+        for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", ranks), ("CUDA_VISIBLE_DEVICES", visible)):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, str(value))
+        cfg = settings_in(place, "qwen2_5_7B_node", dry_run=True)
+        if fits:
+            assert ran(capsys, cfg)[0] == 0
+        else:
+            refused(capsys, cfg, message)
+    # Without torchrun the plan says how many to start, and the numbers of the ranks begin at 0.
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    cfg = settings_in(place, "qwen2_5_7B_node", words=["engine.devices=0"], dry_run=True)
+    refused(capsys, cfg, "engine.devices='0': ")
+
+
+def test_a_plan_needs_config_json_alone_and_lists_what_a_start_lacks(place, tmp_path, capsys):
+    cfg = settings_in(place, "qwen2_5_7B_full", dry_run=True)
+    cfg.model_dir = str(write_config(tmp_path, "Qwen2.5-7B-Instruct"))
+    status, out = ran(capsys, OmegaConf.merge(cfg, {"dry_run": "5x80"}))
+    assert status == 2 and "7.616 B parameters" in out and "\nfits on 5 x 80 GB" in out
+    assert "problem: " in out and "a start would stop at this problem" in out
+
+
+def test_data_that_are_not_there_yet_are_named_below_the_plan(place, capsys):
+    cfg = settings_in(place, "qwen2_5_7B_full", dry_run="5x80")
+    cfg.task.path = str(place / "later.jsonl")
+    status, out = ran(capsys, cfg)
+    assert status == 2 and "\nfits on 5 x 80 GB" in out and "\nproblem: task.path=" in out
+
+
+def test_a_wrong_setting_is_said_without_a_table(place, capsys):
+    cfg = settings_in(place, "qwen2_5_7B_full", words=["sampling.max_tokens=100000"], dry_run="5x80")
+    refused(capsys, cfg, "sampling.max_tokens=100000")
+    cfg = settings_in(place, "tiny", words=["optimizer.lr=fast"], dry_run=True)
+    refused(capsys, cfg, "optimizer.lr='fast'")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_7B_full", "qwen3_8B_fp8", "qwen2_5_7B_lora"])
+def test_nothing_has_to_be_downloaded_for_a_public_model(name, place, tmp_path, capsys):
+    cfg = settings_in(place, name, dry_run="5x80")
+    with_files = ran(capsys, cfg)[1]
+    cfg.model_dir = str(tmp_path / Path(cfg.model_dir).name)
+    status, out = ran(capsys, cfg)
+    assert status == 2 and "sizes: those of Qwen" in out and "problem: " in out and ": no such folder" in out
+
+    def table(text):
+        # The published sizes do not say how long a table of RoPE is.
+        begin, end = (text.index(f"\n  {name}") for name in ("weights, float32 master", "table of RoPE"))
+        return text[begin:end]
+
+    assert table(out) == table(with_files)
+
+
+def test_a_builder_of_torchtune_knows_its_sizes_without_any_file(place, tmp_path, capsys):
+    cfg = settings_in(place, "qwen2_5_7B_full", dry_run="5x80")
+    cfg.model_dir = str(tmp_path / "nothing")
+    cfg.model = {"_component_": "torchtune.models.qwen2_5.qwen2_5_7b_instruct"}
+    status, out = ran(capsys, cfg)
+    assert (
+        status == 2
+        and "7.616 B parameters" in out
+        and "\nfits on 5 x 80 GB" in out
+        and "/nothing': no such folder" in out
+    )
+
+
+def test_mistakes_in_several_nodes_are_said_together(place, capsys):
+    cfg = settings_in(place, "tiny", dry_run=True)
+    cfg.schedule, cfg.checkpoints.keep_last = {"decay": "zz"}, 0
+    with pytest.raises(ValueError, match=r"'zz'.*\ncheckpoints.keep_last=0 must be at least 1"):
+        ran(capsys, cfg)
+
+
+@pytest.mark.parametrize("value", ["yes", 4, "4x", "fast"])
+def test_what_is_no_machine_is_refused(value, place):
+    cfg = settings_in(place, "qwen2_5_7B_full", dry_run=value)
+    with pytest.raises(ValueError, match=f"dry_run='?{value}'? is neither True nor a machine"):
+        grpo.recipe_main.__wrapped__(cfg)
+
+
+def test_gpus_for_a_run_on_a_cpu_are_refused(place):
+    with pytest.raises(ValueError, match="dry_run='4x80' asks for GPUs, but device=cpu"):
+        grpo.recipe_main.__wrapped__(settings_in(place, "tiny", dry_run="4x80"))
+
+
+def test_without_a_gpu_here_the_run_is_judged_on_the_cpu(place, monkeypatch, capsys):
+    monkeypatch.setattr(dry, "this_machine", lambda device: Machine(0, 0, 8 * GIB, "main memory", True))
+    words = ["engine.devices=null"]
+    status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", words=words, dry_run=True))
+    assert status == 2 and "does NOT fit into main memory (8.0 GiB)" in out
+    assert "no GPU is visible here, so the run would compute on the CPU; dry_run=4x80 judges" in out
+    for device, named in (("cuda", "device=cuda"), ("auto", "engine.devices=4")):
+        cfg = settings_in(place, "qwen2_5_7B_full", dry_run=True, device=device)
+        refused(capsys, cfg, f"dry_run=True with {named}: there is no GPU here; name a machine")
+
+
+def test_with_gpus_here_they_and_the_disk_count(place, monkeypatch, capsys):
+    monkeypatch.setattr(dry, "this_machine", lambda device: Machine(5, 79 * GIB, 500 * GIB, "the 5 GPUs here", True))
+    monkeypatch.setattr("torchtune_ext.setup.start.on_cpu", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    # As many checkpoints as one run of 7B keeps have 397 GiB.
+    for free, expected in ((1000 * GIB, 0), (100 * GIB, 2)):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: type("Usage", (), {"free": free}))
+        status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", dry_run=True))
+        assert status == expected, out
+        assert ("fits on the 5 GPUs here (79.0 GiB each)" if not status else "where 100.0 GiB are free") in out
+
+
+def test_one_rank_of_torchrun_speaks_and_trains_as_many(place, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    assert ran(capsys, settings_in(place, "tiny", dry_run=True)) == (0, "")
+    monkeypatch.setenv("RANK", "0")
+    status, out = ran(capsys, settings_in(place, "qwen2_5_7B_full", dry_run="5x80"))
+    assert "GPUs: 3 train" in out and status == 0
+
+
+def test_a_teacher_is_tried_and_named_as_left_out(place, capsys):
+    cfg = settings_in(place, "tiny", words=["preset=distill"], dry_run="CPU 16")
+    cfg.teacher = {"model_dir": cfg.model_dir}
+    status, out = ran(capsys, cfg)
+    assert status == 0 and f"the engine of the teacher, {cfg.model_dir}, is in none of these figures" in out
+    cfg.teacher.model_dir = str(place / "nowhere")
+    status, out = ran(capsys, cfg)
+    assert status == 2 and "problem: teacher.model_dir=" in out
+
+
+def test_a_dry_run_leaves_nothing_behind(place, capsys):
+    cfg = settings_in(place, "tiny", dry_run=True)
+    before = sorted(place.rglob("*"))
+    ran(capsys, cfg)
+    assert sorted(place.rglob("*")) == before
+
+
+def test_the_stand_ins_are_the_published_models(place):
+    assert {Path(OmegaConf.load(path).model_dir).name for path in CONFIGS.values()} - {"model"} <= set(PUBLIC)

@@ -1,0 +1,349 @@
+"""The plan of a run: machines, the engine's room, checkpoints, what fits, and what would."""
+
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoint_runs import Trained, checkpoints_in, make_source
+from omegaconf import OmegaConf
+from public_configs import write_config
+from tables import every_row
+
+from torchtune_ext.policy import from_config
+from torchtune_ext.policy.builder import on_meta
+from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
+from torchtune_ext.recipes import grpo
+from torchtune_ext.run.catalog import config_files, folder
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.settings.config import load_config
+from torchtune_ext.setup.dry_run import asked_machine
+from torchtune_ext.setup.plan import (
+    CONTEXT,
+    GRAPHS,
+    HELPS,
+    Machine,
+    Plan,
+    cached_tokens,
+    engine_rows,
+    plan_table,
+    verdict,
+)
+from torchtune_ext.setup.start import disk_need, size_of
+from torchtune_ext.training.checkpoints import CheckpointConfig
+
+OWN = EngineConfig(max_model_len=16384, gpu_memory_utilization=0.9, devices="4")
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory):
+    path = write_config(tmp_path_factory.mktemp("public"), "Qwen2.5-7B-Instruct")
+    return Sizes(on_meta(partial(from_config, str(path))), torch.bfloat16)
+
+
+CONFIG = load_config(grpo.Config, OmegaConf.load(config_files(folder("configs"))["grpo/qwen2_5_7B_full"]))
+
+
+def planned(
+    sizes, machine, engine=OWN, trainers=None, shard_within=None, reference=False, publishes_all=True, **changes
+):
+    """The plan of that config with other settings; `trainers` may say how many torchrun has started."""
+    settings = dict(output_dir="runs/x", max_steps=100, row_tokens=16384, activation_checkpointing=True)
+    settings |= dict(
+        sampling=replace(CONFIG.sampling, max_tokens=4096),
+        checkpoints=CheckpointConfig(every=10),
+        ranks=replace(CONFIG.ranks, shard_within=shard_within),
+        engine=engine,
+        replay=None if engine else "runs/earlier",
+    )
+    machine = asked_machine(machine) if isinstance(machine, str) else machine
+    cfg = replace(CONFIG, **settings | changes)
+    plan = Plan(cfg, sizes, machine, reference=reference, publishes_all=publishes_all)
+    return plan.with_trainers(trainers)
+
+
+# -- machines -----------------------------------------------------------------------------------------------------------
+
+
+@every_row(
+    "gpus, engine, world_size, visible, trainers",
+    [
+        ("5x80", OWN, None, None, 4),
+        ("8x80", replace(OWN, tensor_parallel_size=2, devices="6,7"), None, None, 6),
+        ("8x80", replace(OWN, devices="4,5,6,7"), None, None, 4),  # four engines
+        ("8x80", replace(OWN, tensor_parallel_size=2, devices="4,5,6,7"), None, None, 4),  # two
+        ("8x80", replace(OWN, devices=None, address="http://127.0.0.1:8000"), None, None, 7),
+        ("16x80", replace(OWN, devices=None, address="http://a:1,http://b:1", tensor_parallel_size=2), None, None, 12),
+        ("1x80", replace(OWN, devices=None, sleep=True), None, None, 1),
+        ("5x80", OWN, 3, None, 3),  # torchrun says how many
+        (4, OWN, None, "0,1,2,3", 4),  # here: the engine's GPU is not among those that the trainer sees
+        (5, OWN, None, None, 4),
+        (2, OWN, None, "3,4", 1),
+    ],
+)
+def test_how_many_train(seven, gpus, engine, world_size, visible, trainers):
+    machine = asked_machine(gpus) if isinstance(gpus, str) else Machine(gpus, 80 * GIB, None, f"{gpus} GPUs", True)
+    plan = planned(seven, machine, engine, trainers=1)
+    assert plan.with_trainers(world_size, visible).trainers == trainers
+
+
+def test_a_machine_without_a_gpu_for_the_trainer_is_refused(seven):
+    with pytest.raises(ValueError, match="1 x 80 GB: 1 engine of 1 take 1 GPU; none .* ask for 2 or more"):
+        planned(seven, "1x80")
+
+
+# -- the engine ---------------------------------------------------------------------------------------------------------
+
+
+def cached(sizes, config, gpu_bytes):
+    """Bytes of the KV cache on each device, and how many tokens an engine holds in it."""
+    kv_bytes = engine_rows(sizes, config, gpu_bytes)["KV cache"]
+    return kv_bytes, cached_tokens(sizes, config, kv_bytes)
+
+
+def test_the_kv_cache_is_what_the_engine_leaves(seven):
+    memory = int(78.8 * GIB)
+    rows, (kv, tokens) = engine_rows(seven, OWN, memory), cached(seven, OWN, memory)
+    # Qwen2.5 7B: 28 layers, 4 heads of keys and values, of 128, in bfloat16.
+    token = 2 * 28 * 4 * 128 * 2
+    assert sum(rows.values()) == int(0.9 * memory) and tokens == kv // token
+    assert rows["weights"] == 2 * 7_615_616_512
+    assert "activations of a step and its sampler" in rows
+    two = replace(OWN, tensor_parallel_size=2)
+    halves, (half_kv, more) = engine_rows(seven, two, memory), cached(seven, two, memory)
+    assert halves["weights"] == rows["weights"] // 2
+    assert more == half_kv // (token // 2) > 2 * tokens
+    # Each of four GPUs holds one of two heads.
+    few_heads = copy(seven)
+    few_heads.kv_heads = 2
+    kv, tokens = cached(few_heads, replace(OWN, tensor_parallel_size=4), memory)
+    assert tokens == kv // (token // 2)
+    small = replace(OWN, extra_args={"kv_cache_dtype": "fp8", "enforce_eager": True})
+    kv, tokens = cached(seven, small, memory)
+    allowance = "CUDA context, NCCL, graphs (allowance)"
+    assert tokens == kv // (token // 2)
+    assert engine_rows(seven, small, memory)[allowance] == rows[allowance] - GRAPHS == CONTEXT
+    other_rows = engine_rows(seven, replace(OWN, kv_cache_bytes=GIB), memory)
+    assert other_rows["KV cache"] == GIB and sum(other_rows.values()) < sum(rows.values())
+
+
+def test_an_engine_without_room_for_the_longest_request_does_not_fit(seven):
+    tight = planned(seven, "5x20", trainers=4)
+    assert "fewer than engine.max_model_len=16384" in verdict(tight)
+    assert "\n    a lower engine.max_model_len" in verdict(tight)
+
+
+def test_every_engine_has_a_kv_cache_of_its_own_and_they_share_the_published_weights(seven):
+    one, four = planned(seven, "5x80"), planned(seven, "8x80", replace(OWN, devices="4,5,6,7"))
+    pairs = planned(seven, "8x80", replace(OWN, devices="4,5,6,7", tensor_parallel_size=2))
+    assert (four.engines, pairs.engines) == (4, 2) and four.engine_rows == one.engine_rows
+    pair = planned(seven, "8x80", replace(OWN, devices="6,7", tensor_parallel_size=2))
+    assert pairs.engine_rows == pair.engine_rows
+    names = ("published weights in shared memory", "processes of ranks and engine (allowance)")
+    # Three engines more, each with a client and a process that CUDA maps as much again for.
+    assert [four.host_rows[name] - one.host_rows[name] for name in names] == [0, 3 * 3 * GIB]
+    assert "4 sample (4 engines of 1)" in plan_table(four, "x") and "each engine takes 70.9 GiB of each GPU" in verdict(
+        four
+    )
+    assert f"the KV cache of each of 4 holds {four.cached_tokens:,} tokens" in plan_table(four, "x")
+
+
+def test_servers_of_several_machines_are_counted(seven):
+    engine = replace(OWN, devices=None, tensor_parallel_size=2, address="http://a:1,http://b:1")
+    both = planned(seven, "16x80", engine)
+    assert (both.trainers, both.gpus) == (12, 16)
+    text = verdict(both)
+    assert both.fits and "GPUs: 12 train, 4 serve (2 servers of 2)" in plan_table(both, "x")
+    assert "each server takes 70.9 GiB" in text
+    names = ("processes of ranks and engine (allowance)", "largest tensor on each rank, while weights are read")
+    assert [both.host_rows[name] for name in names] == [(12 * 2 + 2 * (1 + 2 * 2)) * GIB, 12 * 2 * seven.largest]
+
+
+def test_fewer_gpus_than_ranks_and_engines_need_do_not_fit(seven):
+    plan = planned(seven, "8x80", replace(OWN, devices="6,7"), trainers=7)
+    assert not plan.fits and "it needs 9 GPUs: 7 train, 2 sample" in verdict(plan)
+    idle = planned(seven, "8x80", replace(OWN, devices="6,7"), trainers=4)
+    assert idle.fits and "GPUs: 4 train, 2 sample (2 engines of 1), 2 idle" in plan_table(idle, "x")
+
+
+def test_rank_0_has_room_for_the_sender_where_servers_get_weights_by_nccl(seven):
+    name, largest = "sender of weights, only on rank 0's GPU (allowance)", 2 * seven.largest
+    server = replace(OWN, devices=None, address="http://a:1")
+    # A context and NCCL's buffers; a pack of more than 1 GiB that is made of its tensors while another is on its way.
+    need = 2 * CONTEXT + 3 * (GIB + largest)
+    there, here = "http://a:1", "http://127.0.0.1:1"
+    expectations = [
+        ("nccl", there, need),
+        ("auto", there, need),
+        ("nccl", here, need),
+        ("auto", here, 0),
+        ("gloo", there, 0),
+    ]
+    for transfer, address, expected in expectations:
+        plan = planned(seven, "8x80", replace(server, transfer=transfer, address=address))
+        assert plan.device_rows.get(name, 0) == expected, (transfer, address)
+    assert name not in planned(seven, "5x80").device_rows | planned(seven, "4x80", None).device_rows
+    by_nccl, by_gloo = (planned(seven, "8x80", replace(server, transfer=way)) for way in ("nccl", "gloo"))
+    assert by_nccl.device_bytes == by_gloo.device_bytes + need and name in plan_table(by_nccl, "x")
+
+
+# -- sharding inside a node ---------------------------------------------------------------------------------------------
+
+
+def test_states_are_sharded_within_so_many_devices(seven):
+    rows = partial(trainer_rows, seven, 16384, activation_checkpointing=True)
+    assert rows(world_size=16, shard_within=8) == rows(world_size=8)
+    assert rows(world_size=16, shard_within=16) == rows(world_size=16) == rows(world_size=16, shard_within=None)
+    # 16 bytes for each parameter: float32 master, gradient and two moments.
+    states = ("weights, float32 master", "gradients, float32", "state of the optimizer")
+    assert sum(rows(world_size=16, shard_within=4)[name] for name in states) == 16 * seven.total // 4
+    # Fewer devices than that hold all states together.
+    assert rows(world_size=2, shard_within=8) == rows(world_size=2)
+
+
+def test_sharding_inside_a_node_costs_memory(seven):
+    server = replace(OWN, devices=None, address="http://a:1")
+    inside, all_ = (planned(seven, "32x40", server, shard_within=within) for within in (2, None))
+    assert inside.device_bytes > all_.device_bytes and not inside.fits and all_.fits
+
+
+@every_row(
+    "machine, trainers, within, copies",
+    [
+        ("8x80", 4, None, 1),
+        ("8x80", 4, 2, 2),  # two copies of the weights on the machine
+        ("8x80", 4, 8, 1),  # fewer ranks than would share a copy
+    ],
+)
+def test_main_memory_holds_what_the_ranks_swap_out(seven, machine, trainers, within, copies):
+    plan = planned(seven, machine, trainers=trainers, shard_within=within, reference=True)
+    # Master weights and reference, 4 bytes each.
+    assert plan.host_rows["reference and weights swapped out, float32"] == 8 * seven.total * copies
+
+
+def test_an_engine_on_a_cpu_has_the_cache_that_is_asked_for(seven):
+    rows = engine_rows(seven, EngineConfig(dtype="bfloat16", kv_cache_bytes=1 << 28), 0)
+    assert rows["KV cache"] == 1 << 28 and len(rows) == 3
+    assert engine_rows(seven, EngineConfig(), 0)["KV cache"] == GIB  # as sampling/core.py starts it
+
+
+def test_a_sleeping_engine_and_the_trainer_take_turns(seven):
+    engine = replace(OWN, devices=None, gpu_memory_utilization=0.2)
+    beside = planned(seven, "1x192", engine)
+    turns = planned(seven, "1x192", replace(engine, sleep=True))
+    alone = beside.device_bytes - beside.engine_bytes
+    # The trainer's peak beside what sleeps is higher than the engine beside the trainer's weights and moments.
+    assert turns.device_bytes == alone + CONTEXT + GRAPHS < beside.device_bytes
+    awake = planned(seven, "1x192", replace(engine, sleep=True, gpu_memory_utilization=0.9))
+    resting = 1.05 * (4 + 8) * seven.total + CONTEXT
+    assert awake.device_bytes == pytest.approx(awake.engine_bytes + resting, abs=1e6)
+
+
+# -- disk ---------------------------------------------------------------------------------------------------------------
+
+
+def needed(sizes, folder, steps, evaluated, **config):
+    evaluation = CONFIG.evaluation if evaluated else replace(CONFIG.evaluation, task=None)
+    settings = dict(
+        output_dir=str(folder), max_steps=steps, evaluation=evaluation, checkpoints=CheckpointConfig(**config)
+    )
+    return disk_need(replace(CONFIG, **settings), sizes.total, sizes.trained, sizes.dtype)
+
+
+@pytest.mark.parametrize("save_optimizer", [True, False])
+def test_a_checkpoint_takes_the_bytes_that_are_planned(tmp_path, save_optimizer):
+    source = make_source(tmp_path / "model")
+    trained = Trained(source)
+    trained.train(1, seed=0)
+    trained.save(checkpoints_in(tmp_path / "c", save_optimizer=save_optimizer), 1)
+    folder = tmp_path / "c" / "step_000001"
+    sizes = Sizes(on_meta(partial(from_config, str(source.path))), torch.float32)
+    need = needed(sizes, tmp_path, 200, True, save_optimizer=save_optimizer)
+    tensors = [*folder.glob("*.safetensors"), *(folder / "state").glob("*.distcp")]
+    written = sum(path.stat().st_size for path in tensors)
+    # Beside the values there are headers: DCP keeps each tensor as a zip file of its own, with some KB of names and padding.
+    files = 26 * (3 if save_optimizer else 1)
+    assert need.one <= written <= need.one + files * 4096
+    assert need.one == 4 * sizes.total * (4 if save_optimizer else 2)
+
+
+def test_how_many_checkpoints_are_there_at_once(seven, tmp_path):
+    def kept(steps=100, evaluated=True, **config):
+        return needed(seven, tmp_path / "none/yet", steps, evaluated, **config).kept
+
+    assert kept(every=10) == 4  # the last two, the best, and the one that is being written
+    assert kept(every=10, evaluated=False) == 3 and kept(every=10, keep_last=5) == 7
+    assert kept(every=1000) == 1 and kept(every=60) == 2
+    whole = needed(seven, tmp_path, 100, True, every=10)
+    assert whole.one / GIB == pytest.approx(99.3, abs=0.1)  # 14 bytes for each of 7.6 billion values
+
+
+# -- what fits, and what would ------------------------------------------------------------------------------------------
+
+
+def test_what_fits_is_said_in_one_line_with_what_it_takes_below(seven):
+    plan = planned(seven, "5x80")
+    assert plan.fits and verdict(plan).splitlines() == [
+        "fits on 5 x 80 GB (78.8 GiB each):",
+        f"  training takes {size_of(plan.device_bytes)} of each GPU",
+        "  each engine takes 70.9 GiB of each GPU",
+        f"  the run takes {size_of(plan.host_bytes)} of main memory",
+        "  checkpoints take 397.2 GiB of disk",
+        "  start it with --nproc_per_node 4",
+    ]
+
+
+def test_what_is_missing_is_said_with_what_helps(seven):
+    settings = dict(activation_checkpointing=False, row_tokens=4096)
+    plan = planned(seven, "2x80", replace(OWN, max_model_len=4096), **settings)
+    lines = verdict(plan).splitlines()
+    assert lines[0] == "does NOT fit on 2 x 80 GB (78.8 GiB each):" and plan.shortages.keys() == {"training"}
+    assert lines[1].startswith("  training takes ") and lines[1].endswith("are free; what helps, the cheapest first:")
+    assert lines[2:] == [f"    {each}" for each in HELPS["training"]]
+    assert not planned(seven, "5x80", replace(OWN, max_model_len=4096), **settings).shortages
+
+
+def test_a_disk_that_is_too_small_is_said_with_what_saves_room(seven, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=300 * GIB))
+    here = Machine(8, 80 * GIB, 2000 * GIB, "the 8 GPUs here", here=True)
+    plan = planned(seven, here, replace(OWN, devices="7"))
+    text = verdict(plan)
+    assert "checkpoints take 397.2 GiB of disk, where 300.0 GiB are free" in text
+    assert "what helps, the cheapest first:\n    checkpoints.save_optimizer=false" in text
+    other = planned(seven, "8x80", replace(OWN, devices="7"))
+    assert other.fits  # the disk of another machine is not known
+
+
+def test_too_few_gpus_for_the_ranks_of_torchrun(seven):
+    plan = planned(seven, "4x80", trainers=4)
+    assert not plan.fits and "it needs 5 GPUs: 4 train, 1 samples (1 engine of 1)" in verdict(plan)
+
+
+def test_on_a_cpu_all_is_in_main_memory(seven):
+    engine = EngineConfig(max_model_len=4096)
+    small = planned(seven, "CPU 64", engine, trainers=1)
+    assert not small.fits and "GiB of main memory" in verdict(small)
+    large = planned(seven, "CPU 512", engine, trainers=1)
+    assert large.fits and large.host_bytes > large.device_bytes + large.engine_bytes
+
+
+@pytest.mark.parametrize("machine", ["5x80", "3x24", "CPU 512"])
+def test_tables_are_narrow_and_without_zeros(seven, machine):
+    engine = OWN if machine != "CPU 512" else EngineConfig(max_model_len=16384)
+    plan = planned(seven, machine, engine)
+    text = f"{plan_table(plan, 'Qwen2.5-7B-Instruct')}\n{verdict(plan)}"
+    assert all(len(line) <= 120 for line in text.splitlines()), text
+    assert " 0.00" not in text and "frozen weights" not in text
+    assert "the KV cache holds" in text
+
+
+def test_a_server_and_a_replay_need_no_gpu_for_an_engine(seven):
+    here = Machine(4, 79 * GIB, 500 * GIB, "the 4 GPUs here", True)
+    server = planned(seven, here, replace(OWN, devices=None, address="http://127.0.0.1:8000"))
+    assert server.engine_rows == {} and server.trainers == server.gpus == 4
+    assert "the engine is the server at http://127.0.0.1:8000" in plan_table(server, "x")
+    assert "GPUs: 4 train; elsewhere 1 serves (1 server of 1)" in plan_table(server, "x")
+    replay = planned(seven, "4x80", None)
+    assert replay.engine_rows == {} and replay.gpus == 4 and replay.host_rows["published weights in shared memory"] == 0

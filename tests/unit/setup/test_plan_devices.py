@@ -1,0 +1,98 @@
+"""GPUs of this machine that would train and sample at once are found before a run starts on them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tables import every_row
+
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.setup import parts as run_parts
+from torchtune_ext.setup.start import require_apart, training_gpus
+
+FIRST, SECOND = "GPU-8f6e2b1c-0d3a", "GPU-1a2b3c4d-5e6f"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    def of(visible=None, local=None, number=None, world=8):
+        values = {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_WORLD_SIZE": local, "LOCAL_RANK": number, "WORLD_SIZE": world}
+        for name, value in values.items():
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, str(value))
+
+    return of
+
+
+@every_row(
+    "visible, local, number, ranks, gpus",
+    [
+        (None, 8, 0, None, [str(i) for i in range(8)]),  # torchrun, and all GPUs of the machine or the container
+        (None, None, None, 4, ["0", "1", "2", "3"]),  # as a dry run plans it
+        (None, None, None, None, ["0"]),  # without torchrun
+        ("4,5, 6,7", 4, 0, None, ["4", "5", "6", "7"]),
+        ("3,4,5,6,7", 2, 0, None, ["3", "4"]),  # Slurm without ConstrainDevices
+        ("2,3", None, 1, None, ["3"]),  # srun says nothing of the others
+        ("0,1,-1,2", 4, 0, None, ["0", "1"]),
+        ("0,1", 4, 0, None, ["0", "1"]),  # the ranks without a GPU are refused elsewhere
+        ("", None, None, None, []),
+        (f"{FIRST},{SECOND}", 1, 0, None, [FIRST]),
+    ],
+)
+def test_a_rank_trains_on_the_gpu_with_its_number(started, visible, local, number, ranks, gpus):
+    started(visible, local, number)
+    assert training_gpus(ranks) == gpus
+
+
+@every_row("local", [None, 4])
+def test_single_process_ignores_place_among_ranks(started, local):
+    started(local=local, number=3, world=None)
+    assert training_gpus() == ["0"]
+
+
+@every_row(
+    "engine, training",
+    [
+        ({"devices": "4,5,6,7"}, ["0", "1", "2", "3"]),
+        ({"devices": "0"}, ["1", "2"]),
+        ({"devices": "0"}, [FIRST]),
+        ({"devices": "0"}, []),
+        ({"devices": "0", "sleep": True}, ["0"]),  # they take turns
+        ({"gpu_memory_utilization": 0.3}, ["0"]),  # they share it on purpose
+        ({"address": "http://127.0.0.1:1"}, ["0"]),
+    ],
+)
+def test_what_may_be_meant_is_not_refused(engine, training):
+    require_apart(EngineConfig(max_model_len=64, **engine), training)
+
+
+@pytest.mark.parametrize(
+    ("devices", "training", "words"),
+    [
+        ("4,5,6,7", [str(i) for i in range(8)], "GPU 4, 5, 6, 7 of this machine would train, too, since 8 ranks here take GPU 0"),
+        ("4,5,6,7", [str(i) for i in range(8)], "; start 4 ranks here (--nproc_per_node 4), or set CUDA_VISIBLE_DEVICES"),
+        ("0", ["0"], "since 1 rank here takes GPU 0; set CUDA_VISIBLE_DEVICES of the trainer to GPUs that"),
+        (FIRST, [SECOND, FIRST], f"GPU {FIRST} of this machine would train, too"),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_would_train_and_sample_is_named_with_what_to_do(devices, training, words):
+    with pytest.raises(ValueError) as error:
+        require_apart(EngineConfig(max_model_len=64, devices=devices), training)
+    assert str(error.value).startswith(f"engine.devices='{devices}': ") and words in str(error.value)
+
+
+def test_a_start_refuses_it_before_it_opens_its_folder(started, monkeypatch):
+    started("0,1,2,3,4,5,6,7", 8, 0)
+    monkeypatch.setattr(run_parts, "require_gpus", lambda engine: None)
+    config = EngineConfig(max_model_len=64, devices="4,5,6,7")
+    # No other part of the run is looked at before, but that its tasks can be graded.
+    parts = SimpleNamespace(
+        cfg=None,
+        replay=None,
+        rehearse=lambda: None,
+        precision=SimpleNamespace(engine=config),
+        ranks=SimpleNamespace(device=torch.device("cuda", 0)),
+    )
+    with pytest.raises(ValueError, match="engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would train"):
+        run_parts.Parts.check_start(parts)

@@ -1,0 +1,40 @@
+"""The machine that a run is planned for: asked for by a name, or this one."""
+
+import pytest
+from tables import every_row
+
+from torchtune_ext.policy.memory import GIB
+from torchtune_ext.setup.dry_run import asked_machine, main_memory, this_machine
+
+
+@pytest.mark.parametrize("text", ["4x80", "4 x 80 GB", "4X80gb", "4 x 80"])
+def test_a_machine_is_asked_for(text):
+    machine = asked_machine(text)
+    assert machine.gpus == 4 and not machine.here and machine.host_bytes is None
+    assert 78 < machine.gpu_bytes / GIB < 80  # a card that is sold as 80 GB has a little less than 80 GiB
+    assert str(machine) == "4 x 80 GB (78.8 GiB each)"
+
+
+def test_a_cpu_is_asked_for():
+    machine = asked_machine("CPU, 4 GB")
+    assert machine.gpus == 0 and machine.host_bytes == 4 * GIB
+
+
+@every_row("text", ["yes", "4", 4, "80x", "x80", "0x80", "4x0", "4x80x2", "-1x80", [4, 80], "8x80+4x80", "2x8x80", "2 nodes"])  # fmt: skip
+def test_what_is_no_machine_or_half_a_one_is_refused_by_its_name(text):
+    with pytest.raises(ValueError, match="dry_run=.* is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB"):
+        asked_machine(text)
+
+
+def test_main_memory_is_what_is_free_within_the_limit_of_the_container(tmp_path):
+    limit = tmp_path / "memory.max"
+    assert main_memory(limit) > 6000
+    limit.write_text("max\n")
+    assert main_memory(limit) > 6000
+    limit.write_text("5000\n")
+    assert main_memory(limit) == 5000
+
+
+def test_this_machine_has_main_memory():
+    machine = this_machine("cpu")
+    assert machine.here and machine.gpus == 0 and machine.host_bytes > GIB // 4

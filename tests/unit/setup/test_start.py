@@ -1,0 +1,42 @@
+"""What a run asks for is compared with the machine that it starts on."""
+
+import pytest
+
+from torchtune_ext.policy.memory import GIB
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.setup import start
+from torchtune_ext.setup.start import DiskNeed
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused():
+    rows = {"weights": 60 * GIB, "state of the optimizer": 40 * GIB}
+    with pytest.raises(ValueError, match=r"output_dir=runs/x: a checkpoint takes 100.0 GiB, and 99.0 GiB are free"):
+        start.require_disk(DiskNeed(rows, kept=4, free=99 * GIB), "runs/x")
+
+
+@pytest.mark.parametrize(("free", "expected"), [(100, True), (399, True), (400, False)])
+def test_a_disk_without_room_for_all_that_are_kept_is_said(free, expected, capsys):
+    start.require_disk(DiskNeed({"weights": 100 * GIB}, kept=4, free=free * GIB), "runs/x")
+    printed = capsys.readouterr().out
+    assert ("a checkpoint takes 100.0 GiB, 4 are there at once" in printed) == expected and bool(printed) == expected
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch):
+    for on_cpu, values, message in (
+        (True, {"sleep": True}, "engine.sleep=True asks for GPUs"),
+        (True, {"devices": "0"}, "engine.devices=0 asks for GPUs"),
+        (False, {"devices": "0,9"}, "names GPU 9, but this machine has 8, from 0 to 7"),
+    ):
+        monkeypatch.setattr(start, "on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        monkeypatch.setattr(start.Path, "glob", lambda self, pattern: [f"/dev/nvidia{i}" for i in range(8)])
+        with pytest.raises(ValueError, match=message):
+            start.require_gpus(EngineConfig(max_model_len=64, **values))
+        # A server has its own.
+        start.require_gpus(EngineConfig(max_model_len=64, address="http://127.0.0.1:1"))
+
+
+def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr(start, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="no vLLM is installed: `torchtune-ext install-engine`, or name a server"):
+        start.require_gpus(EngineConfig(max_model_len=64))
+    start.require_gpus(EngineConfig(max_model_len=64, backend="my_backend.MyCore"))

@@ -1,0 +1,165 @@
+"""What a replay hands out, and that it refuses a run whose rollouts do not fit. Real replays: tests/integration/test_async.py."""
+
+import json
+
+import numpy as np
+import pytest
+from letter_tokens import LetterTokenizer
+from records import sampled
+from tables import every_row
+
+from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.tasks.order import ProblemStream
+from torchtune_ext.tasks.task import Problem, Score
+from torchtune_ext.telemetry.rollouts import RolloutStore
+from torchtune_ext.training.manifest import Identity, Manifest
+from torchtune_ext.training.replay import Replay
+
+BATCH, STEPS = 2, 3
+IDENTITY = Identity("", "qwen2 of 2 layers", "0123abcd")
+
+
+class Sums:
+    def __init__(self, words):
+        self.words = words
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return Problem(f"sum-{index}", ({"role": "user", "content": f"{self.words} {index} + 1"},), index + 1)
+
+
+def settings(**own):
+    loss = {"_component_": "PolicyLoss", "clip_low": 0.2}
+    known = {"output_dir": "elsewhere", "model_dir": "model", "task": {"_component_": "Sums", "level": 1}, "loss": loss}
+    counts = {"seed": 0, "prompts_per_step": BATCH, "samples_per_prompt": 2, "max_steps": STEPS}
+    return {**known, **counts, "tokenizer": {"path": "model"}, "staleness": 0, "depth": None, **own}
+
+
+def group(problem):
+    samples = [sampled([1, 2, k], [-0.1, -0.2, -0.3], outcome=Score(k, {})) for k in range(2)]
+    prompt = LetterTokenizer().prompt_ids(problem.messages)
+    return Group(problem, np.array(prompt, np.int32), tuple(samples))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """What a run of three steps leaves, as far as it is read."""
+    folder, problems = tmp_path / "run", ProblemStream(Sums("what is"), seed=0)
+    store = RolloutStore(folder)
+    for step in range(1, STEPS + 1):
+        store.write(step, [group(problem) for problem in problems.take(BATCH)])
+    (folder / "run.json").write_text(json.dumps({"id": "abc", "config": settings()}))
+    checkpoint = folder / "checkpoints" / "step_000003"
+    checkpoint.mkdir(parents=True)
+    Manifest(3, None, Identity("abc", IDENTITY.model, IDENTITY.base), {}).write(checkpoint)
+    return folder
+
+
+def replay(run, words="what is", identity=IDENTITY, **own):
+    return Replay(
+        run, settings(replay=str(run), **own), identity, ProblemStream(Sums(words), seed=0), LetterTokenizer()
+    )
+
+
+def test_it_hands_out_each_step_once_and_nothing_in_further_rounds(run):
+    its, problems = replay(run), ProblemStream(Sums("what is"), seed=0)
+    assert str(its) == f"replays {run}: 3 of its 3 steps; no engine, no evaluation"
+    for _ in range(STEPS):
+        groups, values = its.take(BATCH)
+        assert [g.problem.id for g in groups] == [p.id for p in problems.take(BATCH)] and values == {}
+        assert its.take(BATCH, refill=1) == ([], {})
+    its.load_state_dict({"replayed": "abc"}, step=1, version=1)
+    again = ProblemStream(Sums("what is"), seed=0).take(2 * BATCH)[BATCH:]
+    assert [g.problem.id for g in its.take(BATCH)[0]] == [p.id for p in again]
+    assert its.publish(1) == {} and its.state_dict() == {"replayed": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("state", "before"), [({}, "sampled its own groups"), ({"replayed": "xyz"}, "replayed run xyz")]
+)
+def test_a_checkpoint_of_another_kind_of_run_does_not_go_on_as_this_replay(run, state, before):
+    with pytest.raises(ValueError, match=f"cannot go on from this checkpoint, whose run {before}"):
+        replay(run).load_state_dict(state, step=1, version=1)
+
+
+def test_a_checkpoint_of_a_replay_does_not_go_on_with_problems_of_its_own(make):
+    source, _ = make()
+    with pytest.raises(ValueError, match="this checkpoint is of a replay of run abc"):
+        source.load_state_dict({"replayed": "abc"}, step=1, version=1)
+
+
+def test_another_run_that_begins_in_the_folder_is_noticed(run):
+    its = replay(run)
+    (run / "run.json").write_text(json.dumps({"id": "new", "config": settings()}))
+    with pytest.raises(ValueError, match="run abc is not there any more, but new"):
+        its.take(BATCH)
+
+
+def test_where_the_data_lies_and_settings_of_an_earlier_life_do_not_matter(run):
+    assert "task.path=default (here /data)" in str(
+        replay(run, task={"_component_": "Sums", "level": 1, "path": "/data"})
+    )
+    # Step 1 may hold problems of refills that the last life of the run has not had.
+    store = RolloutStore(run, resume_step=1)
+    for step in range(1, STEPS + 1):
+        store.write(step, [group(problem) for problem in ProblemStream(Sums("what is"), seed=0).take(6)[4:]])
+    replay(run)
+
+
+def test_a_damaged_checkpoint_does_not_matter_where_an_older_one_says_the_same(run):
+    (run / "checkpoints" / "step_000009").mkdir()
+    (run / "checkpoints" / "step_000009" / "manifest.json").write_text("{")
+    replay(run)
+    with pytest.raises(ValueError, match="began with other weights"):
+        replay(run, identity=Identity("", IDENTITY.model, "ffff"))
+
+
+def test_settings_of_learning_that_differ_are_named(run):
+    message = str(replay(run, loss={"_component_": "PolicyLoss", "clip_low": 0.1}, staleness=2, lr=0.5))
+    assert message.endswith(
+        "Set otherwise there, so the weights may differ: loss.clip_low=0.2 (here 0.1), lr=default (here 0.5)"
+    )
+    many = str(replay(run, **{f"k{i}": i for i in range(10)}))
+    assert many.endswith("k7=default (here 7), and 2 more")
+
+
+@every_row(
+    "own, text",
+    [
+        ({"seed": 1}, "has seed=0, and this run seed=1: set it as there"),
+        ({"samples_per_prompt": 4}, "has samples_per_prompt=2, and this run samples_per_prompt=4"),
+        (
+            {"task": {"_component_": "Sums", "level": 2}, "words": "is it"},
+            r"answers other problems, 'sum-\d' for instance: set otherwise there: task\.level=1",
+        ),
+        ({"staleness": -1}, "has samples up to staleness=0 versions old, and this run staleness=-1: set staleness=0"),
+        ({"max_steps": 5}, "lacks the rollouts of step 4, and max_steps=5: set max_steps=3"),
+        (
+            {"identity": Identity("", "llama of 2 layers", "0123abcd")},
+            "began with another model .*: set model_dir=model",
+        ),
+        ({"identity": Identity("", IDENTITY.model, "ffff")}, "began with other weights .0123abcd; this run has ffff"),
+        ({"words": "how much is"}, "the task's data or code has changed since"),
+    ],
+)
+def test_a_run_of_other_problems_model_or_seed_is_refused(run, own, text):
+    with pytest.raises(ValueError, match=f"replay={run}.*{text}"):
+        replay(run, **own)
+
+
+def test_what_is_no_run_is_refused(run, tmp_path):
+    with pytest.raises(ValueError, match="is the output_dir of this run"):
+        replay(run, output_dir=str(run))
+    with pytest.raises(ValueError, match="there is no run.json"):
+        replay(tmp_path / "nowhere")
+    (run / "rollouts" / "step_000002.jsonl.gz").unlink()
+    with pytest.raises(ValueError, match="lacks the rollouts of step 2, and max_steps=3: set max_steps=1$"):
+        replay(run)
+    (run / "rollouts" / "step_000001.jsonl.gz").unlink()
+    with pytest.raises(ValueError, match="holds no rollouts of step 1"):
+        replay(run)
+    (run / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="run.json is damaged"):
+        replay(run)

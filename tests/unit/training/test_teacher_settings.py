@@ -1,0 +1,59 @@
+"""What a teacher's engine has of the policy's."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.setup.parts import Parts
+from torchtune_ext.training.teacher import TeacherConfig
+
+POLICY = EngineConfig(dtype="bfloat16", max_model_len=512, kv_cache_bytes=1 << 28, devices="1,2")
+
+
+def test_a_teacher_lives_elsewhere_and_reads_what_the_policy_wrote():
+    engine = TeacherConfig("teacher", {"devices": "3", "kv_cache_bytes": 1 << 30}).engine_config(POLICY)
+    expected = {"devices": "3", "kv_cache_bytes": 1 << 30, "max_model_len": 513, "max_num_batched_tokens": 2048}
+    assert engine == replace(POLICY, **expected)
+    servers = EngineConfig(address="http://a:1,http://b:1", count=2, max_num_batched_tokens=99)
+    alone = TeacherConfig("teacher").engine_config(servers)
+    assert (alone.address, alone.count, alone.max_num_batched_tokens) == (None, None, 99)
+
+
+def test_a_context_that_a_sample_may_fill_is_too_short():
+    with pytest.raises(
+        ValueError, match=r"teacher.engine.max_model_len=512 must be above engine.max_model_len=512: it holds"
+    ):
+        TeacherConfig("teacher", {"max_model_len": 512}).engine_config(POLICY)
+
+
+def test_a_key_that_no_engine_has_is_named():
+    with pytest.raises(ValueError, match="unknown key 'teacher.engine.adress'; did you mean 'address'"):
+        TeacherConfig("teacher", {"adress": "http://a:1"}).engine_config(POLICY)
+
+
+@pytest.mark.parametrize(
+    "policy, teacher, taken",
+    [
+        ({"devices": "1"}, {"devices": "2"}, None),
+        ({"devices": "1"}, {"devices": "1"}, "0, 1"),
+        ({"devices": "1"}, {}, "0, 1"),
+        ({"devices": None}, {"devices": "1"}, None),
+        ({"devices": None}, {}, None),  # all three share one, and the caches of both engines are bounded
+        ({"devices": None}, {"kv_cache_bytes": None}, "0"),
+    ],
+)
+def test_gpus_that_a_teacher_may_have(policy, teacher, taken, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    parts = SimpleNamespace(
+        cfg=SimpleNamespace(engine=replace(POLICY, **policy), teacher=TeacherConfig("teacher", teacher)),
+        precision=SimpleNamespace(engine=replace(POLICY, **policy), dtype=torch.bfloat16),
+        ranks=SimpleNamespace(device=torch.device("cuda")),
+    )
+    if taken is None:
+        assert Parts.teacher_engine(parts).devices == teacher.get("devices")
+    else:
+        with pytest.raises(ValueError, match=rf"a GPU that neither trains nor samples \(taken: {taken}\)"):
+            Parts.teacher_engine(parts)

@@ -1,0 +1,1 @@
+"""The commands: the plug-in of `tune`, `torchtune-ext` and its subcommands."""

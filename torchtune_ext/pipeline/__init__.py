@@ -1,0 +1,1 @@
+"""From a task's problems to packed rows: rollouts, staleness, advantages, packing, evaluation."""

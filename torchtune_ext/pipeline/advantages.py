@@ -1,0 +1,292 @@
+"""Turns the rewards of each group into advantages, and decides which samples are trained on."""
+
+import logging
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from torchtune_ext.grading.environments import CUT
+from torchtune_ext.pipeline.groups import Group, Sample
+from torchtune_ext.run.errors import Mistake
+
+log = logging.getLogger(__name__)
+
+TIE = 1e-9  # rewards of a group that lie this close, relative to their size, carry no signal
+ROUNDING = 1e-13  # the most that sums of the same numbers differ, relative to their size
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageStats:
+    """Counts over the groups of one step."""
+
+    groups: int  # groups that carry a signal
+    no_signal: int  # groups whose gradable samples all have the same reward
+    infra_failed: int  # samples whose grader or environment raised or crashed; not in the baseline
+    timed_out: int  # samples on which it hung; in the baseline, with the reward 0, if the grader is one of this package
+    lone_turns: int | None = None  # turns that only one sample of its group reached; None: turns are not compared
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the counts by their names in the log."""
+        names = ["no_signal", "infra_failed", "timed_out"] + ["lone_turns"] * (self.lone_turns is not None)
+        return {"groups/used": float(self.groups)} | {f"groups/{name}": float(getattr(self, name)) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageConfig:
+    """The node `advantage:` of a recipe. It says how rewards become advantages: A = (value - baseline) / scale.
+
+    name            baseline            scale          value                          source
+    GRPO            "mean"              "group_std"    R                              arXiv 2402.03300
+    Dr.GRPO         "mean"              "none"         R                              arXiv 2503.20783
+    RLOO            "leave_one_out"     "none"         R                              arXiv 2402.14740
+    LitePPO         "mean"              "batch_std"    R                              arXiv 2508.08221
+    pass@k          "mean"              "group_std"    mean best of k, pass_k = k     arXiv 2508.10751
+
+    Raises:
+        ValueError: a word is unknown, options exclude each other, or a value is outside its range.
+    """
+
+    baseline: str = "mean"  # "mean" of the group, or "leave_one_out", the mean of the other samples of the group
+    scale: str = "group_std"  # deviation of the group, "batch_std" (of all rewards of the step), or "none"
+    # Above 1, the value of a sample is the best reward among k samples of its group, averaged over all choices of k
+    # samples that include it.
+    pass_k: int = 1
+    # In conversations: "episode", one advantage for all turns, or "turn": a turn is worth what the environment gave
+    # from it on, compared with the samples of the group that reached this turn.
+    credit: str = "episode"
+    # What happens to samples cut by max_tokens or a deadline: "keep", "mask" (they count only in the baseline),
+    # "penalize".
+    truncated: str = "keep"
+    penalty: float = 1.0  # what "penalize" subtracts from the reward of a cut sample
+    # The last share of max_tokens over which the subtraction grows from 0 to `penalty` (DAPO: 0.2). Then a group
+    # carries a signal only if the rewards of the grader differ. Otherwise small differences of length would be scaled
+    # to full size.
+    overlong: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("baseline", self.baseline, ("mean", "leave_one_out")),
+            ("scale", self.scale, ("group_std", "batch_std", "none")),
+            ("credit", self.credit, ("episode", "turn")),
+            ("truncated", self.truncated, ("keep", "mask", "penalize")),
+        ):
+            if value not in known:
+                raise Mistake(f"advantage.{name}={value!r} is unknown; use one of {', '.join(known)}")
+        if self.pass_k < 1:
+            raise Mistake(f"advantage.pass_k={self.pass_k} must be at least 1, which means plain rewards")
+        if self.pass_k > 1 and (self.baseline, self.scale) not in (("mean", "group_std"), ("mean", "none")):
+            raise Mistake(
+                f"advantage.pass_k={self.pass_k} has a baseline and a deviation of its own; use baseline=mean, and "
+                f"scale=group_std or none, not baseline={self.baseline}, scale={self.scale}"
+            )
+        if self.credit == "turn" and (self.pass_k > 1 or self.scale == "batch_std"):
+            raise Mistake(
+                f"advantage.credit=turn compares turns of one group; use pass_k=1, and scale=group_std or none, not "
+                f"pass_k={self.pass_k}, scale={self.scale}"
+            )
+        if not self.penalty >= 0.0:
+            raise Mistake(f"advantage.penalty={self.penalty} must not be negative")
+        if not 0.0 <= self.overlong <= 1.0:
+            raise Mistake(f"advantage.overlong={self.overlong} is a share of max_tokens, from 0 to 1")
+        if self.overlong and self.truncated != "penalize":
+            raise Mistake(
+                f"advantage.overlong={self.overlong} belongs to truncated=penalize, not {self.truncated}; set it to 0 "
+                "(it may come from `preset`)"
+            )
+
+    def __str__(self) -> str:
+        words = [f"advantage {self.baseline}/{self.scale}"]
+        if self.credit == "turn":
+            words.append("turn by turn")
+        if self.pass_k > 1:
+            words.append(f"best of {self.pass_k}")
+        if self.truncated != "keep":
+            penalty = f" by {self.penalty:g}" if self.truncated == "penalize" else ""
+            overlong = f" over the last {self.overlong:.0%}" if self.overlong else ""
+            words.append(f"cut samples: {self.truncated}{penalty}{overlong}")
+        return ", ".join(words)
+
+
+def with_advantages(
+    groups: list[Group], config: AdvantageConfig, max_tokens: int | None = None, train_all: bool = False
+) -> tuple[list[Group], AdvantageStats]:
+    """Sets the advantage of every sample, and whether it is trained on.
+
+    Args:
+        groups: graded groups. Samples without a score do not count in the baseline and are not trained on.
+        config: how to compute the advantages. Standard deviations are those of the population (ddof 0).
+        max_tokens: the longest completion that the engine may sample, in tokens; needed by `config.overlong`.
+        train_all: train on groups without signal, too, since the loss has terms (KL, entropy) that need no advantage.
+
+    Returns:
+        All groups in order, and the counts. In a group without signal every advantage is 0.
+
+    Raises:
+        ValueError: `config.overlong` is set, but `max_tokens` is not given.
+    """
+    if config.overlong and max_tokens is None:
+        raise Mistake(f"advantage.overlong={config.overlong} is a share of max_tokens, which is not given")
+    gradable = [[s for s in group.samples if s.score is not None] for group in groups]
+    rewards = [np.array([_reward(s, config, max_tokens) for s in samples]) for samples in gradable]
+    batch_std = np.concatenate(rewards).std() if config.scale == "batch_std" and any(map(len, rewards)) else 1.0
+    results, used, lone_turns = [], 0, 0
+    for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
+        # With equal grades the rewards differ only by the punishment of length, which must not be scaled to full size.
+        if config.overlong and _all_equal(np.array([s.score.reward for s in samples])):
+            values = None
+        elif config.credit == "turn":
+            values, lone = _by_turn(samples, rewards_G, config)
+            lone_turns += lone
+        else:
+            values = _advantages(rewards_G, config, batch_std)
+        used += values is not None
+        if values is None and train_all:
+            values = np.zeros(len(samples))
+        # Samples hold arrays, so they cannot be keys. Their ids are, while `gradable` keeps them alive.
+        by_sample = {} if values is None else dict(zip(map(id, samples), values, strict=True))
+        results.append(replace(group, samples=tuple(_set(s, by_sample.get(id(s)), config) for s in group.samples)))
+    kinds = Counter(s.outcome.kind for g in groups for s in g.samples if s.outcome)
+    return results, AdvantageStats(
+        groups=used,
+        no_signal=len(groups) - used,
+        infra_failed=kinds["infra_failed"],
+        timed_out=kinds["timed_out"],
+        lone_turns=lone_turns if config.credit == "turn" else None,
+    )
+
+
+def refilled(groups: list[Group], size: int) -> tuple[list[Group], list[Group]]:
+    """Chooses the groups of a step after others were sampled in place of those without signal.
+
+    Args:
+        groups: groups with advantages, in the order of sampling.
+        size: how many groups the step has.
+
+    Returns:
+        The groups of the step, at most `size`, and all groups, where those that were not chosen have `trained=False`.
+        Both are in the order of sampling.
+    """
+    # Groups with a signal come first. The sort is stable, so among equals the earlier ones do.
+    chosen = set(sorted(range(len(groups)), key=lambda i: not groups[i].has_signal)[:size])
+    kept = [group for i, group in enumerate(groups) if i in chosen]
+    drawn = [group if i in chosen else _untrained(group) for i, group in enumerate(groups)]
+    return kept, drawn
+
+
+def _untrained(group: Group) -> Group:
+    return replace(group, samples=tuple(replace(sample, trained=False) for sample in group.samples))
+
+
+def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float) -> np.ndarray | None:
+    """Returns the advantages of a group, float64 [G], or None for a group without signal."""
+    # One sample has nothing to be compared with, and fewer than k have no subset of k.
+    if len(rewards_G) < max(2, config.pass_k):
+        return None
+    values_G, mean, std = rewards_G, rewards_G.mean(), rewards_G.std()
+    if config.pass_k > 1:
+        values_G, mean, std = best_of_k(rewards_G, config.pass_k)
+    if _all_equal(values_G):
+        return None
+    advantages_G = values_G - mean
+    # For sample i: R_i - (mean of the others) = G / (G - 1) * (R_i - (mean of all)).
+    if config.baseline == "leave_one_out":
+        advantages_G = advantages_G * len(rewards_G) / (len(rewards_G) - 1)
+    return advantages_G / {"group_std": std, "batch_std": batch_std, "none": 1.0}[config.scale]
+
+
+def _by_turn(
+    samples: list[Sample], rewards_G: np.ndarray, config: AdvantageConfig
+) -> tuple[list[np.ndarray] | None, int]:
+    """Returns the advantages of the turns [T] of each sample, or None for a group without signal, and the lone turns.
+
+    A lone turn is one that only one sample reached. Its advantage is 0.
+    """
+    # The value of a turn is the reward minus what the environment gave for the turns before it.
+    to_go = [
+        reward - np.cumsum([0.0, *s.turn_rewards])[: len(s.completion.spans)]
+        for s, reward in zip(samples, rewards_G, strict=True)
+    ]
+    advantages, lone = [np.zeros(len(turns)) for turns in to_go], 0
+    for t in range(max(map(len, to_go), default=0)):
+        reached = [i for i, turns in enumerate(to_go) if t < len(turns)]
+        lone += len(reached) == 1
+        values = _advantages(np.array([to_go[i][t] for i in reached]), config, 1.0)
+        for i, value in zip(reached, () if values is None else values, strict=False):
+            advantages[i][t] = value
+    return advantages if any(map(np.any, advantages)) else None, lone
+
+
+def _all_equal(values_G: np.ndarray) -> bool:
+    # A test for std == 0 would miss rewards that differ only in their last bits, by rounding. Dividing by such a small
+    # std would turn this difference into large advantages.
+    if len(values_G) == 0:
+        return True
+    size, spread = max(1.0, np.abs(values_G).max()), np.ptp(values_G)
+    if ROUNDING * size < spread <= TIE * size:
+        _warn_of_ties()
+    return spread <= TIE * size
+
+
+@cache
+def _warn_of_ties() -> None:
+    log.warning(
+        "rewards of a group differ by less than %g, or than this share of their size, and count as equal: the group "
+        "carries no signal. Scale the rewards up, or subtract what they have in common",
+        TIE,
+    )
+
+
+def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
+    """Computes statistics of the best reward in a subset of k of the G samples (arXiv 2508.10751, for any rewards).
+
+    Returns:
+        The mean [G] over the subsets that include sample i, the mean over all subsets, and their standard deviation.
+    """
+    order = np.argsort(rewards_G, kind="stable")
+    r, n = rewards_G[order], len(rewards_G)
+    # In ascending order the best of a subset is its last one, so subsets are counted instead of listed. Sample i is the
+    # best of a subset if the other k - 1 come from the i samples below it. `best` is the probability of that.
+    best = np.array([math.comb(i, k - 1) for i in range(n)]) / math.comb(n, k)
+    mean = float(best @ r)
+    std = math.sqrt(max(0.0, float(best @ (r - mean) ** 2)))
+    total = math.comb(n - 1, k - 1)
+    # The probability that i is the best of a subset that includes i.
+    own = np.array([math.comb(i, k - 1) for i in range(n)]) / total
+    # The probability that j is the best of a subset that includes i, for i below j. The other k - 2 samples are chosen
+    # from the j - 1 samples that are below j and are not i.
+    above = np.array([math.comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(n)]) / total
+    later = np.concatenate([np.cumsum((above * r)[::-1])[::-1][1:], [0.0]])
+    values_G = np.empty(n)
+    values_G[order] = own * r + later
+    return values_G, mean, std
+
+
+def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> float:
+    """Returns the reward of the grader minus what "penalize" subtracts."""
+    reward = sample.score.reward
+    if config.truncated != "penalize":
+        return reward
+    share = float(_cut(sample))
+    # The soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13). The limit holds for each turn of a conversation,
+    # so the longest turn counts.
+    if config.overlong:
+        buffer = config.overlong * max_tokens
+        longest = max(stop - start for start, stop in sample.completion.spans)
+        share = max(share, min(1.0, (longest - (max_tokens - buffer)) / buffer))
+    return reward - config.penalty * share
+
+
+def _cut(sample: Sample) -> bool:
+    # By max_tokens or a limit of a conversation.
+    return sample.completion.finish_reason in CUT
+
+
+def _set(sample: Sample, advantage: float | np.ndarray | None, config: AdvantageConfig) -> Sample:
+    if advantage is None:
+        return replace(sample, advantage=0.0, turn_advantages=(), trained=False)
+    trained = not (config.truncated == "mask" and _cut(sample))
+    turns = tuple(advantage.tolist()) if isinstance(advantage, np.ndarray) else ()
+    return replace(sample, advantage=float(np.mean(advantage)), turn_advantages=turns, trained=trained)

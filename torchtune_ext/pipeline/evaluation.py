@@ -1,0 +1,149 @@
+"""Computes the accuracy of graded groups: the mean reward with its 95% interval, and the unbiased pass@k."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchtune_ext.pipeline.groups import Group
+from torchtune_ext.run.errors import Mistake
+
+log = logging.getLogger(__name__)
+
+# Standard errors to an end of a 95% interval: of the normal distribution, and of Student's for 1 to 29 degrees of freedom.
+Z = 1.96
+T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045,
+)  # fmt: skip
+MOST_UNGRADED = 0.01  # share of ungraded samples above which an accuracy is given with a warning
+SOLVED = 1.0 - 1e-9  # the smallest reward that counts as fully right in pass@k
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """The node `evaluation:` of a recipe that trains."""
+
+    task: Any = None  # the held-out problems, all of which are used; null: no evaluation
+    every: int = 10  # steps between evaluations; there is also one before the first step and one after the last
+    samples: int = 1  # samples per held-out problem at the training temperature, besides a greedy one
+
+    def __post_init__(self) -> None:
+        if isinstance(self.task, Mapping) and "_component_" not in self.task:
+            raise Mistake(
+                f"evaluation.task={dict(self.task)} names no component: set evaluation.task._component_ to a task, or "
+                "evaluation.task to null"
+            )
+        if self.task is not None and not isinstance(self.task, Mapping):
+            raise Mistake(
+                f"evaluation.task={self.task!r} must be a mapping: write evaluation.task._component_={self.task}, or null"
+            )
+        for name in ("every", "samples"):
+            if getattr(self, name) < 1:
+                raise Mistake(f"evaluation.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """The mean reward over problems, with its uncertainty and its counts."""
+
+    mean: float  # mean over problems of the mean reward of their graded samples
+    low: float  # lower end of the 95% interval of the mean over problems; samples of one are not counted as independent
+    high: float  # upper end of the 95% interval of the mean
+    pass_at: dict[int, float]  # for each k, the probability that at least one of k samples is fully right
+    problems: int  # problems with at least one graded sample
+    ungraded: int  # samples that the infrastructure failed to grade
+
+    @property
+    def partly_right(self) -> bool:
+        """Whether some rewards lie between 0 and 1, so that their mean is no share of right answers."""
+        return _apart(self.mean, self.pass_at.get(1))
+
+
+def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
+    """Computes the accuracy of groups.
+
+    Args:
+        groups: graded groups.
+        ks: the values of k for which pass@k is estimated. A k above the graded samples of some problem is left out.
+
+    Raises:
+        ValueError: no sample could be graded.
+    """
+    rewards = [[s.score.reward for s in g.samples if s.score is not None] for g in groups]
+    ungraded = sum(len(g.samples) for g in groups) - sum(map(len, rewards))
+    rewards = [r for r in rewards if r]
+    if not rewards:
+        # The message has the cause, because an evaluation stores no groups that would show it.
+        causes = (
+            f"problem {g.problem.id!r} {s.outcome.kind}: {s.outcome.cause}"
+            for g in groups
+            for s in g.samples
+            if s.outcome
+        )
+        raise Mistake(f"none of {ungraded} samples could be graded. The first one: {next(causes, 'it was not graded')}")
+    if ungraded > MOST_UNGRADED * (total := sum(len(g.samples) for g in groups)):
+        log.warning("this accuracy leaves out %d of %d samples, which could not be graded", ungraded, total)
+    # Samples of one problem are not independent, so the interval is that of the means of problems.
+    means = np.array([np.mean(r) for r in rewards])
+    pass_at = {
+        k: float(np.mean([pass_at_k(len(r), sum(x >= SOLVED for x in r), k) for r in rewards]))
+        for k in ks
+        if all(len(r) >= k for r in rewards)
+    }
+    return Accuracy(float(means.mean()), *interval(means), pass_at, len(rewards), ungraded)
+
+
+def interval(means: np.ndarray) -> tuple[float, float]:
+    """Returns the 95% interval of the mean over independent problems, from their means [problems].
+
+    It is Wilson's (JASA 22, 1927) if all means are in [0, 1], and otherwise Student's, which says nothing of a single
+    problem: then both ends are the mean.
+    """
+    count, mean = len(means), float(means.mean())
+    variance = float(means.var(ddof=1)) / count if count > 1 else math.inf
+    # A variance that was estimated from few problems is uncertain itself.
+    t = T[count - 2] if 2 <= count < 2 + len(T) else Z
+    if means.min() < 0 or means.max() > 1:
+        half = t * math.sqrt(variance) if count > 1 else 0.0
+        return mean - half, mean + half
+    # Wilson's interval stays in [0, 1], and has a width even if all problems are alike. Its count is the number of
+    # problems at which a share of right answers is as uncertain as this mean (Franco et al., J. Surv. Stat. Methodol.
+    # 7, 2019).
+    share = mean * (1 - mean)
+    # A mean of numbers in [0, 1] is at least as certain as a share of right answers among as many problems.
+    effective = max(count, share / variance) if 0 < variance < math.inf else count
+    z = t if effective > count else Z
+    center = (mean + z**2 / (2 * effective)) / (1 + z**2 / effective)
+    half = z / (1 + z**2 / effective) * math.sqrt(share / effective + z**2 / (4 * effective**2))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def partly_right(values: Mapping[str, float | None]) -> bool:
+    """Returns `Accuracy.partly_right` from the metrics of an evaluation."""
+    return any(
+        _apart(values.get(f"eval/accuracy_{kind}"), values.get(f"eval/solved_{kind}")) for kind in ("sampled", "greedy")
+    )
+
+
+def _apart(mean: float | None, solved: float | None) -> bool:
+    return mean is not None and solved is not None and not math.isclose(mean, solved, abs_tol=1e-9)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Estimates, without bias, the probability that one of k samples is right, when c of n samples are right.
+
+    The estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+
+    Raises:
+        ValueError: k is not between 1 and n.
+    """
+    if not 1 <= k <= n:
+        raise Mistake(f"pass@k with k={k} needs 1 <= k <= n={n} samples")
+    # Fewer than k samples are wrong, so every choice of k has a right one.
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k))

@@ -1,0 +1,1 @@
+"""The components of a run: built, checked, dry-run, described."""
