@@ -71,6 +71,10 @@ def main() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
     print(f"files {len(FILES)}, lines {sum(lines.values()):,}, rooms {len({room(name) for name in library})}")
     print(f"arrows between rooms {len(arrows)}, in circles {up}")
+    written = [tree for name, tree in TREES.items() if not name.startswith("recipes")]
+    print(
+        f"statements of the package and kernels {sum(isinstance(n, ast.stmt) for t in written for n in ast.walk(t)):,}"
+    )
     for recipe in ("grpo", "warmup_sft", "evaluate"):
         tree, modules = TREES[f"recipes.{recipe}"], loaded(f"recipes.{recipe}")
         named = [(n.module, len(n.names)) for n in tree.body if isinstance(n, ast.ImportFrom)]
