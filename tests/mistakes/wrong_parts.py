@@ -59,6 +59,8 @@ CLASSES = {
     "a bare name": full("task._component_=Sums", r"`task:` the recipe that runs defines no 'Sums'; give a dotted path, or define it there"),
     "a path of a file": full("task._component_=sums.py:Base", r"`task:` _component_=sums.py:Base is no dotted path; write my_task.Sums for the class Sums in my_task.py"),
     "a folder of ours": full("task._component_=torchtune_ext.tasks.temporal_clu.TemporalClue", r"torchtune_ext.tasks has no 'temporal_clu'; did you mean 'temporal_clue'\?"),
+    "a class that moved": full("task._component_=torchtune_ext.source.GroupSource", r"`task:` _component_=torchtune_ext.source.GroupSource: torchtune_ext.source.GroupSource moved to torchtune_ext.pipeline.source.GroupSource"),
+    "a module of ones own with an import that moved": full("task._component_=mine.Mine", r"importing mine raised ModuleNotFoundError: torchtune_ext.groups moved to torchtune_ext.pipeline.groups \(mine.py:1\)", files={"mine.py": "from torchtune_ext.groups import Group\n"}),
     "an optimizer that is not there": full("optimizer._component_=torch.optim.Adam2", r"`optimizer:` _component_=torch.optim.Adam2: torch.optim has no 'Adam2'; did you mean 'Adam'\?"),
     "a module for a class": full("optimizer._component_=torch.optim", r"`optimizer:` _component_=torch.optim is a module; name a class or a function"),
     "no component": Mistake("run grpo_full --config plain.yaml", r"`task:` needs a `_component_`, the dotted path of a class or function", files={"plain.yaml": RUN.replace("task: {_component_: sums.Base}\n", "task: {count: 3}\n", 1)}),

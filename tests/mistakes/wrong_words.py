@@ -13,6 +13,7 @@ COMMANDS = {
     "own recipe that is not there": Mistake("run ./my.py --config run.yaml", r"\./my.py: no such file, seen from .*; `tune cp grpo_full my.py` makes a copy", real=True),
     "own recipe elsewhere": Mistake("run ../elsewhere.py --config run.yaml", r"\.\./elsewhere.py is not below .*: torchtune runs recipes from there; go to ", prepare=lambda folder: (folder.parent / "elsewhere.py").write_text("")),
     "own recipe that is no Python": Mistake("run my.py --config run.yaml", r"importing my.py raised SyntaxError: invalid syntax \(my.py:2\)", files={"my.py": "\ndef train(:\n"}),
+    "own recipe with imports that moved": Mistake("run my.py --config run.yaml", r"error: my.py: torchtune_ext.advantages moved to torchtune_ext.pipeline.advantages, torchtune_ext.host.nodes moved to torchtune_ext.setup.nodes. Fix: change these imports", files={"my.py": "from torchtune_ext.advantages import AdvantageConfig\nfrom torchtune_ext.host import nodes\n"}, real=True),
     "no config": Mistake("run grpo_full max_steps=3", r"which config\? For instance: tune run grpo_full --config grpo/\w+; `tune ls` lists them"),
     "unknown config": Mistake("run grpo_full --config grpo/tinny", r"--config grpo/tinny: neither a file nor a config of ours; did you mean .*grpo/tiny.*\(`tune ls`\)"),
     "missing file of a config": Mistake("run grpo_full --config nope.yaml", r"--config nope.yaml: no such file, seen from /.*, and no config of ours \(`tune ls`\)"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_ext.run.errors import Blamed, Mistake, nearest, text_of
+from torchtune_ext.run.moved import new_name
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ def by_path(path: str, where: str) -> Any:
 
     Raises ValueError, whose message begins with `where`, if there is no such thing or its import fails.
     """
+    if new := new_name(path):
+        raise Mistake(f"{where}: {path} moved to {new}")
     # The module may be a file of the user's in the working directory, which is not on the path when `tune` runs.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

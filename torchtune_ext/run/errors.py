@@ -19,6 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtune_ext.run.moved import new_name
 from torchtune_ext.run.parent import place
 from torchtune_ext.run.terminal import RED, styled
 
@@ -155,6 +156,8 @@ def text_of(error: BaseException) -> str:
     """Returns an error in one line: its kind, its text and, if it has one, its place in the user's files."""
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     kind = type(error).__name__
+    if isinstance(error, ModuleNotFoundError) and (new := new_name(str(error.name))):
+        text = f"{error.name} moved to {new}"
     line = text if isinstance(error, ValueError) and text else f"{kind}: {text}" if text else kind
     place = place_of(error)
     return f"{line[:600]} ({place})" if place else line[:600]

@@ -14,6 +14,7 @@ from typing import Any
 from torchtune_ext.run.catalog import config_files, config_name, config_path, folder, owner, recipe_files
 from torchtune_ext.run.errors import STATUS, Mistake, blame, nearest
 from torchtune_ext.run.parent import how_it_ended
+from torchtune_ext.settings.components import require_present_imports
 
 # Words of torchrun that a run may need. `tune run` takes them before the recipe.
 TORCHRUN = (
@@ -99,7 +100,10 @@ def _own_recipe(given: str, known: Sequence[str]) -> str:
     """Returns a user's recipe, a path or a dotted name, as torchtune takes it. Raises ValueError if it cannot be run."""
     path, here = Path(given), Path.cwd()
     if path.suffix != ".py":
-        if (here / f"{given.replace('.', '/')}.py").is_file() or _importable(given):
+        file = here / f"{given.replace('.', '/')}.py"
+        if file.is_file():
+            require_present_imports(file)
+        if file.is_file() or _importable(given):
             return given
         near = nearest(given, sorted(known, key=len))
         hint = f"did you mean {near}?" if near else "`tune ls` lists them."
@@ -108,6 +112,7 @@ def _own_recipe(given: str, known: Sequence[str]) -> str:
         raise Mistake(f"{given}: no such file, seen from {here}; `tune cp grpo_full {path.name}` makes a copy to edit")
     with blame(f"importing {given}"):
         compile(path.read_bytes(), given, "exec", dont_inherit=True)
+    require_present_imports(path)
     inside = Path(os.path.abspath(path))
     if not inside.is_relative_to(here):
         raise Mistake(f"{given} is not below {here}: torchtune runs recipes from there; go to {inside.parent} first")

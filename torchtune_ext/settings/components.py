@@ -13,6 +13,7 @@ from typing import Any
 from torchtune_ext.run import errors
 from torchtune_ext.run.catalog import by_path, folder, recipe_files
 from torchtune_ext.run.errors import Blamed, FileMistake, Mistake, nearest
+from torchtune_ext.run.moved import moved_imports
 from torchtune_ext.settings.kinds import require_kind
 
 
@@ -175,6 +176,8 @@ def recipe_module(recipe: str, prefix: str) -> ModuleType:
             raise Mistake(
                 f"{prefix}{name} is no recipe ({error}); your own is written with its ending: my_grpo.py"
             ) from error
+    if Path(name).is_file():
+        require_present_imports(Path(name))
     # The file need not be on Python's path.
     spec = spec_from_file_location("recipe_of_a_user", name)
     module = module_from_spec(spec)
@@ -185,3 +188,9 @@ def recipe_module(recipe: str, prefix: str) -> ModuleType:
     except FileNotFoundError:
         raise Mistake(f"{prefix}{name}: no such file, seen from {Path.cwd()}") from None
     return module
+
+
+def require_present_imports(recipe: Path) -> None:
+    """Raises `Mistake` if the file of a recipe imports modules that moved since it was copied."""
+    if moved := moved_imports(recipe.read_bytes()):
+        raise Mistake(f"{recipe.name}: {moved}. Fix: change these imports, or copy the recipe again")

@@ -320,3 +320,9 @@ def test_close_ends_what_is_on_its_way(make):
     source.close()
     assert [request.future.cancelled() for request in engine.calls] == [True] * 4
     source.close()
+
+
+def test_a_checkpoint_of_a_replay_does_not_go_on_with_problems_of_its_own(make):
+    source, _ = make()
+    with pytest.raises(ValueError, match="this checkpoint is of a replay of run abc"):
+        source.load_state_dict({"replayed": "abc"}, step=1, version=1)

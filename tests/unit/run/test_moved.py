@@ -1,0 +1,85 @@
+"""Old names of modules: where each one is now, and how a file that imports it is refused."""
+
+from pathlib import Path
+
+import pytest
+from tables import every_row
+
+from torchtune_ext.run.catalog import by_path
+from torchtune_ext.run.errors import Mistake, text_of
+from torchtune_ext.run.moved import MOVED, PACKAGE, moved_imports, new_name
+from torchtune_ext.settings.components import recipe_module
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def file_of(name: str) -> Path:
+    return ROOT.joinpath("torchtune_ext", *name.split(".")).with_suffix(".py")
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_moved_name_is_found_only_at_its_new_place(old):
+    new = MOVED[old]
+    assert not file_of(old).exists()
+    module, _, attribute = new.rpartition(".")
+    assert file_of(new).is_file() or hasattr(__import__(PACKAGE + module, fromlist=[attribute]), attribute)
+
+
+@every_row(
+    "name, now",
+    [
+        ("torchtune_ext.advantages", "torchtune_ext.pipeline.advantages"),
+        ("torchtune_ext.advantages.AdvantageConfig", "torchtune_ext.pipeline.advantages.AdvantageConfig"),
+        ("torchtune_ext.training.settings.at_least", "torchtune_ext.setup.settings.at_least"),
+        ("torchtune_ext.training.settings.chosen_dtype", "torchtune_ext.training.precision.chosen_dtype"),
+        ("torchtune_ext.pipeline.advantages", None),
+        ("torchtune_ext.training.learner", None),
+        ("torchtune_ext", None),
+        ("advantages", None),
+    ],
+)
+def test_new_name(name, now):
+    assert new_name(name) == now
+
+
+@every_row(
+    "source, says",
+    [
+        ("import torchtune_ext.packing", "torchtune_ext.packing moved to torchtune_ext.pipeline.packing"),
+        ("from torchtune_ext import packing", "torchtune_ext.packing moved to torchtune_ext.pipeline.packing"),
+        (
+            "def f():\n    from torchtune_ext.host import nodes",
+            "torchtune_ext.host.nodes moved to torchtune_ext.setup.nodes",
+        ),
+        (
+            "from torchtune_ext.training.settings import at_least, chosen_dtype, check_settings",
+            "torchtune_ext.training.settings moved to torchtune_ext.setup.settings, torchtune_ext.training.settings.chosen_dtype "
+            "moved to torchtune_ext.training.precision.chosen_dtype",
+        ),
+        ("from torchtune_ext.pipeline import packing\nimport packing\nfrom . import groups", ""),
+    ],
+)
+def test_moved_imports(source, says):
+    assert moved_imports(source.encode()) == says
+
+
+def test_recipe_file_with_moved_import_is_refused(tmp_path):
+    recipe = tmp_path / "my_grpo.py"
+    recipe.write_text("from torchtune_ext.host import nodes\n")
+    with pytest.raises(Mistake, match="my_grpo.py: torchtune_ext.host.nodes moved to torchtune_ext.setup.nodes. Fix: "):
+        recipe_module(str(recipe), "")
+
+
+def test_moved_component_is_refused():
+    with pytest.raises(
+        Mistake, match="^here: torchtune_ext.replay.Replay moved to torchtune_ext.training.replay.Replay$"
+    ):
+        by_path("torchtune_ext.replay.Replay", "here")
+
+
+def test_failed_import_of_a_moved_module_names_the_new_one():
+    with pytest.raises(ModuleNotFoundError) as caught:
+        import torchtune_ext.groups  # noqa: F401
+    assert text_of(caught.value).startswith(
+        "ModuleNotFoundError: torchtune_ext.groups moved to torchtune_ext.pipeline.groups"
+    )
