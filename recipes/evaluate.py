@@ -6,12 +6,13 @@ tune run evaluate --config eval/tiny model_dir=...
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from torchtune_ext.cli.plugin import parse
 from torchtune_ext.grading import Grader, GraderConfig, answer_faults, open_graders, rehearse
@@ -26,8 +27,9 @@ from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 from torchtune_ext.sampling.engine_args import engine_threads, on_cpu
-from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.settings.config import load_config, named_paths, record
+from torchtune_ext.settings.records import RECORD, Seed
 from torchtune_ext.setup.checks import (
     check_engine,
     check_prompts,
@@ -35,7 +37,6 @@ from torchtune_ext.setup.checks import (
     check_tokenizer,
 )
 from torchtune_ext.setup.opening import say_ready
-from torchtune_ext.setup.settings import at_least
 from torchtune_ext.setup.start import require_gpus
 from torchtune_ext.tasks.order import Usable
 from torchtune_ext.telemetry.progress import Progress
@@ -47,22 +48,22 @@ from torchtune_ext.training.precision import chosen_dtype
 SUPPORTS_DISTRIBUTED = False
 
 
-@dataclass
+@dataclass(config=RECORD, kw_only=True)
 class Config:
-    """Every knob of the recipe."""
+    """Every config key of the recipe."""
 
-    output_dir: str = MISSING  # folder for the table and the samples
-    model_dir: str = MISSING  # weights and tokenizer, Hugging Face format
-    tokenizer: Any = MISSING  # messages -> ids
-    task: Any = MISSING  # problems, all of them used
-    engine: EngineConfig = EngineConfig()  # what samples: vLLM, its memory, its GPUs
-    sampling: SamplingConfig = MISSING  # how completions are drawn
-    samples_per_problem: int = 1  # at sampling.temperature
-    greedy: bool = True  # also one greedy sample per problem
-    pass_at: list[int] = field(default_factory=lambda: [1])  # k of pass@k, at most samples_per_problem
-    grader: GraderConfig = GraderConfig()  # processes that grade, and how long one may take
-    rollouts: RolloutConfig = RolloutConfig()  # how long to wait for an answer
-    seed: int = 0  # of sampling
+    output_dir: str = Field(description="folder of the table and the samples")
+    model_dir: str = Field(description="weights and tokenizer, Hugging Face format")
+    tokenizer: Component = Field(description="messages -> token ids")
+    task: Component = Field(description="problems, all evaluated")
+    engine: EngineConfig = Field(EngineConfig(), description="vLLM engines: memory, GPUs, deadlines")
+    sampling: SamplingConfig = Field(description="sampling parameters of completions")
+    samples_per_problem: int = Field(1, ge=1, description="samples per problem at sampling.temperature")
+    greedy: bool = Field(True, description="also one greedy sample per problem")
+    pass_at: list[int] = Field(default_factory=lambda: [1], description="k of pass@k, at most samples_per_problem")
+    grader: GraderConfig = Field(GraderConfig(), description="grader processes and their time limit")
+    rollouts: RolloutConfig = Field(RolloutConfig(), description="deadline of rollouts")
+    seed: Seed = Field(0, description="seed of sampling")
 
 
 class EvaluateRecipe:
@@ -99,7 +100,6 @@ class EvaluateRecipe:
     def check(self) -> None:
         """Builds and tries the parts that cost nothing, so that a mistake shows before anything is touched."""
         cfg = self.cfg
-        at_least(cfg, samples_per_problem=1)
         for k in cfg.pass_at:
             if not 1 <= k <= cfg.samples_per_problem:
                 raise Mistake(f"pass_at holds {k}; each k must lie in 1..samples_per_problem={cfg.samples_per_problem}")

@@ -14,13 +14,15 @@ Rank 0 owns the engine, the graders and the files; every rank trains on its shar
 """
 
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
+from pydantic import Field, PositiveFloat
+from pydantic.dataclasses import dataclass
 
 from torchtune_ext.cli.plugin import parse
 from torchtune_ext.pipeline.advantages import refilled, with_advantages
@@ -31,8 +33,9 @@ from torchtune_ext.pipeline.rollout import sample_held_out
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine
-from torchtune_ext.settings.components import instantiate
+from torchtune_ext.settings.components import Component, instantiate
 from torchtune_ext.settings.config import load_config
+from torchtune_ext.settings.records import RECORD, Seed
 from torchtune_ext.setup import nodes
 from torchtune_ext.setup.opening import say_opening, say_ready
 from torchtune_ext.setup.parts import make_parts
@@ -49,51 +52,73 @@ from torchtune_ext.training.life import close_all, run_recipe
 TUNE_NAMES = ("grpo_full", "grpo_lora", "grpo_async")
 
 
-@dataclass
+@dataclass(config=RECORD, kw_only=True)
 class Config:
-    """Every knob of the recipe."""
+    """Every config key of the recipe."""
 
-    output_dir: str = MISSING  # folder of the run: metrics, rollouts, checkpoints
-    model_dir: str = MISSING  # starting weights and tokenizer, Hugging Face format
-    model: Any = MISSING  # torchtune model builder that fits model_dir; one with adapters (LoRA) trains only these
-    adapters: nodes.AdapterConfig = nodes.AdapterConfig()  # of such a model: what is published and saved of them
-    tokenizer: Any = MISSING  # messages -> ids
-    task: Any = MISSING  # problems to train on, with their grader
-    evaluation: nodes.EvaluationConfig = nodes.EvaluationConfig()  # held-out problems, and how often they are asked
-    grader: nodes.GraderConfig = nodes.GraderConfig()  # processes that grade, and how long one may take
-    preset: str | None = "grpo"  # a published method: its loss, advantage, aggregation, ... where nothing is set here
-    loss: Any = MISSING  # objective per label
-    teacher: nodes.TeacherConfig = nodes.TeacherConfig()  # a second model that scores what the policy has sampled
-    optimizer: Any = MISSING  # any torch optimizer
-    engine: nodes.EngineConfig = nodes.EngineConfig()  # what samples: vLLM, its memory, its GPUs
-    sampling: nodes.SamplingConfig = MISSING  # how completions are drawn
-    seed: int = 0  # of sampling, torch, and the order of a finite task (generated tasks have a seed of their own)
-    device: str = "auto"  # "cpu", "cuda", or "auto"
-    dtype: str = "auto"  # of the trainer's forward and backward: "bfloat16", "float32", or "auto"; masters are float32
-    precision: nodes.PrecisionConfig = nodes.PrecisionConfig()  # of linear layers: "bf16", "fp8_rollout", "fp8_unified"
-    max_steps: int = MISSING  # steps of sample -> train -> publish
-    prompts_per_step: int = 32  # groups a step
-    samples_per_prompt: int = 16  # completions of a group
-    staleness: int = 0  # versions that the policy may be ahead of the one that began a sample; 0: sample, then train
-    depth: int | None = None  # steps that the engine samples ahead, at most staleness; null: 1, with staleness 0 none
-    rollouts: nodes.RolloutConfig = nodes.RolloutConfig()  # how long to wait for an answer
-    replay: str | None = None  # folder of a run: trains on its stored rollouts again, without an engine
-    refill_rounds: int = 0  # times of further sampling, at most, to replace groups without signal
-    updates_per_step: int = 1  # optimizer updates on the samples of one step
-    row_tokens: int = 16384  # capacity of a packed row
-    advantage: nodes.AdvantageConfig = nodes.AdvantageConfig()  # how rewards of a group become advantages
-    aggregation: str = "sequence"  # mean over completions ("sequence", as in preset grpo) or tokens, or "constant"
-    schedule: nodes.ScheduleConfig = nodes.ScheduleConfig()  # of the learning rate
-    max_grad_norm: float | None = 1.0  # null: not clipped
-    activation_checkpointing: bool = False  # recompute layers in the backward
-    compile: bool = False  # torch.compile each layer
-    max_mismatch: Any = "auto"  # mean |trainer - sampler log-prob| that stops the run; "auto": by the rounding
-    checkpoints: nodes.CheckpointConfig = nodes.CheckpointConfig()  # how often they are written, and how many are kept
-    resume_from_checkpoint: bool = False  # go on from the newest checkpoint in output_dir
-    ranks: nodes.RanksConfig = nodes.RanksConfig()  # how ranks share the weights and wait for each other
-    logging: nodes.LoggingConfig = nodes.LoggingConfig()  # where metrics go besides the run's folder: W&B, TensorBoard
-    profile: list[int] = field(default_factory=list)  # steps whose work torch's profiler traces, as in [3, 4]
-    dry_run: Any = False  # True: check the settings and say whether the run fits here; "4x80": 4 GPUs of 80 GB
+    output_dir: str = Field(description="run folder: metrics, rollouts, checkpoints")
+    model_dir: str = Field(description="starting weights and tokenizer, Hugging Face format")
+    model: Component = Field(
+        description="torchtune model builder that fits model_dir; a LoRA builder trains adapters only"
+    )
+    adapters: nodes.AdapterConfig = Field(nodes.AdapterConfig(), description="publishing and saving of LoRA adapters")
+    tokenizer: Component = Field(description="messages -> token ids")
+    task: Component = Field(description="training problems and their grader")
+    evaluation: nodes.EvaluationConfig = Field(nodes.EvaluationConfig(), description="held-out evaluation")
+    grader: nodes.GraderConfig = Field(nodes.GraderConfig(), description="grader processes and their time limit")
+    preset: str | None = Field(
+        "grpo", description="published method: values of loss, advantage, aggregation, ... not set here"
+    )
+    loss: Component = Field(description="objective per token")
+    teacher: nodes.TeacherConfig = Field(
+        nodes.TeacherConfig(), description="model that scores completions for distillation"
+    )
+    optimizer: Component = Field(description="torch optimizer")
+    engine: nodes.EngineConfig = Field(nodes.EngineConfig(), description="vLLM engines: memory, GPUs, deadlines")
+    sampling: nodes.SamplingConfig = Field(description="sampling parameters of completions")
+    seed: Seed = Field(0, description="seed of sampling, torch and the order of a finite task")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device of the trainer")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="dtype of forward and backward; auto: bfloat16 where the device computes in it; masters are float32",
+    )
+    precision: nodes.PrecisionConfig = Field(nodes.PrecisionConfig(), description="precision flow of linear layers")
+    max_steps: int = Field(ge=1, description="training steps")
+    prompts_per_step: int = Field(32, ge=1, description="groups per step")
+    samples_per_prompt: int = Field(16, ge=2, description="completions per group")
+    staleness: int = Field(0, description="policy versions that a completion may lag behind; 0: on-policy")
+    depth: int | None = Field(
+        None, description="steps sampled ahead, at most staleness; null: 1, or 0 with staleness 0"
+    )
+    rollouts: nodes.RolloutConfig = Field(nodes.RolloutConfig(), description="deadline of rollouts")
+    replay: str | None = Field(
+        None, description="run folder whose stored rollouts are trained on again, without an engine"
+    )
+    refill_rounds: int = Field(0, ge=0, description="most further sampling rounds that replace zero-variance groups")
+    updates_per_step: int = Field(1, ge=1, description="optimizer updates per step")
+    row_tokens: int = Field(16384, description="tokens of a packed row")
+    advantage: nodes.AdvantageConfig = Field(nodes.AdvantageConfig(), description="rewards of a group -> advantages")
+    aggregation: Literal["sequence", "token", "constant"] = Field(
+        "sequence", description="loss: mean over completions, mean over tokens, or sum over a constant"
+    )
+    schedule: nodes.ScheduleConfig = Field(nodes.ScheduleConfig(), description="learning-rate schedule")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="gradient clipping; null: off")
+    activation_checkpointing: bool = Field(False, description="recompute activations in the backward")
+    compile: bool = Field(False, description="torch.compile each layer")
+    max_mismatch: PositiveFloat | Literal["auto"] = Field(
+        "auto",
+        description="mean |trainer - engine log-prob| (nats) that stops the run; auto: from measured rounding",
+    )
+    checkpoints: nodes.CheckpointConfig = Field(
+        nodes.CheckpointConfig(), description="checkpoint interval and retention"
+    )
+    resume_from_checkpoint: bool = Field(False, description="resume from the newest checkpoint in output_dir")
+    ranks: nodes.RanksConfig = Field(nodes.RanksConfig(), description="sharding and deadlines of several ranks")
+    logging: nodes.LoggingConfig = Field(nodes.LoggingConfig(), description="metric sinks next to the run folder")
+    profile: list[int] = Field(default_factory=list, description="steps that torch.profiler traces, e.g. [3, 4]")
+    dry_run: bool | str = Field(
+        False, description='true: check settings and memory, then exit; "4x80": for 4 GPUs of 80 GB'
+    )
 
 
 class GRPORecipe:

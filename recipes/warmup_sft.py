@@ -8,14 +8,15 @@ negative log-likelihood of the solutions. Writes a Hugging Face model directory 
 
 import shlex
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.cli.plugin import parse
@@ -32,9 +33,9 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.records import Completion
 from torchtune_ext.settings.components import Component, find_component, instantiate
 from torchtune_ext.settings.config import load_config, named_paths, record
+from torchtune_ext.settings.records import RECORD, Seed
 from torchtune_ext.setup.checks import check_optimizer, check_task, check_tokenizer, prompt_lengths
 from torchtune_ext.setup.opening import device_text, model_text
-from torchtune_ext.setup.settings import at_least
 from torchtune_ext.tasks.order import Usable, problem_index
 from torchtune_ext.tasks.task import Message, Problem, solution_messages
 from torchtune_ext.telemetry.metrics import LoggingConfig, Metrics
@@ -47,32 +48,34 @@ from torchtune_ext.training.life import close_all, run_recipe
 from torchtune_ext.training.precision import DTYPES, chosen_dtype, dtype_note
 
 
-@dataclass
+@dataclass(config=RECORD, kw_only=True)
 class Config:
-    """Every knob of the recipe."""
+    """Every config key of the recipe."""
 
-    output_dir: str = MISSING  # folder of the run; the model goes to output_dir/model
-    model_dir: str | None = None  # model to continue; null: a new one of `shape`
-    shape: Shape = Shape()  # of a new model
-    model: Any = MISSING  # torchtune model builder
-    tokenizer: Any = MISSING  # messages -> ids
-    task: Any = MISSING  # problems with solutions
-    optimizer: Any = MISSING  # any torch optimizer
-    num_problems: int = MISSING  # different problems to train on: the first ones of the task
-    epochs: float = 1.0  # passes over them
-    batch_problems: int = 64  # problems of one update
-    train_on_prompt: bool = False  # learn the problems' text too: for a new model, which must learn to read first
-    row_tokens: int = 4096  # capacity of a packed row
-    tokenizer_problems: int = 1000  # problems whose text trains the tokenizer of a new model
-    schedule: ScheduleConfig = ScheduleConfig(decay="cosine", warmup=20)  # of the learning rate
-    max_grad_norm: float | None = 1.0  # null: not clipped
-    seed: int = 0  # of weights and order
-    device: str = "auto"  # "cpu", "cuda", or "auto"
-    dtype: str = "auto"  # of forward and backward, and of the saved weights: "bfloat16", "float32", or "auto"
-    activation_checkpointing: bool = False  # recompute layers in the backward
-    compile: bool = False  # torch.compile each layer
-    log_every: int = 10  # updates
-    logging: LoggingConfig = LoggingConfig()  # where metrics go besides the run's folder: W&B, TensorBoard
+    output_dir: str = Field(description="run folder; the model is saved in output_dir/model")
+    model_dir: str | None = Field(None, description="model to train further; null: a new model of `shape`")
+    shape: Shape = Field(Shape(), description="sizes of a new model")
+    model: Component = Field(description="torchtune model builder")
+    tokenizer: Component = Field(description="messages -> token ids")
+    task: Component = Field(description="problems with solutions")
+    optimizer: Component = Field(description="torch optimizer")
+    num_problems: int = Field(ge=1, description="training problems, the first of the task")
+    epochs: float = Field(1.0, gt=0, description="passes over the problems")
+    batch_problems: int = Field(64, ge=1, description="problems per optimizer update")
+    train_on_prompt: bool = Field(False, description="include prompt tokens in the loss, for a new model")
+    row_tokens: int = Field(4096, ge=1, description="tokens of a packed row")
+    tokenizer_problems: int = Field(1000, ge=1, description="problems whose text trains the tokenizer of a new model")
+    schedule: ScheduleConfig = Field(ScheduleConfig(decay="cosine", warmup=20), description="learning-rate schedule")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="gradient clipping; null: off")
+    seed: Seed = Field(0, description="seed of weights and order")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device of the trainer")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="dtype of forward and backward, and of the saved weights"
+    )
+    activation_checkpointing: bool = Field(False, description="recompute activations in the backward")
+    compile: bool = Field(False, description="torch.compile each layer")
+    log_every: int = Field(10, ge=1, description="optimizer updates between log lines")
+    logging: LoggingConfig = Field(LoggingConfig(), description="metric sinks next to the run folder")
 
 
 class WarmupRecipe:
@@ -142,7 +145,6 @@ class WarmupRecipe:
     def check(self) -> None:
         """Builds and tries the parts that cost nothing, so that a mistake shows before anything is touched."""
         cfg = self.cfg
-        at_least(cfg, num_problems=1, batch_problems=1, row_tokens=1, tokenizer_problems=1, log_every=1)
         self.dtype = DTYPES[chosen_dtype(cfg.dtype, self.ranks.device.type)]
         if not cfg.epochs > 0:
             raise Mistake(f"epochs={cfg.epochs} must be more than 0")

@@ -22,7 +22,7 @@ OWN_WORDS = {
     "clue": ("torchtune_ext.tasks.temporal_clue.cli", "make and grade Temporal Clue puzzles"),
     "gguf": ("torchtune_ext.cli.gguf", "make a GGUF file a model directory: gguf FILE OUT"),
     "install-engine": ("torchtune_ext.cli.engine_install", "install the vLLM of this machine beside this package"),
-    "knobs": ("torchtune_ext.cli.knobs", "list the knobs of a recipe: knobs [RECIPE] [NODE]"),
+    "config": ("torchtune_ext.cli.config", "list the config keys of a recipe: config [RECIPE] [KEY] [--schema]"),
     "presets": ("torchtune_ext.settings.presets", "list the published methods, or print one: presets [NAME]"),
     "ray": ("torchtune_ext.cluster.on_ray", "start a run on an existing Ray cluster, with vLLM servers beside it"),
     "report": ("torchtune_ext.telemetry.report", "write the HTML report of a run, or of several: report RUN [RUN ...]"),

@@ -5,15 +5,16 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import cloudpickle
+from pydantic import Field
 
 from torchtune_ext.grading.calls import Grading, Outcome, Ungraded, hung, shipped_grader
-from torchtune_ext.run.errors import Failure, Mistake, require_seconds
+from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.run.processes import DEATHS, Processes
+from torchtune_ext.settings.records import Seconds, config_record
 from torchtune_ext.tasks.task import Problem, Score, Task
 
 log = logging.getLogger(__name__)
@@ -25,17 +26,14 @@ DIED = "the grading process died"  # the first words of a cause
 FAILED_STEPS = 2  # steps in a row in which every text failed, after which the run ends
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("grader")
 class GraderConfig:
-    """The node `grader:` of a recipe."""
+    """The keys of `grader:`."""
 
-    workers: int = 1  # number of processes that grade
-    timeout_s: float = 10.0  # seconds for one text; for all texts of a group that are graded together
-
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise Mistake(f"grader.workers={self.workers} must be at least 1")
-        require_seconds("grader.timeout_s", self.timeout_s)
+    workers: int = Field(1, ge=1, description="grader processes")
+    timeout_s: Seconds = Field(
+        10.0, description="time limit of one text, or of a group that is graded together, seconds"
+    )
 
 
 class Grader:

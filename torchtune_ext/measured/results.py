@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+
+from pydantic import Field
 
 import torchtune_ext
-from torchtune_ext.run.errors import Failure, Mistake, require_seconds
+from torchtune_ext.run.errors import Failure
+from torchtune_ext.settings.records import Seconds, config_record
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
 NOISY = "noisy"
@@ -61,35 +63,21 @@ class Result:
     techniques: tuple[str, ...] = ()  # that it uses, sorted, if they were looked for and it came so far
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("bench")
 class BenchConfig:
-    """The settings `bench:` of a task. Raises ValueError for a value that cannot be."""
+    """The keys of `bench:`, an argument of tasks whose programs are timed."""
 
-    workers: int | None = None  # processes that check; None: one for each core that is not timed on
-    cores: list[int] | None = None  # cores to time on; None: those that no engine may use, or the last ones
-    threads: int = 1  # threads that a program may use, and cores that it is timed on
-    compiler: str | None = None  # "gcc" or "clang", or a path; None: as found
-    budget_s: float = 10.0  # seconds for one timing
-    namespaces: bool | None = None  # whether bubblewrap is used; None: wherever it works
-    address: str | None = None  # of a Ray cluster, or "auto": the machines that measure; None: this machine
-
-    def __post_init__(self) -> None:
-        for name, (kind, words) in _KINDS.items():
-            value = getattr(self, name)
-            if not (_is_a(value, kind) or (value is None and "or null" in words)):
-                raise Mistake(f"bench.{name}={value!r} must be {words}")
-        if self.workers is not None and self.workers < 1:
-            raise Mistake(f"bench.workers={self.workers} must be at least 1, or null for one on each core")
-        if self.threads < 1:
-            raise Mistake(f"bench.threads={self.threads} must be at least 1")
-        require_seconds("bench.budget_s", self.budget_s)
-
-
-def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
-    if kind is list:
-        return isinstance(value, list | tuple) and all(_is_a(each, Integral) for each in value)
-    # Python counts True as a number.
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    workers: int | None = Field(
+        None, ge=1, description="processes that check programs; null: one per core not timed on"
+    )
+    cores: list[int] | None = Field(
+        None, description="cores to time on, e.g. [2, 3]; null: those that no engine may use"
+    )
+    threads: int = Field(1, ge=1, description="threads, and cores, of a timed program")
+    compiler: str | None = Field(None, description="gcc, clang, or a path; null: the one found first")
+    budget_s: Seconds = Field(10.0, description="seconds for one timing")
+    namespaces: bool | None = Field(None, description="isolate programs by bubblewrap; null: where it works")
+    address: str | None = Field(None, description='Ray cluster that times, HOST:PORT or "auto"; null: this machine')
 
 
 def version() -> str:

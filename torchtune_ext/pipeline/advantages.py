@@ -5,12 +5,15 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
 from torchtune_ext.grading.environments import CUT
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.settings.records import config_record
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ class AdvantageStats:
         return {"groups/used": float(self.groups)} | {f"groups/{name}": float(getattr(self, name)) for name in names}
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("advantage")
 class AdvantageConfig:
     """The node `advantage:` of a recipe. It says how rewards become advantages: A = (value - baseline) / scale.
 
@@ -49,34 +52,33 @@ class AdvantageConfig:
         ValueError: a word is unknown, options exclude each other, or a value is outside its range.
     """
 
-    baseline: str = "mean"  # "mean" of the group, or "leave_one_out", the mean of the other samples of the group
-    scale: str = "group_std"  # deviation of the group, "batch_std" (of all rewards of the step), or "none"
-    # Above 1, the value of a sample is the best reward among k samples of its group, averaged over all choices of k
-    # samples that include it.
-    pass_k: int = 1
-    # In conversations: "episode", one advantage for all turns, or "turn": a turn is worth what the environment gave
-    # from it on, compared with the samples of the group that reached this turn.
-    credit: str = "episode"
-    # What happens to samples cut by max_tokens or a deadline: "keep", "mask" (they count only in the baseline),
-    # "penalize".
-    truncated: str = "keep"
-    penalty: float = 1.0  # what "penalize" subtracts from the reward of a cut sample
-    # The last share of max_tokens over which the subtraction grows from 0 to `penalty` (DAPO: 0.2). Then a group
-    # carries a signal only if the rewards of the grader differ. Otherwise small differences of length would be scaled
-    # to full size.
-    overlong: float = 0.0
+    baseline: Literal["mean", "leave_one_out"] = Field(
+        "mean", description="mean of the group, or mean of the other samples of the group"
+    )
+    scale: Literal["group_std", "batch_std", "none"] = Field(
+        "group_std", description="standard deviation of the group, or of all rewards of the step, or none"
+    )
+    pass_k: int = Field(
+        1,
+        ge=1,
+        description="above 1: value = best reward of k samples, averaged over the choices of k that include the sample",
+    )
+    credit: Literal["episode", "turn"] = Field(
+        "episode",
+        description="one advantage per episode, or per turn: its return, compared with samples that reached the turn",
+    )
+    truncated: Literal["keep", "mask", "penalize"] = Field(
+        "keep", description="truncated samples: keep, mask (they count in the baseline only), or penalize"
+    )
+    penalty: float = Field(1.0, ge=0, description="subtracted from the reward of a truncated sample by penalize")
+    overlong: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="last share of max_tokens over which the penalty grows from 0 to `penalty` (DAPO: 0.2)",
+    )
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("baseline", self.baseline, ("mean", "leave_one_out")),
-            ("scale", self.scale, ("group_std", "batch_std", "none")),
-            ("credit", self.credit, ("episode", "turn")),
-            ("truncated", self.truncated, ("keep", "mask", "penalize")),
-        ):
-            if value not in known:
-                raise Mistake(f"advantage.{name}={value!r} is unknown; use one of {', '.join(known)}")
-        if self.pass_k < 1:
-            raise Mistake(f"advantage.pass_k={self.pass_k} must be at least 1, which means plain rewards")
         if self.pass_k > 1 and (self.baseline, self.scale) not in (("mean", "group_std"), ("mean", "none")):
             raise Mistake(
                 f"advantage.pass_k={self.pass_k} has a baseline and a deviation of its own; use baseline=mean, and "
@@ -87,10 +89,6 @@ class AdvantageConfig:
                 f"advantage.credit=turn compares turns of one group; use pass_k=1, and scale=group_std or none, not "
                 f"pass_k={self.pass_k}, scale={self.scale}"
             )
-        if not self.penalty >= 0.0:
-            raise Mistake(f"advantage.penalty={self.penalty} must not be negative")
-        if not 0.0 <= self.overlong <= 1.0:
-            raise Mistake(f"advantage.overlong={self.overlong} is a share of max_tokens, from 0 to 1")
         if self.overlong and self.truncated != "penalize":
             raise Mistake(
                 f"advantage.overlong={self.overlong} belongs to truncated=penalize, not {self.truncated}; set it to 0 "

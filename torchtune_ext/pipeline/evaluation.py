@@ -4,12 +4,14 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.settings.components import Component
+from torchtune_ext.settings.records import config_record
 
 log = logging.getLogger(__name__)
 
@@ -23,27 +25,15 @@ MOST_UNGRADED = 0.01  # share of ungraded samples above which an accuracy is giv
 SOLVED = 1.0 - 1e-9  # the smallest reward that counts as fully right in pass@k
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("evaluation")
 class EvaluationConfig:
-    """The node `evaluation:` of a recipe that trains."""
+    """The keys of `evaluation:`, the held-out evaluation of a training run."""
 
-    task: Any = None  # the held-out problems, all of which are used; null: no evaluation
-    every: int = 10  # steps between evaluations; there is also one before the first step and one after the last
-    samples: int = 1  # samples per held-out problem at the training temperature, besides a greedy one
-
-    def __post_init__(self) -> None:
-        if isinstance(self.task, Mapping) and "_component_" not in self.task:
-            raise Mistake(
-                f"evaluation.task={dict(self.task)} names no component: set evaluation.task._component_ to a task, or "
-                "evaluation.task to null"
-            )
-        if self.task is not None and not isinstance(self.task, Mapping):
-            raise Mistake(
-                f"evaluation.task={self.task!r} must be a mapping: write evaluation.task._component_={self.task}, or null"
-            )
-        for name in ("every", "samples"):
-            if getattr(self, name) < 1:
-                raise Mistake(f"evaluation.{name}={getattr(self, name)} must be at least 1")
+    task: Component | None = Field(None, description="held-out problems, all evaluated; null: no evaluation")
+    every: int = Field(10, ge=1, description="steps between evaluations; also before the first and after the last step")
+    samples: int = Field(
+        1, ge=1, description="samples per held-out problem at the training temperature, besides a greedy one"
+    )
 
 
 @dataclass(frozen=True, slots=True)

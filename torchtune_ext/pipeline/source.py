@@ -9,18 +9,21 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
+
+from pydantic import Field
 
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.grading.grader import GradingWatch, is_failure
 from torchtune_ext.pipeline.buffer import Ledger
 from torchtune_ext.pipeline.groups import Group, group_json, group_of
 from torchtune_ext.pipeline.rollout import WAKE_S, GroupStream, Watcher
-from torchtune_ext.run.errors import Failure, Mistake, require_seconds, text_of
+from torchtune_ext.run.errors import Failure, Mistake, text_of
 from torchtune_ext.sampling.calls import mixed_seed
 from torchtune_ext.sampling.engine import SamplingConfig
+from torchtune_ext.settings.records import Seconds, config_record
 from torchtune_ext.tasks.order import Fault, ProblemStream
 from torchtune_ext.tasks.task import Problem
 
@@ -29,14 +32,11 @@ log = logging.getLogger(__name__)
 REPLAYED = "replayed"  # a key in the state of a run that replays another one instead of sampling: the id of that one
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("rollouts")
 class RolloutConfig:
-    """The node `rollouts:` of a recipe that samples."""
+    """The keys of `rollouts:`."""
 
-    deadline_s: float = 1800.0  # seconds without a completion or grade after which a wait is given up
-
-    def __post_init__(self) -> None:
-        require_seconds("rollouts.deadline_s", self.deadline_s)
+    deadline_s: Seconds = Field(1800.0, description="seconds without a completion or grade after which the run fails")
 
 
 def prompt_fault(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: int) -> Fault:

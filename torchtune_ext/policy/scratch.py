@@ -4,15 +4,17 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+from pydantic import Field
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtune_ext.chat import CHATML
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.settings.records import config_record
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|pad|>")
 # The roles as the template writes them.
@@ -23,20 +25,20 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 COMMON = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("shape")
 class Shape:
     """The sizes of a Qwen2 or Qwen3 model with tied embeddings, by the names of config.json."""
 
-    model_type: str = "qwen2"  # or "qwen3"
-    hidden_size: int = 128  # values of the residual stream
-    num_hidden_layers: int = 4  # layers of attention and MLP
-    num_attention_heads: int = 4  # heads of queries
-    num_key_value_heads: int = 2  # heads of keys and values; each serves as many heads of queries as the others
-    head_dim: int | None = None  # values of a head; null: hidden_size / num_attention_heads, which Qwen2 always has
-    intermediate_size: int = 384  # values inside the MLP
-    max_position_embeddings: int = 1024  # tokens of the longest sequence
-    rope_theta: float = 10000.0  # base of the angles of RoPE
-    vocab_size: int = 1024  # tokens at most; the tokenizer may turn out smaller
+    model_type: Literal["qwen2", "qwen3"] = Field("qwen2", description="architecture")
+    hidden_size: int = Field(128, ge=1, description="width of the residual stream")
+    num_hidden_layers: int = Field(4, ge=1, description="transformer layers")
+    num_attention_heads: int = Field(4, ge=1, description="query heads")
+    num_key_value_heads: int = Field(2, ge=1, description="key and value heads")
+    head_dim: int | None = Field(None, ge=1, description="width of a head; null: hidden_size / num_attention_heads")
+    intermediate_size: int = Field(384, ge=1, description="width of the MLP")
+    max_position_embeddings: int = Field(1024, ge=1, description="tokens of the longest sequence")
+    rope_theta: float = Field(10000.0, gt=0, description="RoPE base")
+    vocab_size: int = Field(1024, ge=1, description="most tokens; the tokenizer may need fewer")
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
@@ -44,8 +46,6 @@ class Shape:
                 f"shape: hidden_size={self.hidden_size} must be a multiple of num_attention_heads="
                 f"{self.num_attention_heads}, and that of num_key_value_heads={self.num_key_value_heads}"
             )
-        if self.model_type not in ARCHITECTURES:
-            raise Mistake(f"shape.model_type={self.model_type!r} is unknown; known: {sorted(ARCHITECTURES)}")
         if self.model_type == "qwen2" and self.head_size * self.num_attention_heads != self.hidden_size:
             raise Mistake(
                 f"shape.head_dim={self.head_dim} must be hidden_size / num_attention_heads in Qwen2; leave it out, or set "

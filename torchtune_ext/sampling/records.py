@@ -1,15 +1,16 @@
 """The records of the sampling stage: configs go in, completions, reports and counters come out, and its two errors."""
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
+from pydantic import BeforeValidator, Field
 
-from torchtune_ext.run.errors import Failure, Mistake, require_seconds
+from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.settings.records import Seconds, config_record
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has room for these; a rank between is padded to the next
 TRANSFERS = ("auto", "shm", "nccl", "gloo")
@@ -34,76 +35,98 @@ class WeightsIncomplete(Failure):
     """The last publication broke off while copying, and the engine has to load it: publish again."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """How the engine is built. Raises ValueError for a value that cannot be."""
+def _one_text(address: Any) -> Any:
+    """Returns the addresses of a list, or of a text with commas, as one text."""
+    if address is None:
+        return None
+    several = address if isinstance(address, list | tuple) else [address]
+    return ",".join(word.strip().rstrip("/") for each in several for word in str(each).split(","))
 
-    backend: str = "vllm"  # what samples: "vllm", or the dotted path of a class of your own
-    dtype: str = "auto"  # of weights and KV cache inside the engine; "auto": the trainer's `dtype`
-    max_model_len: int = 4096  # tokens, prompt + completion of one request
-    kv_cache_bytes: int | None = None  # KV cache of each engine; None: 1 GiB on CPU, a share of the memory on GPU
-    gpu_memory_utilization: float = 0.85  # share of the GPU for weights + KV cache, when kv_cache_bytes is None
-    tensor_parallel_size: int = 1  # GPUs of one engine
-    max_concurrency: int | None = None  # requests in flight in one engine; None: follow its own counters
-    max_num_seqs: int | None = None  # requests in one engine step, canary aside; None: 256 on CPU, 1024 on GPU
-    max_num_batched_tokens: int | None = None  # tokens of one engine step; None: vLLM's choice
-    block_size: int | None = None  # tokens in a KV block; None: 32 on CPU, vLLM's choice on GPU
-    # GPUs, as in CUDA_VISIBLE_DEVICES: each `tensor_parallel_size` of them are an engine with a process of its own;
-    # None: inherited
-    devices: str | None = None
-    count: int | None = None  # engines on a CPU; None: as many as devices or address say, else one
-    # of each engine on a CPU; None: the trainer's, where it waits for the engine and the model is large enough, else
-    # one
-    threads: int | None = None
-    # keys and values of requests in flight at a publication: "recompute" under the new weights, or "keep" the old ones
-    kv_on_publish: str = "recompute"
-    sleep: bool = False  # engine shares the trainer's GPU: give memory back between sampling and publishing
-    # "http://host:port" of a running vLLM server, or a list of several (with commas between them in one text), whose
-    # key is in TORCHTUNE_EXT_API_KEY; None: engines of our own
-    address: Any = None
-    # how weights reach a server: "shm" (this machine's memory), "nccl" or "gloo" (network); "auto": as it was started
-    transfer: str = "auto"
-    lora_rank: int | None = None  # rank of an adapter that will be published; the recipe sets it
-    lora_targets: tuple[str, ...] = ()  # layers with an adapter: "q_proj", ...; empty: all that vLLM can adapt
-    quantization: dict[str, Any] = field(default_factory=dict)  # quantization_config of weights that will be published
-    seed: int = 0  # seed of requests that bring none of their own
-    start_deadline_s: float = 600.0  # seconds until the engine has to answer after its start
-    rpc_deadline_s: float = 300.0  # seconds for one call into the engine (weights, pause, resume)
-    probe_interval_s: float = 2.0  # seconds without a sign of life before a pending engine is asked for one
-    probe_deadline_s: float = 30.0  # seconds it has to answer; longer than its slowest single step
-    max_failures: int = 3  # failures in a row, without a finished request between, before giving up
-    extra_args: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+@config_record("engine")
+class EngineConfig:
+    """The keys of `engine:`, how vLLM engines are built. Raises ValueError for values that exclude each other."""
+
+    backend: str = Field("vllm", description='"vllm", or the dotted path of a backend class')
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="dtype of weights and KV cache in the engine; auto: the trainer's `dtype`"
+    )
+    max_model_len: int = Field(4096, ge=1, description="most tokens of prompt + completion of one request")
+    kv_cache_bytes: int | None = Field(
+        None, ge=1, description="KV cache of each engine; null: 1 GiB on CPU, gpu_memory_utilization on GPU"
+    )
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, le=1, description="share of the GPU for weights + KV cache, if kv_cache_bytes is null"
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs of one engine")
+    max_concurrency: int | None = Field(
+        None, ge=1, description="in-flight requests of one engine; null: adapts to the engine's own counters"
+    )
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="requests of one engine step without the canary; null: 256 on CPU, 1024 on GPU"
+    )
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="tokens of one engine step; null: vLLM's choice")
+    block_size: int | None = Field(
+        None, ge=1, description="tokens of a KV block; null: 32 on CPU, vLLM's choice on GPU"
+    )
+    devices: str | None = Field(
+        None,
+        description="GPUs, as in CUDA_VISIBLE_DEVICES; one engine per `tensor_parallel_size` of them; null: inherited",
+    )
+    count: int | None = Field(None, ge=1, description="engines on a CPU; null: from devices or address, else 1")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="threads of each engine on a CPU; null: the trainer's if it waits for a large model, else 1",
+    )
+    kv_on_publish: Literal["recompute", "keep"] = Field(
+        "recompute", description="KV cache of in-flight requests after a weight sync: recompute or keep"
+    )
+    sleep: bool = Field(False, description="colocated engine: release GPU memory between sampling and weight sync")
+    address: Annotated[str | None, BeforeValidator(_one_text, json_schema_input_type=str | list[str] | None)] = Field(
+        None,
+        description='"http://host:port" of running vLLM servers, a list or with commas; null: engines of this run. '
+        "Their API key is in TORCHTUNE_EXT_API_KEY",
+    )
+    transfer: Literal["auto", "shm", "nccl", "gloo"] = Field(
+        "auto", description="weight transfer to servers: shared memory, or a network backend; auto: as the server says"
+    )
+    lora_rank: int | None = Field(
+        None, ge=1, le=LORA_RANKS[-1], description="rank of published adapters; set by the recipe"
+    )
+    lora_targets: tuple[str, ...] = Field(
+        (), description='layers with an adapter, e.g. "q_proj"; empty: all that vLLM can adapt'
+    )
+    quantization: dict[str, Any] = Field(
+        default_factory=dict, description="quantization_config of published weights; set by the recipe"
+    )
+    seed: int = Field(0, description="seed of requests without a seed")
+    start_deadline_s: Seconds = Field(600.0, description="deadline of the engine's start, seconds")
+    rpc_deadline_s: Seconds = Field(300.0, description="deadline of one engine call (weights, pause, resume), seconds")
+    probe_interval_s: Seconds = Field(2.0, description="seconds without output before a health check of a busy engine")
+    probe_deadline_s: Seconds = Field(
+        30.0, description="timeout of a health check; above the slowest engine step, seconds"
+    )
+    max_failures: int = Field(3, ge=1, description="crashes in a row without a finished request that end the run")
+    extra_args: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM's AsyncEngineArgs")
 
     def following(self, dtype: str, threads: int | None = None) -> "EngineConfig":
         """A copy with the trainer's dtype and `threads`, where nothing else is set."""
         return replace(self, dtype=dtype if self.dtype == "auto" else self.dtype, threads=self.threads or threads)
 
-    def __post_init__(self):
-        # YAML gives one address or a list, and the command line one text with commas. From here on it is such a text.
-        if self.address is not None:
-            several = self.address if isinstance(self.address, list | tuple) else [self.address]
-            words = [word.strip().rstrip("/") for each in several for word in str(each).split(",")]
-            object.__setattr__(self, "address", ",".join(words))
-        if self.dtype not in ("bfloat16", "float16", "float32", "auto"):
-            raise Mistake(f"engine.dtype is {self.dtype!r}: use 'bfloat16', 'float16', 'float32' or 'auto'")
-        if self.kv_on_publish not in ("recompute", "keep"):
-            raise Mistake(f"engine.kv_on_publish is {self.kv_on_publish!r}: use 'recompute' or 'keep'")
+    def __post_init__(self) -> None:
         if self.kv_on_publish == "keep" and self.sleep:
             raise Mistake(
                 "engine.kv_on_publish=keep with engine.sleep: what sleeps loses its KV cache; use 'recompute'"
             )
-        for name in ("max_model_len", "tensor_parallel_size", "max_failures"):
-            if getattr(self, name) < 1:
-                raise Mistake(f"engine.{name} is {getattr(self, name)}: it has to be 1 or more")
-        counts = ("count", "threads", "max_concurrency", "max_num_seqs", "max_num_batched_tokens")
-        for name in (*counts, "kv_cache_bytes", "block_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise Mistake(f"engine.{name} is {value}: it has to be 1 or more, or null for the default")
-        if self.lora_rank is not None and not 1 <= self.lora_rank <= LORA_RANKS[-1]:
-            raise Mistake(f"engine.lora_rank is {self.lora_rank}: vLLM takes adapters of rank 1 to {LORA_RANKS[-1]}")
-        if self.transfer not in TRANSFERS:
-            raise Mistake(f"engine.transfer is {self.transfer!r}: use one of {', '.join(TRANSFERS)}")
         if self.address is None and self.transfer not in ("auto", "shm"):
             raise Mistake(
                 f"engine.transfer={self.transfer} without engine.address: an engine of this run reads the trainer's memory; "
@@ -112,12 +135,6 @@ class EngineConfig:
         if self.quantization and self.dtype == "float32":
             raise Mistake(
                 "engine.dtype=float32 with quantized weights: vLLM computes around them in bfloat16; set it so"
-            )
-        for name in ("start_deadline_s", "rpc_deadline_s", "probe_interval_s", "probe_deadline_s"):
-            require_seconds(f"engine.{name}", getattr(self, name))
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise Mistake(
-                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}: it is a share of the GPU in (0, 1]"
             )
         if not all(_is_address(each) for each in self.addresses):
             raise Mistake(
@@ -144,51 +161,31 @@ class EngineConfig:
         return self.address.split(",") if self.address is not None else []
 
 
-def _is_address(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
-@dataclass(frozen=True, slots=True)
+@config_record("sampling")
 class SamplingConfig:
-    """How completions are drawn in one call of `sample`. Raises ValueError for a value that cannot be."""
+    """The keys of `sampling:`, the sampling parameters of completions."""
 
-    max_tokens: int  # tokens of a completion at most
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # below 1 the log-probs are of the renormalized distribution
-    top_k: int = 0  # 0: off
-    stop_token_ids: tuple[int, ...] = ()  # a completion ends with (and contains) the first of these; with nothing else
-    seed: int | None = None  # requests' seeds come from (seed, group, sample index); None: not reproducible
-    early_stop_logprob: float | None = None  # mean log-prob (nats) below which a completion is stopped; None: off
-    early_stop_decay: float = 0.992  # decay of the running mean: 0.992 looks back about 125 tokens
-    early_stop_min_tokens: int = 64  # tokens before which there is no early stop
+    max_tokens: int = Field(ge=1, description="most tokens of a completion")
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="sampling temperature; 0: greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; below 1 log-probs are renormalized; 1: off")
+    top_k: int = Field(0, ge=0, description="top-k sampling; 0: off")
+    stop_token_ids: tuple[int, ...] = Field(
+        (), description="a completion ends with, and contains, the first of these; empty: the model's end tokens"
+    )
+    seed: int | None = Field(
+        None, description="seed of requests, from (seed, group, sample index); null: not reproducible"
+    )
+    early_stop_logprob: float | None = Field(
+        None, lt=0, description="running mean log-prob (nats) below which a completion is stopped, e.g. -3.0; null: off"
+    )
+    early_stop_decay: float = Field(
+        0.992, gt=0, lt=1, description="decay of the running mean; 0.992 averages about 125 tokens"
+    )
+    early_stop_min_tokens: int = Field(64, ge=1, description="tokens before the first early stop")
 
     def stopping_at(self, ids: Sequence[int]) -> "SamplingConfig":
         """A copy with these stops, where no others are set."""
         return self if self.stop_token_ids else replace(self, stop_token_ids=tuple(ids))
-
-    def __post_init__(self):
-        if self.max_tokens < 1:
-            raise Mistake(f"sampling.max_tokens is {self.max_tokens}: it has to be 1 or more")
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise Mistake(
-                f"sampling.temperature is {self.temperature}: it has to be above 0, or 0 (greedy) where nothing is trained"
-            )
-        if not 0 < self.top_p <= 1:
-            raise Mistake(f"sampling.top_p is {self.top_p}: it is a probability in (0, 1], 1 is off")
-        if self.top_k < 0:
-            raise Mistake(f"sampling.top_k is {self.top_k}: it has to be 0 (off) or more")
-        if not 0 < self.early_stop_decay < 1:
-            raise Mistake(f"sampling.early_stop_decay is {self.early_stop_decay}: it lies in (0, 1), e.g. 0.992")
-        if self.early_stop_min_tokens < 1:
-            raise Mistake(f"sampling.early_stop_min_tokens is {self.early_stop_min_tokens}: it has to be 1 or more")
-        if self.early_stop_logprob is not None and not self.early_stop_logprob < 0:
-            raise Mistake(
-                f"sampling.early_stop_logprob is {self.early_stop_logprob}: a mean log-prob is negative, e.g. -3.0"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
 from torchtune_ext.run import errors
 from torchtune_ext.run.catalog import by_path, folder, recipe_files
 from torchtune_ext.run.errors import Blamed, FileMistake, Mistake, nearest
@@ -18,11 +21,29 @@ from torchtune_ext.settings.kinds import require_kind
 
 
 class Component(dict[str, Any]):
-    """A node of the settings that names a class or a function, `_component_`, and its arguments. `key` is its place."""
+    """A mapping of the config that names a class or function, `_component_`, and its arguments. `key` is its config key."""
 
     def __init__(self, node: Mapping[str, Any], key: str = ""):
         super().__init__(node)
         self.key = key
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls._validate)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "properties": {"_component_": {"type": "string", "description": "dotted path of a class or function"}},
+            "required": ["_component_"],
+        }
+
+    @classmethod
+    def _validate(cls, value: Any) -> "Component":
+        if not isinstance(value, Mapping) or value.get("_component_") is None:
+            raise PydanticCustomError("component", "needs a `_component_`, the dotted path of a class or function")
+        return value if isinstance(value, Component) else cls(value)
 
 
 def instantiate(node: Mapping[str, Any], **extra: Any) -> Any:

@@ -7,23 +7,30 @@ import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass
+from copy import deepcopy
+from dataclasses import asdict, is_dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin
+from types import NoneType
+from typing import Any, TypeVar
 
 import yaml
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import is_pydantic_dataclass
+from pydantic.fields import FieldInfo
 
 from torchtune_ext.run.catalog import NOT_REGULAR, owner
-from torchtune_ext.run.errors import Mistake, nearest
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import own_folder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.settings.command_line import check_words
 from torchtune_ext.settings.components import Component, recipe_module, takes
-from torchtune_ext.settings.kinds import TYPE_TEXTS, require_kind
+from torchtune_ext.settings.kinds import alternatives, unfit
 from torchtune_ext.settings.presets import preset_file
+from torchtune_ext.settings.records import nested_record, option_fault, option_fields, unknown_key
 
 T = TypeVar("T")
 
@@ -39,9 +46,10 @@ LONGEST_NAME, LONGEST_PATH = 255, 3900  # bytes; Linux takes 4,096, and a run wr
 _NO_READS = ("output_dir", "logging")  # keys whose values never name a file that the run reads
 _RECORD = "_record"  # the attribute in which settings carry what `record` returns
 
-# Advice behind the message about a value of a wrong type.
-INSTEAD = {
+# Advice after the message about an invalid value.
+HINTS = {
     "resume_from_checkpoint": "; true goes on from the newest checkpoint of output_dir; to begin anew from any: model_dir=PATH",
+    "evaluation": "; without held-out problems: evaluation.task=null",
     "evaluation.every": "; without held-out problems: evaluation.task=null",
 }
 # Recipes that are the same program as grpo_full, with the setting that their name promises and what happens without it.
@@ -53,21 +61,27 @@ MANY = 3  # with more unknown keys than that, a config is taken for one of anoth
 
 
 def load_config(schema: type[T], cfg: DictConfig) -> T:
-    """Merges the YAML and the overrides of a recipe into its `Config` dataclass, and returns the settings.
+    """Validates the YAML and the overrides of a recipe against its `Config`, and returns the settings.
 
-    A field of `Config` whose type is a dataclass is a node of the YAML. A node with `_component_` becomes a `Component`
-    for `instantiate`.
+    `Config` is a pydantic dataclass with `config=RECORD`. A field whose type is such a dataclass, too, is a mapping of the
+    YAML; a field of type `Component` becomes a `Component` for `instantiate`. The defaults are laid under the YAML, so
+    that `${...}` may name a key that the YAML does not set.
 
     Raises:
-        ValueError: a key is unknown, a value has a wrong type, a required value is missing, a record refuses its
-            values, or the preset is unknown.
+        Mistake: a key is unknown, a value has a wrong type or is out of range, a required value is missing, or the preset
+            is unknown. The message has a line for each mistake.
     """
-    defaults = {f.name: f.default for f in fields(schema)}
+    if not is_pydantic_dataclass(schema):
+        raise Mistake(
+            f"{schema.__module__}.{schema.__qualname__} is not a pydantic dataclass. Fix: decorate it with "
+            "@dataclass(config=RECORD, kw_only=True), as in torchtune_ext/recipes/grpo.py"
+        )
+    known = option_fields(schema)
     try:
-        preset = cfg.get("preset", defaults.get("preset"))
+        preset = cfg.get("preset", known["preset"].get_default() if "preset" in known else None)
     except OmegaConfBaseException as error:
         raise Mistake(_unresolved(error, "preset")) from None
-    foreign = [str(key) for key in cfg if key not in defaults]
+    foreign = [str(key) for key in cfg if key not in known]
     if len(foreign) > MANY:
         raise Mistake(
             f"this config has {len(foreign)} keys that the recipe does not know ({', '.join(foreign[:5])}, ...), so it is "
@@ -75,40 +89,42 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
         )
     # The YAML and the command line replace keys of the preset.
     if preset is not None:
-        cfg = _over(load_preset(_path("preset", preset), list(defaults)), cfg)
-    cfg = _with_nodes(schema, cfg)
-    _require_texts(schema, cfg)
-    merged = _merged(schema, cfg)
+        cfg = _over(load_preset(_path("preset", preset), list(known)), cfg)
+    given = _with_bare_values(schema, cfg)
+    merged = OmegaConf.merge(OmegaConf.create(_defaults(schema)), given)
     # Each run that an agent of Weights & Biases starts gets its own folder. It does so before references are resolved,
     # so that files which are named below the folder move along.
-    if "output_dir" in merged:
-        merged.output_dir = own_folder(str(merged._get_node("output_dir")._value()))
+    folder = merged._get_node("output_dir")
+    if folder is not None and isinstance(folder._value(), str | int):
+        merged.output_dir = own_folder(str(folder._value()))
     # With references, for the record of the run.
     written = OmegaConf.to_container(merged)
-    # `key=null` counts as missing, too, if the key has no default.
-    nothing = {name for name, default in defaults.items() if default == MISSING and merged._get_node(name)._is_none()}
     try:
-        missing = sorted(OmegaConf.missing_keys(merged) | nothing)
-        if missing:
-            preset_too = ", or name a preset, which brings it" if missing[0] == "loss" and preset is None else ""
-            raise Mistake(
-                f"{missing[0]} has no value; set it in the YAML or on the command line as {missing[0]}=...{preset_too}"
-            )
+        for key in OmegaConf.missing_keys(merged):
+            raise Mistake(f"{key} has no value; set it in the YAML or on the command line as {key}=...")
         OmegaConf.resolve(merged)
-    except ValidationError as error:
-        raise Mistake(_wrong_type(error, merged, schema)) from None
     except OmegaConfBaseException as error:
-        raise Mistake(_unresolved(error, error.full_key)) from None
-    _expand_paths(merged)
-    refused: list[str] = []
-    settings = _instance(schema, merged, "", refused)
-    # torch's generators take 64 bits.
-    if abs(getattr(settings, "seed", 0)) >= 2**63:
-        refused.append(f"seed={settings.seed} does not fit into 64 bits; set a smaller one")
-    if refused:
-        raise Mistake("\n".join(refused))
-    setattr(settings, _RECORD, _record(merged, written, cfg, schema))
+        raise Mistake(_unresolved(error, str(error.full_key))) from None
+    plain = _expand_paths(OmegaConf.to_container(merged))
+    settings, faults = _validated(schema, plain)
+    if faults:
+        raise Mistake("\n".join(faults))
+    setattr(settings, _RECORD, _record(settings, plain, written, given))
     return settings
+
+
+def _validated(schema: type[T], plain: dict[str, Any]) -> tuple[T, list[str]]:
+    """Returns the settings, and a message for each mistake in `plain`; the settings are None if there is one."""
+    faults = _unlike_yaml(schema, plain)
+    try:
+        settings = TypeAdapter(schema).validate_python(plain)
+    except ValidationError as error:
+        settings = None
+        for each in error.errors(include_url=False):
+            key, field = _place(schema, each["loc"])
+            # Each alternative of a union has an error of its own.
+            faults.setdefault(key, _message(schema, plain, key, field, each))
+    return settings, list(faults.values())
 
 
 def read_config(config: str, words: Sequence[str], recipe: str | None = None) -> Any:
@@ -129,7 +145,7 @@ def read_config(config: str, words: Sequence[str], recipe: str | None = None) ->
             f"--config {config}: written for which recipe? Add --recipe grpo_full, or your own: --recipe my_grpo.py"
         )
     schema = getattr(recipe_module(named, "--recipe "), "Config", None)
-    if schema is None or "engine" not in _nodes(schema):
+    if "engine" not in getattr(schema, "__pydantic_fields__", {}):
         raise Mistake(
             f"--config {config} is written for {named}, which samples nothing: its Config has no `engine`; take one of a "
             "GRPO recipe, grpo/tiny for instance"
@@ -167,42 +183,66 @@ def say_unset(recipe: str, words: Sequence[str]) -> None:
                 say(labelled([("recipe", f"{recipe}, but {key} is not set: {then}")]))
 
 
-def _with_nodes(schema: type, cfg: DictConfig) -> DictConfig:
-    """Returns the config with a mapping for every node. Raises ValueError for a value that cannot become one."""
+def _with_bare_values(schema: type, cfg: DictConfig) -> DictConfig:
+    """Returns the config with `precision: {flow: bf16}` in place of `precision: bf16`: some records name a key for that."""
     cfg = cfg.copy()
-    for node, kind in _nodes(schema).items():
-        if node not in cfg:
-            cfg[node] = {}
-        value = cfg._get_node(node)
-        if value._is_interpolation() or (isinstance(value, DictConfig) and not value._is_none()):
+    for name, field in option_fields(schema).items():
+        bare = getattr(nested_record(field), "BARE", None)
+        value = cfg._get_node(name)
+        if bare is None or value is None or value._is_interpolation() or OmegaConf.is_config(value):
             continue
-        # Some records name a key for a plain value: `precision: bf16` means a key of `precision`.
-        if value._value() is None or (bare := getattr(kind, "BARE", None)) is None:
-            raise Mistake(_no_mapping(node, value._value(), kind))
-        cfg[node] = {bare: value._value()}
+        cfg[name] = {bare: value._value()}
     return cfg
 
 
-def _require_texts(kind: type, node: DictConfig, where: str = "") -> None:
-    """Raises ValueError for a truth value or a decimal number where text belongs. OmegaConf would make text of it."""
-    for spec in fields(kind):
-        given = node._get_node(spec.name)
-        if is_dataclass(spec.type) and isinstance(given, DictConfig) and not given._is_none():
-            _require_texts(spec.type, given, f"{where}{spec.name}.")
-        elif spec.type in (str, str | None) and given is not None and isinstance(given._value(), bool | float):
-            require_kind(f"{where}{spec.name}", given._value(), spec.type)
+def _defaults(schema: type) -> dict[str, Any]:
+    """Returns the default of every key that has one, as YAML would give it."""
+    defaults = {}
+    for name, field in option_fields(schema).items():
+        default = field.get_default(call_default_factory=True)
+        if not field.is_required():
+            defaults[name] = _lists(asdict(default) if is_dataclass(default) else default)
+        elif record := nested_record(field):
+            defaults[name] = _defaults(record)
+    return defaults
 
 
-def _expand_paths(node: DictConfig | ListConfig, where: str = "") -> None:
-    """Replaces ~ at the beginning of paths by a user's folder. Raises ValueError for a value that cannot be a path."""
-    for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
-        if OmegaConf.is_missing(node, key):
-            continue
-        value, name = node[key], f"{where}.{key}".lstrip(".") if isinstance(node, DictConfig) else where
-        if OmegaConf.is_config(value):
-            _expand_paths(value, name)
-        elif (path := _path(name, value)) != value:
-            node[key] = path
+def _lists(value: Any) -> Any:
+    """Returns a plain value with lists in place of tuples."""
+    if isinstance(value, dict):
+        return {key: _lists(each) for key, each in value.items()}
+    return [_lists(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _unlike_yaml(record: type, plain: dict[str, Any], where: str = "") -> dict[str, str]:
+    """Rewrites values of `plain`, in place, as YAML means them, and returns a message for each that means another.
+
+    A whole number is text where text belongs (`output_dir=2026`); a decimal number is not, since YAML rewrites it, and a
+    truth value is neither text nor number. Pydantic reads text as a number where it is one ("8", "1e-6").
+    """
+    faults = {}
+    for name, field in option_fields(record).items():
+        key, value = f"{where}{name}", plain.get(name)
+        kinds = alternatives(field.annotation)
+        if (nested := nested_record(field)) is not None:
+            faults |= _unlike_yaml(nested, value, f"{key}.") if isinstance(value, dict) else {}
+        # torchtune turns `key=null` into `key._component_=null`.
+        elif Component in kinds:
+            off = isinstance(value, dict) and value.get("_component_", "") is None and NoneType in kinds
+            plain[name] = None if off else value if not isinstance(value, dict) else Component(value, key)
+        elif isinstance(value, bool | float) and type(value) not in kinds and {str, int, float} & set(kinds):
+            if isinstance(value, bool) or not {int, float} & set(kinds):
+                faults[key] = unfit(key, value, field)
+        elif type(value) is int and str in kinds and not {int, float} & set(kinds):
+            plain[name] = str(value)
+    return faults
+
+
+def _expand_paths(value: Any, key: str = "") -> Any:
+    """Returns a plain value with a user's folder in place of ~ at the beginning of paths. Raises Mistake for no path."""
+    if isinstance(value, dict):
+        return {name: _expand_paths(each, f"{key}.{name}".lstrip(".")) for name, each in value.items()}
+    return [_expand_paths(each, key) for each in value] if isinstance(value, list) else _path(key, value)
 
 
 def _path(key: str, value: Any) -> Any:
@@ -240,65 +280,36 @@ def _path(key: str, value: Any) -> Any:
     return path
 
 
-def _merged(schema: type, cfg: DictConfig) -> DictConfig:
-    """Returns the typed settings, still with references and missing values. Raises ValueError."""
-    typed = OmegaConf.structured(schema)
-    for node in _nodes(schema):
-        # OmegaConf makes a frozen dataclass read-only, and then cannot merge into it.
-        OmegaConf.set_readonly(typed._get_node(node), False)
-    try:
-        return OmegaConf.merge(typed, cfg)
-    except ConfigKeyError as error:
-        raise Mistake(_unknown(str(error.full_key or error.key), schema, cfg)) from None
-    except ValidationError as error:
-        raise Mistake(_wrong_type(error, cfg, schema)) from None
-    except TypeError as error:
-        # There is a mapping in place of a list or a plain value, or the other way round. OmegaConf does not say where,
-        # so the message names all candidates.
-        keys = ", ".join(
-            f"{node}.{key}"
-            for node in _nodes(schema)
-            for key, value in (cfg.get(node) or {}).items()
-            if OmegaConf.is_config(value)
-        )
-        raise Mistake(f"one of {keys} is a mapping and should not be, or is none and should be: {error}") from None
+def _place(schema: type, location: tuple) -> tuple[str, FieldInfo | None]:
+    """Returns the key that an error of pydantic is about, and its field, None if the key is unknown."""
+    record, field, names = schema, None, []
+    for name in location:
+        names.append(str(name))
+        field = option_fields(record).get(name)
+        if field is None or (nested := nested_record(field)) is None:
+            break
+        record = nested
+    return ".".join(names), field
 
 
-def _nodes(schema: type) -> dict[str, type]:
-    """Returns the record types of the nodes of a recipe, by key."""
-    return {spec.name: spec.type for spec in fields(schema) if is_dataclass(spec.type)}
+def _message(schema: type, plain: dict[str, Any], key: str, field: FieldInfo | None, error: Any) -> str:
+    """Returns what is wrong with a key, for an error of pydantic."""
+    if field is None:
+        return _unknown(key, schema, plain)
+    *above, last = key.split(".")
+    value = reduce(getitem, above, plain).get(last)
+    if key == "loss" and value is None and plain.get("preset") is None:
+        return f"{option_fault(key, field, value, error)}, or name a preset, which brings it"
+    return option_fault(key, field, value, error) + HINTS.get(key, "")
 
 
-def _instance(kind: type, node: DictConfig, where: str, refused: list[str]) -> Any:
-    """Makes a record, and those in it, from typed values. A record that refuses them adds a message to `refused`."""
-    values = {}
-    for spec in fields(kind):
-        key, value = f"{where}{spec.name}", node[spec.name]
-        if is_dataclass(spec.type):
-            values[spec.name] = _instance(spec.type, value, f"{key}.", refused)
-            continue
-        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        # OmegaConf holds a tuple as a list.
-        if get_origin(spec.type) is tuple:
-            plain = tuple(plain)
-        elif spec.type is Any and isinstance(plain, dict):
-            # torchtune turns `key=null` into `key._component_=null`.
-            off = spec.default is None and plain.get("_component_", "") is None
-            plain = None if off else Component(plain, key)
-        values[spec.name] = plain
-    try:
-        return kind(**values)
-    except Mistake as error:
-        # Someone with two mistakes in two nodes learns of both.
-        refused.append(str(error))
-
-
-def _unknown(key: str, schema: type, cfg: DictConfig) -> str:
+def _unknown(key: str, schema: type, plain: dict[str, Any]) -> str:
     """Returns the message for an unknown key."""
     node, dot, below = key.partition(".")
-    nodes, names = _nodes(schema), [spec.name for spec in fields(schema)]
+    names = list(option_fields(schema))
+    nested = {name: record for name, field in option_fields(schema).items() if (record := nested_record(field))}
     if dot:
-        inside = [spec.name for spec in fields(nodes[node])]
+        inside = list(option_fields(nested[node]))
         # In vLLM's SamplingParams, "n" is what `samples_per_prompt` is here.
         message = unknown_key(key, names if below == "n" else inside, f"`{node}:`")
         if node == "sampling" and below.startswith("stop"):
@@ -307,42 +318,10 @@ def _unknown(key: str, schema: type, cfg: DictConfig) -> str:
             return f"unknown key {key!r} in `engine:`; an argument of vLLM itself is engine.extra_args.{below}"
         return message
     # A key at the top may belong in a node, or be an argument of a component, so these are known keys, too.
-    inside = [f"{node}.{spec.name}" for node, kind in nodes.items() for spec in fields(kind)]
-    components = [(name, cfg[name]) for name in names if name not in nodes and isinstance(cfg.get(name), DictConfig)]
-    arguments = [f"{name}.{argument}" for name, node in components for argument in takes(node)]
+    inside = [f"{name}.{below}" for name, record in nested.items() for below in option_fields(record)]
+    components = [(name, plain[name]) for name in names if name not in nested and isinstance(plain.get(name), dict)]
+    arguments = [f"{name}.{argument}" for name, component in components for argument in takes(component)]
     return unknown_key(key, [*names, *inside, *arguments])
-
-
-def _no_mapping(node: str, value: Any, kind: type) -> str:
-    """Returns the message for a plain value, or a list, in place of a node."""
-    names = [spec.name for spec in fields(kind)]
-    if value is None:
-        off = f"; without held-out problems: {node}.task=null" if node == "evaluation" else ""
-        return f"{node}=null is no mapping; leave it out{off}"
-    example = f"{node}.to=[{value}]" if node == "logging" else f"{node}.{names[0]}=..."
-    return f"{node}={value} is no mapping; write {example} (keys of `{node}:` are {', '.join(names)})"
-
-
-def _wrong_type(error: ValidationError, cfg: DictConfig, schema: type) -> str:
-    """Returns the message for a value that a knob does not take."""
-    # The key of an entry of a list, "key[0]", stands for the list.
-    key = str(error.full_key).split("[")[0]
-    kind, node = schema, cfg
-    for part in key.split("."):
-        kind = next(spec.type for spec in fields(kind) if spec.name == part)
-        node = node._get_node(part)
-    value = node if OmegaConf.is_config(node) else node._value()
-    kinds = [each for each in (get_args(kind) if isinstance(kind, UnionType) else [kind]) if each is not NoneType]
-    instead = INSTEAD.get(key, "")
-    if value is None:
-        return f"{key} has no value; set it, as in {key}=..., or leave it out{instead}"
-    if get_origin(kinds[0]) in (list, tuple) and not isinstance(value, ListConfig):
-        return f"{key}={value!r} must be a list: {key}=[{value}]"
-    if get_origin(kinds[0]) is dict:
-        return f"{key}={value!r} must be a mapping, as in {key}.NAME=VALUE; leave it out, where nothing is set"
-    if kinds[0] not in TYPE_TEXTS:
-        return f"{error.full_key}: {error.msg or error}".split("\n")[0]
-    return f"{key}={value} must be {TYPE_TEXTS[kinds[0]]}{', or null' if kind != kinds[0] else ''}{instead}"
 
 
 def _whose(cfg: DictConfig) -> str:
@@ -380,18 +359,27 @@ def record(cfg: Any) -> dict[str, Any]:
     return getattr(cfg, _RECORD)
 
 
-def _record(merged: DictConfig, written: dict[str, Any], cfg: DictConfig, schema: type) -> dict[str, Any]:
-    plain = OmegaConf.to_container(merged)
+def _record(settings: Any, plain: dict[str, Any], written: dict[str, Any], given: DictConfig) -> dict[str, Any]:
+    kept = {}
+    for name, field in option_fields(type(settings)).items():
+        value = getattr(settings, name)
+        if nested_record(field):
+            # Of a mapping only the keys that were given.
+            kept[name] = {key: _read(plain[name][key], getattr(value, key)) for key in given.get(name) or {}}
+        else:
+            kept[name] = _read(plain.get(name), value)
     # A value that comes from the environment may be a secret token. Its reference, `${oc.env:NAME}`, takes its place.
     for path, text in _references(OmegaConf.create(_marked(written))).items():
         *above, last = path
-        node = plain
-        for key in above:
-            node = node[key]
-        node[last] = text
-    for node in _nodes(schema):
-        plain[node] = {key: plain[node][key] for key in cfg.get(node) or {}}
-    return plain
+        node = reduce(getitem, above, kept)
+        if isinstance(node, list) or last in node:
+            node[last] = text
+    return kept
+
+
+def _read(plain: Any, value: Any) -> Any:
+    """Returns what the record of a run keeps of a value: a container as it was given, a plain value as it was read."""
+    return deepcopy(plain) if isinstance(plain, dict | list) and value is not None else value
 
 
 def named_paths(cfg: Any) -> list[Path]:
@@ -486,13 +474,6 @@ def _over(preset: dict[str, Any], cfg: DictConfig) -> DictConfig:
         # Another component replaces the node as a whole: it would not take the arguments of the preset's.
         merged[key] = OmegaConf.merge(theirs, mine) if both and "_component_" not in mine else mine
     return merged
-
-
-def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
-    """Returns the error message for an unknown key, with the nearest known one."""
-    near = nearest(key, known)
-    hint = f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(known))}"
-    return f"unknown key {key!r} in {where}; {hint}"
 
 
 def divide(whole: int, by: int) -> int:

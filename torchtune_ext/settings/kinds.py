@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from torchtune_ext.run.errors import Mistake
+from pydantic.fields import FieldInfo
+
+from torchtune_ext.run.errors import Mistake, nearest
 
 TYPE_TEXTS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 # YAML writes each of these as a list.
@@ -19,21 +21,62 @@ LISTS = (list, tuple, set, frozenset, Sequence, MutableSequence, Collection, Ite
 def require_kind(key: str, value: Any, kind: Any, default: Any = None) -> None:
     """Raises ValueError if a value of YAML does not fit a type annotation. Unknown annotations fit every value."""
     if not _fits(value, kind):
-        kinds = [each for each in _alternatives(kind) if each is not NoneType]
+        kinds = [each for each in alternatives(kind) if each is not NoneType]
         names = " or ".join(dict.fromkeys(_kind_text(each) for each in kinds))
         usual = "" if default is None or default is inspect.Parameter.empty else f"; the default is {default!r}"
         raise Mistake(f"{key}={value!r} must be {names}{_rewritten(key, value, kinds) or usual}")
 
 
-def _alternatives(kind: Any) -> list[Any]:
+def unfit(key: str, value: Any, field: FieldInfo) -> str:
+    """Returns the message for a value that the field of a record does not take."""
+    kinds = [each for each in alternatives(field.annotation) if each is not NoneType]
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    what = f" ({field.description})" if field.description else ""
+    if isinstance(value, str) and words == [word for word in words if isinstance(word, str)] != []:
+        near = nearest(value, words)
+        others = [_kind_text(kind) for kind in kinds if get_origin(kind) is not Literal]
+        hint = f"did you mean {near!r}?" if near else f"use {' or '.join([*map(repr, words), *others])}"
+        return f"{key}={value!r} is unknown; {hint}"
+    null = ", or null" if NoneType in alternatives(field.annotation) else ""
+    return f"{key}={value!r} must be {expected(field)}{null}{_rewritten(key, value, kinds) or what}"
+
+
+def expected(field: FieldInfo) -> str:
+    """Returns the values that a field takes besides null: "a whole number of at least 1"."""
+    texts = []
+    for member in _members(field.annotation):
+        kind, *constraints = get_args(member) if get_origin(member) is Annotated else [member]
+        bounds = [*constraints, *field.metadata] if kind in (int, float) else []
+        texts += [] if kind is NoneType else [_kind_text(kind) + _bounds_text(bounds)]
+    return " or ".join(dict.fromkeys(texts))
+
+
+def _bounds_text(constraints: Iterable[Any]) -> str:
+    """Returns the range of a number: " of at least 1", or "" if it has none."""
+    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
+    bounds = [
+        f"{text} {getattr(each, name):g}"
+        for each in constraints
+        for name, text in words.items()
+        if getattr(each, name, None) is not None
+    ]
+    return f" {' and '.join(bounds)}" if bounds else ""
+
+
+def alternatives(kind: Any) -> list[Any]:
+    """Returns the members of a union, or the annotation itself, without the constraints of `Annotated`."""
+    return [get_args(each)[0] if get_origin(each) is Annotated else each for each in _members(kind)]
+
+
+def _members(kind: Any) -> list[Any]:
     union = get_origin(kind) in (Union, UnionType)
-    return [each for part in get_args(kind) for each in _alternatives(part)] if union else [kind]
+    return [each for part in get_args(kind) for each in _members(part)] if union else [kind]
 
 
 def _fits(value: Any, kind: Any) -> bool:
     """Tells whether a value of YAML fits a type annotation, an unknown one always."""
-    if len(alternatives := _alternatives(kind)) > 1:
-        return any(_fits(value, each) for each in alternatives)
+    if len(members := alternatives(kind)) > 1:
+        return any(_fits(value, each) for each in members)
     origin, inside = get_origin(kind) or kind, get_args(kind)
     if origin in (int, float):
         return isinstance(value, int if origin is int else int | float) and not isinstance(value, bool)
@@ -70,7 +113,7 @@ def _kind_text(kind: Any) -> str:
     if origin is Literal:
         return " or ".join(map(repr, inside))
     if origin in LISTS:
-        items = " or ".join(map(_kind_text, _alternatives(inside[0]))) if inside and inside[0] is not Any else ""
+        items = " or ".join(map(_kind_text, alternatives(inside[0]))) if inside and inside[0] is not Any else ""
         return f"a list{f' of {_length(kind)}' if _length(kind) else ''}{f', each item {items}' if items else ''}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "a mapping"
@@ -81,7 +124,7 @@ def _kind_text(kind: Any) -> str:
 def _rewritten(key: str, value: Any, kinds: list[Any]) -> str:
     """Returns the end of a message: how to write the value so that YAML reads it as one of the kinds; "" if unknown."""
     origins = [get_origin(kind) or kind for kind in kinds]
-    if {str, Path} & set(origins):
+    if {str, Path, Literal} & set(origins):
         if isinstance(value, bool):
             words = "yes, on and true" if value else "no, off and false"
             quoted = json.dumps("yes" if value else "no")

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -34,10 +35,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from torchtune_ext.run.errors import Failure, FileMistake, Mistake, require_seconds
+from torchtune_ext.run.errors import WEEK_S, Failure, FileMistake, Mistake
 from torchtune_ext.run.files import discard, make_empty, partial_of, put_in_place
 from torchtune_ext.run.folder import Run, RunFolder, changes, checkpoint_folders, step_of
 from torchtune_ext.run.output import labelled, say
+from torchtune_ext.settings.records import config_record
 from torchtune_ext.training.collectives import (
     FAILURES,
     describe,
@@ -65,23 +67,19 @@ OTHER_STATE = (
 NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run")
 
 
-@dataclass(frozen=True)
+@config_record("checkpoints")
 class CheckpointConfig:
-    """The node `checkpoints:` of a recipe."""
+    """The keys of `checkpoints:`."""
 
-    every: int = 50  # steps between checkpoints; there is also one after the last step
-    keep_last: int = 2  # newest checkpoints that are kept, besides the one with the highest accuracy
-    save_optimizer: bool = True  # False: less than half the disk; a resumed optimizer begins anew
-    stop_grace_s: float = 25.0  # seconds after SIGTERM within which a step must end for a checkpoint to be written
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise Mistake(f"checkpoints.every={self.every} must be at least 1 step")
-        if self.keep_last < 1:
-            raise Mistake(
-                f"checkpoints.keep_last={self.keep_last} must be at least 1: a run resumes from its last checkpoint"
-            )
-        require_seconds("checkpoints.stop_grace_s", self.stop_grace_s, "from 0")
+    every: int = Field(50, ge=1, description="steps between checkpoints; there is also one after the last step")
+    keep_last: int = Field(2, ge=1, description="newest checkpoints kept, in addition to the best one")
+    save_optimizer: bool = Field(True, description="false: less than half the disk; a resumed optimizer starts anew")
+    stop_grace_s: float = Field(
+        25.0,
+        ge=0,
+        le=WEEK_S,
+        description="seconds after SIGTERM for the current step to end and its checkpoint to be written",
+    )
 
 
 class Checkpoints:

@@ -11,30 +11,27 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torchtune import training
 
-from torchtune_ext.run.errors import Failure, Mistake, require_seconds
+from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import die_with_parent, local_rank, misread, number, place
+from torchtune_ext.settings.records import Seconds, config_record
 from torchtune_ext.training.collectives import from_main, gathered, join, on_any
 
 T = TypeVar("T")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("ranks")
 class RanksConfig:
-    """The node `ranks:` of a recipe, for what concerns several of them."""
+    """The keys of `ranks:`, for runs of several ranks."""
 
-    deadline_s: float = 600.0  # seconds that ranks which compute wait for one that does not come
-    shard_within: int | None = None  # ranks that share one copy of the weights, as those of a machine do; null: all
-
-    def __post_init__(self) -> None:
-        require_seconds("ranks.deadline_s", self.deadline_s)
-        if self.shard_within is not None and self.shard_within < 1:
-            raise Mistake(
-                f"ranks.shard_within={self.shard_within} must be at least 1: the ranks that share one copy of the weights"
-            )
+    deadline_s: Seconds = Field(600.0, description="seconds that ranks wait for one another in a collective")
+    shard_within: int | None = Field(
+        None, ge=1, description="ranks that share one copy of the weights, e.g. those of one machine; null: all"
+    )
 
     def require_divides(self, world_size: int) -> None:
         """Raises ValueError if `world_size` ranks do not divide into groups of `shard_within`."""

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -15,11 +16,10 @@ from torchtune_ext.objective.loss import Loss, Tokens, needs_of
 from torchtune_ext.pipeline.packing import Layout, Row
 from torchtune_ext.policy.logprobs import LabelLogprobs, PackedPolicy
 from torchtune_ext.policy.lora import AdapterOff, adapter_names
-from torchtune_ext.run.errors import Failure, Mistake, nearest
+from torchtune_ext.run.errors import Failure, Mistake
+from torchtune_ext.settings.records import config_record
 from torchtune_ext.training.buckets import Breakdown
 from torchtune_ext.training.distributed import Ranks, highest, reduce
-
-DECAYS = ("constant", "linear", "cosine")
 
 
 class Learner:
@@ -267,18 +267,14 @@ def _local(param: nn.Parameter) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("schedule")
 class ScheduleConfig:
-    """The node `schedule:` of a recipe."""
+    """The keys of `schedule:`, the learning-rate schedule."""
 
-    decay: str = "constant"  # "constant", or "linear" or "cosine", which reach zero at the end of the run
-    warmup: int = 0  # updates until the full learning rate
-
-    def __post_init__(self) -> None:
-        if self.decay not in DECAYS:
-            near = nearest(str(self.decay), DECAYS)
-            hint = f"did you mean {near!r}?" if near else "use 'constant', 'linear' or 'cosine'"
-            raise Mistake(f"schedule.decay={self.decay!r} is unknown; {hint}")
+    decay: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="decay after the warm-up; linear and cosine reach 0 at the end of the run"
+    )
+    warmup: int = Field(0, ge=0, description="optimizer updates of linear warm-up")
 
     def require_fits(self, total: int) -> None:
         """Raises ValueError if the warm-up is longer than the run of `total` updates."""

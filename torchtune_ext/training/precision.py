@@ -7,12 +7,13 @@ flow             trainer          engine
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
@@ -21,9 +22,10 @@ from torchtune_ext.policy.fp8 import Fp8Config
 from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.policy.lora import AdapterSpec
-from torchtune_ext.run.errors import Mistake, nearest
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import say
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.settings.records import config_record
 
 if TYPE_CHECKING:
     from torchtune_ext.policy.fp8.plan import Fp8Receipt
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Deadline for a step of an engine in a dtype in which the processor does not compute.
 SLOW_STEP_S = 900.0
-FLOWS = ("bf16", "fp8_rollout", "fp8_unified")
 
 
 def chosen_dtype(dtype: str, device: str, fp8: bool = False) -> str:
@@ -64,21 +65,20 @@ def computes_in_bfloat16(device: str) -> bool:
     return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("precision")
 class PrecisionConfig(Fp8Config):
-    """The flow, and how FP8 is made where it has some."""
+    """The keys of `precision:`, the precision flow."""
 
-    BARE: ClassVar[str] = "flow"  # the field that a plain value in place of the node `precision:` is
+    BARE: ClassVar[str] = "flow"  # the key of a plain value: `precision: bf16` is `precision: {flow: bf16}`
 
-    flow: str = "bf16"  # "bf16", "fp8_rollout" (FP8 only in the engine) or "fp8_unified" (in the trainer as well)
+    flow: Literal["bf16", "fp8_rollout", "fp8_unified"] = Field(
+        "bf16", description="bf16; fp8_rollout: FP8 in the engine only; fp8_unified: FP8 in engine and trainer"
+    )
 
     def __post_init__(self) -> None:
-        if self.flow not in FLOWS:
-            near = nearest(str(self.flow), FLOWS)
-            hint = f"did you mean {near!r}?" if near else f"use one of {', '.join(FLOWS)}"
-            raise Mistake(f"precision.flow={self.flow!r} is unknown; {hint}")
         Fp8Config.__post_init__(self)
-        names = [field.name for field in fields(Fp8Config) if getattr(self, field.name) != field.default]
+        default = Fp8Config()
+        names = [field.name for field in fields(Fp8Config) if getattr(self, field.name) != getattr(default, field.name)]
         if self.flow == "fp8_rollout":
             # The other settings are the trainer's.
             names = [name for name in names if name != "skip"]

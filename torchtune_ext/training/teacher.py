@@ -6,27 +6,31 @@ the trainer's memory. Its log-probs are stored with the rollouts, so a replay ne
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from torchtune_ext.pipeline.groups import Group, Sample
 from torchtune_ext.policy.hf_model import HFModel
-from torchtune_ext.run.errors import Mistake, nearest
+from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.settings.records import config_record
 
 BATCHED_TOKENS = 2048  # of a step of the engine: 1.2 GB of float32 with a vocabulary of 150,000
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("teacher")
 class TeacherConfig:
-    """The node `teacher:` of a recipe."""
+    """The keys of `teacher:`."""
 
-    model_dir: str | None = None  # Hugging Face format, with the policy's tokenizer; null: no teacher
-    engine: dict[str, Any] = field(default_factory=dict)  # what its engine has otherwise than `engine:`, as devices
+    model_dir: str | None = Field(
+        None, description="Hugging Face format, with the policy's tokenizer; null: no teacher"
+    )
+    engine: dict[str, Any] = Field(default_factory=dict, description="values that differ from `engine:`, e.g. devices")
 
     def engine_config(self, policy: EngineConfig) -> EngineConfig:
         """Returns the settings of the teacher's engine: those of the policy's engine, except where it runs.
@@ -34,12 +38,6 @@ class TeacherConfig:
         Raises:
             ValueError: an unknown key, a value that an engine does not take, or too short a context.
         """
-        names = [spec.name for spec in fields(EngineConfig)]
-        for name in self.engine:
-            if name not in names:
-                near = nearest(str(name), names)
-                hint = f"; did you mean {near!r}?" if near else ", or behind extra_args an argument of vLLM itself"
-                raise Mistake(f"unknown key 'teacher.engine.{name}'{hint}")
         own = {
             "address": None,
             "devices": None,

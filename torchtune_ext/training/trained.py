@@ -11,11 +11,12 @@ Adapters     the adapters switched     "adapter": the adapters, and once what th
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
@@ -35,13 +36,13 @@ from torchtune_ext.policy.lora import (
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.settings.records import config_record
 from torchtune_ext.training.agreement import Applied, applied_share
 from torchtune_ext.training.distributed import reduce
 from torchtune_ext.training.export import export_adapter, export_model
 from torchtune_ext.training.learner import Learner
 from torchtune_ext.training.precision import Precision
 
-WAYS = ("auto", "adapter", "merged")
 ADVICE = {
     "adapter": "look for a request that does not name the adapter; with adapters.publish=merged none has to",
     "merged": "look for keys and values of an earlier publication",
@@ -53,16 +54,14 @@ Scored = Callable[..., list[Tensor]]
 Sent = tuple[Iterable[tuple[str, Tensor]], dict[str, Any] | None]
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("adapters")
 class AdapterConfig:
-    """The node `adapters:` of a recipe, for a model that has some; the model's builder says which (`model:`)."""
+    """The keys of `adapters:`, for a model with LoRA adapters; the model's builder says which (`model:`)."""
 
-    publish: str = "auto"  # what goes to the engine: "adapter" (vLLM applies it), "merged" (whole weights), or "auto"
-    save_merged: bool = False  # checkpoints hold the merged model, too
-
-    def __post_init__(self) -> None:
-        if self.publish not in WAYS:
-            raise Mistake(f"adapters.publish={self.publish!r} is unknown; use 'auto', 'adapter' or 'merged'")
+    publish: Literal["auto", "adapter", "merged"] = Field(
+        "auto", description="weights sent to the engine: adapter (applied by vLLM) or merged (whole weights)"
+    )
+    save_merged: bool = Field(False, description="checkpoints also hold the merged model")
 
     def way(self, dora: bool, dtype: str) -> str:
         """What goes to an engine in `dtype`: "adapter" or "merged"."""

@@ -1,36 +1,31 @@
 """FP8 in 128-blocks: the settings. plan.py chooses the layers, linear.py is the layer, vllm_plugin.py is for CPUs."""
 
-from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
 
 from torchtune_ext.run.errors import Mistake
+from torchtune_ext.settings.records import config_record
 
-KEPT = ("fp8", "full")
 
-
-@dataclass(frozen=True, slots=True)
+@config_record("precision")
 class Fp8Config:
     """How linear layers compute in FP8."""
 
-    backend: str = "auto"  # computes the GEMMs: auto, scaled_mm, deep_gemm, torchao, or reference
-    # What a layer keeps for WGrad: "fp8" keeps the columns of x, "full" keeps x and quantizes it in the backward.
-    save_activations: str = "fp8"
-    backward: str = "fp8"  # "full" computes DGrad and WGrad in the compute dtype, with W and x as they are
-    # Layers that are left alone, by Hugging Face's names: "down_proj", "model.layers.0.mlp.down_proj".
-    skip: tuple[str, ...] = ()
+    backend: Literal["auto", "scaled_mm", "deep_gemm", "torchao", "reference"] = Field(
+        "auto", description="implementation of the FP8 GEMMs"
+    )
+    save_activations: Literal["fp8", "full"] = Field(
+        "fp8", description="activations saved for WGrad: fp8 quantizes x by columns; full keeps x until the backward"
+    )
+    backward: Literal["fp8", "full"] = Field(
+        "fp8", description="DGrad and WGrad in FP8, or in the compute dtype with unquantized W and x"
+    )
+    skip: tuple[str, ...] = Field(
+        (), description='layers kept in the compute dtype, e.g. "down_proj" or "model.layers.0.mlp.down_proj"'
+    )
 
     def __post_init__(self) -> None:
-        choices = {"save_activations": KEPT, "backward": KEPT}
-        if self.backend != "auto":
-            # A run without FP8 loads none of it.
-            from torchtune_ext.kernels.fp8_gemm import BACKENDS
-
-            choices["backend"] = ("auto", *BACKENDS)
-        for knob, known in choices.items():
-            if getattr(self, knob) not in known:
-                raise Mistake(f"precision.{knob}={getattr(self, knob)!r} is unknown: choose one of {', '.join(known)}")
-        if isinstance(self.skip, str):
-            raise Mistake(f"precision.skip={self.skip!r} must be a list of names: [{self.skip}]")
-        object.__setattr__(self, "skip", tuple(self.skip))
         if self.backward == "full" and self.save_activations == "fp8":
             raise Mistake(
                 "precision.backward=full needs the activations themselves: set precision.save_activations=full"

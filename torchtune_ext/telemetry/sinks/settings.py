@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import Field
+
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import Run
+from torchtune_ext.settings.records import config_record
 
 # Each has the name of the package that it needs, and is imported only when it is asked for. To add a sink, write a
 # class with the methods of `Sink` in a file here, and give it a line.
@@ -21,27 +24,24 @@ MAX_PROJECT = 128
 _NO_PROJECT = re.compile(r"[/\\#?%:]")  # W&B refuses these characters
 
 
-@dataclass(frozen=True, slots=True)
+@config_record("logging")
 class LoggingConfig:
-    """The node `logging:` of a recipe. All but `to` is for Weights & Biases, whose environment variables win."""
+    """The keys of `logging:`. All but `to` are for Weights & Biases, whose environment variables take precedence."""
 
-    # Metrics also go to these: "wandb", "tensorboard", or a class of your own (my_module.MySink).
-    to: tuple[str, ...] = ()
-    project: str = "torchtune-ext"  # of W&B; the variable WANDB_PROJECT wins
-    samples: int = 3  # groups in a table of samples, those with the widest spread of rewards; 0: no tables
-    samples_every: int = 10  # steps from table to table; the first step has one, too
+    to: tuple[str, ...] = Field(
+        (), description='metric sinks: "wandb", "tensorboard", or the dotted path of a class, e.g. my_module.MySink'
+    )
+    project: str = Field("torchtune-ext", description="W&B project; the variable WANDB_PROJECT takes precedence")
+    samples: int = Field(
+        3, ge=0, description="groups per table of samples, widest spread of rewards first; 0: no tables"
+    )
+    samples_every: int = Field(10, ge=1, description="steps between tables; the first step has one, too")
 
     def __post_init__(self) -> None:
         check_sinks(self.to)
         if not self.project or len(self.project) > MAX_PROJECT or _NO_PROJECT.search(self.project):
             raise Mistake(
                 rf"logging.project={self.project!r}: W&B takes 1 to {MAX_PROJECT} characters without any of / \ # ? % :"
-            )
-        if self.samples < 0:
-            raise Mistake(f"logging.samples={self.samples} must be a number of groups, or 0 for no tables")
-        if self.samples_every < 1:
-            raise Mistake(
-                f"logging.samples_every={self.samples_every} must be at least 1; without tables: logging.samples=0"
             )
 
     def require_login(self) -> None:

@@ -1,0 +1,189 @@
+"""`torchtune-ext config` lists the config keys of a recipe, each with its default and its description.
+
+    torchtune-ext config                               the keys of grpo_full, those of nested mappings, too
+    torchtune-ext config warmup_sft                    of another recipe, or of your copy of one: config my_grpo.py
+    torchtune-ext config grpo_full engine              the keys of one mapping
+    torchtune-ext config max_tokens                    one key, whatever mapping it is in
+    torchtune-ext config --schema > grpo.schema.json   a JSON schema, by which an editor completes and checks a YAML file
+
+The keys are the fields of `Config` in the recipe and of the records in it.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from torchtune_ext.run.catalog import folder, recipe_files
+from torchtune_ext.run.errors import Mistake, nearest
+from torchtune_ext.run.terminal import width
+from torchtune_ext.settings.components import Component, recipe_module
+from torchtune_ext.settings.kinds import alternatives, expected
+from torchtune_ext.settings.records import nested_record, option_fields
+
+RECIPE = "grpo_full"  # the recipe if no word names one
+_LONGEST_DEFAULT = 24  # characters
+REQUIRED = "(required)"  # shown as the default of a key without one
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A config key."""
+
+    name: str  # dotted, if it is in a mapping
+    default: str  # as YAML writes it, or REQUIRED
+    values: str  # the values that it takes: "a whole number of at least 1"
+    description: str
+    component: bool = False  # whether `_component_` names a class
+
+
+def is_recipe(word: str) -> bool:
+    """Tells whether a word is a recipe: the name of one of ours, or a file."""
+    ours = {recipe.name for recipe in recipe_files(folder("recipes"), folder("configs"))}
+    return word in ours or word.endswith(".py")
+
+
+def config_class(recipe: str) -> type:
+    """Returns the class `Config` of a recipe, one of ours by name or another by file. Raises Mistake without one."""
+    config = getattr(recipe_module(recipe, ""), "Config", None)
+    if not hasattr(config, "__pydantic_fields__"):
+        raise Mistake(f"{recipe}: not a recipe; expected a pydantic dataclass `Config` in it")
+    return config
+
+
+def options_of(record: type, default: Any = None, prefix: str = "") -> list[Option]:
+    """Returns the keys of a record. Defaults are those of the instance `default`, if one is given."""
+    options = []
+    for name, field in option_fields(record).items():
+        required = field.is_required() and default is None
+        value = getattr(default, name, None) if default is not None else field.get_default(call_default_factory=True)
+        description = field.description or ""
+        if (nested := nested_record(field)) is not None:
+            options.append(Option(f"{prefix}{name}", "{...}", "a mapping", description))
+            options += options_of(nested, None if required else value, f"{prefix}{name}.")
+        else:
+            component = Component in alternatives(field.annotation)
+            text = REQUIRED if required else as_yaml(value)
+            options.append(Option(f"{prefix}{name}", text, expected(field), description, component))
+    return options
+
+
+def listing(words: Sequence[str]) -> tuple[str, list[Option]]:
+    """Returns a title and the keys that the words ask for. Raises Mistake for an unknown word."""
+    recipe, rest = RECIPE, list(words)
+    if rest and is_recipe(rest[0]):
+        recipe = rest.pop(0)
+    if len(rest) > 1:
+        raise Mistake(f"{' '.join(words)}: give a recipe, a config key, or both, as in: {RECIPE} engine")
+    options = options_of(config_class(recipe))
+    if not rest:
+        parts = ", ".join(option.name for option in options if option.component)
+        return (
+            f"{recipe}: `key: value` in YAML, key=value on the command line, and node.key=value for a key of a mapping. "
+            f"Arguments of the class that `_component_` names in {parts}: python -m pydoc CLASS",
+            options,
+        )
+    # A key may be named in full, by its last part, whatever mapping it is in, or by its mapping.
+    word = rest[0]
+    if found := [
+        option
+        for option in options
+        if word in (option.name, option.name.rpartition(".")[2], option.name.partition(".")[0])
+    ]:
+        component = any(option.component for option in found)
+        arguments = " `python -m pydoc CLASS` shows the arguments of its class" if component else ""
+        return f"{recipe}, {word}:{arguments}", found
+    recipes = [each.name for each in recipe_files(folder("recipes"), folder("configs"))]
+    # Of two names that are equally near, the one that is less deeply nested is the likelier.
+    names = sorted((option.name for option in options), key=lambda name: name.count("."))
+    near = nearest(word, [*recipes, *names])
+    of = f"{recipe} {word.partition('.')[0]}" if "." in word else recipe
+    hint = f"did you mean {near}?" if near else f"`torchtune-ext config {of}` lists the keys"
+    raise Mistake(f"{word}: neither a recipe nor a config key of {recipe}; {hint}")
+
+
+def rendered(title: str, options: Sequence[Option], width: int | None = None) -> str:
+    """Returns keys under their title as text, in lines of `width` characters. None: one line per key, for grep."""
+    lines = _wrapped(title, width) if width else [title]
+    names = max(len(option.name) for option in options)
+    defaults = max(len(_short(option.default)) for option in options)
+    for option in options:
+        head = f"  {option.name:<{names}}  {_short(option.default):<{defaults}}  "
+        # On a narrow terminal the text overflows rather than becoming a column of single words.
+        room = max(30, width - len(head)) if width else max(1, len(option.description))
+        first, *more = _wrapped(option.description, room)
+        lines += [(head + first).rstrip(), *(" " * len(head) + line for line in more)]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
+
+
+def _short(default: str) -> str:
+    return default if len(default) <= _LONGEST_DEFAULT else default[: _LONGEST_DEFAULT - 3] + "..."
+
+
+def json_schema(record: type) -> dict[str, Any]:
+    """Returns the JSON schema of a recipe's YAML. Any value may be a reference, `${...}`."""
+    schema = TypeAdapter(record).json_schema()
+    definitions = schema.get("$defs", {})
+    for name, field in option_fields(record).items():
+        bare = getattr(nested_record(field), "BARE", None)
+        if bare is not None:
+            plain = definitions[field.annotation.__name__]["properties"][bare]
+            schema["properties"][name] = {"anyOf": [schema["properties"][name], plain]}
+    reference = {"type": "string", "pattern": r"\$\{.+\}"}
+    for each in (schema, *definitions.values()):
+        # A preset or the command line may set what this file leaves out.
+        each.pop("required", None) if each is schema or "_component_" not in each["properties"] else None
+        each["properties"] = {
+            name: {"anyOf": [value, reference], "description": value.get("description", "")}
+            for name, value in each["properties"].items()
+        }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+
+
+def print_help(recipe: str) -> None:
+    """Prints the keys of a recipe: the answer to `tune run RECIPE --help`."""
+    print(f"usage: tune run [TORCHRUN-OPTIONS] {recipe} --config CONFIG [key=value ...]\n")
+    print(rendered(*listing([recipe]), width(sys.stdout)))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `torchtune-ext config`."""
+    what = "a recipe (grpo_full without one), a config key, or both"
+    parser.add_argument("words", nargs="*", metavar="NAME", help=what)
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of the recipe's YAML")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the list or the schema. Raises Mistake for an unknown word."""
+    if args.schema:
+        if len(args.words) > 1 or not all(map(is_recipe, args.words)):
+            raise Mistake(f"--schema {' '.join(args.words)}: expected a recipe; `tune ls` lists them")
+        print(json.dumps(json_schema(config_class(*args.words or [RECIPE])), indent=2))
+    else:
+        print(rendered(*listing(args.words), width(sys.stdout)))
+    return 0
+
+
+def as_yaml(value: Any) -> str:
+    """Returns a plain value in YAML's flow style."""
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_yaml, value)) + "]"
+    # Other strings could be read as something else in YAML. JSON's quotes, null, true and false are YAML, too.
+    if isinstance(value, str) and re.fullmatch(r"[\w./+-]+", value):
+        return value
+    return json.dumps(value, ensure_ascii=False) if value is None or isinstance(value, bool | str) else repr(value)

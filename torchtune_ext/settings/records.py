@@ -1,0 +1,94 @@
+"""Typed records of config keys: pydantic dataclasses whose fields carry type, range, default and description."""
+
+import functools
+from collections.abc import Callable
+from types import NoneType
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass, is_pydantic_dataclass
+from pydantic.fields import FieldInfo
+
+from torchtune_ext.run.errors import WEEK_S, Mistake, nearest
+from torchtune_ext.settings.kinds import alternatives, expected, unfit
+
+T = TypeVar("T")
+
+# For the `Config` of a recipe: `@dataclass(config=RECORD, kw_only=True)`. An unknown key is an error.
+RECORD = ConfigDict(extra="forbid")
+
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+# A wait of the system counts milliseconds in 32 bits, which end after 24.8 days.
+Seconds = Annotated[float, Field(gt=0, le=WEEK_S)]
+
+
+@dataclass_transform(field_specifiers=(Field,), frozen_default=True)
+def config_record(key: str) -> Callable[[type[T]], type[T]]:
+    """Makes a frozen pydantic dataclass of the keys below `key`, such as "engine". Invalid values raise Mistake."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        record = dataclass(config=RECORD, frozen=True, slots=True)(cls)
+        init = record.__init__
+
+        # Code that makes a record itself gets the messages that a config gets.
+        @functools.wraps(init)
+        def __init__(self: Any, *args: Any, **values: Any) -> None:
+            try:
+                init(self, *args, **values)
+            except ValidationError as error:
+                faults = {str(each["loc"][:1]): _fault(record, key, each) for each in error.errors(include_url=False)}
+                raise Mistake("\n".join(faults.values())) from None
+
+        record.__init__ = __init__
+        return record
+
+    return decorate
+
+
+def option_fields(record: type) -> dict[str, FieldInfo]:
+    """Returns the pydantic fields of a record, by name."""
+    return record.__pydantic_fields__
+
+
+def nested_record(field: FieldInfo) -> type | None:
+    """Returns the record of a field that is a mapping of the YAML, None for other fields."""
+    return field.annotation if is_pydantic_dataclass(field.annotation) else None
+
+
+def option_fault(key: str, field: FieldInfo, value: Any, error: Any) -> str:
+    """Returns the message for the value of a known key that pydantic refuses with `error`."""
+    optional = NoneType in alternatives(field.annotation)
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "missing" or (value is None and not optional and field.is_required()):
+        return f"{key} has no value; set it in the YAML or on the command line as {key}=..."
+    if error["type"] == "component":
+        text = f": {key}._component_={value}" if isinstance(value, str) else ""
+        return f"`{key}:` {error['msg']}{text}{f', or {key}=null' if optional else ''}"
+    if (record := nested_record(field)) is not None:
+        names = list(option_fields(record))
+        if value is None:
+            return f"{key}=null is not a mapping; leave it out"
+        example = f"[{value}]" if "list" in expected(option_fields(record)[names[0]]) else "..."
+        return f"{key}={value} is not a mapping; write {key}.{names[0]}={example} (keys of `{key}:` are {', '.join(names)})"
+    if value is None and not optional:
+        return f"{key} has no value; set it, as in {key}=..., or leave it out"
+    return unfit(key, value, field)
+
+
+def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
+    """Returns the error message for an unknown key, with the nearest known one."""
+    near = nearest(key, known)
+    hint = f"did you mean {near!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+    return f"unknown key {key!r} in {where}; {hint}"
+
+
+def _fault(record: type, key: str, error: Any) -> str:
+    """Returns the message for an error of a record that code makes."""
+    if not error["loc"]:
+        return str(error["ctx"]["error"]) if error["type"] == "value_error" else f"{key}: {error['msg']}"
+    name = str(error["loc"][0])
+    if name not in (fields := option_fields(record)):
+        return unknown_key(name, list(fields), f"`{key}:`")
+    return option_fault(f"{key}.{name}", fields[name], error["input"], error)
