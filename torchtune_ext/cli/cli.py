@@ -35,6 +35,7 @@ OWN_WORDS = {
 }
 # The main of these also takes the words that their parser does not know.
 PASSED_ON = {"serve", "sweep"}
+ALIASES = {"knobs": "config"}
 # They work here even if another `tune` (that of Ray) is first on PATH, or Python reads no start-up files.
 TUNE_WORDS = {
     "ls": "list recipes and configs",
@@ -124,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     word, *rest = argv
+    word = ALIASES.get(word, word)
     if word == "--version":
         print(f"torchtune-ext {__version__}")
         return 0

@@ -71,7 +71,10 @@ def options_of(record: type, default: Any = None, prefix: str = "") -> list[Opti
         else:
             component = Component in alternatives(field.annotation)
             text = REQUIRED if required else as_yaml(value)
-            options.append(Option(f"{prefix}{name}", text, expected(field), description, component))
+            values = expected(field)
+            # A description need not repeat the words that a key takes.
+            description += f" ({values})" if "'" in values else ""
+            options.append(Option(f"{prefix}{name}", text, values, description, component))
     return options
 
 
@@ -143,7 +146,7 @@ def json_schema(record: type) -> dict[str, Any]:
     reference = {"type": "string", "pattern": r"\$\{.+\}"}
     for each in (schema, *definitions.values()):
         # A preset or the command line may set what this file leaves out.
-        each.pop("required", None) if each is schema or "_component_" not in each["properties"] else None
+        each.pop("required", None)
         each["properties"] = {
             name: {"anyOf": [value, reference], "description": value.get("description", "")}
             for name, value in each["properties"].items()

@@ -59,11 +59,11 @@ def begin(_torchtune) -> None:
 
 
 def guide(cli) -> None:
-    """Wraps `tune run` (the module `torchtune._cli.run`): it explains mistakes in one line, and --help lists knobs."""
+    """Wraps `tune run` (the module `torchtune._cli.run`): it explains mistakes in one line, and --help lists config keys."""
     import atexit
     import gc
 
-    from torchtune_ext.cli.knobs import is_recipe, print_help
+    from torchtune_ext.cli.config import is_recipe, print_help
     from torchtune_ext.run.errors import shown
     from torchtune_ext.settings.command_line import prepare, quiet_end
 

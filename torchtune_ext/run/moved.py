@@ -11,14 +11,12 @@ MOVED = {
     **{name: f"training.{name}" for name in ("replay", "teacher")},
     **{f"host.{name}": f"setup.{name}" for name in ("parts", "opening", "nodes", "dry_run")},
     **{f"training.{name}": f"setup.{name}" for name in ("checks", "settings", "start", "plan")},
-    **{
-        f"host.{name}": f"cli.{name}"
-        for name in ("plugin", "cli", "doctor", "gguf", "serve", "engine_install", "knobs")
-    },
+    **{f"host.{name}": f"cli.{name}" for name in ("plugin", "cli", "doctor", "gguf", "serve", "engine_install")},
     **{
         f"training.settings.{name}": f"training.precision.{name}"
         for name in ("chosen_dtype", "computes_in_bfloat16", "dtype_note")
     },
+    "host.knobs": "cli.config",
     "host.on_ray": "cluster.on_ray",
     "measured.ray_connect": "cluster.connection",
     "sweep.cli": "cli.sweep",

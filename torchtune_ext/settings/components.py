@@ -36,7 +36,6 @@ class Component(dict[str, Any]):
         return {
             "type": "object",
             "properties": {"_component_": {"type": "string", "description": "dotted path of a class or function"}},
-            "required": ["_component_"],
         }
 
     @classmethod

@@ -95,7 +95,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     # Each run that an agent of Weights & Biases starts gets its own folder. It does so before references are resolved,
     # so that files which are named below the folder move along.
     folder = merged._get_node("output_dir")
-    if folder is not None and isinstance(folder._value(), str | int):
+    if folder is not None and type(folder._value()) in (str, int):
         merged.output_dir = own_folder(str(folder._value()))
     # With references, for the record of the run.
     written = OmegaConf.to_container(merged)

@@ -56,7 +56,7 @@ def test_what_is_wrong_is_said(capsys, model, monkeypatch):
     monkeypatch.setattr(serve.os, "execve", lambda *words: pytest.fail("it started"))
     for words, message in (
         (["--config", "grpo/tiny", model], f"{KEY_VARIABLE} is not set"),
-        (["--config", "grpo/tiny", model, "engine.transfer=rdma"], "engine.transfer is 'rdma'"),
+        (["--config", "grpo/tiny", model, "engine.transfer=rdma"], "engine.transfer='rdma' is unknown"),
         (["--config", "no/such"], "no/such"),
         (["--config", "warmup/tiny"], "is written for warmup_sft"),
         (["--config", "grpo/tiny", model, "engin.dtype=float32"], "engin"),

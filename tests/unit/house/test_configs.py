@@ -26,10 +26,9 @@ from torchtune_ext.setup.dry_run import asked_machine, plan_of
 FILES = config_files(folder("configs"))
 CONFIGS = {name: path for name, path in FILES.items() if recipe_of(name)}
 PRESETS = [name.removeprefix("presets/") for name in FILES if name.startswith("presets/")]
-NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {
-    "max_steps": 1,
-    "sampling": {"max_tokens": 8},
-}
+NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max_tokens": 8}} | dict.fromkeys(
+    ("model", "tokenizer", "task", "optimizer"), {"_component_": "x"}
+)
 
 
 def module_of(name):
@@ -129,7 +128,7 @@ def test_a_dry_run_without_config_json_says_what_it_needs():
 
 def test_paths_begin_at_home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    change = {"output_dir": "~/runs", "task": {"path": "~/rows.jsonl", "prompt": "~{question}"}}
+    change = {"output_dir": "~/runs", "task": {"_component_": "x", "path": "~/rows.jsonl", "prompt": "~{question}"}}
     cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, **change}))
     assert cfg.output_dir == str(tmp_path / "runs") and cfg.task["path"] == str(tmp_path / "rows.jsonl")
     assert cfg.task["prompt"] == "~{question}"

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import warnings
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -17,16 +17,16 @@ from tables import every_row
 from torchtune_ext.objective.loss import PolicyLoss, needs_of
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
 from torchtune_ext.settings.config import load_config, named_paths, record
+from torchtune_ext.settings.records import nested_record, option_fields
 from torchtune_ext.setup.settings import check_needs
 from torchtune_ext.training.checkpoints import NO_NEWS
 from torchtune_ext.training.replay import APART
 
 ROOT = Path(__file__).resolve().parents[3]
 
-NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {
-    "max_steps": 1,
-    "sampling": {"max_tokens": 8},
-}
+NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max_tokens": 8}} | dict.fromkeys(
+    ("model", "tokenizer", "task", "optimizer"), {"_component_": "x"}
+)
 
 
 def of_environment(monkeypatch, text, cli=()):
@@ -70,11 +70,13 @@ def test_values_of_the_environment_are_kept_as_references(monkeypatch, written, 
     with warnings.catch_warnings(action="ignore"):  # of later versions, about the name of this function
         OmegaConf.register_new_resolver("tte_shout", lambda text: text.upper() + "!", replace=True)
         OmegaConf.register_new_resolver("tte_count", len, replace=True)
-    deep = 'task: {deep: [{token: "${oc.env:TTE_TOKEN}", plain: 1}], two: 2}\n'
-    cfg, values = of_environment(monkeypatch, f"{deep}model: {{a: {{b: [0, {json.dumps(written)}]}}}}\n")
+    deep = 'task: {_component_: x, deep: [{token: "${oc.env:TTE_TOKEN}", plain: 1}], two: 2}\n'
+    cfg, values = of_environment(
+        monkeypatch, f"{deep}model: {{_component_: x, a: {{b: [0, {json.dumps(written)}]}}}}\n"
+    )
     assert cfg.model["a"]["b"][1] == value
-    assert values["model"] == {"a": {"b": [0, kept]}}
-    assert values["task"] == {"deep": [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}], "two": 2}
+    assert values["model"] == {"_component_": "x", "a": {"b": [0, kept]}}
+    assert values["task"] == {"_component_": "x", "deep": [{"token": "${oc.env:TTE_TOKEN}", "plain": 1}], "two": 2}
     # Everything else is resolved, and of a node there is what was given.
     assert values["output_dir"] == "x" and values["sampling"] == {"max_tokens": 8} and values["engine"] == {}
 
@@ -89,7 +91,7 @@ def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
     )
     assert (cfg.max_steps, cfg.prompts_per_step, cfg.model_dir, cfg.tokenizer["path"]) == (7, 7, "s3cret", "s3cret/t")
     assert values["max_steps"] == values["prompts_per_step"] == "${oc.env:TTE_STEPS}"
-    assert (values["model_dir"], values["tokenizer"]) == ("${oc.env:TTE_TOKEN}", {"path": "${oc.env:TTE_TOKEN}/t"})
+    assert (values["model_dir"], values["tokenizer"]["path"]) == ("${oc.env:TTE_TOKEN}", "${oc.env:TTE_TOKEN}/t")
     assert cfg.loss == {"_component_": "a.Loss", "x": "s3cret", "y": 7}
     assert values["loss"] == {"_component_": "a.Loss", "x": "${oc.env:TTE_TOKEN}", "y": "${oc.env:TTE_STEPS}"}
 
@@ -121,7 +123,7 @@ def test_home_folder_in_path_is_expanded(tmp_path, monkeypatch, key, written, re
     (tmp_path / "$x.jsonl").touch()
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("TTE_MODELS", "~/models")
-    settings = OmegaConf.create({**NEEDED, "task": {}, "tokenizer": {}, "evaluation": {"task": {"_component_": "x"}}})
+    settings = OmegaConf.create({**NEEDED, "evaluation": {"task": {"_component_": "x"}}})
     OmegaConf.update(settings, key, written)
     found = reduce(getitem, key.split("."), asdict(load_config(grpo.Config, settings)))
     root = Path("~root").expanduser().as_posix()
@@ -138,7 +140,11 @@ def test_the_paths_that_settings_name(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     given = {**NEEDED, "output_dir": "out", "model_dir": "model", "logging": {"to": ["tensorboard"]}}
     given |= {
-        "task": {"path": "${oc.env:PWD,x}/../data.jsonl", "more": [str(tmp_path / "data.jsonl"), "\0", "", "x" * 5000]}
+        "task": {
+            "_component_": "x",
+            "path": "${oc.env:PWD,x}/../data.jsonl",
+            "more": [str(tmp_path / "data.jsonl"), "\0", "", "x" * 5000],
+        }
     }
     paths = named_paths(load_config(grpo.Config, OmegaConf.create(given)))
     assert sorted(map(str, paths)) == sorted(["model", str(tmp_path / "data.jsonl")])
@@ -154,9 +160,9 @@ def evaluated(task):
 
 
 def test_a_held_out_task_is_a_mapping():
-    with pytest.raises(ValueError, match=r"write evaluation.task._component_=my_task.Sums, or null"):
+    with pytest.raises(ValueError, match=r"evaluation.task._component_=my_task.Sums, or evaluation.task=null"):
         evaluated("my_task.Sums")
-    with pytest.raises(ValueError, match=r"evaluation.task={'count': 4} names no component"):
+    with pytest.raises(ValueError, match=r"`evaluation.task:` needs a `_component_`.*, or evaluation.task=null"):
         evaluated({"count": 4})
     assert evaluated(None) is None
     assert evaluated({"_component_": None}) is None  # as null arrives from the command line
@@ -178,7 +184,10 @@ def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
 
 
 NODES = {
-    spec.name: spec.type for recipe in (grpo, warmup_sft) for spec in fields(recipe.Config) if is_dataclass(spec.type)
+    name: kind
+    for recipe in (grpo, warmup_sft)
+    for name, field in option_fields(recipe.Config).items()
+    if (kind := nested_record(field))
 }
 
 
@@ -190,10 +199,10 @@ def test_every_knob_that_a_message_names_exists():
         alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
         texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone]
         names = {match.groups() for text in texts if isinstance(text, str) for match in knob.finditer(text)}
-        known = {(node, field.name) for node, kind in NODES.items() for field in fields(kind)}
+        known = {(node, name) for node, kind in NODES.items() for name in option_fields(kind)}
         wrong += [(path.name, *pair) for pair in names - known if pair[1] not in ("log", "json")]
     assert not wrong
-    assert {key.partition(".")[0] for key in APART} | set(NO_NEWS) <= {field.name for field in fields(grpo.Config)}
+    assert {key.partition(".")[0] for key in APART} | set(NO_NEWS) <= set(option_fields(grpo.Config))
 
 
 @every_row(
@@ -228,7 +237,7 @@ def test_value_that_cannot_be_path_is_refused(tmp_path, monkeypatch, key, value,
     monkeypatch.setenv("TTE_DOLLAR", "x/$HOME")
     monkeypatch.setenv("TTE_EMPTY", "")
     os.mkfifo("pipe")
-    settings = OmegaConf.create({**NEEDED, "task": {}, "tokenizer": {}, "evaluation": {"task": {"_component_": "x"}}})
+    settings = OmegaConf.create({**NEEDED, "evaluation": {"task": {"_component_": "x"}}})
     OmegaConf.update(settings, key, value)
     with pytest.raises(ValueError, match=says):
         load_config(grpo.Config, settings)

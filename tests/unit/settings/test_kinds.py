@@ -78,5 +78,5 @@ def test_value_of_the_type_of_default_passes():
 @every_row("word, text", [("output_dir=no", '"no"'), ("output_dir=1e3", '"1000.0"'), ("precision=on", '"yes"')])
 def test_recipe_text_that_yaml_misreads_is_refused(word, text):
     key = word.partition("=")[0].replace("precision", "precision.flow")
-    with pytest.raises(ValueError, match=rf"{key}=\S+ must be text.*: quote it, '{key}={text}'"):
+    with pytest.raises(ValueError, match=rf"{key}=\S+ must be .*: quote it, '{key}={text}'"):
         load_config(grpo.Config, as_tune_reads("grpo/tiny", [word]))

@@ -27,10 +27,9 @@ from torchtune_ext.setup import checks
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.task import Problem
 
-NEEDED = dict.fromkeys(("output_dir", "model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {
-    "max_steps": 1,
-    "sampling": {"max_tokens": 8},
-}
+NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max_tokens": 8}} | dict.fromkeys(
+    ("model", "tokenizer", "task", "optimizer"), {"_component_": "x"}
+)
 Disk = namedtuple("Disk", "total used free")
 
 
