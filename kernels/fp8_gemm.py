@@ -156,7 +156,9 @@ def _scaled_mm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 
 
 def _deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
-    gemm = _deep_gemm_module().fp8_gemm_nt
+    module = _deep_gemm_module()
+    assert not isinstance(module, Exception)  # else `_against_deep_gemm` objects
+    gemm = module.fp8_gemm_nt
     shape = a.shape[0], b.shape[0]
     # The scales are contiguous across the blocks. DeepGEMM loads them by TMA in this layout if M is a multiple of 4.
     lhs = _contiguous(a.values), a.scales
@@ -174,6 +176,7 @@ def _deep_gemm(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
 
 def _torchao(a: Fp8Blocks, b: Fp8Blocks, out_dtype: torch.dtype) -> Tensor:
     kernels = _torchao_module()
+    assert not isinstance(kernels, Exception)  # else `_against_torchao` objects
     gemm = kernels.triton_fp8_gemm_1x128_128x1 if b.block == ROWS else kernels.triton_fp8_gemm_1x128_128x128
     scale_a = _with_slack(a.scales, column_major=True)
     scale_b = _with_slack(b.scales, column_major=b.block == ROWS)

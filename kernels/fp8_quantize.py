@@ -56,7 +56,8 @@ class Fp8Blocks:
     @property
     def T(self) -> "Fp8Blocks":
         """Returns the transpose, as views. Rows become columns of the transposed matrix; tiles stay tiles."""
-        return Fp8Blocks(self.values.T, self.scales.T, self.block[::-1], self.shape[::-1])
+        (rows, columns), (M, K) = self.block, self.shape
+        return Fp8Blocks(self.values.T, self.scales.T, (columns, rows), (K, M))
 
 
 @torch.no_grad()
@@ -75,8 +76,8 @@ def quantize_rows(x: Tensor, backend: str = "auto") -> Fp8Blocks:
         # Imported here, because an environment for CPU lacks triton.
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_rows as kernel
 
-        return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), ROWS, tuple(x.shape))
-    return Fp8Blocks(*_quantize(x, ROWS), ROWS, tuple(x.shape))
+        return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), ROWS, (x.shape[0], x.shape[1]))
+    return Fp8Blocks(*_quantize(x, ROWS), ROWS, (x.shape[0], x.shape[1]))
 
 
 @torch.no_grad()
@@ -86,10 +87,10 @@ def quantize_columns(x: Tensor, backend: str = "auto") -> Fp8Blocks:
     if _use_triton(x, backend):
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_columns as kernel
 
-        return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), COLUMNS, tuple(x.shape))
+        return Fp8Blocks(*kernel(x, AMAX_FLOOR, FP8_MAX), COLUMNS, (x.shape[0], x.shape[1]))
     # Zeros fill the last block and do not change its scale. The columns of x are the rows of x^T.
     padded = F.pad(x, (0, 0, 0, -x.shape[0] % BLOCK))
-    return Fp8Blocks(*_quantize(padded.T, ROWS), ROWS, tuple(x.T.shape)).T
+    return Fp8Blocks(*_quantize(padded.T, ROWS), ROWS, (x.shape[1], x.shape[0])).T
 
 
 @torch.no_grad()
@@ -102,9 +103,9 @@ def quantize_weight(w: Tensor, backend: str = "auto") -> Fp8Blocks:
     if _use_triton(w, backend):
         from torchtune_ext.kernels.fp8_quantize_triton import quantize_weight as kernel
 
-        return Fp8Blocks(*kernel(w, AMAX_FLOOR, FP8_MAX), TILES, tuple(w.shape))
+        return Fp8Blocks(*kernel(w, AMAX_FLOOR, FP8_MAX), TILES, (w.shape[0], w.shape[1]))
     values, scales = _quantize(F.pad(w, (0, 0, 0, -w.shape[0] % BLOCK)), TILES)
-    return Fp8Blocks(values[: w.shape[0]], scales, TILES, tuple(w.shape))
+    return Fp8Blocks(values[: w.shape[0]], scales, TILES, (w.shape[0], w.shape[1]))
 
 
 def dequantize(q: Fp8Blocks, dtype: torch.dtype = torch.float32) -> Tensor:

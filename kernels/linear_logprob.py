@@ -104,8 +104,16 @@ def _gradient(
     return z_CV.add_(entropy_C1).mul_(d_entropy_C1).add_(d_logprobs_C1).mul_(p_CV).neg_()
 
 
-def _rounded_gradient(z_CV: Tensor, scale: float, dtype: torch.dtype, *factors: Tensor | None) -> Tensor:
-    return _gradient(z_CV, scale, *factors).mul_(scale).to(dtype)
+def _rounded_gradient(
+    z_CV: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    lse_C1: Tensor,
+    entropy_C1: Tensor,
+    d_logprobs_C1: Tensor,
+    d_entropy_C1: Tensor | None,
+) -> Tensor:
+    return _gradient(z_CV, scale, lse_C1, entropy_C1, d_logprobs_C1, d_entropy_C1).mul_(scale).to(dtype)
 
 
 @cache
@@ -144,7 +152,8 @@ class _LinearLogProb(torch.autograd.Function):
         return logprobs_L, entropy_L
 
     @staticmethod
-    def backward(ctx, d_logprobs_L: Tensor | None, d_entropy_L: Tensor | None):
+    def backward(ctx, *grad_outputs: Tensor | None):
+        d_logprobs_L, d_entropy_L = grad_outputs
         hidden_LD, weight_VD, labels_L, lse_L, entropy_L, kept_CV = ctx.saved_tensors
         d_logprobs_L = torch.zeros_like(lse_L) if d_logprobs_L is None else d_logprobs_L
         d_hidden_LD = torch.empty_like(hidden_LD)
@@ -155,7 +164,8 @@ class _LinearLogProb(torch.autograd.Function):
         for c in _chunks(labels_L.numel(), weight_VD.shape[0]):
             # The gradient is dz = d_logprob * (onehot - p) - d_entropy * p * (log p + H).
             z_CV = hidden_LD[c] @ weight_VD.T if kept_CV is None else kept_CV
-            factors = [None if x is None else x[c, None] for x in (lse_L, entropy_L, d_logprobs_L, d_entropy_L)]
+            d_entropy_C1 = None if d_entropy_L is None else d_entropy_L[c, None]
+            factors = lse_L[c, None], entropy_L[c, None], d_logprobs_L[c, None], d_entropy_C1
             # The label's own entry, with the onehot, is computed apart in float32 and then replaces the rounded one:
             # near p = 1, half precision would lose most of 1 - p.
             own_C1 = _gradient(z_CV.gather(1, labels_L[c, None]), ctx.scale, *factors) + d_logprobs_L[c, None]

@@ -16,6 +16,7 @@ Both equal the dense mask up to rounding, in value and gradient.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ def dense_mask(ends_T: Tensor) -> Tensor:
 def block_mask(ends_T: Tensor) -> BlockMask:
     """Returns the rule of `dense_mask` as a block mask of FlexAttention."""
 
-    def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def allowed(b: Tensor | None, h: Tensor | None, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (i < ends_T[j])
 
     T, device = ends_T.numel(), ends_T.device
@@ -160,13 +161,13 @@ def _segment_attention(q: Tensor, k: Tensor, v: Tensor, mask: SegmentMask) -> Te
     # In bfloat16, torch's backward of fused attention on a CPU takes up to three times as long as in float32.
     dtype, accumulate = q.dtype, torch.promote_types(q.dtype, torch.float32)
     # The backward of a slice fills an array of the row's size with zeros. That of one `split` does not.
-    q, k, v = (x[0].to(accumulate).index_select(1, mask.order_S).split(mask.sizes, dim=1) for x in (q, k, v))
+    pieces = [x[0].to(accumulate).index_select(1, mask.order_S).split(mask.sizes, dim=1) for x in (q, k, v)]
     results = []
     for i, stack in enumerate(mask.stacks):
-        queries, *own = (x[i].unflatten(1, (stack.count, -1)).transpose(0, 1) for x in (q, k, v))  # [N, H, R, D]
+        queries, *own = (x[i].unflatten(1, (stack.count, -1)).transpose(0, 1) for x in pieces)  # [N, H, R, D]
         keys, values = (
             torch.cat([*(x[run].expand(stack.count, -1, -1, -1) for run in stack.above), mine], dim=2)
-            for x, mine in zip((k, v), own, strict=True)
+            for x, mine in zip(pieces[1:], own, strict=True)
         )
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=stack.mask, is_causal=stack.mask is None)
         results.append(out.transpose(0, 1).flatten(1, 2))
@@ -204,5 +205,6 @@ def packed_attention(
 
 def use_packed_attention(model: nn.Module) -> None:
     """Makes every layer of a torchtune decoder use `packed_attention`. Its `mask` may then come from `packed_mask`."""
-    for layer in model.layers:
+    layers: list[Any] = [*model.get_submodule("layers").children()]
+    for layer in layers:
         layer.attn._attention_call = packed_attention

@@ -17,6 +17,7 @@ from torchtune_ext.objective.tokens import Tokens
 from torchtune_ext.run.errors import Mistake
 
 
+@dataclass(frozen=True)
 class Constraint:
     """What `PolicyLoss` needs of a constraint. Only the formula, `__call__`, has to be written.
 
@@ -147,6 +148,7 @@ class TopKL(Constraint):
     def __call__(self, t: Tokens, ratio_L: Tensor, old_L: Tensor) -> tuple[Tensor, Tensor]:
         log_ratio_L = t.logprobs_L - old_L
         if t.top_LK is not None:
+            assert t.old_top_LK is not None  # they come together
             kl_L = top_k_kl(t.old_top_LK, t.top_LK)
         elif log_ratio_L.count_nonzero():
             raise Mistake("loss.constraint='kl' needs the proximal policy's top-k log-probs, but none were stored")
@@ -266,7 +268,8 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
 
 # `PolicyLoss` inherits a field for every option in the table, so that YAML's keys are flat and a misspelled one is
 # refused. None means that the option is not given.
-OPTIONS = {field.name: field.type | None for kind in CONSTRAINTS.values() for field in fields(kind)}
+_TYPES: dict[str, Any] = {field.name: field.type for kind in CONSTRAINTS.values() for field in fields(kind)}
+OPTIONS = {name: kind | None for name, kind in _TYPES.items()}
 Options = make_dataclass("Options", [(name, kind, None) for name, kind in OPTIONS.items()], frozen=True, kw_only=True)
 
 

@@ -87,7 +87,8 @@ def check_importance(name: str, low: float | None, high: float | None, level: st
     if high is not None and not high > 0.0:
         raise Mistake(f"loss.importance_high={high} must be positive, or no sample would count")
     within = method.within(low, high)
-    if within.low is not None and not 0.0 <= within.low < within.high:
+    # A method with a lower bound has an upper one.
+    if within.low is not None and within.high is not None and not 0.0 <= within.low < within.high:
         raise Mistake(
             f"loss.importance_low={within.low} must lie in [0, importance_high={within.high}): weights between are kept"
         )
@@ -110,6 +111,7 @@ def importance_weights(log_weight_L: Tensor, samples_L: Tensor, method: Method) 
     if method.outside == "truncate":
         weight_L = weight_L.clamp(max=method.high)
     elif method.outside == "mask":
+        assert method.low is not None and method.high is not None  # a method that masks has both
         masked_L = (weight_L < method.low) | (weight_L > method.high)
     # The bounds are tested above, on the real weights: only then may they become 1.
     if not method.weighted:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from torchtune_ext.objective.clipping import clip
-from torchtune_ext.objective.constraints import CONSTRAINTS, OPTIONS, Constraint, Options, make_constraint
+from torchtune_ext.objective.constraints import CONSTRAINTS, OPTIONS, Constraint, Interval, Options, make_constraint
 from torchtune_ext.objective.importance import METHODS, check_importance, importance_weights
 from torchtune_ext.objective.kl import KLS, kl_k3, kl_penalty
 from torchtune_ext.objective.ratios import LEVELS, MAX_LOG, OLDS, bounded_exp, old_logprobs, sample_means
@@ -214,7 +214,7 @@ class PolicyLoss(Options):
             "ratio_max": token_ratio_L.detach(),
             "entropy": t.entropy_L.detach(),
         }
-        if gap_L is not None:
+        if gap_L is not None and t.teacher_logprobs_L is not None:
             metrics["kl_teacher"] = -gap_L
             metrics["teacher_surprise"] = (t.teacher_logprobs_L < math.log(SURPRISE)).float()
         if self.entropy_coef:
@@ -242,7 +242,9 @@ class PolicyLoss(Options):
         log_ratio_L = t.logprobs_L - old_L
         # GMPO clips token by token and then takes the mean, so the constraint gives its interval, not its formula.
         if self.level == "geometric":
-            return _geometric(log_ratio_L, t.advantages_L, *self._constraint.interval(), t.samples_L)
+            constraint = self._constraint
+            assert isinstance(constraint, Interval)  # only these have this level
+            return _geometric(log_ratio_L, t.advantages_L, *constraint.interval(), t.samples_L)
         if self.level == "sequence":
             return self._constraint(t, bounded_exp(sample_means(log_ratio_L, t.samples_L)), old_L)
         return self._constraint(t, token_ratio_L, old_L)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -90,8 +91,9 @@ def build_policy(
     with device:
         for module in model.modules():
             # No checkpoint holds the buffers of RoPE.
-            if hasattr(module, "rope_init"):
-                module.rope_init()
+            rope_init = getattr(module, "rope_init", None)
+            if rope_init is not None:
+                rope_init()
     load_weights(model, source, new=adapters)
     # DoRA's magnitudes begin as the norms of the loaded weights.
     if adapters:
@@ -114,8 +116,11 @@ def _mesh(device: torch.device, world_size: int, shards: int) -> DeviceMesh:
         return init_device_mesh(device.type, (world_size,))
     # The groups that `init_device_mesh` makes have torch's own time limit instead of `ranks.deadline_s`.
     numbers = torch.arange(world_size).view(-1, shards)
-    limit = torch.distributed.group.WORLD._get_backend(device).options._timeout
-    groups = [
+    world = torch.distributed.group.WORLD
+    assert world is not None  # since it is initialized
+    limit = world._get_backend(device).options._timeout
+    # Every rank is in one group of each kind, while torch's annotation allows for a rank in none.
+    groups: list[Any] = [
         torch.distributed.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)[0]
         for ranks in (numbers.T, numbers)
     ]

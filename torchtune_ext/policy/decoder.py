@@ -27,6 +27,9 @@ from torchtune.modules.peft import LORA_ATTN_MODULES, DoRALinear, LoRALinear
 class Attention(MultiHeadAttention):
     """torchtune's attention, except that q and k are normed before they are rotated, and not after."""
 
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+
     def forward(
         self, x: Tensor, y: Tensor | None = None, *, mask: Any = None, input_pos: Tensor | None = None
     ) -> Tensor:
@@ -34,7 +37,8 @@ class Attention(MultiHeadAttention):
         q = self._rotated(self.q_proj(x), self.q_norm, input_pos)
         # As in torchtune, no y means that all keys and values are in the cache.
         if y is None:
-            k, v = self.kv_cache.k_cache, self.kv_cache.v_cache
+            assert self.kv_cache is not None
+            k, v = self.kv_cache.get_buffer("k_cache"), self.kv_cache.get_buffer("v_cache")
         else:
             k = self._rotated(self.k_proj(y), self.k_norm, input_pos)
             v = self.v_proj(y).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
@@ -51,7 +55,7 @@ class Attention(MultiHeadAttention):
         )
         return self.output_proj(attended.transpose(1, 2).flatten(2))
 
-    def _rotated(self, projected: Tensor, norm: nn.Module | None, input_pos: Tensor | None) -> Tensor:
+    def _rotated(self, projected: Tensor, norm: RMSNorm | None, input_pos: Tensor | None) -> Tensor:
         """Norms [B, T, H * head_dim], rotates it by position and returns [B, H, T, head_dim]."""
         # A norm as wide as the projection takes all heads together.
         if norm is not None and norm.scale.numel() == projected.shape[-1]:
@@ -100,8 +104,6 @@ def decoder(
     places = ("sa_scale", "mlp_scale") if norm_behind else ("sa_norm", "mlp_norm")
     layers = nn.ModuleList()
     for number in range(num_layers):
-        widths = {name: head_dim * (heads if qk_norm == "whole" else 1)
-                  for name, heads in (("q_norm", num_heads), ("k_norm", num_kv_heads))}  # fmt: skip
         attention = Attention(
             embed_dim=embed_dim,
             num_heads=num_heads,
@@ -113,7 +115,8 @@ def decoder(
             output_proj=linear("output_proj", num_heads * head_dim, embed_dim),
             pos_embeddings=None if number in unrotated else rope,
             max_seq_len=max_seq_len,
-            **({name: norm(width) for name, width in widths.items()} if qk_norm else {}),
+            q_norm=norm(head_dim * (num_heads if qk_norm == "whole" else 1)) if qk_norm else None,
+            k_norm=norm(head_dim * (num_kv_heads if qk_norm == "whole" else 1)) if qk_norm else None,
         )
         mlp = FeedForward(
             gate_proj=linear("mlp", embed_dim, intermediate_dim),

@@ -515,9 +515,11 @@ def _require_nf4(build: Callable[..., TransformerDecoder], modules: list[str], s
     with torch.device("meta"):
         plain = build(modules, **switches | {"quantize_base": False})
     odd = {
-        name.rpartition(".")[2]: tuple(module.weight.shape)
+        name.rpartition(".")[2]: tuple(weight.shape)
         for name, module in plain.layers[0].named_modules()
-        if hasattr(module, "weight") and ".lora_" not in name and module.weight.numel() % NF4_VALUES
+        if (weight := getattr(module, "weight", None)) is not None
+        and ".lora_" not in name
+        and weight.numel() % NF4_VALUES
     }
     # Some builders hold layers without adapters in NF4, too, so only a try shows whether a choice fits.
     fitting = [name for name in modules if name not in odd]

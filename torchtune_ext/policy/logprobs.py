@@ -1,7 +1,7 @@
 """Makes a torchtune decoder map packed rows to log-probs of their labels."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torchtune.modules import TiedLinear, TransformerDecoder
@@ -44,7 +44,8 @@ class PackedPolicy:
         # With dropout, two forwards in training mode differ.
         self.noisy = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
         # Multiplications of attention for a pair of query and key, divided by those of the weights for a token.
-        pairs = sum(2 * layer.attn.num_heads * layer.attn.head_dim for layer in model.layers)
+        layers: list[Any] = [*model.layers]  # to torch a layer's attributes are any tensors or modules
+        pairs = sum(2 * layer.attn.num_heads * layer.attn.head_dim for layer in layers)
         weights = sum(p.numel() for p in model.layers.parameters()) + model.tok_embeddings.weight.numel()
         self.pair_cost = pairs / weights
         # The rows of the RoPE cache bound a position, not the length of a packed row.
@@ -57,7 +58,7 @@ class PackedPolicy:
         # Both set attributes on the instances, so parameters and their names stay torchtune's, and FSDP2, activation
         # checkpointing and compile can wrap the model later.
         use_packed_attention(model)
-        model.unembed = self._unembed
+        model.unembed = self._unembed  # pyright: ignore[reportAttributeAccessIssue]  # the result is another one
 
     def trainable(self) -> list[nn.Parameter]:
         """Returns the parameters for the optimizer: all, or those of the adapters."""
@@ -88,8 +89,9 @@ class PackedPolicy:
     def _unembed(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Maps [1, T, D] to log-probs and entropies, both [L], in place of `TransformerDecoder.unembed`."""
         # This runs inside the forward, where FSDP2 has gathered the weights.
+        assert self._row is not None
         output = self.model.output
-        weight_VD = output.tied_module.weight if isinstance(output, TiedLinear) else effective_weight(output)
+        weight_VD = effective_weight(output.tied_module if isinstance(output, TiedLinear) else output)
         hidden_LD = take(self.model.norm(hidden_BTD)[0], self._row.sources_L)
         head = hidden_LD, weight_VD.to(hidden_LD.dtype)
         if isinstance(self._top, Tensor):

@@ -67,7 +67,8 @@ def adapter_spec(
         raise Mistake(f"model.lora_rank={node['lora_rank']} must be at least 1")
     modules = adapted_modules(model)
     # torchtune's builders skip targets that they do not know, and the run would train fewer layers than it says.
-    attention = {name for name, module in model.layers[0].attn.named_children() if hasattr(module, "weight")}
+    parts = model.layers[0].get_submodule("attn").named_children()
+    attention = {name for name, module in parts if hasattr(module, "weight")}
     unknown = sorted(set(node.get("lora_attn_modules") or ()) - attention)
     if unknown:
         raise Mistake(f"model.lora_attn_modules names {unknown}, which no layer has; there are {sorted(attention)}")
@@ -151,7 +152,7 @@ def initialize(model: nn.Module, seed: int) -> None:
         fill(module.lora_a.weight, (2 * torch.rand(rank, width, generator=generator) - 1) * width**-0.5)
         fill(module.lora_b.weight, torch.zeros(module.lora_b.weight.shape))
         if isinstance(module, DoRALinear):
-            fill(module.magnitude, torch.linalg.norm(whole(module.weight).float(), dim=1))
+            fill(module.magnitude, torch.linalg.norm(whole(module.get_parameter("weight")).float(), dim=1))
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None = None) -> Tensor:
@@ -160,12 +161,16 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tens
     return v if magnitude is None else (magnitude / torch.linalg.norm(v, dim=1).detach())[:, None] * v
 
 
-def effective_weight(module: nn.Linear | LoRALinear | DoRALinear) -> Tensor:
+def effective_weight(module: Any) -> Tensor:
     """Returns the weight of a layer inside a forward: merged with its adapter, if any, and with its gradient."""
-    if not isinstance(module, (LoRALinear, DoRALinear)) or module.disabled:
+    if not isinstance(module, (LoRALinear, DoRALinear)):
         return module.weight
+    # torchtune registers the parameter without a declaration.
+    weight: Tensor = module.weight  # pyright: ignore[reportAssignmentType]
+    if module.disabled:
+        return weight
     magnitude = module.magnitude if isinstance(module, DoRALinear) else None
-    weight = dequantized(module.weight).to(module.lora_a.weight.dtype)
+    weight = dequantized(weight).to(module.lora_a.weight.dtype)
     return merged(weight, module.lora_a.weight, module.lora_b.weight, _scaling(module), magnitude)
 
 
@@ -249,12 +254,15 @@ def _scaling(module: LoRALinear | DoRALinear) -> float:
 class _MasterLinear(nn.Linear):
     """A linear layer that rounds its float32 master when it uses it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype))
 
 
 class _DoRALinear(DoRALinear):
     """torchtune's DoRA, but with a bias that is not scaled and an output that is rounded only once."""
+
+    weight: Tensor
+    bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.disabled:
@@ -289,7 +297,8 @@ class _ScaledLinear(torch.autograd.Function):
         return (y if bias is None else y + bias).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grad_outputs
         weight, scale, v = ctx.saved_tensors
         # The norm in `scale` is a constant (eq. 11), so the gradient does not pass through it.
         dv = (scale * dy).to(dy.dtype)

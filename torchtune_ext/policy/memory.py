@@ -1,5 +1,7 @@
 """Estimates the policy's memory on a training device from shapes, so that a model on the meta device is enough."""
 
+from typing import Any
+
 import torch
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules import TiedLinear, TransformerDecoder
@@ -36,7 +38,8 @@ class Sizes:
         params, adapters = dict(model.named_parameters()), lora.adapter_names(model)
         trained = adapters or params.keys()
         frozen = [param for name, param in params.items() if name not in trained]
-        layer, size = model.layers[0], compute_dtype.itemsize
+        layers: list[Any] = [*model.layers]  # to torch a layer's attributes are any tensors or modules
+        layer, size = layers[0], compute_dtype.itemsize
         attn = layer.attn
 
         self.dtype = compute_dtype
@@ -60,7 +63,7 @@ class Sizes:
         self.head = self.vocab * self.width if own_head or not adapters else 0
         self.rope_bytes = sum(buffer.nbytes for buffer in model.buffers())  # no device shares these tables
         # Keys and values of a token in all layers, and the heads of one layer.
-        self.keys = 2 * sum(block.attn.num_kv_heads * block.attn.head_dim for block in model.layers)
+        self.keys = 2 * sum(block.attn.num_kv_heads * block.attn.head_dim for block in layers)
         self.heads, self.kv_heads = attn.num_heads, attn.num_kv_heads
 
         # For the backward, an uncompiled layer keeps of each token the float32 inputs of its norms, also of those of q

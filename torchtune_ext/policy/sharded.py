@@ -19,6 +19,7 @@ def fill(param: Tensor, full: Tensor) -> None:
         if isinstance(param, DTensor):
             dim = _sharded_dim(param)
             part = torch.chunk(part, param.device_mesh.size(dim), dim=0)[param.device_mesh.get_local_rank(dim)]
+        assert isinstance(part, NF4Tensor)
         # copy_ would leave the inner tensors that are not sharded on "meta".
         for name in part.__tensor_flatten__()[0]:
             setattr(local, name, getattr(part, name))

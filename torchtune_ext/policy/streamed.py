@@ -49,13 +49,16 @@ def streamed_logprobs(
 
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and hf_name(f"{name}.weight").removesuffix(".weight") in fp8.converted:
-                module.__class__, module.fp8 = Fp8BlockLinear, Fp8Config(backend="reference")
+                module.__class__ = Fp8BlockLinear
+                # torch's annotation allows only tensors and modules as attributes of a module.
+                module.fp8 = Fp8Config(backend="reference")  # pyright: ignore[reportArgumentType]
     use_packed_attention(model)
     with device:
         for module in model.modules():
             # No checkpoint holds the buffers of RoPE.
-            if hasattr(module, "rope_init"):
-                module.rope_init()
+            rope_init = getattr(module, "rope_init", None)
+            if rope_init is not None:
+                rope_init()
 
     rows = [row.to(device) for row in rows]
     masks = [packed_mask(row) for row in rows]
@@ -75,6 +78,7 @@ def streamed_logprobs(
                 hidden[i] = functional_call(module, own, (hidden[i],), more)
         # Otherwise these weights would stay in memory while those of the next layer arrive.
         del own
+    assert table_VD is not None  # every model has one of the two
     return [
         linear_logprob(h[0].index_select(0, row.sources_L), table_VD, row.labels_L, temperature)[0].cpu()
         for h, row in zip(hidden, rows, strict=True)

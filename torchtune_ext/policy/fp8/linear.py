@@ -36,14 +36,16 @@ class Fp8BlockLinear(nn.Linear):
 
     fp8 = Fp8Config()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out] in the dtype of x."""
-        return fp8_linear(x, self.weight, self.bias, self.fp8)
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out] in the dtype of the input."""
+        return fp8_linear(input, self.weight, self.bias, self.fp8)
 
 
 class Fp8LoRALinear(LoRALinear):
     """torchtune's layer with the frozen weight in FP8 (no WGrad) and the adapter in the compute dtype."""
 
+    weight: Tensor
+    bias: Tensor | None
     fp8 = Fp8Config()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +83,8 @@ class _Fp8Linear(torch.autograd.Function):
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, *grad_outputs: Tensor):
+        (dy,) = grad_outputs
         weight, *inputs = ctx.saved_tensors
         dy = dy.reshape(-1, weight.shape[0])
         need_dx, need_dw = ctx.needs_input_grad[:2]
@@ -95,7 +98,7 @@ class _Fp8Linear(torch.autograd.Function):
             elif ctx.keep_x:
                 inputs = dy.new_empty(0, dtype=FP8), dy.new_empty(0, dtype=torch.float32)
             dx, dw = _backward(dy, weight, *inputs, need_dx, need_dw, ctx.backend)
-        return (dx.view(ctx.shape) if need_dx else None, dw if need_dw else None, *(None,) * 7)
+        return (dx.view(ctx.shape) if need_dx and dx is not None else None, dw if need_dw else None, *(None,) * 7)
 
 
 # The activation that was quantized last, as a weak reference; whether with columns, and its version; and its forms.
@@ -136,16 +139,16 @@ def _quantize(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Ten
 
     M' is M rounded up to a multiple of 128.
     """
-    row_form = quantize_rows(x) if rows else None
-    column_form = quantize_columns(x) if columns else None
     # A custom operator must not return one tensor twice, hence the clones.
     values, scales = x.new_empty(0, dtype=FP8), x.new_empty(0, dtype=torch.float32)
-    return (
-        row_form.values.contiguous() if rows else values,
-        row_form.scales.T.contiguous() if rows else scales,
-        column_form.values.T.contiguous() if columns else values.clone(),
-        column_form.scales.contiguous() if columns else scales.clone(),
-    )
+    row_form, column_form = (values, scales), (values.clone(), scales.clone())
+    if rows:
+        quantized = quantize_rows(x)
+        row_form = quantized.values.contiguous(), quantized.scales.T.contiguous()
+    if columns:
+        quantized = quantize_columns(x)
+        column_form = quantized.values.T.contiguous(), quantized.scales.contiguous()
+    return (*row_form, *column_form)
 
 
 @_quantize.register_fake
@@ -162,7 +165,7 @@ def _(x, rows, columns):
 @library.custom_op("torchtune_ext::fp8_fprop", mutates_args=())
 def _fprop(rows: Tensor, row_scales: Tensor, weight: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     """Returns y [M, N] in `dtype`."""
-    x = Fp8Blocks(rows, row_scales.T, ROWS, tuple(rows.shape))
+    x = Fp8Blocks(rows, row_scales.T, ROWS, (rows.shape[0], rows.shape[1]))
     return fp8_gemm.fprop(x, quantize_weight(weight), dtype, backend)
 
 

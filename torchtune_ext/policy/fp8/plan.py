@@ -218,8 +218,12 @@ def convert(
         module = modules[name]
         # Another class leaves parameters, their names and checkpoints as they are. FSDP2, checkpointing and compile
         # wrap the layers, so they must come later.
-        module.__class__ = Fp8LoRALinear if isinstance(module, LoRALinear) else Fp8BlockLinear
-        module.fp8 = config
+        if isinstance(module, LoRALinear):
+            module.__class__ = Fp8LoRALinear
+        else:
+            module.__class__ = Fp8BlockLinear
+        # torch's annotation allows only tensors and modules as attributes of a module.
+        module.fp8 = config  # pyright: ignore[reportArgumentType]
     return receipt
 
 
@@ -292,7 +296,7 @@ def _moved(names: HFModel, ours: str, module: nn.Module) -> str | None:
     """Why a layer whose rows are permuted on the way to Hugging Face cannot be in FP8, or None."""
     # Inside a tile rows may change places, since its scale and its values stay the same. Row numbers stand in for the
     # weight.
-    places = torch.arange(module.weight.shape[0], device="cpu")[:, None]
+    places = torch.arange(module.get_parameter("weight").shape[0], device="cpu")[:, None]
     _, order = names.to_hf(f"{ours}.weight", places)
     tiles = torch.arange(order.shape[0]) // BLOCK
     if torch.equal(order[:, 0] // BLOCK, tiles):

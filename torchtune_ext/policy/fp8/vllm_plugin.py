@@ -1,5 +1,7 @@
 """Lets vLLM compute block-FP8 models on a CPU with the (slow) reference GEMM, to check an FP8 run without a GPU."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +40,7 @@ def _kernel() -> type:
             return True, None
 
         @classmethod
-        def can_implement(cls, config) -> tuple[bool, str | None]:
+        def can_implement(cls, config) -> Any:  # vLLM's annotation is the one answer of its own class
             group = config.weight_quant_key.scale.group_shape
             if (group.row, group.col) != (BLOCK, BLOCK):
                 return False, f"weights come in {BLOCK}x{BLOCK} blocks, not {group.row}x{group.col}"
@@ -48,7 +50,7 @@ def _kernel() -> type:
             # The weights stay as they were loaded, so that a publication can be compared with them.
             pass
 
-        def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None, **kwargs) -> Tensor:
+        def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None, **kwargs) -> Tensor:
             weight = Fp8Blocks(layer.weight, layer.weight_scale_inv, TILES, tuple(layer.weight.shape))
             y = fprop(quantize_rows(x.flatten(0, -2)), weight, out_dtype=torch.float32, backend="reference")
             y = y.to(x.dtype)
