@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,11 +69,12 @@ class GlooGroup:
         address, port, world_size = init.master_address, init.master_port, init.world_size
         limit = timedelta(seconds=init.deadline_s)
         # The store owns the descriptor from here on, and closes it with the group.
-        ours = {} if listener is None else {"master_listen_fd": listener.detach()}
+        ours: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
         self._store = dist.TCPStore(
             address, port, world_size, listener is not None, limit, wait_for_workers=False, **ours
         )
-        options = dist.ProcessGroupGloo._Options()
+        # torch's stub has another name for this class, and leaves out the collectives of a group.
+        options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         # The group binds to the one address that faces the other end, whatever `GLOO_SOCKET_IFNAME` says: that variable
         # keeps an engine's own groups on its machine.
         here = address if listener is not None else own_address(address, port)
@@ -89,7 +91,7 @@ class GlooGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=max(SHORTEST_S, give_up_at - time.monotonic()))
-        self._group.broadcast([data], options).wait()
+        self._group.broadcast([data], options).wait()  # pyright: ignore[reportAttributeAccessIssue]
 
     def close(self) -> None:
         """Closes the connections. May be called twice."""
@@ -100,7 +102,7 @@ def chunks(manifest: Mapping[str, Sequence], limit: int) -> Iterator[tuple[int, 
     """Yields begin and end, in bytes, and the manifest of each piece: it ends with the tensor that reaches `limit`."""
     # Both ends compute the pieces by themselves, so these must follow from the arguments only.
     rows: list[tuple] = []
-    begin = 0
+    begin = end = 0
     for name, dtype, shape, offset in zip(*(manifest[column] for column in MANIFEST), strict=True):
         begin = begin if rows else offset
         rows.append((name, dtype, shape, offset - begin))

@@ -6,12 +6,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.sampling.records import Completion, Priority, SamplingConfig
+
+if TYPE_CHECKING:  # `weight_buffer` imports this module
+    from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 POLL_S = 0.2  # seconds between two looks at an engine that is called
 
@@ -101,12 +104,14 @@ class Call:
     @contextmanager
     def running(self, calls: dict[str, "Call"]) -> Iterator[None]:
         """Keeps the request in `calls` while a backend runs it in the body, which `lose` ends with CoreLost."""
-        self.task, calls[self.id] = asyncio.current_task(), self
+        task = asyncio.current_task()
+        assert task is not None
+        self.task, calls[self.id] = task, self
         try:
             yield
         except asyncio.CancelledError:
             # The caller may have cancelled the task, too. Only a cancellation by `lose` and nobody else is a loss.
-            if self.lost and self.task.uncancel() == 0:
+            if self.lost and task.uncancel() == 0:
                 raise CoreLost(self.lost) from None
             raise
         finally:
@@ -123,14 +128,15 @@ class Call:
         sampling, before = self.sampling, len(self.tokens)
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
-        if not self.streams or self.keep is not None:
+        lowest = sampling.early_stop_logprob
+        if lowest is None or self.keep is not None:
             return False
         decay = sampling.early_stop_decay
         for count, logprob in enumerate(logprobs, before + 1):
             # The sum starts at zero, which would hide the first hundred tokens. Divided by 1 - decay^t it is a true
             # weighted mean from the first token on.
             self._sum = decay * self._sum + (1.0 - decay) * logprob
-            low = self._sum / (1.0 - decay**count) < sampling.early_stop_logprob
+            low = self._sum / (1.0 - decay**count) < lowest
             if math.isnan(logprob) or (low and count >= sampling.early_stop_min_tokens):
                 # Cut here, the completion does not depend on how many tokens arrive at a time.
                 self.keep = count
@@ -162,20 +168,33 @@ def group_calls(
     prompt: Sequence[int], n: int, sampling: SamplingConfig, group: int, priority: Priority, max_model_len: int
 ) -> list[Call]:
     """The `n` requests of a group. Raises ValueError for what does not fit. Args: as of `Engine.submit`."""
-    prompt = np.asarray(prompt).tolist()
+    ids: list[int] = np.asarray(prompt).tolist()
     if n < 1:
         raise Mistake(f"sample: n is {n}; it has to be 1 or more")
-    if not prompt:
+    if not ids:
         raise Mistake(f"sample: prompt {group} is empty; it needs at least one token")
-    if len(prompt) + sampling.max_tokens > max_model_len:
+    if len(ids) + sampling.max_tokens > max_model_len:
         raise Mistake(
-            f"sample: prompt {group} has {len(prompt)} tokens, sampling.max_tokens is {sampling.max_tokens}: together more "
+            f"sample: prompt {group} has {len(ids)} tokens, sampling.max_tokens is {sampling.max_tokens}: together more "
             f"than engine.max_model_len = {max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
         )
-    return [Call(prompt, sampling, seed, priority, group, n) for seed in group_seeds(sampling.seed, group, n)]
+    return [Call(ids, sampling, seed, priority, group, n) for seed in group_seeds(sampling.seed, group, n)]
 
 
-class Core(Protocol):
+class Mortal(Protocol):
+    """What `bounded` watches while it waits: an engine that may die meanwhile."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether this life is over, also when nobody has called `stop`."""
+        ...
+
+    def ending(self) -> str:
+        """Says how a dead engine ended, in words that fit into a message."""
+        ...
+
+
+class Core(Mortal, Protocol):
     """One life of an engine, as its lane sees it: what a backend (`engine.BACKENDS`) makes.
 
     CoreLost ends a life: the lane calls `stop`, and the backend makes another life, which gets the weights by `load`.
@@ -193,17 +212,16 @@ class Core(Protocol):
     vocabulary: int
     # The level of sleep; 0 when the engine is awake.
     asleep: int
-    # The process group that has to be killed when the trainer dies; 0 when there is none.
-    group: int
-    # The error that our own code raised over the engine's counters; with one the lane gives up.
-    broken: Exception | None
 
     @property
-    def dead(self) -> bool:
-        """Whether this life is over, also when nobody has called `stop`."""
+    def group(self) -> int:
+        """The process group that has to be killed when the trainer dies; 0 when there is none."""
+        ...
 
-    def ending(self) -> str:
-        """Says how a dead engine ended, in words that fit into a message."""
+    @property
+    def broken(self) -> Exception | None:
+        """The error that our own code raised over the engine's counters; with one the lane gives up."""
+        ...
 
     def configure(self) -> None:
         """Imports what is slow and checks the config, in the thread of `Engine.start`. Raises ValueError."""
@@ -216,23 +234,27 @@ class Core(Protocol):
 
         Raises CoreLost; ValueError when the engine refuses the request.
         """
+        ...
 
     async def ping(self, deadline_s: float) -> None:
         """Returns once the engine has answered. Raises CoreLost after `deadline_s` seconds; ValueError."""
 
-    async def load(self, buffers: Sequence[Any], version: int) -> tuple[float, float]:
+    async def load(self, buffers: Sequence["WeightBuffer"], version: int) -> tuple[float, float]:
         """Replaces weights between two steps, wakes the engine if it sleeps, and labels what it samples as `version`.
 
-        Args: buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's; with none, the weights stay.
+        Args: buffers: the model's before its adapter's; with none, the weights stay.
         Returns: seconds in which nothing was sampled, and seconds of loading among them.
         Raises: CoreLost; ValueError when the engine refuses the weights and goes on with the old ones.
         """
+        ...
 
     async def checksums(self) -> list[dict[str, int | None]]:
         """Returns for each worker what `Engine.checksums` does. Raises CoreLost."""
+        ...
 
     async def weight_version(self) -> int:
         """Returns the label of what it samples, from the engine itself. Raises CoreLost."""
+        ...
 
     async def sleep(self, level: int) -> None:
         """Frees GPU memory. Level 1 keeps the weights in host memory, level 2 drops them. Raises CoreLost.
@@ -245,6 +267,7 @@ class Core(Protocol):
 
     def log_tail(self) -> str:
         """Returns the last lines of the engine's log, for the message of an error."""
+        ...
 
     async def stop(self) -> None:
         """Ends this life, which may be over already, and all requests in `calls` (`Call.lose`). May be called twice."""
@@ -279,7 +302,7 @@ async def within(limit_s: float, what: str) -> AsyncIterator[None]:
         raise CoreLost(f"{what} within {limit_s:g} s") from None
 
 
-async def bounded(core: Core, call: Awaitable[Any], deadline_s: float, name: str) -> Any:
+async def bounded(core: Mortal, call: Awaitable[Any], deadline_s: float, name: str) -> Any:
     """Awaits a call into the engine. Raises CoreLost after `deadline_s` seconds, and what the call raises."""
     # By itself the call would never return when the engine dies meanwhile, so `core.dead` is asked again and again.
     give_up_at = time.monotonic() + deadline_s

@@ -86,7 +86,8 @@ class Frames(asyncio.Protocol):
             self._transport.write(pack(messages))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        assert isinstance(transport, asyncio.Transport)  # a socket's
+        self._transport = transport
         self._flush()
 
     def data_received(self, data: bytes) -> None:
@@ -102,7 +103,7 @@ class Frames(asyncio.Protocol):
             self._on_messages(messages)
         del self._arrived[:begin]
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._on_end()
 

@@ -38,19 +38,19 @@ class Client:
     """Does what the trainer asks, and tells it what happens."""
 
     def __init__(self, end: socket.socket, model_dir: str, config: EngineConfig):
+        """To be called in the asyncio loop in which `serve` runs."""
         self.config, self.model_dir = config, model_dir
         self.calls: dict[str, Call] = {}
         self.socket = end
         self.process: Any = None  # of the engine
-        self._frames: Frames | None = None
         self._tasks: dict[int, asyncio.Task] = {}  # what is under way, by its number
         self._gone = asyncio.Event()  # the trainer's end is closed
+        self._frames = Frames(self._receive, self._gone.set)
         self._llm: Any = None
         self._vllm_config: Any = None
 
     async def serve(self) -> None:
         """Works until the trainer closes its end."""
-        self._frames = Frames(self._receive, self._gone.set)
         await asyncio.get_running_loop().create_connection(lambda: self._frames, sock=self.socket)
         while not self._gone.is_set() and not self.dead:
             try:
@@ -102,7 +102,7 @@ class Client:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         # vLLM's default loggers are not needed; ours counts.
-        args = engine_args(self.model_dir, self.config) | {"disable_log_stats": True}
+        args: dict[str, Any] = engine_args(self.model_dir, self.config) | {"disable_log_stats": True}
         self._vllm_config = AsyncEngineArgs(**args).create_engine_config()
 
     async def launch(self) -> tuple[int, int, int]:
@@ -169,6 +169,8 @@ class Client:
         prompt |= {"cache_salt": salt} if salt is not None else {}
         # vLLM wants a path, but reads nothing there, since the adapter is in the engine already.
         lora = LoRARequest("policy", ADAPTER_ID, "/nowhere/the-adapter-is-in-memory") if adapted else None
+        output: Any = None
+        part: Any = None
         try:
             with call.running(self.calls):
                 outputs = self._llm.generate(
@@ -178,6 +180,7 @@ class Client:
                     part = output.outputs[0]
                     if call.add(part.token_ids, part.logprobs.logprobs) and not output.finished:
                         await self._llm.abort(call.id)  # one more output follows it
+            assert output is not None and part is not None  # vLLM yields one output at least
             if part.finish_reason == "abort" and call.keep is None:
                 raise CoreLost("the engine ended a request before it was done")
             spans = [(span.version, span.start, span.end) for span in part.weight_versions or ()]
@@ -257,6 +260,11 @@ def _settle(log: str, environ: dict[str, str]) -> None:
     tempfile.tempdir = None  # Python has kept the folder that TMPDIR named before
 
 
+async def serve(end: socket.socket, model_dir: str, config: EngineConfig) -> None:
+    """Works until the trainer closes its `end`."""
+    await Client(end, model_dir, config).serve()
+
+
 def main(descriptor: int, parent: int) -> None:
     """The client of one engine. Args: descriptor: of the socket; parent: process id of the trainer."""
     die_with_parent(parent)
@@ -277,7 +285,7 @@ def main(descriptor: int, parent: int) -> None:
         model_dir, config, log, environ = receive(end)
         _settle(log, environ)
     print(f"engine {os.getpid()}: vLLM imported in {imported_s:.1f} s", file=sys.stderr, flush=True)
-    asyncio.run(Client(end, model_dir, config).serve())
+    asyncio.run(serve(end, model_dir, config))
     # What is left of vLLM's threads and of the engine ends with this process.
     os._exit(0)
 

@@ -3,17 +3,36 @@
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from torchtune_ext.sampling.calls import CoreLost, together, within
 from torchtune_ext.sampling.child_process import ChildProcess
+from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 log = logging.getLogger(__name__)
 
 SENDER = "torchtune_ext.sampling.broadcast"
 START_S = 60.0  # seconds until a new sender answers: a Python that imports torch
+
+
+class Receiver(Protocol):
+    """What the courier uses of a `ServerCore`."""
+
+    config: EngineConfig
+    address: str
+    life: str
+    transfer: str
+    workers: int
+
+    async def slow(self, method: str, /, **arguments: Any) -> Any: ...
+
+    async def begin_update(self, buffer: WeightBuffer) -> None: ...
+
+    async def take(self, buffer: WeightBuffer, broadcast: bool = False) -> None: ...
+
+    async def finish_update(self, buffer: WeightBuffer, version: int) -> None: ...
 
 
 class Courier:
@@ -28,20 +47,21 @@ class Courier:
         self._turn = asyncio.Lock()  # one transfer at a time
         self._closed = False
 
-    def start(self) -> None:
+    def start(self) -> ChildProcess:
         """Starts the sender, which takes seconds to come up, unless there is one. Raises OSError, CoreLost."""
         if self._closed:
             raise CoreLost("the engine was closed")
         if self._sender is None or self._sender.dead:
             self._sender, self._joined = ChildProcess("the sender", SENDER, self._log_path), {}
+        return self._sender
 
     async def stop(self) -> None:
         """Ends the sender, and what is on its way."""
         self._closed = True
         await self._kill()
 
-    async def deliver(self, core: Any, buffer: WeightBuffer, version: int) -> None:
-        """Updates the server of `core`, a `ServerCore`, and labels what it samples as `version`. Raises CoreLost."""
+    async def deliver(self, core: Receiver, buffer: WeightBuffer, version: int) -> None:
+        """Updates the server of `core`, and labels what it samples as `version`. Raises CoreLost."""
         async with self._turn:
             try:
                 await self._send(core, buffer, version)
@@ -54,10 +74,9 @@ class Courier:
                 log.warning(message)
                 raise CoreLost(message) from error
 
-    async def _send(self, core: Any, buffer: WeightBuffer, version: int) -> None:
+    async def _send(self, core: Receiver, buffer: WeightBuffer, version: int) -> None:
         limit_s, address = core.config.rpc_deadline_s, core.address
-        self.start()
-        sender, init = self._sender, None
+        sender, init = self.start(), None
         # A server that was connected anew is not in the group of its last connection.
         if self._joined.get(address) != core.life:
             parts = urlsplit(address)

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,6 +44,9 @@ from torchtune_ext.sampling.records import (
 from torchtune_ext.sampling.vllm_core import RemoteCore
 from torchtune_ext.sampling.weight_buffer import Buffers
 
+if TYPE_CHECKING:
+    from torchtune_ext.sampling.courier import Courier
+
 log = logging.getLogger(__name__)
 
 CLOSE_S = 30.0  # seconds that the engine's thread has to end everything
@@ -54,7 +57,9 @@ Backend = Callable[[str, EngineConfig, Path, str, Callable[[Step], None]], Core]
 
 
 async def _attended(work: Coroutine[Any, Any, Any]) -> Any:
-    asyncio.current_task().add_done_callback(fetch_error)
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(fetch_error)
     return await work
 
 
@@ -161,7 +166,7 @@ class Engine:
         self._thread = LoopThread("torchtune-ext-engine")
         self._janitor: Janitor | None = None
         self._servers: dict[str, dict[str, Any]] = {}  # what each server was when it was met
-        self._courier: Any = None  # brings weights to servers over a network
+        self._courier: Courier | None = None  # brings weights to servers over a network
         self._started: Future[float] | None = None  # the seconds that the first start took
         self._closed = False
         self._pool = Pool(config, self._make_core, self._buffers, version, name)
@@ -189,7 +194,7 @@ class Engine:
         try:
             # The client imports vLLM (5 s) and takes the config, so that a config which vLLM refuses is an error of
             # this call. The other engines have the same settings and configure themselves later.
-            self._pool.lanes[0].core.configure()
+            self._pool.cores[0].configure()
         except (ValueError, OSError) as error:
             self.close()
             raise EngineFailed(f"the engine did not start: {error}") from error
@@ -231,8 +236,8 @@ class Engine:
         self._pool.refuse()
         if self._thread.is_alive():
             self._attempt("the engine", lambda: self._thread.call(self._pool.close(), CLOSE_S))
-            if self._courier is not None:
-                self._attempt("the sender", lambda: self._thread.call(self._courier.stop(), CLOSE_S))
+            if (courier := self._courier) is not None:
+                self._attempt("the sender", lambda: self._thread.call(courier.stop(), CLOSE_S))
         self._attempt("its thread", self._thread.stop)
         self._attempt("the shared memory", self._buffers.close)
         if self._janitor is not None:
@@ -291,7 +296,11 @@ class Engine:
         Returns: for each text the log-probs of its tokens from the second on, in nats, float32.
         """
         one = SamplingConfig(max_tokens=1, temperature=0.0)  # vLLM samples one token at least
-        return [row[0].prompt_logprobs for row in self.sample(texts, 1, one, priority=Priority.SCORE)]
+        scores = []
+        for row in self.sample(texts, 1, one, priority=Priority.SCORE):
+            assert row[0].prompt_logprobs is not None  # `Priority.SCORE` asks for them
+            scores.append(row[0].prompt_logprobs)
+        return scores
 
     def submit(
         self,
@@ -365,8 +374,12 @@ class Engine:
 
     def require_own_model(self) -> None:
         """Raises ValueError when a server holds weights that a run has published there."""
-        for core in self._pool.cores if self.config.address is not None else ():
-            if core.replaced:
+        if self._courier is None:
+            return
+        from torchtune_ext.sampling.server import ServerCore
+
+        for core in self._pool.cores:
+            if isinstance(core, ServerCore) and core.replaced:
                 raise Mistake(f"engine.address: {core.other_model()}")
 
     def sleep(self) -> None:
@@ -390,10 +403,12 @@ class Engine:
 
     def _make_core(self, lane: Lane) -> Core:
         """Makes a life of an engine. Raises OSError when the janitor could not clean up after it."""
+        assert self._janitor is not None  # since `start`
         log_path = self.log_path.with_name(self.log_path.name.replace("*", str(lane.number)))
         if lane.config.address is not None and self._backend is RemoteCore:
             # Imported here, since a run with an engine of its own needs none of it.
-            from torchtune_ext.sampling.server import Courier, ServerCore
+            from torchtune_ext.sampling.courier import Courier
+            from torchtune_ext.sampling.server import ServerCore
 
             self._courier = self._courier or Courier(self.log_path)
             core = ServerCore(lane.config, lane.on_step)

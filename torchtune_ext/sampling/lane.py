@@ -5,6 +5,7 @@ in a row the engine is retired (docs/sampling.md, "When the engine fails").
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import time
@@ -13,14 +14,14 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.calls import Call, Core, CoreLost, Step, fetch_error
 from torchtune_ext.sampling.engine_args import DEFAULT_MAX_NUM_SEQS
 from torchtune_ext.sampling.records import Completion, EngineConfig, EngineFailed, Priority, WeightsIncomplete
 from torchtune_ext.sampling.throttle import Controller, Throttle
-from torchtune_ext.sampling.weight_buffer import WeightBuffer, wrong_tensors
+from torchtune_ext.sampling.weight_buffer import Buffers, WeightBuffer, wrong_tensors
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +57,28 @@ def undisturbed(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[...
     return run
 
 
+class Siblings(Protocol):
+    """What a lane uses of its `pool.Pool`."""
+
+    make_core: "Callable[[Lane], Core]"
+    buffers: Buffers
+    first_version: int
+    begun: bool
+    ids: "itertools.count[int]"
+
+    def others_serve(self, lane: "Lane") -> bool: ...
+
+    def changed(self, lane: "Lane", served: bool) -> None: ...
+
+
 class Lane:
     """Owns an engine's present life, its throttle and its counters.
 
     Coroutines and `on_step` run in the asyncio thread of all engines, other methods in any. Any may set `closed`.
     """
 
-    def __init__(self, pool: Any, number: int, name: str, config: EngineConfig):
-        """Args: pool: the engines of the run (`pool.Pool`); number: place among them; name: in messages."""
+    def __init__(self, pool: Siblings, number: int, name: str, config: EngineConfig):
+        """Args: pool: the engines of the run; number: place among them; name: in messages."""
         self._pool, self.number, self.name, self.config = pool, number, name, config
         self._make_core, self._buffers = pool.make_core, pool.buffers
         self.counts = dict.fromkeys(COUNTS, 0)
@@ -179,9 +194,11 @@ class Lane:
 
     async def start(self) -> None:
         """Brings the first life up. Its failure is final."""
+        core = self.core
+        assert core is not None  # since `Pool.prepare`
         async with self._control:
             try:
-                await self._bring_up(self.core)
+                await self._bring_up(core)
             except Exception as error:
                 await self._give_up(f"{self.name} did not start: {error}", cause=error)
         self._watching = asyncio.create_task(self._watch())
@@ -204,6 +221,7 @@ class Lane:
             raise EngineFailed("the engine is closed")
         if self.failed is not None:
             raise EngineFailed(str(self.failed)) from self.failed.__cause__
+        assert self.core is not None  # else `_changed` were clear
         return self.core
 
     def lose(self, core: Core | None, cause: str) -> asyncio.Future:
@@ -220,7 +238,7 @@ class Lane:
         Raises EngineFailed; CoreLost when it is lost and another one serves; ValueError when it refuses the weights and
         goes on with what it has.
         """
-        started = time.monotonic()
+        started, cause = time.monotonic(), ""
         # An engine that is behind becomes ready only by this load.
         if self.state is not State.BEHIND:
             await self.ready(elsewhere=True)
@@ -244,6 +262,7 @@ class Lane:
         """Makes the engine free its GPU memory, until weights are loaded or somebody samples. Raises EngineFailed."""
         while True:
             core = self.core if self.up and not self.closed else await self.ready()
+            assert core is not None  # what is up has a core
             try:
                 async with self._control:
                     if core is self.core and not core.asleep:

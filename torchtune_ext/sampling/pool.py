@@ -262,7 +262,7 @@ class Pool:
         # Without an answer, each engine was lost while another one served. Those that have come back are asked.
         while not answers:
             of_lane = await self._each(ask, self.up)
-            answers = [of_lane[lane] for lane in self.lanes if of_lane.get(lane) is not None]
+            answers = [answer for lane in self.lanes if (answer := of_lane.get(lane)) is not None]
         return answers
 
     # -- what it knows ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,12 @@ class ServerCore(VLLMCore):
         super().__init__(config, on_step, self.life)
         self.address = config.address.rstrip("/")
         self.sign_of_life = time.monotonic()
-        self.dead = False
+        self._dead = False
         self._session: Any = None
         self._poll: asyncio.Task | None = None
         self._model = "MODEL_DIR"  # the real one is known after the launch
         self.peers: dict[str, dict[str, Any]] = {}  # what each server of the run was when it was met, by address
-        self.transfer = "shm"  # how it takes weights: "shm", "nccl" or "gloo"; known after the launch
+        self.transfer: str = "shm"  # how it takes weights: "shm", "nccl" or "gloo"; known after the launch
         self.workers = 1  # of its engine; each takes weights; known after the launch
         self.courier: Courier | None = None  # of all servers of the run, where weights go over a network
         # Whether it holds a whole model that somebody has published, in place of that of its folder.
@@ -128,9 +128,10 @@ class ServerCore(VLLMCore):
                 if time.monotonic() > give_up_at:
                     raise CoreLost(f"no answer from {self.address} within start_deadline_s: {error}") from error
                 await asyncio.sleep(min(RETRY_S, self.config.start_deadline_s / 10))
-        self.dead = False
+        self._dead = False
         self.learn(info["vllm_config"])
         if self.transfer != "shm":
+            assert self.courier is not None  # `Engine` gives every server the courier of the run
             self.courier.start()
         # An earlier trainer may have died, or lost this server, during a publication. Its requests would go on with
         # half-loaded weights.
@@ -179,6 +180,7 @@ class ServerCore(VLLMCore):
                 f"engine.transfer: nccl moves weights between GPUs only, and {self.address if on_cpu else 'this trainer'} has "
                 f"none; use engine.transfer=gloo, and start the server like this: {self.how()}"
             )
+        assert transfer is not None  # else it were unlike what the run needs
         text = model["hf_text_config"] if isinstance(model.get("hf_text_config"), dict) else {}
         # Only the folder's name is compared: its path may differ on another machine.
         facts = {"model": Path(model["model"]).name, "max_model_len": model["max_model_len"], "dtype": has["dtype"]}
@@ -265,6 +267,10 @@ class ServerCore(VLLMCore):
         path, body = "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{call.id}"]}
         await bounded(self, self._request("POST", path, body), self.config.rpc_deadline_s, "abort_requests")
 
+    @property
+    def dead(self) -> bool:
+        return self._dead
+
     def ending(self) -> str:
         return f"the connection to {self.address} was lost"
 
@@ -305,6 +311,7 @@ class ServerCore(VLLMCore):
         if self.transfer == "shm":
             return await super().bring(buffer, version)
         # The courier serves one server after the other, each with a deadline. Their sum is for a courier that hangs.
+        assert self.courier is not None
         limit_s = (1 + len(self.peers)) * (self.config.rpc_deadline_s + START_S)
         await bounded(self, self.courier.deliver(self, buffer, version), limit_s, "deliver")
 
@@ -323,14 +330,14 @@ class ServerCore(VLLMCore):
         """Does nothing, since the server has its own GPU."""
 
     def kill(self) -> None:
-        self.dead = True  # the server is not ours to kill
+        self._dead = True  # the server is not ours to kill
 
     def log_tail(self) -> str:
         return f"(in the log of the server {self.address})"
 
     async def stop(self) -> None:
         """Ends the connection and all that waits for it. The server ends its requests when we hang up."""
-        self.dead = True
+        self._dead = True
         if self._poll is not None:
             self._poll.cancel()
         for call in list(self.calls.values()):
@@ -380,7 +387,7 @@ class ServerCore(VLLMCore):
         async for part in self._open(method, path, body):
             return part
 
-    async def _open(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    async def _open(self, method: str, path: str, body: dict[str, Any] | None) -> AsyncIterator[Any]:
         """Yields one JSON object or text, or the objects of an event stream. Raises CoreLost, ValueError."""
         import aiohttp
 
@@ -406,5 +413,5 @@ class ServerCore(VLLMCore):
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: our own `stop` closed the session
             if isinstance(error, CoreLost):
                 raise
-            self.dead = True
+            self._dead = True
             raise CoreLost(f"no connection to {self.address}: {_message(error)}") from error

@@ -33,6 +33,13 @@ class VLLMCore:
         self.adapted = False  # whether requests use the adapter
         self.salt: str | None = None  # only requests of the same salt share a prefix
 
+    @property
+    def dead(self) -> bool:
+        raise NotImplementedError
+
+    def ending(self) -> str:
+        raise NotImplementedError
+
     def rpc(self, method: str, /, **arguments: Any) -> Awaitable[Any]:
         """Calls a method of `AsyncLLM`, by its name there. Raises CoreLost, ValueError."""
         raise NotImplementedError

@@ -48,7 +48,7 @@ def checksum(tensor: torch.Tensor) -> int:
         sums = [torch.mul(part, weights, out=room[: len(part)]).sum(1) for part in lines]
         data = torch.cat(sums).view(torch.uint8)
         if data.numel() == 8:
-            return data.view(torch.int64).item() ^ size
+            return int(data.view(torch.int64).item()) ^ size
 
 
 @lru_cache
@@ -114,6 +114,7 @@ class WeightBuffer:
         """
         started = time.monotonic()
         names, dtypes, shapes, offsets, sums, end, size = [], [], [], [], {}, TOKEN, 0
+        on_gpu = False
         self._write(memoryview(self._token), 0)
         # One tensor after the other, so that a generator may gather each one when it is asked for it.
         for name, tensor in named_tensors:
@@ -121,6 +122,7 @@ class WeightBuffer:
             self.complete = False
             sums[name] = checksum(tensor)
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            on_gpu = tensor.is_cuda
             names.append(name)
             dtypes.append(str(tensor.dtype).removeprefix("torch."))
             shapes.append(list(tensor.shape))
@@ -128,7 +130,7 @@ class WeightBuffer:
             if self._pinned is not None and end + flat.numel() <= self._pinned.numel():
                 self._pinned[end : end + flat.numel()].copy_(flat)
             else:
-                self._write(memoryview(flat.cpu().numpy()), end)
+                self._write(flat.cpu().numpy().data, end)
             size += flat.numel()
             end += -(-flat.numel() // ALIGNMENT) * ALIGNMENT
         if not names:
@@ -142,7 +144,7 @@ class WeightBuffer:
             self._unpin()
             os.ftruncate(self._fd, end)
             # Pinning needs the size, which the first publication tells only at its end. So only that one is slow.
-            if tensor.is_cuda:
+            if on_gpu:
                 self._pinned = pin(memory_of(self.address()["path"]))
         self.manifest = {"names": names, "dtype_names": dtypes, "shapes": shapes, "offsets": offsets}
         self.bytes, self.sums, self.complete = size, sums, True
@@ -171,18 +173,22 @@ def memory_of(path: str) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=os.stat(path).st_size, dtype=torch.uint8)
 
 
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
 def pin(memory: torch.Tensor) -> torch.Tensor:
     """Lets a GPU copy directly to and from mapped memory [bytes], until `unpin`. Raises torch.cuda.CudaError."""
     # The 15 GB of a 7B model then take 0.3 s on an H100. Through the driver's own buffers they take 11 s one way and 3
     # s the other.
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    torch.cuda.check_error(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     return memory
 
 
 def unpin(memory: torch.Tensor) -> None:
     """Ends what `pin` began."""
     # Unchecked: an error would only repeat that the GPU has failed before, and hide the first message.
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    _cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def tensors(path: str, manifest: dict[str, list]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -59,7 +59,7 @@ class Arrivals(TorchDispatchMode):
         for name, tensor in named:
             storage = tensor.untyped_storage()
             _, begins = self._lent.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
-            begins[tensor.storage_offset() * tensor.itemsize] = name, tensor.dtype, tensor.shape
+            begins[int(tensor.storage_offset()) * tensor.itemsize] = name, tensor.dtype, tensor.shape
         return named
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +82,8 @@ class Arrivals(TorchDispatchMode):
         # its dtype on the way, the source is checked: the parameter holds other bytes.
         entire = source.numel() == shape.numel() and source.is_contiguous() and target.dtype == source.dtype
         whole = torch.empty(0, dtype=dtype, device=source.device)
-        whole.set_(source.untyped_storage(), begin // dtype.itemsize, shape)
+        # torch's stub asks for strides, too.
+        whole.set_(source.untyped_storage(), begin // dtype.itemsize, shape)  # pyright: ignore[reportCallIssue]
         value = checksum(target if entire else whole)
         self.checksums[name] = value if self.checksums.get(name, value) == value else None
 
@@ -200,6 +201,12 @@ def retie_lm_head(model: torch.nn.Module) -> None:
 class CheckedTransfer(WeightTransferEngine):
     """What our weight-transfer backends share: all but how tensors arrive. vLLM calls the methods in this order."""
 
+    model: Any  # one of vLLM's, with `load_weights`
+
+    def receive(self, update: Any, take: Callable[[Named], None]) -> None:
+        """Hands over the tensors of an update, all at once or piece by piece."""
+        raise NotImplementedError
+
     def start_weight_update(self) -> None:
         # A new model takes the adapter away. Until the update is finished, no checksum matches: a model that is half
         # loaded proves nothing.
@@ -290,6 +297,7 @@ class SharedMemoryTransfer(CheckedTransfer):
     init_info_cls = SharedMemory
     update_info_cls = Manifest
     mapped: tuple[SharedMemory, int] | None = None  # whose memory it is, and its bytes
+    memory: torch.Tensor | None = None
 
     def init_transfer_engine(self, init_info: SharedMemory) -> None:
         check_memory(init_info.path, init_info.token)
@@ -303,10 +311,11 @@ class SharedMemoryTransfer(CheckedTransfer):
             self.mapped = now
 
     def receive(self, update: Manifest, take: Callable[[Named], None]) -> None:
+        assert self.memory is not None  # since `init_transfer_engine`
         take(list(views(self.memory, vars(update))))
 
     def shutdown(self) -> None:
-        if self.mapped is not None:
+        if self.mapped is not None and self.memory is not None:
             if self.device.type == "cuda":
                 unpin(self.memory)
             self.memory = self.mapped = None
@@ -365,7 +374,8 @@ class NcclTransfer(CheckedTransfer, NCCLWeightTransferEngine):
     init_info_cls = NcclInit
     update_info_cls = Manifest
 
-    def init_transfer_engine(self, init_info: NcclInit) -> None:
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        assert isinstance(init_info, NcclInit)  # vLLM makes it of `init_info_cls`
         self.shutdown()
         self.deadline_s = init_info.deadline_s
         NCCLWeightTransferEngine.init_transfer_engine(self, init_info)
@@ -432,6 +442,10 @@ _register("nccl", NcclTransfer)
 class WeightLoader:
     """Our methods of vLLM's workers, into which vLLM mixes this class."""
 
+    # What these methods use of the worker. They are only declared: vLLM refuses a mixin with attributes of its names.
+    model_runner: Any
+    weight_transfer_engine: CheckedTransfer
+
     def checksums(self) -> dict[str, int | None]:
         """The checksum of every tensor of the last publications, by name; None: it came in two forms."""
         return {name: value for part in TAKEN.values() for name, value in part.items()}
@@ -466,7 +480,7 @@ class WeightLoader:
         # vLLM's public way to load an adapter reads a directory, so this goes to its manager.
         manager = self.model_runner.lora_manager._adapter_manager
         # The checksums come first: later vLLM scales the tensors in place.
-        sums = {name: checksum(tensor) for name, tensor in weights.items()}
+        sums: dict[str, int | None] = {name: checksum(tensor) for name, tensor in weights.items()}
         peft = PEFTHelper.from_dict(config)
         peft.validate_legal(self.model_runner.lora_config)
         dtype = self.model_runner.lora_config.lora_dtype
