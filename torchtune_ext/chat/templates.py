@@ -178,6 +178,8 @@ class ChatTemplate:
     def _render(self, messages, tools, generation_prompt, tags) -> tuple[str, list[tuple[int, int]]]:
         messages = [{"tool_call_id": _CALL_ID, **m} if m.get("role") == "tool" else m for m in messages]
         try:
+            texts: Any  # one for each conversation
+            spans: Any  # [begin, end) of the generated text of each conversation
             texts, spans = render_jinja_template(
                 conversations=[messages],
                 # Some templates write their part about tools for an empty list, too.
@@ -193,7 +195,7 @@ class ChatTemplate:
                 f"chat template {self.name!r} cannot render messages with roles {roles}: {type(error).__name__}: "
                 f"{error}. Change the messages, or give a template of your own in `template`."
             ) from error
-        return texts[0], [tuple(span) for span in spans[0]] if tags else []
+        return texts[0], [(begin, end) for begin, end in spans[0]] if tags else []
 
     def _render_around(self, messages, tools, generation_prompt) -> tuple[str, list[tuple[int, int]]]:
         """Joins the turns, each rendered as the newest message, and the texts between them."""

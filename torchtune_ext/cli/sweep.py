@@ -72,6 +72,7 @@ def main(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     say(f"sweep {sweep.name}: {what}; files: {folder.path}")
     ended = runner.run()
     if not ended:
+        assert runner.stopped_by is not None
         say(f"Stopped with {runner.left} of {sweep.runs} runs to do; the same command goes on")
         return 128 + runner.stopped_by
     if not any(run.state == "finished" for run in folder.runs):

@@ -94,6 +94,7 @@ class Actor:
         os.close(status)
         # The guard forks at once and goes on without a parent. Ray kills only the children of an actor.
         process.wait()
+        assert process.stdin is not None  # a pipe
         self._lines = process.stdin
 
     def look(self) -> tuple[bytes, int | None]:

@@ -132,8 +132,9 @@ class Driver:
                     self.ray.util.remove_placement_group(self._group)
         if self.cause:
             raise Failure(self.cause)
+        status = self.members[0].status
         # The trainer may be lost on the way only if a signal ended the run.
-        return 128 + self._signals[0] if self.members[0].lost else self.members[0].status
+        return 128 + self._signals[0] if status is None else status
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:

@@ -51,8 +51,9 @@ class Grading:
         # A grader is the user's code: whatever it raises, `sys.exit` and `CancelledError` included, costs only these
         # texts.
         try:
-            if self.compares:
-                return checked_all(self.task.grade_group(problem, list(texts)), len(texts), self.task.grade_group)
+            grade_group: Callable | None = getattr(self.task, "grade_group", None)
+            if grade_group is not None:
+                return checked_all(grade_group(problem, list(texts)), len(texts), grade_group)
             return [checked(self.task.grade(problem, text), self.task.grade) for text in texts]
         except BaseException as error:  # noqa: BLE001 (reported with its cause)
             # Only a text of the policy exhausts the stack or the memory of a shipped grader.

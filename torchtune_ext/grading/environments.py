@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from torchtune_ext.grading.calls import Ungraded
 from torchtune_ext.grading.grader import Grader
 from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.run.processes import DEATHS
-from torchtune_ext.tasks.task import Environment, Message, Problem, Score, Task, Turn, score_of
+from torchtune_ext.tasks.task import ConversationTask, Environment, Message, Problem, Score, Task, Turn, score_of
 
 # ending                what happened
 # "completed"           the environment said that it is done
@@ -31,10 +31,14 @@ ENDINGS = ("completed", "max_turns", "length", "context_overflow", "early_stop",
 CUT = ("length", "max_turns", "context_overflow")
 
 
+class Conversations(Task, ConversationTask, Protocol):
+    """A task of conversations, with its problems and their solutions."""
+
+
 class Stage:
     """Holds the environment of one conversation after another, in a process."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Conversations) -> None:
         self.task = task
         self.environment: Environment | None = None
 
@@ -88,7 +92,7 @@ class Environments(Grader):
 
     _calls = Stage
 
-    def __init__(self, task: Task, workers: int = 1, *args: Any, **options: Any):
+    def __init__(self, task: Conversations, workers: int = 1, *args: Any, **options: Any):
         super().__init__(task, workers, *args, **options)
         self.max_turns = task.max_turns
         self._lock = Lock()  # guards what follows

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeGuard
 
 import cloudpickle
 from pydantic import Field
@@ -175,6 +175,6 @@ class GradingWatch:
             )
 
 
-def is_failure(outcome: Outcome) -> bool:
+def is_failure(outcome: Outcome) -> TypeGuard[Ungraded]:
     """Tells whether a text has no score by the fault of its grader. A disturbed machine is not its fault."""
     return isinstance(outcome, Ungraded) and outcome.kind != "noisy"

@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 
 from torchtune_ext.grading.calls import Outcome, Ungraded
-from torchtune_ext.grading.environments import Environments
+from torchtune_ext.grading.environments import Conversations, Environments
 from torchtune_ext.grading.grader import DIED, Grader, GraderConfig, cause_of, results
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.output import labelled, say
@@ -109,7 +109,7 @@ def _answer_faults(grader: Grader, problems: Sequence[Problem]) -> list[str]:
     asked = []
     for problem in problems:
         texts = WRONG, _solution(grader.task, problem)
-        asked.append([grader.submit(problem, text) for text in texts if text is not None])
+        asked.append([grader.submit(problem, text) for text in texts if isinstance(text, str)])
     outcomes = iter(results([future for each in asked for future in each]))
     return [_answer_fault([next(outcomes)[0] for _ in each]) for each in asked]
 
@@ -129,7 +129,7 @@ def _answer_fault(outcomes: Sequence[Outcome]) -> str:
             cause = cause_of(outcome)
             kind = Passing if outcome.kind == "timed_out" or cause.startswith(DIED) else str
             return kind(f"its answer cannot be graded: {cause}")
-    wrong, *right = (outcome.reward for outcome in outcomes)
+    wrong, *right = [outcome.reward for outcome in outcomes if isinstance(outcome, Score)]
     if not right:
         return "its grader pays for a wrong text" if wrong >= 1.0 else ""
     if right[0] > wrong:
@@ -151,7 +151,8 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
             outcomes = []
             for problem, text in zip(problems, solutions, strict=True):
                 # A task that compares gets a group of its usual size.
-                group = [text if worked else NO_SOLUTION] + [NO_SOLUTION] * (texts - 1)
+                first = text if worked and isinstance(text, str) else NO_SOLUTION
+                group = [first] + [NO_SOLUTION] * (texts - 1)
                 outcomes.append(grader.submit(problem, *group).result()[0])
                 if outcomes[-1].kind == "timed_out":
                     raise Mistake(
@@ -193,7 +194,7 @@ def _rehearse(task: Task, config: GraderConfig, key: str, texts: int = 1) -> Non
         raise Mistake(f"{key}: {name} cannot be graded: {error}") from error
 
 
-def _rehearse_conversation(task: ConversationTask, config: GraderConfig, key: str) -> None:
+def _rehearse_conversation(task: Conversations, config: GraderConfig, key: str) -> None:
     """Plays the first problem's solution, or one turn if it has none. Raises ValueError as `_rehearse`."""
     problem, name = next(iter(_first_problems(task, key)), None), type(task).__name__
     if problem is None:

@@ -50,7 +50,7 @@ CHECK, TIME = "check", "time"
 MAX_RESULTS = 16_384  # results that are kept for equal programs
 TURN_S = 0.03  # seconds between two timings, since others who wait for the cores look at them every 0.02 s
 # numpy's own threads in the processes would run on the cores that are timed on.
-VARIABLES = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+VARIABLES: dict[str, str] = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class Service:
@@ -115,7 +115,8 @@ class Service:
         self._end(BenchError(f"the {type(self).__name__} is closed"))
         with suppress(RuntimeError):
             # The loop is closed if the service has failed before.
-            self._loop.call_soon_threadsafe(self._serving.cancel)
+            if self._serving is not None:
+                self._loop.call_soon_threadsafe(self._serving.cancel)
         # A callback of a future, which runs in the thread, may call this. A thread cannot join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=END_S)
@@ -304,7 +305,9 @@ class Bench(Service):
             # An error that a kernel or our own code raises would come again. If a process dies or hangs, it is the machine.
             return Failed(f"the {stage} process died: {cause}" if kind in DEATHS else cause, is_final=kind == "raised")
 
-        for attempt in range(1, RETRIES + 2):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 call = self._pools[stage].submit(what, self._timeouts[stage], otherwise)
                 answer = await asyncio.wrap_future(call)
@@ -314,9 +317,8 @@ class Bench(Service):
                 return answer
             attempts = f" (attempt {attempt})" if attempt > 1 else ""
             if answer.is_final or attempt > RETRIES:
-                break
+                raise BenchError(f"the {stage} of a program for {kernel} failed{attempts}: {answer.cause}")
             log.warning("bench: the %s of a program is repeated%s: %s", stage, attempts, answer.cause)
-        raise BenchError(f"the {stage} of a program for {kernel} failed{attempts}: {answer.cause}")
 
 
 def would_repeat(result: Result) -> bool:

@@ -152,6 +152,7 @@ class Checker:
         """
         seconds: dict[str, float] = {}
         stage, techniques, outcome, note, library = "extract", (), "ok", "", b""
+        preprocessed = None
         folder = self.sandbox.new_folder()
         try:
             with _timed(seconds, stage):
@@ -168,7 +169,7 @@ class Checker:
             stage = "compile"
             with _timed(seconds, stage):
                 self._compile(folder)
-            if permitted is not None and self.screened:
+            if permitted is not None and preprocessed is not None:
                 # Nobody could say what a program does that does not compile, so it is not read before.
                 stage = "screen"
                 with _timed(seconds, stage):

@@ -221,7 +221,7 @@ class Child:
 
     def has_ended(self) -> bool:
         """Tells whether the process has ended, or was given up."""
-        return self._closed or self._process.poll() is not None
+        return self._closed or self._process is None or self._process.poll() is not None
 
     def cpu_ns(self) -> int:
         """Returns the CPU nanoseconds that all threads of the child have used so far."""
@@ -406,6 +406,7 @@ class Child:
 
     def _fail(self) -> NoReturn:
         """Raises how the child has ended."""
+        assert self._process is not None
         try:
             status = self._process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:

@@ -4,7 +4,7 @@ The service has processes, deadlines and a queue of its own, so it needs no proc
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import asdict, fields
@@ -76,8 +76,7 @@ def measured_score(result: Result, reward: float) -> Score:
 class MeasuredTask:
     """A task whose texts are programs in C.
 
-    A subclass has no `grade`. It has `kernel(problem)`, one of `kernels`; `permitted(problem)`, the techniques that a
-    program may use, as in `Bench.submit`; and `score(problem, result)` of a program whose outcome is not NOISY.
+    A subclass has no `grade`. It has `kernel`, `permitted` and `score`.
 
     Args:
         bench: settings of the service, fields of `BenchConfig`. Raises ValueError for one that there is not.
@@ -95,6 +94,18 @@ class MeasuredTask:
                 hint = f"did you mean {near!r}?" if near else f"use {', '.join(known)}"
                 raise Mistake(f"bench.{name}={value!r}: there is no such setting; {hint}")
         self.bench = BenchConfig(**(bench or {}))
+
+    def kernel(self, problem: Problem) -> Kernel:
+        """Returns what the programs of a problem should compute, one of `kernels`."""
+        raise NotImplementedError
+
+    def permitted(self, problem: Problem) -> Collection[str] | None:
+        """Returns the techniques that a program may use, as in `Bench.submit`."""
+        raise NotImplementedError
+
+    def score(self, problem: Problem, result: Result) -> Score:
+        """Returns what a program is worth whose outcome is not NOISY."""
+        raise NotImplementedError
 
     def rehearse(self, key: str, before: Sequence[Any]) -> None:
         """Finds out whether programs can be measured here: with the settings of the first measured task of the run, whose
@@ -192,7 +203,9 @@ class BenchGrader:
         with self._lock:
             self._counts.update(programs=1, noisy=result.outcome == NOISY, cached=result.is_cached)
             if not result.is_cached:
-                self._counts["seconds"] += sum(value for name, value in result.seconds.items() if name != "wait")
+                seconds = sum(value for name, value in result.seconds.items() if name != "wait")
+                # A Counter adds any numbers, though its annotation knows only whole ones.
+                self._counts["seconds"] += seconds  # pyright: ignore[reportArgumentType]
         # The machine is at fault and not the program, so there is no score and the sample stays out of the baseline.
         if result.outcome == NOISY:
             return Ungraded(NOISY, result.note)

@@ -32,11 +32,28 @@ class Kernel(Protocol):
 
     name: str  # also the name of the C function
     question: str  # what the function computes, in words, for the prompt
-    size_names: tuple[str, ...]  # names of the int arguments, in order
-    parameters: tuple[Parameter, ...]  # the array arguments, in order
-    timed: Size  # the size at which the function is timed; a good program needs about 1 ms or more
-    forbidden: tuple[str, ...]  # names that a program must not use, besides those that no program may use
     naive: str  # C source of a program that is right, simple and slow
+
+    # These are properties only to a type checker: a class may have attributes of a narrower type.
+    @property
+    def size_names(self) -> tuple[str, ...]:
+        """Names of the int arguments, in order."""
+        ...
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The array arguments, in order."""
+        ...
+
+    @property
+    def timed(self) -> Size:
+        """The size at which the function is timed; a good program needs about 1 ms or more."""
+        ...
+
+    @property
+    def forbidden(self) -> tuple[str, ...]:
+        """Names that a program must not use, besides those that no program may use."""
+        ...
 
     def operations(self, size: Size) -> int:
         """Returns how many floating-point operations the function is credited with."""

@@ -97,14 +97,19 @@ def _query(pattern: str) -> Query:
 def walk(cursor: TreeCursor) -> Iterator[tuple[Node, bool]]:
     """Yields each node twice: before its children with False, and after them with True."""
     while True:
-        yield cursor.node, False
+        yield _at(cursor), False
         if cursor.goto_first_child():
             continue
-        yield cursor.node, True
+        yield _at(cursor), True
         while not cursor.goto_next_sibling():
             if not cursor.goto_parent():
                 return
-            yield cursor.node, True
+            yield _at(cursor), True
+
+
+def _at(cursor: TreeCursor) -> Node:
+    assert cursor.node is not None
+    return cursor.node
 
 
 def declared(node: Node) -> dict[str, bool]:
@@ -129,4 +134,5 @@ def declarators(node: Node | None) -> Iterator[Node]:
 
 def text_of(node: Node | None) -> str:
     """Returns the text of a node, "" for none."""
-    return "" if node is None else node.text.decode("utf-8", "replace")
+    text = None if node is None else node.text
+    return "" if text is None else text.decode("utf-8", "replace")

@@ -152,6 +152,7 @@ class Probe:
     def _require_calm(self) -> None:
         # A burst of other work may end soon, so one calm series is enough. Without one, nothing can be timed here.
         self.look()
+        low = high = 0.0
         for _ in range(CALM_TRIES):
             looks = [self.look() for _ in range(20)]
             low, high = np.quantile([median(look.registers) + median(look.memory) for look in looks], [0.1, 0.9])

@@ -86,6 +86,7 @@ class RayBench(Service):
                 await self._process.stop()
 
     async def _measure(self, kernel: Kernel, sent: bytes, text: str, permitted: tuple[str, ...] | None) -> Result:
+        assert self._process is not None  # since `_serve`
         try:
             state, value = await self._process.ask("measure", pickle.dumps((sent, text, permitted)))
         except CoreLost as lost:

@@ -31,7 +31,7 @@ class Host:
     # The class travels there by value, and its methods import torchtune_ext only there. So a machine that has another
     # version, or none, can say so. They return what went wrong, since our exceptions may be unknown where they arrive.
     def __init__(self) -> None:
-        self.bench = None
+        self.bench: Any = None  # a Bench
 
     async def start(self, version_here: str, settings: bytes, path: Sequence[str]) -> tuple[str, str]:
         """Makes the Bench.
@@ -179,20 +179,21 @@ class Driver:
         Raises:
             Failure: no machine is left, or the text was lost too often.
         """
+        title = ""
         for _ in range(MAX_TRIES):
             if not self._machines:
                 raise Failure(
                     "no machine that measures is left; start the run again, which goes on from its checkpoint"
                 )
             machine = min(self._machines, key=lambda machine: machine.texts)
-            machine.texts += 1
+            machine.texts, title = machine.texts + 1, machine.title
             try:
                 return await machine.actor.measure.remote(payload)
             except self._ray.exceptions.RayError as error:
                 self._lose(machine, text_of(error))
             finally:
                 machine.texts -= 1
-        raise Failure(f"a program was lost with {MAX_TRIES} machines, the last of which was {machine.title}")
+        raise Failure(f"a program was lost with {MAX_TRIES} machines, the last of which was {title}")
 
     async def close(self) -> None:
         """Has all actors end their processes and remove their folders."""

@@ -184,7 +184,8 @@ class Reader:
 
     def _call_expression(self, node: Node) -> Value:
         function, arguments = node.child_by_field_name("function"), node.child_by_field_name("arguments")
-        values = [self._read(each) for each in arguments.named_children if each.type != "comment"]
+        given = [] if arguments is None else arguments.named_children
+        values = [self._read(each) for each in given if each.type != "comment"]
         own = [place.name for place in self._read(function).places if place.kind == "function"]
         if own:
             return join(*[self._called(each, values, node) for each in sorted(own)])
@@ -275,7 +276,8 @@ class Reader:
             place.is_array = True
             # The number of bytes in a vector is not asked: one of four numbers counts as one place in a register.
             sides = [self._read(each.child_by_field_name("size")).constant for each in derived if "array" in each.type]
-            place.numbers = None if None in sides else math.prod(sides)
+            known = [side for side in sides if side is not None]
+            place.numbers = math.prod(known) if len(known) == len(sides) else None
         if is_vector and declarator is not None:
             place.vector = Use("vectorization", self._line(declarator), f"{name} is a vector")
         self._scope[name] = place
@@ -344,7 +346,7 @@ class Reader:
     def _trip(self, condition: Node | None, update: Node | None) -> int | None:
         """How often `for (r = 0; r < 4; r++)` runs, None if that is not written in constants."""
         sign, added = _part(condition, "operator"), _part(update, "operator")
-        if sign not in ("<", "<=", "!=") or added not in ("++", "+="):
+        if condition is None or update is None or sign not in ("<", "<=", "!=") or added not in ("++", "+="):
             return None
         first = self._read(condition.child_by_field_name("left")).constant
         last = self._read(condition.child_by_field_name("right")).constant
@@ -478,12 +480,12 @@ class Reader:
 
     def _binary_expression(self, node: Node) -> Value:
         # A sum of a thousand terms is a thousand expressions inside each other, always on the left.
-        chain = []
-        while node is not None and node.type == "binary_expression":
+        chain, left = [], node
+        while left is not None and left.type == "binary_expression":
             self._steps += 1
-            chain.append(node)
-            node = node.child_by_field_name("left")
-        value = self._read(node)
+            chain.append(left)
+            left = left.child_by_field_name("left")
+        value = self._read(left)
         for each in reversed(chain):
             value = self._combined(_part(each, "operator"), value, self._read(each.child_by_field_name("right")))
         return value

@@ -309,8 +309,9 @@ def _threads_of_user() -> int:
     return count
 
 
-def exit_cause(status: int) -> str:
+def exit_cause(status: int | None) -> str:
     """Says in words how a child ended, from the exit status of `subprocess`."""
+    assert status is not None
     if status >= 0:
         return f"it ended with exit status {status}"
     name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"

@@ -165,7 +165,8 @@ def _hidden(name: str) -> str:
     """Returns the end of a message if a file of the working directory was not imported, because a module has its name."""
     module, here = sys.modules[name], Path.cwd()
     mine = next((path for path in (here / f"{name}.py", here / name) if path.is_file() or any(path.glob("*.py"))), None)
-    places = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", []))
+    file = getattr(module, "__file__", None)
+    places: list[str] = [file] if file else list(getattr(module, "__path__", []))
     if mine is None or any(Path(place).resolve().is_relative_to(mine.resolve()) for place in places):
         return ""
     place = places[0] if places else "built into Python"

@@ -137,11 +137,11 @@ class RunFolder:
             f"output_dir={path} cannot be made or written", f"{_ELSEWHERE}, or make room and set its rights"
         ):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            lock = self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             # A forked child inherits the lock. If it outlives this process, it must not keep the folder locked.
             os.register_at_fork(after_in_child=self._drop)
             try:
-                self._hold()
+                self._hold(lock)
             except BaseException:
                 self._drop()
                 raise
@@ -201,6 +201,7 @@ class RunFolder:
 
     def write_record(self) -> None:
         """Writes `run.json`. A resumed run calls this when its checkpoint is accepted."""
+        assert self.run is not None  # since `begin`
         with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
             text = json.dumps(asdict(self.run), indent=1, default=str) + "\n"
             write_atomic(self.path / RECORD, text.encode())
@@ -218,12 +219,12 @@ class RunFolder:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _hold(self) -> None:
+    def _hold(self, lock: int) -> None:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Mistake(
-                f"output_dir={self.path} is in use by another run: {_holder(self._lock)}. {_ELSEWHERE}, or stop that run"
+                f"output_dir={self.path} is in use by another run: {_holder(lock)}. {_ELSEWHERE}, or stop that run"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -234,8 +235,8 @@ class RunFolder:
                 error,
             )
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, (json.dumps(holder) + "\n").encode(), 0)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, (json.dumps(holder) + "\n").encode(), 0)
 
     def _drop(self) -> None:
         if self._lock is not None:

@@ -2,7 +2,6 @@
 
 import atexit
 import logging
-import math
 import os
 import sys
 import textwrap
@@ -41,7 +40,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 def labelled(lines: Sequence[tuple[str, str]]) -> str:
     """Returns a table of (label, text), whose texts are wrapped if stdout is a terminal."""
-    room = (width(sys.stdout) or math.inf) - LABEL
+    room = (width(sys.stdout) or sys.maxsize) - LABEL
     # Nothing fits beside the labels on a terminal that is narrower than they are, so its lines stay as they are.
     wrapped = [
         textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
@@ -77,10 +76,12 @@ def attempt(stream: TextIO | None, write: Callable[[], Any]) -> bool:
 
 
 def _lead_away(stream: TextIO | None) -> None:
+    if stream is None:
+        return
     try:
         descriptor = stream.fileno()
     except (AttributeError, OSError, ValueError):
-        # The stream is None, in memory, or closed.
+        # The stream is in memory, or closed.
         return
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)

@@ -257,6 +257,7 @@ class Processes:
         self._workers[slot].connection.close()
         self._workers[slot].end(kill_at=0.0)
         self._workers[slot] = self._start()
+        assert self._janitor is not None  # since `__init__`
         self._janitor.guard([worker.process.pid for worker in self._workers])
 
 
@@ -353,6 +354,7 @@ class _Worker:
     def finish(self, kind: str, value: Any, cause: str) -> None:
         # The process is free before callbacks of the future run.
         item, self.item = self.item, None
+        assert item is not None
         item.finish(kind, value, cause)
 
     def end(self, kill_at: float) -> None:

@@ -155,14 +155,16 @@ class StopSignals:
             return self._came_at
         return NEVER if self._saving or self._agreed else self._came_at + self._grace_s
 
-    def _note(self, new: signal.Signals) -> None:
+    def _note(self, new: signal.Signals) -> signal.Signals:
+        """Returns the signal that ends the run."""
         # The handler and the thread both call this for every signal, in either order. Ctrl-C or SIGHUP replaces
         # SIGTERM: the run no longer waits for the end of the step.
         if self.signal is None or (self.signal == signal.SIGTERM and new != signal.SIGTERM):
             self.signal, self._came_at = new, time.monotonic()
+        return self.signal
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._note(signal.Signals(number))
+        ends_by = self._note(signal.Signals(number))
         if self._closing_at == NEVER and time.monotonic() >= self._due_at():
             # Python prints what is raised while an object is finalized, and goes on.
             if _finalizes(frame):
@@ -170,7 +172,7 @@ class StopSignals:
                 return
             self.begin_cleanup()
             self.raised = True
-            raise Stopped(self.signal)
+            raise Stopped(ends_by)
 
     def _watch(self) -> None:
         """Runs in the second thread: reads the signals as they come, and keeps the deadlines."""
@@ -199,8 +201,10 @@ class StopSignals:
                 elif called_at == NEVER or self._missed:
                     called_at, self._missed = min(called_at, now), False
                     # This makes the handler run again in the main thread, where it raises now that the time has come.
+                    main = threading.main_thread().ident
+                    assert self.signal is not None and main is not None
                     own.append(self.signal)
-                    signal.pthread_kill(threading.main_thread().ident, self.signal)
+                    signal.pthread_kill(main, self.signal)
             elif self.requested and self.speaks and not announced:
                 announced = True
                 _tell(
@@ -217,6 +221,7 @@ class StopSignals:
 
     def _end(self, how: str) -> None:
         """Ends the process from this thread. The kernel and the janitor end its children."""
+        assert self.signal is not None
         # The main thread may be stuck in the disk or a full pipe. The message needs both, so it may get stuck, too.
         timer = threading.Timer(2.0, os._exit, [128 + self.signal])
         timer.daemon = True

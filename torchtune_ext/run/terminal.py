@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from io import TextIOWrapper
 from typing import TextIO
 
 RED, YELLOW, BOLD = "1;31", "33", "1"
@@ -10,10 +11,12 @@ RED, YELLOW, BOLD = "1;31", "33", "1"
 
 def width(stream: TextIO | None) -> int | None:
     """Returns the characters in a line of the terminal that a stream writes to, or None if it is no terminal."""
+    if stream is None:
+        return None
     try:
         size = os.get_terminal_size(stream.fileno())
     except (AttributeError, OSError, ValueError):
-        # The stream is None, in memory, closed, or no terminal.
+        # The stream is in memory, closed, or no terminal.
         return None
     # The terminal of a container sometimes has the size 0 x 0.
     return size.columns if size.lines and size.columns else None
@@ -29,11 +32,12 @@ def replace_unencodable() -> None:
     """Makes stdout and stderr write ? for a character that their encoding lacks, so that no text ends a run."""
     for stream in (sys.stdout, sys.stderr):
         # A handling that the user has chosen (PYTHONIOENCODING=ascii:xmlcharrefreplace) stays.
-        if getattr(stream, "errors", None) in ("strict", "surrogateescape") and hasattr(stream, "reconfigure"):
+        if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
 
 
 def show_warnings() -> None:
     """Makes warnings stand out on a terminal, unless the user has configured logging."""
     # Python uses this handler only while no other one is configured.
-    logging.lastResort.setFormatter(logging.Formatter(styled("%(message)s", YELLOW, sys.stderr)))
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter(styled("%(message)s", YELLOW, sys.stderr)))

@@ -15,6 +15,7 @@ import pickle
 import signal
 import sys
 import traceback
+from io import TextIOWrapper
 from multiprocessing.connection import Connection
 
 MAX_CAUSE_CHARS = 1000
@@ -36,7 +37,7 @@ def main(fd: int, parent_pid: int) -> None:
     # If memory runs out, the kernel kills this process first, and not the trainer or an engine.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-    if sys.stdout is not None:
+    if isinstance(sys.stdout, TextIOWrapper):
         # Otherwise a process that is killed loses what it has printed.
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
     parent = Connection(fd)

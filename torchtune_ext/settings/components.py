@@ -132,7 +132,7 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
 
 
 def _refused(
-    component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any], error: Exception
+    component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any], error: BaseException
 ) -> str | None:
     """Returns a message about the argument that a component refuses, or None if that is not known."""
     if errors.is_mistake(error):
@@ -200,6 +200,7 @@ def recipe_module(recipe: str, prefix: str) -> ModuleType:
         require_present_imports(Path(name))
     # The file need not be on Python's path.
     spec = spec_from_file_location("recipe_of_a_user", name)
+    assert spec is not None and spec.loader is not None  # as for every name that ends in .py
     module = module_from_spec(spec)
     # Dataclasses look up their module there.
     sys.modules[spec.name] = module

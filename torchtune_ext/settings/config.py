@@ -423,7 +423,7 @@ def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
         if _lookups:
             # Where another resolver hides the reference, the text as it was written says where the value comes from.
             whole = isinstance(value, str) and f"${{{_MARK}:" in value
-            text = value if whole else str(node._get_node(key)._value())
+            text = str(value if whole else _node(node, key)._value())
             references[(key,)] = text.replace(f"${{{_MARK}:", "${oc.env:")
         elif isinstance(value, DictConfig | ListConfig):
             references |= {(key, *path): text for path, text in _references(value).items()}
@@ -461,15 +461,16 @@ def load_preset(preset: str, known: list[str]) -> dict[str, Any]:
     for key in loaded:
         if key == "preset" or key not in known:
             raise Mistake(unknown_key(str(key), [name for name in known if name != "preset"], f"preset {file}"))
-    return OmegaConf.to_container(loaded)
+    values: Any = OmegaConf.to_container(loaded)
+    return values
 
 
 def _over(preset: dict[str, Any], cfg: DictConfig) -> DictConfig:
     """Returns `preset` with the values of `cfg` written over it, node by node."""
     merged = OmegaConf.create(preset)
     for key in cfg:
-        # `_get_node` keeps references, which have no value yet.
-        mine, theirs = cfg._get_node(key), merged.get(key)
+        # `_node` keeps references, which have no value yet.
+        mine, theirs = _node(cfg, key), merged.get(key)
         both = isinstance(theirs, DictConfig) and isinstance(mine, DictConfig)
         # Another component replaces the node as a whole: it would not take the arguments of the preset's.
         merged[key] = OmegaConf.merge(theirs, mine) if both and "_component_" not in mine else mine

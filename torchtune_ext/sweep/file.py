@@ -130,16 +130,17 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
     )
     _check_keys("", given, [*KEYS, *SERVER_KEYS])
     # Where a file names no command, W&B's own ends with words that no recipe reads.
-    method, command, metric = given.get("method"), given.get("command", ["${args}"]), given.get("metric")
+    method, command, metric = str(given.get("method")), given.get("command", ["${args}"]), given.get("metric")
     _require(method in METHODS, f"method: {method}: {_hint(method, METHODS)}")
     _require(
         (method == "grid" and "early_terminate" not in given) or find_spec("optuna") is not None,
         "method: random, bayes and early_terminate need Optuna: pip install 'torchtune-ext[sweep]'; a grid needs nothing",
     )
     _require(isinstance(command, list) and len(command) > 0, f"command: must be a list of words: {EXAMPLE}")
-    goal = metric.get("goal", "minimize") if isinstance(metric, dict) else None
+    target = metric if isinstance(metric, dict) else {}
+    goal = target.get("goal", "minimize")
     _require(
-        goal in ("minimize", "maximize") and isinstance(metric.get("name"), str) and set(metric) <= {"name", "goal"},
+        goal in ("minimize", "maximize") and isinstance(target.get("name"), str) and set(target) <= {"name", "goal"},
         f"metric: {metric}: write metric: {{name: eval/accuracy_sampled, goal: maximize}}, or goal: minimize",
     )
     parameters = parameters_of(given.get("parameters"))
@@ -149,7 +150,7 @@ def _sweep(path: Path, text: str, given: Any) -> Sweep:
         name=str(given.get("name", path.stem)),
         command=command,
         method=method,
-        metric=metric["name"],
+        metric=target["name"],
         maximize=goal == "maximize",
         parameters=parameters,
         runs=_runs(method, parameters, given.get("run_cap")),
@@ -164,15 +165,15 @@ def _runs(method: str, parameters: Sequence[Parameter], cap: Any) -> int:
         return min(count, cap or count)
     if all(len(each.values) == 1 for each in parameters):
         raise Mistake(f"parameters: all of them are fixed, so method: {method} has nothing to choose")
-    _require(
-        cap is not None, f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20"
-    )
+    if cap is None:
+        raise Mistake(f"run_cap is missing: method: {method} draws without end; say how many, as in run_cap: 20")
     return cap
 
 
 def _halving(given: Any) -> Halving:
-    node = given if isinstance(given, dict) else {}
-    first, eta = node.get("min_iter"), node.get("eta", 3)
+    node: dict[str, Any] = given if isinstance(given, dict) else {}
+    first: Any = node.get("min_iter")
+    eta: Any = node.get("eta", 3)
     _require(
         node.get("type") == "hyperband"
         and set(node) <= {"type", "min_iter", "eta"}

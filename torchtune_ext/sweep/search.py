@@ -52,6 +52,7 @@ class Pruner:
     def __init__(self, sweep: Sweep):
         import optuna
 
+        assert sweep.early is not None  # else nothing is pruned
         halving = optuna.pruners.SuccessiveHalvingPruner(sweep.early.first, sweep.early.eta)
         self._study = _study(sweep, pruner=halving)
         self._trials: dict[str, optuna.Trial] = {}

@@ -102,8 +102,9 @@ def _example(where: str, line: str) -> Example:
 
 def _columns(names: list[str], fields: set[str] | None, optional: Collection[str]) -> list[str] | None:
     """Returns the columns to read. If a field is missing, it is None: all, so that the error can list them."""
-    whole = fields is None or not fields <= set(names)
-    return None if whole else [name for name in names if name in {*fields, *optional}]
+    if fields is None or not fields <= set(names):
+        return None
+    return [name for name in names if name in {*fields, *optional}]
 
 
 def _parquet_examples(path: str, fields: set[str] | None, optional: Collection[str]) -> Iterator[tuple[str, Example]]:
@@ -134,7 +135,7 @@ def hub_examples(
 
     what = f"hub={hub!r}" + (f", config={config!r}" if config else "") + f", split={split!r}"
     try:
-        examples = load_dataset(hub, config, split=split)
+        examples: Any = load_dataset(hub, config, split=split)
     except Exception as error:  # noqa: BLE001 (the libraries below raise a dozen kinds; the cause is named)
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         fix = "download it where there is a network, and name a JSONL or parquet file with path:"

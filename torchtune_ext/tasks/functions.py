@@ -68,7 +68,7 @@ def named(path: str, key: str, kind: str, example: str) -> Any:
     return catalog.by_path(path, setting)
 
 
-def is_shipped(function: Callable) -> bool:
+def is_shipped(function: Callable | None) -> bool:
     """Tells whether a function or method belongs to this package, and not to the user."""
     return (getattr(function, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
 

@@ -36,7 +36,7 @@ class Games:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.name, self.first, self.seed, self.max_turns, self.tools = name, first, seed, max_turns, tuple(tools)
-        self.rows = rows
+        self.rows: Sequence[Mapping[str, Any]] | None = None
         self.length = length_of(first, count)
         if rows is not None:
             every = [row for _, row in read_examples(rows, None)] if isinstance(rows, str) else list(rows)

@@ -11,7 +11,7 @@ from typing import Any
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.examples import Example, field_names, fill, hub_examples, read_examples, value_of
 from torchtune_ext.tasks.functions import Grade, GradeGroup, use_graders
-from torchtune_ext.tasks.task import Problem, Score, length_of, score_of
+from torchtune_ext.tasks.task import Message, Problem, Score, length_of, score_of
 
 # A field in a prompt. The braces of \boxed{answer} and x^{n} are LaTeX.
 _FIELD = re.compile(r"(?<![\w\\}^])\{([A-Za-z_][\w.]*)\}")
@@ -50,6 +50,7 @@ class Source:
         if self.path is not None:
             examples = read_examples(self.path, fields, maybe)
         else:
+            assert self.hub is not None
             examples = hub_examples(self.hub, self.config, self.split, fields, maybe)
         if self.keep is None:
             return list(examples)
@@ -165,6 +166,8 @@ class Jsonl(Questions):
             `count` examples, or there is no such function (see `functions.py`).
     """
 
+    grade_group: GradeGroup  # set by `use_graders` where there is a `group_grader`
+
     def __init__(
         self,
         grader: str | Grade | None = None,
@@ -207,7 +210,7 @@ def _chosen(fields: Sequence[str] | None, example: Example, where: str) -> Examp
     return example if fields is None else {name: value_of(name, example, where) for name in fields}
 
 
-def _question(source: Source, example: Example, where: str) -> str | tuple[Mapping[str, str], ...]:
+def _question(source: Source, example: Example, where: str) -> str | tuple[Message, ...]:
     question = fill(source.question, example, where, "question")
     if isinstance(question, str) and _CHAT.fullmatch(question):
         try:

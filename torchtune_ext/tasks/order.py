@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torchtune_ext.run.errors import Mistake, text_of
-from torchtune_ext.tasks.task import Graded, Problem, Task
+from torchtune_ext.tasks.task import AdaptiveTask, Graded, Problem, Task
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,11 @@ class _Candidate:
         return f"{name}: {self.reason}"
 
 
+def adapts(task: Task) -> TypeGuard[AdaptiveTask]:
+    """Tells whether a task chooses its next problems by the results of earlier ones."""
+    return hasattr(task, "observe")
+
+
 class ProblemStream:
     """Hands out the problems of a task, which may adapt (`AdaptiveTask`), in the order of `seed`."""
 
@@ -67,7 +72,9 @@ class ProblemStream:
         # Indices of bad problems, in the order in which the run met them. The run does not ask for them again, unless
         # the task adapts: then an index may hold another problem by now, and may stand here several times.
         self.skipped: list[int] = []
-        self._task, self._seed, self._adapts = task, seed, hasattr(task, "observe")
+        self._task, self._seed = task, seed
+        self._adaptive = task if adapts(task) else None
+        self._adapts = self._adaptive is not None
         self._fault = fault
         self._trial: Trial | None = None
         self._tried: dict[str, str] = {}  # what the trial said, by the id of a problem
@@ -154,12 +161,12 @@ class ProblemStream:
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:
         """Shows a task that adapts the groups of a step. Returns its metrics, and the number of skipped problems."""
         values = {"problems/skipped": float(len(self.skipped))} if self.skipped else {}
-        return values | (self._task.observe(step, groups, folder) if self._adapts else {})
+        return values | (self._adaptive.observe(step, groups, folder) if self._adaptive is not None else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs besides the cursor, JSON-able."""
         # The key "learned" tells a task that has learned nothing yet from one that does not adapt.
-        state = {"learned": self._task.state_dict()} if self._adapts else {}
+        state: dict[str, Any] = {"learned": self._adaptive.state_dict()} if self._adaptive is not None else {}
         skipped = [index for index in self.skipped if index not in self._passing]
         return state | ({"skipped": skipped} if skipped else {})
 
@@ -173,8 +180,8 @@ class ProblemStream:
             )
         # The task may have other problems now, and fewer.
         self.skipped = [index for index in state.get("skipped", []) if index < len(self._task)]
-        if self._adapts:
-            self._task.load_state_dict(state["learned"])
+        if self._adaptive is not None:
+            self._adaptive.load_state_dict(state["learned"])
 
     def _index(self, place: int) -> int:
         return problem_index(place, len(self._task), self._seed)
@@ -186,7 +193,7 @@ class ProblemStream:
     def _try(self, candidates: dict[int, _Candidate]) -> dict[int, _Candidate]:
         """Grades the right answers of problems that were not tried before, and gives each candidate its reason."""
         # By id, because a task that adapts may hold another problem at an index by now.
-        good = [candidate.problem for candidate in candidates.values() if not candidate.reason]
+        good = [each.problem for each in candidates.values() if each.problem is not None and not each.reason]
         if self._trial is not None and (new := [problem for problem in good if problem.id not in self._tried]):
             self._tried |= {problem.id: reason for problem, reason in zip(new, self._trial(new), strict=True)}
         return {
@@ -195,7 +202,8 @@ class ProblemStream:
         }
 
     def _ask(self, index: int, place: int) -> _Candidate:
-        return _candidate(index, lambda: self._task.ask(index, place) if self._adapts else self._task[index])
+        adaptive = self._adaptive
+        return _candidate(index, lambda: self._task[index] if adaptive is None else adaptive.ask(index, place))
 
 
 class Usable:
@@ -210,6 +218,7 @@ class Usable:
     @cached_property
     def problems(self) -> list[Problem]:
         """The problems that can be used. Raises ValueError if there are none."""
+        assert self._task is not None
         among = self._number
         problems, bad = _usable(self._task, self._fault, among, among)
         if bad:
@@ -238,7 +247,10 @@ class Usable:
 
     @property
     def _number(self) -> int:
-        return len(self._task) if self._among is None else self._among
+        if self._among is not None:
+            return self._among
+        assert self._task is not None
+        return len(self._task)
 
 
 def _usable(task: Task, fault: Fault, count: int, among: int) -> tuple[list[Problem], list[_Candidate]]:
@@ -272,7 +284,9 @@ def _candidate(index: int, ask: Callable[[], Any]) -> _Candidate:
 
 
 def _checked(candidate: _Candidate, fault: Fault) -> _Candidate:
-    return candidate if candidate.reason else replace(candidate, reason=fault(candidate.problem))
+    if candidate.reason or candidate.problem is None:
+        return candidate
+    return replace(candidate, reason=fault(candidate.problem))
 
 
 def _named(what: str, bad: Sequence[_Candidate]) -> str:

@@ -86,7 +86,7 @@ class NearLevel:
         # Ids of problems begin with these names, up to the first slash.
         self._levels = [(name or "default").replace("/", "-") for name in level_names(levels or ())]
         if len(set(self._levels)) < len(self._levels):
-            raise Mistake(f"levels={list(levels)}: two of them are the same")
+            raise Mistake(f"levels={list(levels or ())}: two of them are the same")
         self._floor, self._seed = floor, seed
         self._signal: dict[str, float] = {}  # s by level, or by id of a problem
 
@@ -113,11 +113,11 @@ class NearLevel:
             (level,) = rng.choices(range(len(self._levels)), [self._weight(name) for name in self._levels])
             return self._problem(level, index)
         # Rejection sampling: a problem is taken with its weight as the probability.
-        for _ in range(MOST_DRAWS):
-            problem = self._problem(0, index)
+        problem = self._problem(0, index)
+        for _ in range(MOST_DRAWS - 1):
             if rng.random() < self._weight(problem.id):
                 break
-            index = rng.randrange(len(self))
+            problem = self._problem(0, rng.randrange(len(self)))
         return problem
 
     def observe(self, step: int, groups: Sequence[Graded], folder: Path) -> dict[str, float]:

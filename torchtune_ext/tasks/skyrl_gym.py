@@ -74,7 +74,9 @@ class SkyRLEnvironment:
         # what it sampled.
         step = self.game.step(spoken(message["content"]))
         # The parts of a score are numbers. Metrics may be anything.
-        metrics = {name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)}
+        metrics: dict[str, Any] = {
+            name: value for name, value in self.game.get_metrics().items() if isinstance(value, Real)
+        }
         return Turn(step["observations"], step["reward"], step["done"], metrics)
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ def length_of(first: int, count: int | None) -> int:
     return ENDLESS if count is None else count
 
 
-def score_of(value: float | Score) -> Score:
+def score_of(value: object) -> Score:
     """Makes a score of what a grader returned. A number is a reward without parts. Raises ValueError if it is neither,
     or has a number that is not finite. The message continues "returned ..."."""
     # This includes the numbers of numpy, but no tensors. Its truth values, as of `np.isclose`, are no numbers to Python.

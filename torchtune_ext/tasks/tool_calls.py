@@ -54,7 +54,9 @@ def _values(text: str) -> list[Any]:
         except (ValueError, RecursionError) as error:
             raise Mistake(f"the tool call is not JSON: {error}") from None
         values += value if isinstance(value, list) else [value]
-        end = _BETWEEN.match(text, end).end()
+        between = _BETWEEN.match(text, end)
+        assert between is not None  # it also matches nothing
+        end = between.end()
     return values
 
 

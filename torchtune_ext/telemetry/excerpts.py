@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchtune_ext.grading.calls import Ungraded
 from torchtune_ext.pipeline.groups import Group, Sample, run_lengths
 from torchtune_ext.telemetry.rollouts import read_rollouts
 
@@ -198,7 +199,7 @@ def sample_facts(sample: Sample, limit: int) -> dict[str, Any]:
         "parts": {} if score is None else {k: finite(v) for k, v in score.parts.items()},
         "note": "" if score is None else cut_text(score.note, 2000),
         "outcome": "not graded" if outcome is None else outcome.kind,
-        "cause": "" if outcome is score else cut_text(outcome.cause, 2000),
+        "cause": cut_text(outcome.cause, 2000) if isinstance(outcome, Ungraded) else "",
         "advantage": finite(sample.advantage),
         "trained": bool(sample.trained),
         "finish": completion.finish_reason,

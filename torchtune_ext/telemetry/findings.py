@@ -203,7 +203,7 @@ def _slow_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
     slow = [step for step in steps if seconds[step] > _SLOW * usual]
     if not slow:
         return []
-    longest = max(slow, key=seconds.get)
+    longest = max(slow, key=lambda step: seconds[step])
     # Not the longest phase, which may be long in every step, but the one that exceeds its own median most.
     phase = max(_PHASES, key=lambda name: steps[longest][name] - median(phases[name] for phases in steps.values()))
     text = (

@@ -145,6 +145,7 @@ class Metrics:
         self.close()
 
     def _append(self, line: str) -> None:
+        assert self._fd is not None  # until `close`
         # One write, not a buffered file: a killed run leaves at most one torn line.
         data, size = line.encode(), os.fstat(self._fd).st_size
         try:

@@ -80,10 +80,10 @@ class Bar:
         return ", ".join(parts)
 
     def _show(self, count: int) -> None:
-        if self._tqdm is not None:
+        if (tqdm := self._tqdm) is not None:
             # A refresh here would redraw for every sample; `update` redraws ten times a second at most.
-            self._tqdm.set_postfix_str(self.read_out(), refresh=False)
-            self._draw(lambda: self._tqdm.update(count))
+            tqdm.set_postfix_str(self.read_out(), refresh=False)
+            self._draw(lambda: tqdm.update(count))
             return
         # In a log file, lines at this distance keep the log short and still show a stall.
         now = self._clock()

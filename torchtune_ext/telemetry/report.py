@@ -66,7 +66,7 @@ def build_report(run_dir: str | Path, out: str | Path | None = None, limits: Lim
     out = Path(out) if out is not None else run_dir / "report.html"
     paths, run = rollout_paths(run_dir), record_of(run_dir)
     excerpts = excerpts_of(paths, limits, _tokenizers(run_dir, node_of(run, "config")))
-    overview = _overview(run_dir, run, records, excerpts) | {"stored": len(paths)}
+    overview: dict[str, Any] = _overview(run_dir, run, records, excerpts) | {"stored": len(paths)}
     data = {"overview": pack(overview)} | {f"rollouts-{step}": blob for step, blob in excerpts.blobs.items()}
     num_bytes = write_page(out, overview["name"], data)
     return Report(out, num_bytes, records[-1]["step"], len(excerpts.blobs), len(paths))

@@ -92,9 +92,9 @@ def read_sweep_record(folder: Path) -> dict[str, Any]:
             raise KeyError(f"format {sweep['format']}, not {SWEEP_FORMAT}")
         sweep["name"] = sweep["name"] or folder.resolve().name
         # Values are only looked up here, so that a missing key is reported before the page is half made.
-        sweep["metric"]["name"]
+        _ = sweep["metric"]["name"]
         for run in sweep["runs"]:
-            run["state"], run["cause"], dict(run["parameters"])
+            _ = run["state"], run["cause"], dict(run["parameters"])
             run["path"] = (folder / run["id"]).resolve()
             # An id such as "../x" would make the report read files that are none of the sweep's.
             if not run["path"].is_relative_to(folder.resolve()):

@@ -117,10 +117,13 @@ class Tokens:
     @classmethod
     def of(cls, rows: Sequence[Row], logprobs: Sequence[LabelLogprobs], version: int | None) -> "Tokens":
         """The labels of packed rows of all ranks. A collective."""
-        parts = [cls(*[np.empty(0)] * 3, np.empty(0, np.int64), np.empty((2, 0), np.int64))]
+        none = np.empty(0)
+        parts = [cls(none, none, none, np.empty(0, np.int64), np.empty((2, 0), np.int64))]
         parts += [
             cls(
-                *(values.cpu().double().numpy() for values in (ours.logprobs_L, row.logprobs_L, ours.entropy_L)),
+                ours.logprobs_L.cpu().double().numpy(),
+                row.logprobs_L.cpu().double().numpy(),
+                ours.entropy_L.cpu().double().numpy(),
                 contexts(row)[0].numpy(),
                 buckets(row, version).numpy(),
             )
@@ -259,7 +262,8 @@ def applied_share(rows: Sequence[Row], on: Sequence[Tensor], off: Sequence[Tenso
     ]
     changes, paths = (np.concatenate(each, axis=-1) for each in zip(*sum(gathered(parts), []), strict=True))
     known = ~np.isnan(changes).any(axis=0)
-    return Applied.of(*changes[:, known], np.unique(paths[known], return_inverse=True)[1], otherwise)
+    effect_N, response_N = changes[:, known]
+    return Applied.of(effect_N, response_N, np.unique(paths[known], return_inverse=True)[1], otherwise)
 
 
 class Agreement:
@@ -288,7 +292,7 @@ class Agreement:
         # as far from each other. That is no fault, so "auto" measures it.
         self._auto, self._replay = limit == "auto", replay
         self._least = REPLAY_LIMIT if replay else LEAST_LIMIT  # of "auto"
-        self._limit = limit if not self._auto else REPLAY_LIMIT if replay else 0.0
+        self._limit = float(limit) if limit != "auto" else REPLAY_LIMIT if replay else 0.0
         self._measured: list[float] = []  # results of `rounding`
         self._recent: Tokens | None = None  # the latest tokens that were of the present version in their step
         # With different weights d goes with the reward, by which groups are chosen, and the identity says nothing.

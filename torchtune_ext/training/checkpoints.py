@@ -193,7 +193,7 @@ class Checkpoints:
             mine = together(lambda: entries_of(partial, rank()))
             seconds = max(gathered(time.perf_counter() - began))
             files = {name: entry for entries in gathered(mine) for name, entry in entries.items()}
-            from_main(lambda: self._complete(final, Manifest(step, accuracy, self._identity, files)))
+            from_main(lambda: self._complete(final, Manifest(step, accuracy, self._own, files)))
         if self._main:
             self._prune()
         return seconds
@@ -250,7 +250,7 @@ class Checkpoints:
     def _inspect(self, path: Path) -> Manifest:
         """Checks on rank 0 what can be checked without reading tensors, and returns the manifest."""
         manifest = Manifest.read(path)
-        if (refusal := self._identity.refusal(manifest.identity)) is not None:
+        if (refusal := self._own.refusal(manifest.identity)) is not None:
             raise Mistake(f"{path} cannot be resumed: {refusal}")
         if manifest.step != step_of(path):
             raise DamagedCheckpoint(f"{path} is damaged: it holds step {manifest.step} and was renamed")
@@ -269,7 +269,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         # Damaged ones do not count: if they did, one of them could be kept in the place of a whole one.
-        mine = [(path, manifest) for path in self.all() if self._is_mine(manifest := _glance(path))]
+        looks = [(path, manifest) for path in self.all() if (manifest := _glance(path)) is not None]
+        mine = [(path, manifest) for path, manifest in looks if manifest.identity.run == self._own.run]
         keep = {path for path, _ in mine[-self._config.keep_last :]}
         if (best := _best(mine)) is not None:
             keep.add(best[0])
@@ -277,8 +278,10 @@ class Checkpoints:
             if path not in keep:
                 discard(path)
 
-    def _is_mine(self, manifest: Manifest | None) -> bool:
-        return manifest is not None and manifest.identity.run == self._identity.run
+    @property
+    def _own(self) -> Identity:
+        assert self._identity is not None  # of a run that saves or resumes
+        return self._identity
 
 
 def _best(checkpoints: Iterable[tuple[Path, Manifest]]) -> tuple[Path, float] | None:
@@ -332,7 +335,7 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
     # DCP fails on a key that was not saved, such as the random state of a rank or a GPU that the earlier run lacked.
     rng = {name: value for name, value in _rng()[mine].items() if f"{mine}.{name}" in saved}
     has_optimizer = any(name.startswith("optimizer.") for name in saved)
-    state = _state(model, optimizer, has_optimizer) | ({mine: rng} if rng else {})
+    state: dict[str, Any] = _state(model, optimizer, has_optimizer) | ({mine: rng} if rng else {})
     with _one_process_is_fine():
         dcp.load(state, checkpoint_id=path / "state", no_dist=not distributed())
     if has_optimizer:
@@ -413,6 +416,7 @@ def checkpoint_to_go_on_from(
     if step >= total:
         raise NothingToDo(f"step {step} >= max_steps={total}: nothing to do\n{standing(step, step, checkpoints)}")
     if folder is not None:
+        assert folder.run is not None  # since `begin`
         say(resume_text(path, step, folder.run, folder.earlier))
     return path
 
@@ -441,7 +445,7 @@ def standing(step: int, total: int, checkpoints: Checkpoints | None) -> str:
     """Where a run is, which model it has, and how to go on with it. `step` is the one that it is in or ended with."""
     newest = checkpoints.latest() if checkpoints is not None else None
     where = f"It was at step {step} of {total}" if step else "It had not begun its first step"
-    if newest is None:
+    if checkpoints is None or newest is None:
         return f"{where}, and there is no checkpoint yet, so the next start begins anew"
     best, report = checkpoints.best(), shlex.join(["torchtune-ext", "report", str(checkpoints.folder.parent)])
     if step_of(newest) < total:

@@ -55,6 +55,7 @@ def wait_for_main() -> None:
     # Rank 0 samples and evaluates for longer than the deadline of a collective, so it is waited for without a limit.
     global _meetings
     _meetings += 1
+    assert _store is not None  # since `join`
     if rank() == 0:
         _store.set(str(_meetings), "")
         return
@@ -91,17 +92,15 @@ def together(action: Callable[[], T]) -> T:
 
     Raises the error of this rank; if there is none, FileMistake or Failure with the text of the first rank that failed.
     """
-    error: BaseException | None = None
     try:
         result = action()
-    except FAILURES as raised:
-        error = raised
-    # The text travels, not the error: pickling would lose the cause behind it.
-    cause = None if error is None else true_cause(error)
-    kind = FileMistake if isinstance(cause, OSError | ValueError | SafetensorError) else Failure
-    failed = gathered(None if cause is None else (kind, describe(cause)))
-    if error is not None:
-        raise error
+    except FAILURES as error:
+        # The text travels, not the error: pickling would lose the cause behind it.
+        cause = true_cause(error)
+        kind = FileMistake if isinstance(cause, OSError | ValueError | SafetensorError) else Failure
+        gathered((kind, describe(cause)))
+        raise
+    failed: list[tuple[type[Exception], str] | None] = gathered(None)
     for other, each in enumerate(failed):
         if each is not None:
             kind, text = each

@@ -5,7 +5,7 @@ import gc
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -182,7 +182,7 @@ def leave_a_core() -> int | None:
     return None
 
 
-def reduce(values: dict[str, float]) -> dict[str, float]:
+def reduce(values: Mapping[str, float]) -> dict[str, float]:
     """The sum of each value over the ranks that have it, and the maximum for `*_max`. A collective."""
     whole: dict[str, float] = {}
     for each in gathered(values):

@@ -226,7 +226,7 @@ def _copy_files(source: Path, folder: Path, names: Sequence[str]) -> None:
 def _save_tokenizer(folder: Path, source: HFModel, tokenizer: ChatTokenizer | None) -> None:
     """Writes tokenizer files that give the prompts and the end tokens of the training."""
     _copy_files(Path(getattr(tokenizer, "path", source.path)), folder, _TOKENIZERS)
-    if not own_prompts(source, tokenizer):
+    if tokenizer is None or not own_prompts(source, tokenizer):
         return
     text, settings = template_text(tokenizer.template), folder / "tokenizer_config.json"
     (folder / TEMPLATE).write_text(text, encoding="utf-8")
@@ -244,7 +244,7 @@ def _save_tokenizer(folder: Path, source: HFModel, tokenizer: ChatTokenizer | No
 def own_prompts(source: HFModel, tokenizer: ChatTokenizer | None) -> str:
     """Returns what makes the prompts of a run where it is not the tokenizer and the template of its model, or ""."""
     template, parts = getattr(tokenizer, "template", None), []
-    if not isinstance(template, ChatTemplate):
+    if tokenizer is None or not isinstance(template, ChatTemplate):
         return ""
     if os.path.realpath(tokenizer.path) != os.path.realpath(source.path):
         parts.append(f"the tokenizer of {tokenizer.path}")

@@ -145,7 +145,8 @@ class Learner:
                 row_loss = (row.weights_L * token_loss_L).sum()
                 if self.ranks.shards < self.ranks.world_size:
                     # Copies of the weights, often on other machines, sum their gradients only once, with the last row.
-                    self.policy.model.set_requires_all_reduce(i == len(rows) - 1)
+                    sharded: Any = self.policy.model  # FSDP2 has given it this method
+                    sharded.set_requires_all_reduce(i == len(rows) - 1)
                 # FSDP averages gradients over ranks, but the weights of labels sum to one over all of them.
                 (row_loss * self.ranks.world_size).backward()
                 # All numbers stay on the device until the last row is on its way, so the CPU waits for the GPU once.
@@ -179,19 +180,21 @@ class Learner:
 
         Raises Failure, with `advice()` for the user, if loss or gradient is not finite. The weights are then as before.
         """
+        optimizer = self.optimizer
+        assert optimizer is not None  # only a learner without one is never stepped
         with self._watch("optimizer"):
             # Without a limit the norm is still wanted, as a metric and for the check below.
             norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self._max_grad_norm or torch.inf)
             norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
             if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
-                self.optimizer.zero_grad(set_to_none=True)
+                optimizer.zero_grad(set_to_none=True)
                 raise Failure(f"loss is {metrics['loss/total']}, gradient norm {norm}: {advice()}")
             factor = self._schedule(self.updates)
-            for group, whole_rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            for group, whole_rate in zip(optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = whole_rate * factor
-            self.optimizer.step()
+            optimizer.step()
             self.updates += 1
-            self.optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
             rate = float(self._rates[0] * factor)
             return metrics | {"optim/grad_norm": norm, "optim/lr": rate}
 

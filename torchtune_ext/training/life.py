@@ -84,6 +84,7 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
                     error.add_note(stop.standing())
                 raise
             log.warning("while the run was being stopped: %s", (str(error).splitlines() or [repr(error)])[0])
+            assert stop.signal is not None  # since it raised, or was requested
             stopped_by, orderly = stop.signal, False
             stop.status = 128 + stopped_by
         finally:

@@ -1,6 +1,11 @@
 """Learning from measured speed: what a program does, programs to begin with, stages, rewards, the fastest ones, the prompts."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtune_ext.measured.matmul.mending import CompileAndFix
+    from torchtune_ext.measured.matmul.programs import Programs
+    from torchtune_ext.measured.matmul.task import Matmul
 
 __all__ = ["CompileAndFix", "Matmul", "Programs"]
 

@@ -88,7 +88,7 @@ class Family:
     def __init__(self, seed: int = 0, broken: float = 0.25, weights: Mapping[str, float] | None = None) -> None:
         if not 0.0 <= broken <= 1.0:
             raise Mistake(f"broken={broken} is a share of the programs: give a number from 0 to 1")
-        chosen = {writer.__name__: weight for writer, weight in WRITERS.items()}
+        chosen: dict[str, float] = {writer.__name__: weight for writer, weight in WRITERS.items()}
         if unknown := set(weights or {}) - set(chosen):
             raise Mistake(f"weights: no writer is named {', '.join(sorted(unknown))}; {', '.join(chosen)} are")
         chosen |= weights or {}
@@ -199,7 +199,9 @@ class Programs:
     def _at(self, index: int) -> tuple[Kernel, Program, str]:
         rng = random.Random(f"programs/{self.seed}/{index}")
         stage, kernel = rng.choice(self.stages), rng.choice(self.kernels)
-        return kernel, self._draw(stage, rng.random() < self.new, index, rng), stage
+        program = self._draw(stage, rng.random() < self.new, index, rng)
+        assert program is not None  # each stage has been tried
+        return kernel, program, stage
 
     def _draw(self, stage: str, is_new: bool, index: int, rng: random.Random) -> Program | None:
         """Draws a program that the stage permits, and no earlier one if it has to be new. Returns None if it finds none."""

@@ -43,6 +43,7 @@ def reward(outcome: str, timing: Timing | None = None, kind: str = "log_speedup"
         return None
     if outcome != "ok":
         return PUBLISHED[outcome] if kind == "published" else failure(outcome)
+    assert timing is not None  # a program that is ok was timed
     if kind == "published":
         return timing.gflops
     if kind == "peak_share":

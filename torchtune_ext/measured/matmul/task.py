@@ -126,7 +126,9 @@ class Matmul(MeasuredTask):
 
     def score(self, problem: Problem, result: Result) -> Score:
         """Returns what a program is worth, and what was measured of it."""
-        return measured_score(result, reward(result.outcome, result.timing, self._reward))
+        value = reward(result.outcome, result.timing, self._reward)
+        assert value is not None  # only what is noisy has no reward
+        return measured_score(result, value)
 
     # What was observed -----------------------------------------------------------------------------------------------
 
@@ -175,9 +177,10 @@ class Matmul(MeasuredTask):
         spread = parts["speedup_spread"]
         # A program that was timed in one block only, or hardly, could never be replaced by one that is surely faster.
         if 0 < spread < 1:
-            used = [word for word in score.facts["techniques"].split(",") if word]
+            used = tuple(word for word in score.facts["techniques"].split(",") if word)
             speed = parts["speedup"], spread, parts["gflops"]
-            self.archive.add(Entry(self.machine, kernel.name, kernel.timed, used, source, *speed, step))
+            size = tuple(kernel.timed.items())
+            self.archive.add(Entry(self.machine, kernel.name, size, used, source, *speed, step))
 
     def _write(self, folder: Path) -> None:
         try:

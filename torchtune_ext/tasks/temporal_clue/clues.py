@@ -156,7 +156,7 @@ def has_motives(scenario: Scenario) -> list[HasMotive]:
 
 def draw_clues(rng: random.Random, scenario: Scenario, kinds: tuple[str, ...]) -> list[Statement]:
     """Returns true statements that determine everything, in the order in which a puzzle tries to drop them."""
-    ranked = [(WEIGHTS["murder"], clue) for clue in murder_facts(scenario)]
+    ranked: list[tuple[float, Statement]] = [(WEIGHTS["murder"], clue) for clue in murder_facts(scenario)]
     for place in _all_places(scenario):
         ranked.append((WEIGHTS["role" if place.who in (MURDERER, MURDER_WEAPON) else "place"], place))
     ranked += [(WEIGHTS["motive"], clue) for clue in has_motives(scenario)]

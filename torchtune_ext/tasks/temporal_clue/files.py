@@ -34,8 +34,11 @@ def generate(seed: int, count: int, size: Size, workers: int = 1, first: int = 0
 
 def _end_with_parent() -> None:
     # A worker whose parent was killed would wait for work forever.
+    parent = parent_process()
+    assert parent is not None
+
     def watch() -> None:
-        parent_process().join()
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

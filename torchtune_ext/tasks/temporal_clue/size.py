@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import yaml
 
@@ -116,7 +117,7 @@ def _plain(name: str, item: object) -> object:
 
 def _check_range(name: str, value: object) -> None:
     least, most = LIMITS[name]
-    ends = (value, value) if not isinstance(value, tuple) else value
+    ends: tuple[Any, ...] = value if isinstance(value, tuple) else (value, value)
     # A bool is an int in Python.
     whole = len(ends) == 2 and all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
     if not whole or not least <= ends[0] <= ends[1] <= most:

@@ -51,7 +51,7 @@ class TemporalClue:
             )
         length = length_of(first, count)
         is_rule = isinstance(grader, str) and grader in ANSWER_LETTERS
-        self.rule = grader if is_rule else "exact"
+        self.rule = grader if isinstance(grader, str) and is_rule else "exact"
         use_graders(self, None if is_rule else grader, group_grader)
         self.seed, self.first = seed, first
         self.size = parse_size(size)

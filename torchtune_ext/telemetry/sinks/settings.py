@@ -47,7 +47,9 @@ class LoggingConfig:
     def require_login(self) -> None:
         """Raises ValueError if metrics go to W&B, and nobody is logged in."""
         if "wandb" in self.to:
-            sink_class("wandb").require_login()
+            from torchtune_ext.telemetry.sinks.wandb_sink import WeightsAndBiases
+
+            WeightsAndBiases.require_login()
 
     def shows(self, step: int) -> bool:
         """Tells whether samples of `step` are shown."""

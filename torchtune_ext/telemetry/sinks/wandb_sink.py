@@ -45,7 +45,12 @@ class WeightsAndBiases:
         self._wandb, self._opening = wandb, opening
         try:
             self._run = wandb.init(**arguments(opening, os.environ))
-        except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
+        # W&B's stub leaves out the module `errors`.
+        except (
+            wandb.errors.UsageError,  # pyright: ignore[reportAttributeAccessIssue]
+            wandb.errors.AuthenticationError,  # pyright: ignore[reportAttributeAccessIssue]
+            ValueError,
+        ) as error:
             raise Mistake(CANNOT.format(cause_of(error))) from error
         if opening.run and self._run.id != opening.run.id:
             log.warning(
