@@ -79,25 +79,25 @@ class EvaluateRecipe:
 
     def setup(self) -> None:
         cfg = self.cfg
-        self.check()
+        engine = self.engine = self.check()
 
         # The settings are right. From here on the folder is locked, and an earlier run in it is set aside.
-        require_gpus(self.engine.config)
+        require_gpus(engine.config)
         self.folder = RunFolder(cfg.output_dir)
         self.run = self.folder.begin(record(cfg), resuming=False, reads=named_paths(cfg))
         self.store = RolloutStore(cfg.output_dir)
-        say(labelled([("engine", f"starting, its log: {cfg.output_dir}/{self.engine.log_path.name}")]))
+        say(labelled([("engine", f"starting, its log: {cfg.output_dir}/{engine.log_path.name}")]))
         # The engine takes longest to start. The graders start meanwhile.
-        self.engine.start()
+        engine.start()
         (self.grader,) = open_graders([self.task], cfg.grader, folder=cfg.output_dir)
         self.usable.try_answers(partial(answer_faults, self.grader))
         self.progress = Progress()
-        seconds = self.engine.wait_ready()
+        seconds = engine.wait_ready()
         # A server at `engine.address` may still hold weights that a run has published.
-        self.engine.require_own_model()
+        engine.require_own_model()
         say_ready(seconds)
 
-    def check(self) -> None:
+    def check(self) -> Engine:
         """Builds and tries the parts that cost nothing, so that a mistake shows before anything is touched."""
         cfg = self.cfg
         for k in cfg.pass_at:
@@ -127,11 +127,13 @@ class EvaluateRecipe:
         fault = prompt_fault(self.tokenizer, engine.max_model_len, self.sampling.max_tokens)
         self.usable = Usable(self.task, fault)
         self.usable.require()
-        self.engine = Engine(cfg.model_dir, engine, cfg.output_dir)
+        return Engine(cfg.model_dir, engine, cfg.output_dir)
 
     def evaluate(self) -> None:
         """Samples and grades every problem, prints the table and writes it."""
         cfg = self.cfg
+        assert self.engine is not None and self.grader is not None  # since `setup`
+        assert self.store is not None and self.folder is not None
         batches = sample_held_out(
             self.usable.problems,
             cfg.samples_per_problem,

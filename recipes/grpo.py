@@ -157,7 +157,8 @@ class GRPORecipe:
             self.engine = None if parts.replay else Engine(cfg.model_dir, parts.precision.engine, cfg.output_dir)
             self.folder, self.teacher = parts.open_folder(), parts.teacher()
         # A checkpoint knows its run, its weights and its adapter, so that one of another is refused by name.
-        identity = parts.identity(self.folder.run.id) if self.folder else None
+        run = self.folder.run if self.folder else None
+        identity = parts.identity(run.id) if run else None
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, cfg.checkpoints, parts.prompts)
         resume = checkpoint_to_go_on_from(self.checkpoints, self.folder, cfg.resume_from_checkpoint, cfg.max_steps)
         if self.ranks.is_main:
@@ -197,6 +198,7 @@ class GRPORecipe:
 
     def open_records(self) -> None:
         """Rank 0: what the run writes beside its checkpoints. One that goes on cuts it to the step that it goes on from."""
+        assert self.folder is not None and self.folder.run is not None
         first_step = self.step + 1 if self.step else None
         self.folder.write_record()
         self.metrics = Metrics(
@@ -224,7 +226,7 @@ class GRPORecipe:
             fp8=self.parts.precision.trainer,
         )
         # Masters are float32 in every precision: bfloat16 would lose the larger part of an update at lr 1e-5.
-        optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
+        self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
         self.learner = Learner(
             self.policy,
             self.loss,
@@ -232,7 +234,7 @@ class GRPORecipe:
             # Log-probs are those of the distribution that is sampled from, so the temperature divides the trainer's
             # logits, too.
             temperature=self.sampling.temperature,
-            optimizer=optimizer,
+            optimizer=self.optimizer,
             schedule=make_schedule(cfg.schedule, cfg.max_steps * cfg.updates_per_step),
             max_grad_norm=cfg.max_grad_norm,
             watch=self.watch,
@@ -241,6 +243,7 @@ class GRPORecipe:
     def train(self) -> None:
         """Sample, grade, pack, train, publish, repeat. To change the algorithm, change the line that does it."""
         cfg, watch = self.cfg, self.watch
+        assert self.source is not None and self.profile is not None  # since `setup`
         # The engine loaded the files of model_dir. After a resume, with an adapter or in FP8 the policy is something
         # else, so it is sent before anything is sampled.
         self.publisher.publish(self.version)
@@ -299,7 +302,9 @@ class GRPORecipe:
         cfg, groups, values, missing = self.cfg, [], {}, self.cfg.prompts_per_step
         if not self.ranks.is_main:
             return [], {}
-        for refill in range(1 + cfg.refill_rounds):
+        assert self.source is not None and self.rollouts is not None and self.folder is not None  # of rank 0
+        refill = 0
+        while True:
             with self.progress.sampling(missing * cfg.samples_per_prompt) as bar:
                 more, metrics = self.source.take(missing, self.watch, bar, refill)
             values |= metrics
@@ -314,8 +319,9 @@ class GRPORecipe:
                 groups + more, cfg.advantage, self.sampling.max_tokens, self.learner.needs.all_groups
             )
             missing = cfg.prompts_per_step - stats.groups
-            if missing <= 0:
+            if missing <= 0 or refill == cfg.refill_rounds:
                 break
+            refill += 1
         # All that was drawn is stored and measured; what a further round replaced is not trained on.
         kept, drawn = refilled(groups, cfg.prompts_per_step)
         with self.watch("store"):
@@ -356,6 +362,7 @@ class GRPORecipe:
         reference = self.learner.reference(updates)
 
         mismatch, metrics = {}, []
+        assert self.checkpoints is not None  # since `setup`
         with self.progress.training(sum(map(len, updates))) as bar:
             for rows, old, ref in zip(updates, proximal, reference, strict=True):
                 logprobs, values = self.learner.forward_backward(
@@ -397,13 +404,14 @@ class GRPORecipe:
         return values
 
     def log(self, values: dict[str, float]) -> None:
-        if self.ranks.is_main:
+        if self.metrics is not None:  # on rank 0
             with self.watch("log"):
                 self.metrics.log(self.step, values)
                 self.progress.summary(self.step, values)
 
     def save_checkpoint(self) -> None:
         """All ranks: weights, optimizer and random state, and what the recipe itself has to remember."""
+        assert self.source is not None and self.checkpoints is not None  # since `setup`
         # What was sampled ahead and graded comes along in `source`, and the number of requests that the engine bears in
         # `throttle`, so that a run that goes on makes the steps that it would have made.
         state = RunState(
@@ -418,14 +426,15 @@ class GRPORecipe:
             self.watch.seconds["save/hash"] = self.checkpoints.save(
                 self.step,
                 self.policy.model,
-                self.learner.optimizer,
+                self.optimizer,
                 self.parts.export(self.policy.model),
                 asdict(state),
                 self.last_eval,
             )
 
     def load_checkpoint(self, path: Path) -> None:
-        state = RunState.of(self.checkpoints.load(path, self.policy.model, self.learner.optimizer))
+        assert self.source is not None and self.checkpoints is not None  # `setup` has them by now
+        state = RunState.of(self.checkpoints.load(path, self.policy.model, self.optimizer))
         self.step, self.version = state.step, state.version
         # A finite task continues after the problems that were asked.
         self.problems.cursor = state.cursor
@@ -450,13 +459,13 @@ class GRPORecipe:
 
 @parse
 def recipe_main(cfg: DictConfig) -> None:
-    cfg = load_config(Config, cfg)
+    settings = load_config(Config, cfg)
     # The process ends here, with status 0 if the run would start and fit, and with 2 otherwise.
-    if cfg.dry_run:
+    if settings.dry_run:
         from torchtune_ext.setup.dry_run import dry_run
 
-        dry_run(cfg)
-    run_recipe(GRPORecipe, cfg)
+        dry_run(settings)
+    run_recipe(GRPORecipe, settings)
 
 
 if __name__ == "__main__":

@@ -193,6 +193,7 @@ class WarmupRecipe:
 
     def train(self) -> None:
         cfg = self.cfg
+        assert self.metrics is not None  # since `setup`
         groups = self.groups()
         with self.progress.training(self.updates, "warm-up") as bar:
             for update in range(self.updates):
@@ -253,7 +254,7 @@ class WarmupRecipe:
             logprobs=np.zeros(len(tokens), np.float32),
             versions=np.zeros(len(tokens), np.int32),
             finish_reason="stop",
-            turns=() if self.cfg.train_on_prompt else tuple(map(tuple, edges)),
+            turns=() if self.cfg.train_on_prompt else tuple((start, stop) for start, stop in edges),
         )
         sample = Sample(completion, advantage=1.0, trained=True)
         return Group(problem, np.asarray(ids[:first], dtype=np.int32), (sample,))

@@ -11,6 +11,10 @@ A process that does not import torchtune is left as it is.
 # else where it is needed.
 import sys
 
+TYPE_CHECKING = False  # what `typing` calls so, without importing it
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 def register(registry) -> None:
     """Adds our recipes to the module `torchtune._recipe_registry`. A name that is there already is left as it is."""
@@ -149,7 +153,7 @@ def install() -> None:
         sys.meta_path.insert(0, TorchtuneFinder)
 
 
-def parse(recipe_main):
+def parse(recipe_main) -> "Callable[[], None]":
     """Wraps the main function of a recipe as `torchtune.config.parse` does; `--config` may also name our configs.
 
     A mistake of the user ends the recipe with one message and exit status 2 (`errors.shown`).

@@ -126,8 +126,10 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
     folder = Path.cwd()
     # Trainer and servers share a key, which is made here if the user has none. After a signal the trainer may need its
     # time for the step, for noticing that it is over, and for closing all parts.
+    recipe = args.recipe or owner(args.config)
+    assert recipe is not None  # else `read_config` has refused the config
     return Plan(
-        recipe=args.recipe or owner(args.config),
+        recipe=recipe,
         config=args.config,
         words=tuple(args.words),
         request=request,

@@ -175,6 +175,6 @@ class GradingWatch:
             )
 
 
-def is_failure(outcome: Outcome) -> TypeGuard[Ungraded]:
+def is_failure(outcome: Outcome | None) -> TypeGuard[Ungraded]:
     """Tells whether a text has no score by the fault of its grader. A disturbed machine is not its fault."""
     return isinstance(outcome, Ungraded) and outcome.kind != "noisy"

@@ -133,7 +133,7 @@ def with_advantages(
     results, used, lone_turns = [], 0, 0
     for group, samples, rewards_G in zip(groups, gradable, rewards, strict=True):
         # With equal grades the rewards differ only by the punishment of length, which must not be scaled to full size.
-        if config.overlong and _all_equal(np.array([s.score.reward for s in samples])):
+        if config.overlong and _all_equal(np.array([_grade(sample) for sample in samples])):
             values = None
         elif config.credit == "turn":
             values, lone = _by_turn(samples, rewards_G, config)
@@ -262,15 +262,20 @@ def best_of_k(rewards_G: np.ndarray, k: int) -> tuple[np.ndarray, float, float]:
     return values_G, mean, std
 
 
+def _grade(sample: Sample) -> float:
+    assert sample.score is not None  # it is gradable
+    return sample.score.reward
+
+
 def _reward(sample: Sample, config: AdvantageConfig, max_tokens: int | None) -> float:
     """Returns the reward of the grader minus what "penalize" subtracts."""
-    reward = sample.score.reward
+    reward = _grade(sample)
     if config.truncated != "penalize":
         return reward
     share = float(_cut(sample))
     # The soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13). The limit holds for each turn of a conversation,
     # so the longest turn counts.
-    if config.overlong:
+    if config.overlong and max_tokens is not None:
         buffer = config.overlong * max_tokens
         longest = max(stop - start for start, stop in sample.completion.spans)
         share = max(share, min(1.0, (longest - (max_tokens - buffer)) / buffer))

@@ -14,6 +14,7 @@ Submission follows AReaL (arXiv 2505.24298, Eq. 3), and training the windowed FI
 from collections.abc import Iterable
 from heapq import nsmallest
 from itertools import chain
+from typing import TypedDict
 
 from torchtune_ext.run.errors import Mistake
 
@@ -27,6 +28,18 @@ def depth_of(staleness: int, depth: int | None) -> int:
     # One step ahead brings most of the gain, and more steps make every group older: AReaL on 8 GPUs reaches with one
     # step 92% of the throughput of 16. tinker-cookbook (PR 822) separates the two settings, too.
     return min(1, staleness) if depth is None else depth
+
+
+class LedgerState(TypedDict):
+    """What a checkpoint has of a ledger, as JSON."""
+
+    prompts_per_step: int
+    version: int
+    step: int
+    next: int
+    again: list[int]  # numbers of groups
+    finished: list[list[int]]  # pairs of number and version
+    dropped: int
 
 
 class Ledger:
@@ -177,7 +190,7 @@ class Ledger:
             for place, number in enumerate(left)
         )
 
-    def state_dict(self) -> dict[str, int | list]:
+    def state_dict(self) -> LedgerState:
         """Returns what a resumed run needs, JSON-able."""
         # The engine of a resumed run knows nothing of the groups that are running, so they are submitted again.
         return {
@@ -190,7 +203,7 @@ class Ledger:
             "dropped": self.dropped,
         }
 
-    def load_state_dict(self, state: dict[str, int | list]) -> None:
+    def load_state_dict(self, state: LedgerState) -> None:
         """Resumes from what `state_dict` of an earlier run returned. The caller still has the groups in `finished`.
 
         Raises:

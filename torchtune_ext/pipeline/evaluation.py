@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import Field
 
+from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.settings.components import Component
@@ -72,7 +73,7 @@ def accuracy(groups: Sequence[Group], ks: Sequence[int] = (1,)) -> Accuracy:
             f"problem {g.problem.id!r} {s.outcome.kind}: {s.outcome.cause}"
             for g in groups
             for s in g.samples
-            if s.outcome
+            if isinstance(s.outcome, Ungraded)
         )
         raise Mistake(f"none of {ungraded} samples could be graded. The first one: {next(causes, 'it was not graded')}")
     if ungraded > MOST_UNGRADED * (total := sum(len(g.samples) for g in groups)):

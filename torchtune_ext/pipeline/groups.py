@@ -93,7 +93,7 @@ def _sample_text(sample: Sample) -> str:
         "note": None if score is None else score.note,
         "facts": None if score is None else dict(score.facts),
         "outcome": None if outcome is None else outcome.kind,
-        "cause": None if outcome is None else outcome.cause if score is None else "",
+        "cause": None if outcome is None else outcome.cause if isinstance(outcome, Ungraded) else "",
         "finish_reason": completion.finish_reason,
         "advantage": _number(sample.advantage),
         "trained": bool(sample.trained),
@@ -166,7 +166,7 @@ def run_lengths(values_R: np.ndarray) -> list[list[int]]:
     return [[int(values_R[start]), int(end - start)] for start, end in zip(starts, ends, strict=False)]
 
 
-def _number(value: float) -> float | str:
+def _number(value: float | str) -> float | str:
     # JSON has no NaN or infinity. As a string, `float()` reads them back.
     value = float(value)
     return value if math.isfinite(value) else str(value)

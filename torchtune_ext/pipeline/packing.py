@@ -76,7 +76,7 @@ class PackStats:
     labels: int = 0  # labels in the rows
     unpacked: int = 0  # the tokens if every completion had a prompt of its own
     needed: int = 0  # the tokens if every prompt stood once
-    computed: int = 0  # places that the ranks compute or wait for: of every round, its longest row, for each rank
+    computed: float = 0  # places that the ranks compute or wait for: of every round, its longest row, for each rank
 
     def __add__(self, other: "PackStats") -> "PackStats":
         return PackStats(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))

@@ -78,11 +78,13 @@ class Unfinished:
         return sample.text
 
     def grade(self, place: int, outcome: Outcome) -> None:
-        self.samples[place] = replace(self.samples[place], outcome=outcome)
+        sample = self.samples[place]
+        assert sample is not None  # only what has arrived is graded
+        self.samples[place] = replace(sample, outcome=outcome)
 
     def leave(self, place: int) -> None:
         """Gives the process of a conversation back."""
-        if (seat := self.episodes[place].seat) is not None:
+        if (seat := self.episodes[place].seat) is not None and self._environments is not None:
             self._environments.leave(seat)
 
     def cancel(self) -> None:
@@ -132,7 +134,7 @@ class Unfinished:
         return f"{since}, {self.ungraded} of {len(self.samples)} texts are not graded"
 
     def finish(self) -> Group:
-        return Group(self.problem, np.asarray(self.prompt, dtype=np.int32), tuple(self.samples))
+        return Group(self.problem, np.asarray(self.prompt, dtype=np.int32), tuple(self.arrived))
 
 
 class GroupStream:
@@ -351,6 +353,7 @@ class GroupStream:
         # A completion is a whole sample or a turn. A future without a place is the end of a draw. One with a place
         # holds outcomes, or in a conversation the process of a seat or an environment's answer.
         if isinstance(what, Completion):
+            assert place is not None
             if group.episodes:
                 self._take_turn(group, place, what)
             else:
@@ -382,7 +385,12 @@ class GroupStream:
             self._when_done(group, place, self._grader.submit(group.problem, text))
         elif whole:
             # A grader that compares samples needs all texts of a group at once.
-            self._when_done(group, 0, self._grader.submit(group.problem, *(each.text for each in group.samples)))
+            self._when_done(group, 0, self._grader.submit(group.problem, *(each.text for each in group.arrived)))
+
+    @property
+    def _environments(self) -> Environments:
+        assert isinstance(self._grader, Environments)  # else there are no episodes
+        return self._grader
 
     def _take_turn(self, group: Unfinished, place: int, completion: Completion) -> None:
         episode = group.episodes[place]
@@ -394,13 +402,13 @@ class GroupStream:
             self._end_episode(group, place, episode.over(completion.finish_reason))
         elif episode.seat is None:
             # A conversation takes a process only when it has a turn to be answered.
-            episode.seat = self._grader.seat()
-            self._when_done(group, place, episode.seat.process)
+            seat = episode.seat = self._environments.seat()
+            self._when_done(group, place, seat.process)
             # Another thread may have canceled the group before the episode had its seat.
             if group.cancelled:
                 group.leave(place)
         else:
-            self._when_done(group, place, self._grader.step(episode.seat, episode.message))
+            self._when_done(group, place, self._environments.step(episode.seat, episode.message))
 
     def _take_answer(self, group: Unfinished, place: int, answer: int | Turn | Ungraded) -> None:
         """Continues a conversation that has got a process (its number), an answer, or a failure."""
@@ -408,14 +416,15 @@ class GroupStream:
         if isinstance(answer, int):
             # All samples of a group get the same seed, so that they differ only by what the policy does.
             begin = group.problem, mixed_seed(group.sampling.seed or 0, group.place)
-            self._when_done(group, place, self._grader.step(episode.seat, episode.message, begin))
+            assert episode.seat is not None  # it has a process
+            self._when_done(group, place, self._environments.step(episode.seat, episode.message, begin))
             return
         if isinstance(answer, Ungraded):
             ending = "step_timeout" if answer.kind == "timed_out" else "environment_failed"
             self._end_episode(group, place, episode.over(ending, answer))
             return
         episode.answered(answer)
-        if answer.done or episode.turns == self._grader.max_turns:
+        if answer.done or episode.turns == self._environments.max_turns:
             self._end_episode(group, place, episode.over("completed" if answer.done else "max_turns"))
             return
         try:
@@ -459,7 +468,7 @@ class GroupStream:
             watcher.add(1, 0)
         self._watch_reward(group, sample.outcome)
 
-    def _watch_reward(self, group: Unfinished, outcome: Outcome) -> None:
+    def _watch_reward(self, group: Unfinished, outcome: Outcome | None) -> None:
         if (watcher := self._watcher_of(group)) is not None and isinstance(outcome, Score):
             watcher.add_reward(outcome.reward)
 

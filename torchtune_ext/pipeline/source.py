@@ -104,6 +104,11 @@ class GroupSource:
         self._graded = GradingWatch()
         self._error: Exception | None = None  # an error in groups of later steps, which the next `take` raises
 
+    @property
+    def _open_stream(self) -> GroupStream:
+        assert self._stream is not None  # whatever takes groups has one
+        return self._stream
+
     def open(self, version: int) -> None:
         """Notes that the engine has the weights of this version, and submits what may be sampled ahead with them.
 
@@ -145,15 +150,14 @@ class GroupSource:
         if self._error is not None:
             raise self._error
         if refill:
-            with self._stream.watched(watcher):
+            with self._open_stream.watched(watcher):
                 groups, values = self._take_beside(count, watch, refill), {}
         else:
-            with self._stream.watched(watcher, self.ledger.taken + self.ledger.batch):
+            with self._open_stream.watched(watcher, self.ledger.taken + self.ledger.batch):
                 groups, values = self._take_batch(watch)
-        self._graded.look(
-            self._step, [(group.problem.id, sample.outcome) for group in groups for sample in group.samples]
-        )
-        return groups, values | self._stream.grader.metrics(refill > 0)
+        samples = [(group.problem.id, sample.outcome) for group in groups for sample in group.samples]
+        self._graded.look(self._step, [(problem, outcome) for problem, outcome in samples if outcome is not None])
+        return groups, values | self._open_stream.grader.metrics(refill > 0)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -170,7 +174,7 @@ class GroupSource:
             "ledger": self.ledger.state_dict(),
             "cursors": sorted([number, cursor] for number, cursor in self._cursors.items()),
             # Groups stay text: as records they would be formatted a second time, which holds up the engine's thread.
-            "finished": [[number, group_json(group)] for number, group in sorted(self._stream.finished.items())],
+            "finished": [[number, group_json(group)] for number, group in sorted(self._open_stream.finished.items())],
             "drawn": self._drawn(),
             "dropped_tokens": self._dropped_tokens,
         }
@@ -243,9 +247,9 @@ class GroupSource:
                     f"version {self.ledger.version}: {len(unsent)} groups of the next step may not be sampled before a newer "
                     "version is published; call open(version) after each publication, and publish once a step"
                 )
-            self._stream.require_signs(begun, self._deadline_s, missing, self._named)
+            self._open_stream.require_signs(begun, self._deadline_s, missing, self._named)
             self._collect(WAKE_S, watch, frozenset(missing))
-        groups = [self._stream.take(number) for number in ages]
+        groups = [self._open_stream.take(number) for number in ages]
         for number in ages:
             del self._cursors[number]
         self._step = self.ledger.taken // self.ledger.batch
@@ -258,16 +262,16 @@ class GroupSource:
         for place, problem in enumerate(self._problems.take(count)):
             self._submit_one(place, problem, sampling, place, self._step)
         begun = time.monotonic()
-        while missing := [place for place in range(count) if place not in self._stream.finished]:
-            self._stream.require_signs(begun, self._deadline_s, missing, self._named)
-            self._stream.next(watch, WAKE_S)
-        return [self._stream.take(place) for place in range(count)]
+        while missing := [place for place in range(count) if place not in self._open_stream.finished]:
+            self._open_stream.require_signs(begun, self._deadline_s, missing, self._named)
+            self._open_stream.next(watch, WAKE_S)
+        return [self._open_stream.take(place) for place in range(count)]
 
     def _forget_late(self, version: int) -> None:
         # While the version grows by one with every step, no group is ever too old. A resumed run with a smaller
         # staleness may meet some.
         for number in self.ledger.advance(version):
-            tokens = self._stream.cancel(number)
+            tokens = self._open_stream.cancel(number)
             self._dropped_tokens += tokens
             log.warning(
                 "group %d is too old for version %d and is sampled again; %d tokens are lost", number, version, tokens
@@ -294,7 +298,7 @@ class GroupSource:
 
     def _submit_one(self, number: int, problem: Problem, sampling: SamplingConfig, place: int, step: int) -> None:
         try:
-            self._stream.submit(number, problem, self._samples, sampling, place)
+            self._open_stream.submit(number, problem, self._samples, sampling, place)
         except ValueError as error:
             raise Mistake(f"problem {problem.id!r} of step {step}: {error}") from error
 
@@ -306,7 +310,7 @@ class GroupSource:
     ) -> None:
         """Tells the ledger of all groups that are finished; waits up to `within_s` seconds for the first one."""
         # All of them, because the ledger prefers the oldest.
-        while (number := self._stream.next(watch, within_s, missing)) is not None:
+        while (number := self._open_stream.next(watch, within_s, missing)) is not None:
             self.ledger.finish(number)
             within_s = 0.0
 

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
@@ -20,6 +20,9 @@ from torchtune_ext.sampling.engine_args import CPU_BLOCK, engine_configs
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
 from torchtune_ext.tasks.order import SHUFFLE_LIMIT
 from torchtune_ext.tasks.task import ConversationTask, GradesItself, Problem, Task
+
+if TYPE_CHECKING:
+    from torchtune.modules import TransformerDecoder
 
 # The most prompts that are measured, and the most seconds that this takes.
 LOOKED_AT, LOOK_S = 64, 1.0
@@ -169,6 +172,7 @@ def check_task(task: Task, key: str, ends: bool = False, solves: bool = False, g
         except ValueError as error:
             # A run passes over a broken row, but at least one has to be a problem.
             first = first or error
+    assert first is not None
     raise first
 
 
@@ -230,6 +234,7 @@ def prompt_lengths(task: Task, tokenizer: ChatTokenizer, key: str) -> list[int]:
                     "not show; name one that does in tokenizer.template, or describe them in a message (docs/environments.md)"
                 )
     if not lengths:
+        assert first is not None
         raise first
     return lengths
 
@@ -385,7 +390,7 @@ def require_rows(row_tokens: int, engine: EngineConfig) -> None:
         )
 
 
-def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None = None) -> None:
+def check_engine(source: HFModel, engine: EngineConfig, model: "TransformerDecoder | None" = None) -> None:
     """Compares the engine's settings with the sizes of the model, and of `model` where one is trained.
 
     Raises ValueError if the model cannot be cut for the engine's GPUs, or if it or the KV cache is too short.
@@ -413,9 +418,10 @@ def check_engine(source: HFModel, engine: EngineConfig, model: nn.Module | None 
             f"engine.max_model_len={engine.max_model_len} is more than the {model.max_seq_len} positions of the model that is "
             f"trained; set model.max_seq_len={engine.max_model_len}, or a lower max_model_len"
         )
-    own = model is not None and engine.address is None and "kv_cache_dtype" not in engine.extra_args
-    if own and engine.kv_cache_bytes is not None:
-        attn, numbers = model.layers[0].attn, 4 if engine.dtype == "float32" else 2
+    own = engine.address is None and "kv_cache_dtype" not in engine.extra_args
+    if model is not None and own and engine.kv_cache_bytes is not None:
+        layer: Any = model.layers[0]
+        attn, numbers = layer.attn, 4 if engine.dtype == "float32" else 2
         # Keys and values of one token. Heads that do not suffice for all GPUs are held twice, so the quotient rounds
         # up.
         token = 2 * len(model.layers) * -(-attn.num_kv_heads // size) * attn.head_dim * numbers

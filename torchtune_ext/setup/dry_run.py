@@ -94,7 +94,7 @@ def check_start(cfg: Any, plan: Plan, torchrun: bool) -> None:
         if machine.gpus:
             require_apart(engine, training_gpus(None if torchrun else plan.trainers))
     elif plan.place == "own" and machine.gpus:
-        if fault := missing_device(engine, machine.gpus, machine.name):
+        if fault := missing_device(plan.engine, machine.gpus, machine.name):
             raise Mistake(fault)
     cfg.ranks.require_divides(plan.trainers)
     # The parts are made on this machine, whatever machine the plan is for.

@@ -80,7 +80,7 @@ class Plan:
 
     def __post_init__(self):
         machine, sizes, itemsize = self.machine, self.sizes, self.sizes.dtype.itemsize
-        self.engine = None if self.cfg.replay else self.cfg.engine  # None: the run has no engine
+        self.engine: Any = None if self.cfg.replay else self.cfg.engine  # None: the run has no engine
         self._lay_out()
         self.published_bytes = sizes.engine_bytes if self.publishes_all else itemsize * sizes.trained
         # Bytes by name of each device that samples. They stay empty for a server whose GPUs are not known.

@@ -31,13 +31,13 @@ class Recipe(Protocol):
 
     def setup(self) -> None: ...
 
-    def train(self) -> None: ...  # not needed if `run_recipe` is given other work
-
     def cleanup(self) -> None: ...  # must work however far `setup` came
 
 
-def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], None] | None = None) -> None:
-    """Makes a recipe from `cfg`, sets it up, runs `work` (None: its `train`) and cleans up.
+def run_recipe(
+    make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], None] = lambda recipe: recipe.train()
+) -> None:
+    """Makes a recipe from `cfg`, sets it up, runs `work` and cleans up.
 
     However the run ends, its last words are those of `recipe.stop.standing`: where it stands, and how to go on.
 
@@ -54,7 +54,7 @@ def run_recipe(make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], No
             try:
                 recipe.setup()
                 works = True
-                recipe.train() if work is None else work(recipe)
+                work(recipe)
                 stop.status = 0
             finally:
                 # Up to here a signal raises `Stopped`, even between two statements; what follows is not interrupted.

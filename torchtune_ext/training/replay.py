@@ -190,7 +190,7 @@ class Replay:
         for cursor in range(BATCHES * batch):
             problem = problems.at(cursor)
             group = None if problem is None else groups.get(problem.id)
-            if group is not None:
+            if problem is not None and group is not None:
                 if group.prompt_tokens.tolist() == tokenizer.prompt_ids(problem.messages, problem.tools):
                     del groups[problem.id]
             if not groups:
