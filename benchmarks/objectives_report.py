@@ -25,7 +25,7 @@ STARTED = ("eval/accuracy_sampled", "eval/accuracy_greedy", "eval/pass_at_8")
 CLIPPING = ("loss/clip_fraction", "loss/masked_fraction")
 WINDOW = 5  # steps of the moving mean
 REFERENCE = "grpo"
-COLOURS = {  # Okabe and Ito's, told apart by color-blind readers too
+COLORS = {  # Okabe and Ito's, told apart by color-blind readers too
     "grpo": "#000000",
     "clip_higher": "#56B4E9",
     "dapo": "#0072B2",
@@ -196,9 +196,9 @@ def draw_curves(methods: dict[str, list[Result]], updates: int, path: Path) -> N
         for label, results in shown.items():
             if results:
                 steps, center, low, high = band(results)
-                axis.fill_between(steps, low, high, color=COLOURS[label], alpha=0.18, linewidth=0)
-                axis.plot(steps, center, color=COLOURS[label], linewidth=1.3, label=label)
-        axis.set_title(name, color=COLOURS[name], fontweight="bold")
+                axis.fill_between(steps, low, high, color=COLORS[label], alpha=0.18, linewidth=0)
+                axis.plot(steps, center, color=COLORS[label], linewidth=1.3, label=label)
+        axis.set_title(name, color=COLORS[name], fontweight="bold")
         axis.grid(alpha=0.25, linewidth=0.5)
     figure.supxlabel("step")
     figure.supylabel("reward of the samples")
@@ -216,8 +216,8 @@ def draw_finals(methods: dict[str, list[Result]], path: Path) -> None:
     ):
         for name, results in methods.items():
             x, y = ([r.values[column] for r in results] for column in (key, "sampled"))
-            axis.scatter(x, y, s=8, color=COLOURS[name], alpha=0.45, linewidths=0)
-            axis.scatter(np.mean(x), np.mean(y), s=46, color=COLOURS[name], label=name, edgecolors="white", zorder=3)
+            axis.scatter(x, y, s=8, color=COLORS[name], alpha=0.45, linewidths=0)
+            axis.scatter(np.mean(x), np.mean(y), s=46, color=COLORS[name], label=name, edgecolors="white", zorder=3)
         axis.set_xlabel(label)
         axis.grid(alpha=0.25, linewidth=0.5)
     axes[0].set_xscale("symlog", linthresh=1e-3)

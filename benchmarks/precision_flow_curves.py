@@ -17,7 +17,7 @@ from objectives_report import interval, plt, save
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.training.precision import FLOWS
 
-COLOURS = {"bf16": "#000000", "fp8_rollout": "#D55E00", "fp8_unified": "#0072B2"}  # Okabe and Ito's
+COLORS = {"bf16": "#000000", "fp8_rollout": "#D55E00", "fp8_unified": "#0072B2"}  # Okabe and Ito's
 WINDOW = 5  # steps of the moving mean
 LAST_STEPS = 10  # of which mismatch and length are the mean
 COLUMNS = {  # title -> metric
@@ -144,8 +144,8 @@ def draw(runs: Sequence[Run], levels: Mapping[int, str], path: Path) -> None:
                 size = min(map(len, curves))
                 stack = np.array([curve[:size] for curve in curves])
                 steps = np.arange(WINDOW, WINDOW + size)
-                axis.plot(steps, stack.T, color=COLOURS[flow], linewidth=0.5, alpha=0.4)
-                axis.plot(steps, stack.mean(0), color=COLOURS[flow], linewidth=1.6, label=flow)
+                axis.plot(steps, stack.T, color=COLORS[flow], linewidth=0.5, alpha=0.4)
+                axis.plot(steps, stack.mean(0), color=COLORS[flow], linewidth=1.6, label=flow)
             axis.grid(alpha=0.25, linewidth=0.5)
             axis.set_ylim(bottom=0)
             if column == 0:

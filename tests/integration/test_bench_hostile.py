@@ -122,7 +122,7 @@ def test_every_attack_has_its_program():
     for each in EXPLOITS:
         assert {*each.outcomes, *each.outcomes_behind} <= set(OUTCOMES), each.name
         assert each.attack == "none" or {each.layer, each.layer_behind} <= set(LAYERS), each.name
-        assert each.attack == "none" or each.layer_behind != "screen", f"{each.name}: the screen is never the defence"
+        assert each.attack == "none" or each.layer_behind != "screen", f"{each.name}: the screen is never the defense"
         assert (each.layer == "screen") == (each.outcomes == ("forbidden",)), each.name
         # An attack that comes through to the end has gained nothing so far; the timing must see to the rest. One may
         # also be honest when it does not find what it looks for.
@@ -278,7 +278,7 @@ def started(checker: Checker, source: str) -> Child:
     return Child(checker.sandbox, library, kernel, arena_bytes, checker.cores, 1, Limits(), 30.0)
 
 
-# ---------------------------------------------------------------- the attacks are serious: without the defence they pass
+# ---------------------------------------------------------------- the attacks are serious: without the defense they pass
 
 
 def controls_of(program: Exploit) -> Callable[[Exploit], bool] | None:
@@ -299,13 +299,13 @@ def controls_of(program: Exploit) -> Callable[[Exploit], bool] | None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [each.name for each in EXPLOITS if each.control])
-def test_attack_passes_without_its_defence(name):
+def test_attack_passes_without_its_defense(name):
     program = BY_NAME[name]
     assert controls_of(program)(program)
 
 
 @pytest.mark.parametrize("name", ["cached_by_sample", "reuse_nothing_done", "precision_float_sum"])
-def test_attack_passes_without_its_defence_sample(name):
+def test_attack_passes_without_its_defense_sample(name):
     program = BY_NAME[name]
     assert controls_of(program)(program)
 

@@ -317,7 +317,7 @@ class Engine:
         Args: on_completion: called with (sample index, completion) in the engine's thread, may not call the engine;
         group: number, from which the seeds follow, with `sampling.seed` and the sample index; priority: who goes first
         where others wait, too; home: an object that conversations share whose turns go to one engine (prefix cache).
-        Returns: a future of the completions, or of what `sample` raises. Cancelling it, or `close`, ends the sampling.
+        Returns: a future of the completions, or of what `sample` raises. Canceling it, or `close`, ends the sampling.
         Raises: ValueError for a prompt that does not fit.
         """
         self._thread.refuse_itself()
