@@ -6,15 +6,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from torchtune_ext.run.errors import Failure, Mistake
 from torchtune_ext.sampling.records import Completion, Priority, SamplingConfig
-
-if TYPE_CHECKING:  # `weight_buffer` imports this module
-    from torchtune_ext.sampling.weight_buffer import WeightBuffer
 
 POLL_S = 0.2  # seconds between two looks at an engine that is called
 
@@ -239,10 +236,10 @@ class Core(Mortal, Protocol):
     async def ping(self, deadline_s: float) -> None:
         """Returns once the engine has answered. Raises CoreLost after `deadline_s` seconds; ValueError."""
 
-    async def load(self, buffers: Sequence["WeightBuffer"], version: int) -> tuple[float, float]:
+    async def load(self, buffers: Sequence[Any], version: int) -> tuple[float, float]:
         """Replaces weights between two steps, wakes the engine if it sleeps, and labels what it samples as `version`.
 
-        Args: buffers: the model's before its adapter's; with none, the weights stay.
+        Args: buffers: `weight_buffer.WeightBuffer`s, the model's before its adapter's; with none, the weights stay.
         Returns: seconds in which nothing was sampled, and seconds of loading among them.
         Raises: CoreLost; ValueError when the engine refuses the weights and goes on with the old ones.
         """

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import Field
 
@@ -47,9 +47,8 @@ class LoggingConfig:
     def require_login(self) -> None:
         """Raises ValueError if metrics go to W&B, and nobody is logged in."""
         if "wandb" in self.to:
-            from torchtune_ext.telemetry.sinks.wandb_sink import WeightsAndBiases
-
-            WeightsAndBiases.require_login()
+            ours: Any = sink_class("wandb")
+            ours.require_login()
 
     def shows(self, step: int) -> bool:
         """Tells whether samples of `step` are shown."""
