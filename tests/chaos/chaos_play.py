@@ -486,9 +486,9 @@ class Play:
         wrong = differences(folder, self.reference)
         if wrong and self.fault.name in ("grader_kill", "grader_stop"):
             wrong = self.without_grade(folder, wrong)
-        if wrong and self.fault.name == "disk_full" and all(w.startswith("no rollouts of step") for w in wrong):
-            if "cannot write" in self.home.runs[0].output():
-                self.result.allowed, wrong = f"{len(wrong)} steps without rollouts, as the run had warned", []
+        unstored = bool(wrong) and all(w.startswith("no rollouts of step") for w in wrong)
+        if unstored and self.fault.name == "disk_full" and "cannot write" in self.home.runs[0].output():
+            self.result.allowed, wrong = f"{len(wrong)} steps without rollouts, as the run had warned", []
         self.result.problems += wrong
 
     def without_grade(self, folder: Path, wrong: list[str]) -> list[str]:

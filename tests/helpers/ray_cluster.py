@@ -96,7 +96,7 @@ def serve(folder: str) -> None:
 
     try:
         cluster = begin()
-    except Exception:  # noqa: BLE001 (Ray gives its processes 30 s to start, which is little on a busy machine)
+    except Exception:
         traceback.print_exc()
         for each in psutil.Process().children(recursive=True):
             each.kill()

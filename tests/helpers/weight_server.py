@@ -84,7 +84,7 @@ def act(path, body):
 
 
 class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):  # noqa: N802 (the name that http.server looks for)
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.headers["Authorization"] != f"Bearer {os.environ[KEY_VARIABLE]}":
             return self.answer(401, {})
@@ -101,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(500, {"error": f"{type(error).__name__}: {error}"})
         return self.answer(200, {"results": [None]} if self.path == "/collective_rpc" else {})
 
-    def do_GET(self):  # noqa: N802
+    def do_GET(self):
         """/is_paused: the engine answers when it has done what it does."""
         with LOCK:
             pass

@@ -19,11 +19,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import tiny_model  # noqa: E402
-from waiting import engine_pid, wait_until  # noqa: E402
+import tiny_model
+from waiting import engine_pid, wait_until
 
-from torchtune_ext.sampling import early  # noqa: E402
-from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
+from torchtune_ext.sampling import early
+from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

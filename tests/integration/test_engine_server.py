@@ -181,9 +181,9 @@ def test_a_wrong_or_missing_key_ends_the_start_at_once(server, key, tmp_path, mo
             engine.wait_ready(30)
         assert "guessed" not in str(caught.value)
     monkeypatch.delenv(KEY_VARIABLE)
-    with Engine("", config, str(tmp_path)) as engine:
-        with pytest.raises(EngineFailed, match=f"{KEY_VARIABLE} is not set.*--middleware"):
-            engine.start()
+    missing = pytest.raises(EngineFailed, match=f"{KEY_VARIABLE} is not set.*--middleware")
+    with Engine("", config, str(tmp_path)) as engine, missing:
+        engine.start()
 
 
 def test_a_server_of_the_wrong_kind_is_refused(server, tmp_path):

@@ -13,14 +13,14 @@ import torch
 
 pytest.importorskip("math_verify")
 
-from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from torchtune_ext.chat import ChatTokenizer  # noqa: E402
-from torchtune_ext.cli.cli import main  # noqa: E402
-from torchtune_ext.grading.rehearsal import REHEARSED  # noqa: E402
-from torchtune_ext.tasks.math import Math  # noqa: E402
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
+from torchtune_ext.chat import ChatTokenizer
+from torchtune_ext.cli.cli import main
+from torchtune_ext.grading.rehearsal import REHEARSED
+from torchtune_ext.tasks.math import Math
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 QUESTIONS, STEPS, PROMPTS, SAMPLES, TOKENS = 1319, 2, 4, 4, 2  # sampling from 151,936 logits is what costs time

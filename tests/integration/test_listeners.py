@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import elsewhere  # noqa: E402
+import elsewhere
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -291,7 +291,7 @@ def test_a_later_prompt_opens_a_thought(tokenizer):
         policy("<think>\nSo it is.\n</think>\n\n4"),
         tool("Right."),
     ]
-    ids, start, episode = appended(tokenizer, messages)
+    ids, _start, episode = appended(tokenizer, messages)
     assert ids == tokenizer.prompt_ids(messages)
     assert [message["content"] for message in episode.over("completed").messages[::2]] == [
         messages[1]["content"],

@@ -168,9 +168,10 @@ def recipes_are_leaves(files: Files) -> Iterator[str]:
 def settings_stop_at_the_recipe(library: Files) -> Iterator[str]:
     for file in library:
         for name, place in file.imports:
-            if name.split(".")[0] == "omegaconf" and room(file.name) != SETTINGS[0]:
-                yield f"{place}: imports {name}; take plain values"
-            elif name.startswith("torchtune_ext.settings") and room(file.name) not in SETTINGS and name not in RECORDS:
+            of_settings = name.startswith("torchtune_ext.settings") and name not in RECORDS
+            if (name.split(".")[0] == "omegaconf" and room(file.name) != SETTINGS[0]) or (
+                of_settings and room(file.name) not in SETTINGS
+            ):
                 yield f"{place}: imports {name}; take plain values"
 
 

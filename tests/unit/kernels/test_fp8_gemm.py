@@ -105,7 +105,7 @@ def test_the_bounds_are_not_loose():
 
 
 def test_dgrad_reuses_the_bits_of_the_weight():
-    (dy, w), (dy_q, w_q), _ = operands("dgrad", 40, 384, 256)
+    (_dy, w), (dy_q, w_q), _ = operands("dgrad", 40, 384, 256)
     assert torch.equal(dgrad(dy_q, w_q), fprop(dy_q, quantize_weight(w.T)))
 
 

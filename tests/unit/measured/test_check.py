@@ -73,7 +73,9 @@ def test_outcomes(bare, monkeypatch, case):
     monkeypatch.setattr(bare, "deadlines", Deadlines(verify_s=1.0 if case == "no end" else 20.0))
     text, outcome, stage, words = CASES[case]
     verdict = bare.check(text)
-    assert verdict.outcome == outcome or outcome is None and verdict.outcome in ("forbidden", "compile_error"), verdict
+    assert verdict.outcome == outcome or (outcome is None and verdict.outcome in ("forbidden", "compile_error")), (
+        verdict
+    )
     assert verdict.stage == stage or stage is None
     assert words in verdict.note and verdict.outcome in OUTCOMES
 

@@ -124,7 +124,7 @@ def test_a_bench_belongs_to_its_process_and_may_be_closed_by_a_callback():
         def close(future):
             try:
                 bench.close()
-            except BaseException as error:  # noqa: BLE001 (a future only logs what its callback raises)
+            except BaseException as error:
                 raised.append(error)
 
         done = bench.submit(CalmReduction(), fenced("void reduction("))

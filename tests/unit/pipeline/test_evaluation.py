@@ -65,8 +65,8 @@ def test_interval_of_few_problems_is_wilsons(right, ends):
 def test_interval_knows_how_far_problems_lie_apart():
     """Rewards between 0 and 1 say more of their mean than right and wrong answers do; others than these have no bounds."""
     narrow, wide = accuracy([group([0.4]), group([0.6])] * 20), accuracy([group([0.0]), group([1.0])] * 20)
-    assert narrow.mean == wide.mean and 0.2 == pytest.approx(
-        (narrow.high - narrow.low) / (wide.high - wide.low), abs=0.02
+    assert (
+        narrow.mean == wide.mean and pytest.approx((narrow.high - narrow.low) / (wide.high - wide.low), abs=0.02) == 0.2
     )
     beyond = accuracy([group([2.0]), group([-1.0])] * 20)
     assert beyond.high - beyond.low == pytest.approx(2 * 1.96 * 1.5 / 39**0.5)

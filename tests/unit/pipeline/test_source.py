@@ -144,7 +144,7 @@ def test_a_resumed_run_keeps_what_is_finished_and_submits_again_what_is_running(
 
 
 def test_a_resumed_run_counts_the_tokens_that_were_lost_before(make):
-    source, engine = make(staleness=1)
+    source, _engine = make(staleness=1)
     source.open(version=0)
     wait_for(source, 0, 1, 2, 3)
     source.open(version=2)

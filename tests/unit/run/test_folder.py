@@ -214,7 +214,8 @@ def test_closing_and_forked_children_free_the_folder(tmp_path):
         os.close(write)
         os.waitpid(child, 0)
     RunFolder(tmp_path).close()
-    assert not os.get_inheritable((folder := RunFolder(tmp_path))._lock)
+    folder = RunFolder(tmp_path)
+    assert not os.get_inheritable(folder._lock)
     folder.close()
 
 

@@ -275,5 +275,5 @@ def test_ctrl_c_while_an_object_is_finalized(seconds, end):
     )
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    _out, err = process.communicate(timeout=30)
     assert process.returncode == 130 and end in err and "ignored" not in err, err

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.engine import (  # noqa: E402
-    BACKENDS,  # noqa: E402
+    BACKENDS,
     Engine,
     EngineConfig,
     SamplingConfig,

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from torchtune_ext.sampling.calls import CoreLost, bounded  # noqa: E402
+from torchtune_ext.sampling.calls import CoreLost, bounded
 
 pytestmark = pytest.mark.timeout(60)
 

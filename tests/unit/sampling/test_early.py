@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from waiting import wait_until  # noqa: E402
+from waiting import wait_until
 
-from torchtune_ext.run.catalog import folder  # noqa: E402
-from torchtune_ext.sampling import client_process, early, engine_args  # noqa: E402
-from torchtune_ext.sampling.child_process import pack  # noqa: E402
+from torchtune_ext.run.catalog import folder
+from torchtune_ext.sampling import client_process, early, engine_args
+from torchtune_ext.sampling.child_process import pack
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -144,7 +144,7 @@ def test_log_level_in_lower_case_is_accepted(monkeypatch):
     try:
         for level, number in (("debug", 10), ("INFO", 20), ("verbose", 30), ("", 30)):
             monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
-            assert reload(client_process).LOG_LEVEL == number
+            assert number == reload(client_process).LOG_LEVEL
     finally:
         monkeypatch.undo()
         reload(client_process)

@@ -14,14 +14,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from fake_cores import SleepingCore, weights  # noqa: E402
-from waiting import in_thread, wait_until  # noqa: E402
+from fake_cores import SleepingCore, weights
+from waiting import in_thread, wait_until
 
-from torchtune_ext.run.stop import Stopped, StopSignals  # noqa: E402
-from torchtune_ext.sampling.calls import CoreLost, Step  # noqa: E402
-from torchtune_ext.sampling.engine import EngineFailed, Priority, SamplingConfig  # noqa: E402
-from torchtune_ext.sampling.records import Completion  # noqa: E402
-from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
+from torchtune_ext.run.stop import Stopped, StopSignals
+from torchtune_ext.sampling.calls import CoreLost, Step
+from torchtune_ext.sampling.engine import EngineFailed, Priority, SamplingConfig
+from torchtune_ext.sampling.records import Completion
+from torchtune_ext.sampling.weight_buffer import checksum
 
 pytestmark = pytest.mark.timeout(60)
 

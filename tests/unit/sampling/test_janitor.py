@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from fake_cores import SleepingCore  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from fake_cores import SleepingCore
+from waiting import wait_until
 
-from torchtune_ext.run import janitor  # noqa: E402
-from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig  # noqa: E402
+from torchtune_ext.run import janitor
+from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -64,7 +64,7 @@ def test_no_engine_reads_while_a_publication_writes(moment):
         await asyncio.sleep(0.05)
         core = bench.lives[-1]
         assert len(bench.lives) == (2 if moment == "restart" else 1)
-        assert not core.reading.is_set() or moment == "wake" and len(core.loads) == 1
+        assert not core.reading.is_set() or (moment == "wake" and len(core.loads) == 1)
         rest.set()
         if moment == "restart":
             await until(lambda: core.loads)

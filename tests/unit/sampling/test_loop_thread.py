@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from waiting import in_thread  # noqa: E402
+from waiting import in_thread
 
-from torchtune_ext.sampling import engine  # noqa: E402
-from torchtune_ext.sampling.engine import EngineFailed, LoopThread  # noqa: E402
+from torchtune_ext.sampling import engine
+from torchtune_ext.sampling.engine import EngineFailed, LoopThread
 
 
 def test_work_that_ends_as_the_wait_for_it_gives_up_is_not_lost(monkeypatch):
@@ -55,7 +55,7 @@ def test_what_begins_as_the_thread_ends_is_ended_too(complaints, recwarn):
         try:
             await asyncio.sleep(60)
         finally:
-            asyncio.ensure_future(asyncio.sleep(60))
+            asyncio.ensure_future(asyncio.sleep(60))  # noqa: RUF006
 
     thread.submit(work())
     thread.submit(hold())

@@ -131,7 +131,7 @@ def test_a_server_elsewhere_listens_there_and_takes_weights_over_the_network(mon
     monkeypatch.setenv(KEY_VARIABLE, "the-key")
     engine_on(monkeypatch, cpu=True)
     config = EngineConfig(address="http://node2:9000")
-    command, environ = server_command("model", config)
+    command, _environ = server_command("model", config)
     assert command[0] == sys.executable and value(command, "--host") == "0.0.0.0" and value(command, "--port") == "9000"
     assert json.loads(value(command, "--weight-transfer-config")) == {"backend": "gloo"}
     assert transfer_of(EngineConfig()) == transfer_of(EngineConfig(address="http://localhost:1")) == "shm"

@@ -123,7 +123,7 @@ def test_longer_completions_shrink_the_limit():
     short = controller.limit
     history = []
     for _ in range(8):
-        steps, preemptions, _ = run(cache, controller, groups(16, 16, 100, generator.integers(240, 400, 256)))
+        _steps, preemptions, _ = run(cache, controller, groups(16, 16, 100, generator.integers(240, 400, 256)))
         history.append(preemptions)
     assert controller.limit < short / 2
     assert sum(history[1:]) == 0

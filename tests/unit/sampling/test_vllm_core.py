@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from torchtune_ext.sampling import early, vllm_core  # noqa: E402
-from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
-from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
+from torchtune_ext.sampling import early, vllm_core
+from torchtune_ext.sampling.calls import CoreLost
+from torchtune_ext.sampling.records import EngineConfig
 
 pytestmark = pytest.mark.timeout(60)
 

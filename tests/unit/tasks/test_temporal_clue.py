@@ -24,7 +24,7 @@ from torchtune_ext.tasks.temporal_clue.solver import Solver
 from torchtune_ext.tasks.temporal_clue.task import right_answers
 
 try:
-    import ortools  # noqa: F401
+    import ortools
 except ImportError:
     ortools = None
 needs_ortools = pytest.mark.skipif(ortools is None, reason="needs OR-Tools: it makes puzzles")

@@ -208,7 +208,7 @@ def test_the_effect_of_an_update_too_small_to_show_is_not_judged(played):
 
 
 def test_each_of_several_engines_is_judged_by_itself(played, monkeypatch):
-    engine, model, publisher = played(limit=0.1)
+    engine, _model, publisher = played(limit=0.1)
     other, answer = PlayedEngine(), engine.canary
     other.name = "the other"
 
@@ -248,7 +248,7 @@ def rounded_share(before, after):
 
 
 def test_what_the_dtype_of_the_engine_keeps_of_an_update_is_logged_and_said_once(played, caplog):
-    engine, model, publisher = played(limit=5.0, dtype="bfloat16")
+    _engine, model, publisher = played(limit=5.0, dtype="bfloat16")
     before = [p.detach().clone() for p in model.parameters()]
     publisher.publish(1)
     update(model, 2e-5, names=("layers",))
@@ -273,7 +273,7 @@ def test_changed_share_counts_all_values_of_a_tensor(played):
 
 
 def test_an_update_that_the_engine_can_hold_is_not_warned_of(played, caplog):
-    engine, model, publisher = played(limit=5.0, dtype="bfloat16")
+    _engine, model, publisher = played(limit=5.0, dtype="bfloat16")
     publisher.publish(1)
     update(model, 1e-2)
     with caplog.at_level(logging.WARNING):
