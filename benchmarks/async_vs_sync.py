@@ -95,8 +95,11 @@ COLUMNS: dict[str, tuple[str, Callable[[Run], float]]] = {  # title -> how to wr
 
 
 def cpu_seconds(pid: int, engine_core: int | None) -> dict[str, float]:
-    """CPU seconds until now of the engine, the trainer with its graders, and the trainer's threads beside its main one. Keeps
-    the engine's threads on `engine_core`. Raises psutil.Error or ProcessLookupError where one of them has ended meanwhile."""
+    """CPU seconds until now of the engine, the trainer with its graders, and the trainer's threads beside its main one.
+
+    Keeps the engine's threads on `engine_core`. Raises psutil.Error or ProcessLookupError where one of them has ended
+    meanwhile.
+    """
     trainer = psutil.Process(pid)
     children = trainer.children(recursive=True)
     engines = [child.pid for child in children if SAMPLER in child.cmdline()]

@@ -24,11 +24,11 @@ from typing import Any
 # References are small, and where cores are shared, threads of numpy's BLAS wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from torchtune_ext.measured import verify as verification  # noqa: E402
-from torchtune_ext.measured.check import STAGES, Checker  # noqa: E402
-from torchtune_ext.measured.child import Child, arena_size  # noqa: E402
-from torchtune_ext.measured.kernels import KERNELS, Reduction  # noqa: E402
-from torchtune_ext.measured.sandbox import Limits, SandboxError  # noqa: E402
+from torchtune_ext.measured import verify as verification
+from torchtune_ext.measured.check import STAGES, Checker
+from torchtune_ext.measured.child import Child, arena_size
+from torchtune_ext.measured.kernels import KERNELS, Reduction
+from torchtune_ext.measured.sandbox import Limits, SandboxError
 
 PARTS = {  # what verifying consists of: the functions that are timed
     "start": (Child, "__init__"),

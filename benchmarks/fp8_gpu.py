@@ -105,7 +105,7 @@ class Report:
                 cells = case()
             except torch.OutOfMemoryError:
                 problem = "out of memory"
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (the table names it)
                 text = " ".join(str(error).split()).replace("|", "/")
                 problem = f"{type(error).__name__}: {text[:300]}"
                 self.wrong.append(f"failed: {', '.join(map(str, labels))}")

@@ -20,18 +20,18 @@ if importlib.util.find_spec("torchtune_ext") is None:  # a bare checkout: kernel
 
     torchtune_ext.__path__.append(sys.path.pop())
 
-from torchtune.models.qwen2 import qwen2  # noqa: E402
+from torchtune.models.qwen2 import qwen2
 
-from torchtune_ext.kernels import fp8_gemm  # noqa: E402
-from torchtune_ext.kernels.fp8_quantize import (  # noqa: E402
+from torchtune_ext.kernels import fp8_gemm
+from torchtune_ext.kernels.fp8_quantize import (
     BLOCK,
     Fp8Blocks,
     quantize_columns,
     quantize_rows,
     quantize_weight,
 )
-from torchtune_ext.policy.decoder import decoder  # noqa: E402
-from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config, fp8_linear  # noqa: E402
+from torchtune_ext.policy.decoder import decoder
+from torchtune_ext.policy.fp8.linear import Fp8BlockLinear, Fp8Config, fp8_linear
 
 HEAD_DIM = 128
 WARM_UP = 3
@@ -193,7 +193,7 @@ def memory(module: nn.Module, x: Tensor, dy: Tensor) -> list[str]:
 
 def build_block(model: Model, sequence: int, device: torch.device) -> nn.Module:
     """One layer of the decoder in bfloat16, on the device, with random weights."""
-    widths = dict(num_heads=model.heads, num_kv_heads=model.kv_heads, embed_dim=model.hidden)
+    widths = {"num_heads": model.heads, "num_kv_heads": model.kv_heads, "embed_dim": model.hidden}
     with torch.device("meta"):
         whole = model.build(128, 1, **widths, intermediate_dim=model.mlp, max_seq_len=sequence)
     block = whole.layers[0].to(torch.bfloat16).to_empty(device=device)

@@ -93,7 +93,7 @@ def drive(recipe: GRPORecipe, fault: Path, healthy: int, faults: list[str], out:
     update, present, tokens = recipe.update, ["none"], [0]
 
     def update_then_break(updates):
-        tokens[0] += sum(int(len(row.labels_L)) for rows in updates for row in rows)
+        tokens[0] += sum(len(row.labels_L) for rows in updates for row in rows)
         values = update(updates)
         fault.write_text(present[0])
         return values

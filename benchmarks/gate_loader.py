@@ -21,7 +21,7 @@ def views(memory, manifest):
             yield name, values.to(tensor.dtype)
         elif one and fault == "one tensor lost":
             yield name, torch.zeros_like(tensor)
-        elif one and fault == "one tensor old" or fault.startswith("all tensors old"):
+        elif (one and fault == "one tensor old") or fault.startswith("all tensors old"):
             yield name, old
         else:
             yield name, tensor

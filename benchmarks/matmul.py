@@ -30,21 +30,21 @@ from statistics import fmean, median
 # Threads of numpy's BLAS would spin on the core that is timed on. It reads this once, when it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from learning import tune  # noqa: E402
-from objectives_report import interval  # noqa: E402
+from learning import tune
+from objectives_report import interval
 
 from torchtune_ext.measured.check import (
-    Checker,  # noqa: E402
-    extract,  # noqa: E402
+    Checker,
+    extract,
 )
-from torchtune_ext.measured.child import ChildFailed  # noqa: E402
-from torchtune_ext.measured.kernels import Dgemm  # noqa: E402
-from torchtune_ext.measured.machine import LOCK_S, alone_on, choose_cores, fingerprint, usable_cores  # noqa: E402
-from torchtune_ext.measured.matmul.archive import FILE, Archive  # noqa: E402
-from torchtune_ext.measured.matmul.programs import Family  # noqa: E402
-from torchtune_ext.measured.timing import Timer  # noqa: E402
-from torchtune_ext.pipeline.groups import Sample  # noqa: E402
-from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths  # noqa: E402
+from torchtune_ext.measured.child import ChildFailed
+from torchtune_ext.measured.kernels import Dgemm
+from torchtune_ext.measured.machine import LOCK_S, alone_on, choose_cores, fingerprint, usable_cores
+from torchtune_ext.measured.matmul.archive import FILE, Archive
+from torchtune_ext.measured.matmul.programs import Family
+from torchtune_ext.measured.timing import Timer
+from torchtune_ext.pipeline.groups import Sample
+from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 STAGES = "[none, loop_order, blocking, vectorization, all]"
 VARIANTS = {

@@ -1,5 +1,7 @@
-"""Tables and plots of `objectives.py`, out of what its runs left: metrics.jsonl, and the last weights measured again
-(objectives_measure.py)."""
+"""Tables and plots of `objectives.py`.
+
+They are made of what its runs left: metrics.jsonl, and the last weights measured again (objectives_measure.py).
+"""
 
 import json
 import math

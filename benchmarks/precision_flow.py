@@ -22,6 +22,7 @@ that are there already are read, not repeated.
 """
 
 import argparse
+import itertools
 import math
 import sys
 from dataclasses import replace
@@ -183,7 +184,7 @@ def mismatch(model_dir: Path, questions: int, out: Path) -> tuple[str, bool]:
 
 def _by_place(d: dict, answers: dict) -> list[str]:
     """Does the distance grow along an answer?"""
-    names = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in zip(PLACES, PLACES[1:], strict=False)]
+    names = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in itertools.pairwise(PLACES)]
     lines = ["| run-on answers: mean \\|d\\| / 1e-3 at token | " + " | ".join([*names, f"{PLACES[-1]}-"]) + " |"]
     lines.append("|---" * (len(PLACES) + 1) + "|")
     for engine, name in (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")):

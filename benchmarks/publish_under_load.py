@@ -1,5 +1,6 @@
-"""Is publishing sound while the engine samples: no restart, no mixed weights, no preemption that a pause invented? And how
-long does a canary take behind the queue?
+"""Is publishing sound while the engine samples: no restart, no mixed weights, no preemption that a pause invented?
+
+And how long does a canary take behind the queue?
 
     python benchmarks/publish_under_load.py [--publications 200] [--requests 5000] [--kills 0]
 
@@ -44,7 +45,7 @@ WAIT_S = 120.0  # seconds; less than a test gives the whole of this
 
 def make_model() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=1, tie_word_embeddings=True, **shape)
     return Qwen2ForCausalLM(config).float()
 
@@ -158,8 +159,10 @@ class Publisher:
 
 
 def time_canaries(engine: Engine, publisher: Publisher, prompts: list[list[int]]) -> dict[str, str]:
-    """Rows of the table: how long a canary takes without and with a queue. It has 8 completions of 16 tokens for each of 4
-    prompts, as in training/publish.py."""
+    """Rows of the table: how long a canary takes without and with a queue.
+
+    It has 8 completions of 16 tokens for each of 4 prompts, as in training/publish.py.
+    """
     few = np.random.default_rng(1).integers(0, VOCABULARY, (CANARY_REQUESTS // 8, PROMPT)).tolist()
 
     def milliseconds(priority: Priority) -> float:
@@ -205,7 +208,7 @@ def run(publications: int, requests: int, kills: int, folder: Path) -> tuple[dic
                         queued[:] = [engine.submit(prompt, 4, SAMPLING, group=p) for p, prompt in enumerate(prompts)]
                         for group in queued:
                             answered.extend(group.result())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (it is told at the end)
                 failed.append(repr(error))
 
         began = time.monotonic()

@@ -11,6 +11,7 @@ evaluation), as `none` in the end. Each seed has its own warm-up. Runs that have
 """
 
 import argparse
+import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -83,7 +84,7 @@ def curve(folder: Path) -> list[tuple[int, float, float]]:
 
 def at(points: list[tuple[int, float, float]], column: int, place: float) -> float:
     """The accuracy at a place of a curve, between two evaluations on the line that joins them; at most that of the end."""
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in itertools.pairwise(points):
         if before[column] <= place <= after[column]:
             share = (place - before[column]) / max(1e-9, after[column] - before[column])
             return before[2] + share * (after[2] - before[2])

@@ -22,12 +22,12 @@ from statistics import median
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see Timer
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from torchtune_ext.measured.check import Checker  # noqa: E402
-from torchtune_ext.measured.kernels import Dgemm  # noqa: E402
-from torchtune_ext.measured.machine import LOCK_S, alone_on, choose_cores, fingerprint, usable_cores  # noqa: E402
-from torchtune_ext.measured.timing import Timer, Timing  # noqa: E402
+from torchtune_ext.measured.check import Checker
+from torchtune_ext.measured.kernels import Dgemm
+from torchtune_ext.measured.machine import LOCK_S, alone_on, choose_cores, fingerprint, usable_cores
+from torchtune_ext.measured.timing import Timer, Timing
 
 CLOSE, APART = 0.02, 0.10
 ORDERS = ("ijk", "ikj", "jik", "kij")

@@ -266,7 +266,7 @@ def _imported(name: str) -> ModuleType | Exception:
     """Returns a module, or the error of its import."""
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (the module is of others)
         # It may be no ImportError: DeepGEMM asserts that there is a CUDA_HOME, and torchao raises ValueError.
         return error
 

@@ -54,7 +54,7 @@ class Fp8Blocks:
     shape: tuple[int, int]  # (M, K) without padding
 
     @property
-    def T(self) -> "Fp8Blocks":
+    def T(self) -> "Fp8Blocks":  # noqa: N802
         """Returns the transpose, as views. Rows become columns of the transposed matrix; tiles stay tiles."""
         (rows, columns), (M, K) = self.block, self.shape
         return Fp8Blocks(self.values.T, self.scales.T, (columns, rows), (K, M))

@@ -196,7 +196,7 @@ def packed_attention(
     if isinstance(mask, BlockMask):
         # The mask was made for the padded length.
         T, length = q.shape[2], mask.seq_lengths[0]
-        if T < length:
+        if length > T:
             q, k, v = (F.pad(x, (0, 0, 0, length - T)) for x in (q, k, v))
         return _flex_attention(q, k, v, block_mask=mask)[:, :, :T]
     dense = None if mask is None else mask[:, None]

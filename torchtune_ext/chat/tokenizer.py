@@ -249,7 +249,7 @@ class ChatTokenizer:
                     "tokenizer_config.json); set `template` to a Jinja file, or to 'chatml' for the built-in one"
                 )
             return str(self.path), source
-        if template in named and named[template]:
+        if named.get(template):
             return f"{self.path}: {template}", named[template]
         if template == "chatml":
             return "chatml", CHATML

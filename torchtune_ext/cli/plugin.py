@@ -102,8 +102,9 @@ def say_interrupted(kind, error, trace) -> None:
 class TorchtuneFinder:
     """Adds calls before and after modules of torchtune are executed. It finds no modules itself."""
 
-    before = {"torchtune": begin}
-    after = {"torchtune._recipe_registry": register, "torchtune._cli.run": guide}
+    # `ClassVar` would need an import at every start of the interpreter.
+    before = {"torchtune": begin}  # noqa: RUF012
+    after = {"torchtune._recipe_registry": register, "torchtune._cli.run": guide}  # noqa: RUF012
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -133,7 +134,7 @@ class TorchtuneFinder:
         # An error of ours becomes a warning, so that torchtune stays usable.
         try:
             function(module)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (it becomes a warning)
             import warnings
 
             warnings.warn(

@@ -62,7 +62,7 @@ def connect(address: str, refuse: Callable[[str], Any]) -> Any:
         import ray
 
         ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.WARNING)
-    except Exception as error:  # noqa: BLE001 (Ray has many)
+    except Exception as error:
         hint = "start a cluster with `ray start --head`, or name its address" if address == "auto" else member
         raise Refused(f"cannot join the Ray cluster at {named}: {text_of(error)}; {hint}") from error
     finally:

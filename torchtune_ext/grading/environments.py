@@ -142,7 +142,7 @@ class Environments(Grader):
             # An error of `close` changes nothing any more. The process goes on to the next conversation either way.
             try:
                 closed = self.processes.submit((None, None), self._timeout_s, lambda *_: None, process=process)
-            except Exception:  # the reason why all processes have ended, and with them the environments
+            except Exception:  # noqa: BLE001 (the reason why all processes have ended)
                 return
             closed.add_done_callback(lambda _: self._give(process))
 

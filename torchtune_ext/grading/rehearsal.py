@@ -244,7 +244,7 @@ def _solution(task: Task, problem: Problem) -> str | Sequence[Message] | None:
     """Returns the solution of a problem, or None."""
     try:
         text = task.solution(problem)
-    except Exception:
+    except Exception:  # noqa: BLE001 (the code of the task)
         # GRPO needs no solutions, so one that fails is as good as none.
         return None
     return text if isinstance(text, str) or isinstance(task, ConversationTask) else None

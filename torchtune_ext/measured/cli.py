@@ -11,11 +11,11 @@ from torchtune_ext.run.output import columns
 # Where all cores are timed on, threads of numpy's BLAS would spin on them. It reads this once, when it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from torchtune_ext.measured.bench import Bench  # noqa: E402
-from torchtune_ext.measured.kernel import Kernel, require_sound  # noqa: E402
-from torchtune_ext.measured.kernels import KERNELS  # noqa: E402
-from torchtune_ext.measured.machine import fingerprint  # noqa: E402
-from torchtune_ext.measured.results import Result  # noqa: E402
+from torchtune_ext.measured.bench import Bench
+from torchtune_ext.measured.kernel import Kernel, require_sound
+from torchtune_ext.measured.kernels import KERNELS
+from torchtune_ext.measured.machine import fingerprint
+from torchtune_ext.measured.results import Result
 
 HEAD = ("program", "kernel", "outcome", "ms", "GFLOPS", "±", "of roofline", "x naive", "±", "")
 NAIVE = "(naive)"  # the row of the kernel's own program

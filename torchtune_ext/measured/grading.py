@@ -108,8 +108,9 @@ class MeasuredTask:
         raise NotImplementedError
 
     def rehearse(self, key: str, before: Sequence[Any]) -> None:
-        """Finds out whether programs can be measured here: with the settings of the first measured task of the run, whose
-        service all others share.
+        """Finds out whether programs can be measured here.
+
+        The settings are those of the first measured task of the run, whose service all others share.
 
         Raises:
             ValueError: other settings than that task's; what `rehearse_bench` says, also of what cannot be locked in.

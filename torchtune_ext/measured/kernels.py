@@ -22,7 +22,7 @@ class Dgemm:
     )
     size_names = ("m", "n", "k")
     parameters = (Parameter("A"), Parameter("B"), Parameter("C", is_output=True))
-    forbidden = tuple(name for name in BLAS_NAMES if name != "*gemm") + ("cblas_dgemm",)
+    forbidden = (*tuple(name for name in BLAS_NAMES if name != "*gemm"), "cblas_dgemm")
     naive = """\
 void dgemm(int m, int n, int k, const double *A, const double *B, double *C) {
     for (int i = 0; i < m; i++)
@@ -62,7 +62,7 @@ class Gemv:
     question = "the product y = A x of a matrix A, which has m rows and n columns, and a vector x of n numbers"
     size_names = ("m", "n")
     parameters = (Parameter("A"), Parameter("x"), Parameter("y", is_output=True))
-    forbidden = tuple(name for name in BLAS_NAMES if name != "*gemv") + ("cblas_dgemv",)
+    forbidden = (*tuple(name for name in BLAS_NAMES if name != "*gemv"), "cblas_dgemv")
     naive = """\
 void gemv(int m, int n, const double *A, const double *x, double *y) {
     for (int i = 0; i < m; i++) {

@@ -173,8 +173,9 @@ class Driver:
         return lines
 
     async def measure(self, payload: bytes) -> tuple[str, Any]:
-        """Has a text measured by the machine with the least work, by another one if that is lost. Returns what `Host.measure`
-        does.
+        """Has a text measured by the machine with the least work, by another one if that is lost.
+
+        Returns what `Host.measure` does.
 
         Raises:
             Failure: no machine is left, or the text was lost too often.

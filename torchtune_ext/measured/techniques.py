@@ -50,7 +50,7 @@ def uses(preprocessed: str, kernel: Kernel, openmp: bool = True) -> list[Use]:
         if len(sites) >= 2 * items:
             used.append(Use("blocking", _line(sites), f"{len(sites) // items} steps in one body"))
         used += _of_nest(dimensions, program, sites)
-    first = {use.technique: use for use in reversed(sorted(used, key=lambda use: use.line))}
+    first = {use.technique: use for use in sorted(used, key=lambda use: use.line, reverse=True)}
     return [first[name] for name in TECHNIQUES if name in first]
 
 

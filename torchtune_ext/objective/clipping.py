@@ -13,7 +13,7 @@ from torch import Tensor
 def clip(
     ratio_L: Tensor, advantages_L: Tensor, lower: float, upper: float, dual: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, lower, upper) A) (PPO, arXiv 1707.06347; asymmetric: DAPO, arXiv 2503.14476), and `cut_L`.
+    """PPO's min(r A, clip(r, lower, upper) A) (arXiv 1707.06347; asymmetric: DAPO, arXiv 2503.14476), and `cut_L`.
 
     With `dual` = c > upper it is max(min(r A, clip(r) A), c A) where A < 0 (dual clip, arXiv 1912.09729).
     """

@@ -316,7 +316,7 @@ class GroupStream:
             self.last_sign = time.monotonic()
             try:
                 self._take(*event)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (it is raised again)
                 # `next` raises it in the caller's thread.
                 self._finished.put(error)
                 continue

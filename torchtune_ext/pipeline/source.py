@@ -232,7 +232,7 @@ class GroupSource:
         """Keeps an error of the block until the next `take` raises it."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (it is raised again)
             self._error = error
 
     def _take_batch(self, watch: Callable[[str], AbstractContextManager]) -> tuple[list[Group], dict[str, float]]:

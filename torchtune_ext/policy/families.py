@@ -74,18 +74,18 @@ def _renamed(weights: dict[str, Tensor], names: dict[str, str], **_: int) -> dic
 
 
 def _sizes(config: Config) -> dict[str, Any]:
-    return dict(
-        vocab_size=config["vocab_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        embed_dim=config["hidden_size"],
-        intermediate_dim=config["intermediate_size"],
-        max_seq_len=config["max_position_embeddings"],
-        norm_eps=config["rms_norm_eps"],
-        rope_base=config["rope_theta"],
-        tie_word_embeddings=config["tie_word_embeddings"],
-    )
+    return {
+        "vocab_size": config["vocab_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "embed_dim": config["hidden_size"],
+        "intermediate_dim": config["intermediate_size"],
+        "max_seq_len": config["max_position_embeddings"],
+        "norm_eps": config["rms_norm_eps"],
+        "rope_base": config["rope_theta"],
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
 
 
 def _decoder_sizes(config: Config) -> dict[str, Any]:
@@ -453,7 +453,7 @@ def from_config(
         "quantize_base": quantize_base,
     }
     if lora_attn_modules:
-        numbers = dict(lora_rank=lora_rank, lora_alpha=lora_alpha, lora_dropout=lora_dropout)
+        numbers = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
         _require_numbers(numbers)
         if apply_lora_to_output and arguments.get("tie_word_embeddings"):
             raise Mistake(

@@ -34,12 +34,12 @@ class HFModel:
         self.given: dict[str, Any] = read_config(path)  # what config.json says
         self.config = completed(self.given)
         self._family = FAMILIES[self.config["model_type"]]
-        self._shape = dict(
-            num_heads=self.config["num_attention_heads"],
-            num_kv_heads=self.config["num_key_value_heads"],
-            dim=self.config["hidden_size"],
-            head_dim=self.config["head_dim"],
-        )
+        self._shape = {
+            "num_heads": self.config["num_attention_heads"],
+            "num_kv_heads": self.config["num_key_value_heads"],
+            "dim": self.config["hidden_size"],
+            "head_dim": self.config["head_dim"],
+        }
         self.tied: bool = self.config["tie_word_embeddings"]
 
     def files(self) -> list[Path]:
@@ -147,7 +147,7 @@ class HFModel:
         self.require_unquantized()
         for file in self.files():
             with safe_open(file, framework="pt") as f:
-                for name in f.keys():
+                for name in f:
                     if self.tied and name == "lm_head.weight":
                         continue
                     _require_plain(name, f.get_slice(name).get_dtype(), file)

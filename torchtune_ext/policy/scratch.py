@@ -93,7 +93,7 @@ def make_tokenizer(
 def write_model(folder: Path, tokenizer: Tokenizer, shape: Shape, seed: int) -> None:
     """Writes a model directory in Hugging Face format, with random weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    end, start, pad = (tokenizer.token_to_id(token) for token in SPECIAL)
+    end, _, pad = (tokenizer.token_to_id(token) for token in SPECIAL)
     vocab = (tokenizer.get_vocab_size() + 63) // 64 * 64
     config = {
         "architectures": [ARCHITECTURES[shape.model_type]],

@@ -246,7 +246,7 @@ def guilty(call: Callable[..., Any], arguments: dict[str, Any], text: str) -> st
     for name in sorted(arguments, key=unquoted):
         try:
             call(**{key: value for key, value in arguments.items() if key != name})
-        except (Exception, SystemExit):  # noqa: S112, BLE001 (it failed before, too)
+        except (Exception, SystemExit):  # noqa: BLE001 (it failed before, too)
             continue
         return name
     return None

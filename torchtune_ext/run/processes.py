@@ -170,7 +170,7 @@ class Processes:
             while self._ended is None:
                 self._assign()
                 self._wait()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (who waits gets it)
             # Whatever the error is, those who wait for an answer have to get it.
             self._end(error)
         finally:

@@ -1,5 +1,6 @@
 """What vLLM is started with: its arguments and variables, and the devices, cores and threads of each engine."""
 
+import itertools
 import os
 from dataclasses import replace
 from functools import cache
@@ -201,5 +202,5 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     # On a CPU `devices` are cores. The process of each engine is bound to its share of ours, so that no two engines
     # fight for the same core. A single engine is not bound.
     bounds = [len(cores) * i // count for i in range(count + 1)]
-    shares = [cores[low:high] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    shares = [cores[low:high] for low, high in itertools.pairwise(bounds)]
     return [replace(config, devices=",".join(map(str, share)), count=None) for share in shares]

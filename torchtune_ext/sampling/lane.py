@@ -199,7 +199,7 @@ class Lane:
         async with self._control:
             try:
                 await self._bring_up(core)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (EngineFailed names it)
                 await self._give_up(f"{self.name} did not start: {error}", cause=error)
         self._watching = asyncio.create_task(self._watch())
 
@@ -348,7 +348,7 @@ class Lane:
                     # Another life would find the same incomplete weights.
                     why = f"{self.name} was lost ({cause}) and cannot be replaced: {error}"
                     return await self._give_up(why, tail, error)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 (EngineFailed names it)
                     # Any error counts as a failure, and EngineFailed names the last one.
                     cause = self.cause = str(error) or repr(error)
                 if self.closed:

@@ -357,7 +357,7 @@ class ServerCore(VLLMCore):
                 if step is not None:
                     self.sign_of_life = time.monotonic()
                     self.count(step)
-            except Exception as error:  # nobody waits for this task, so the watch ends the run with this error
+            except Exception as error:  # noqa: BLE001 (the watch ends the run with it)
                 self.broken = error
                 return
 

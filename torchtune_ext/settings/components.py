@@ -157,7 +157,7 @@ def _parameters(component: Any) -> dict[str, inspect.Parameter]:
     for evaluate in (True, False):
         try:
             return dict(inspect.signature(component, eval_str=evaluate).parameters)
-        except Exception:  # noqa: S112, BLE001 (evaluating an annotation may raise anything)
+        except Exception:  # noqa: BLE001 (evaluating an annotation may raise anything)
             continue
     return {}
 

@@ -416,7 +416,7 @@ def _references(node: DictConfig | ListConfig) -> dict[tuple, str]:
         _lookups.clear()
         try:
             value = node[key]
-        except Exception:
+        except Exception:  # noqa: BLE001 (the code of a resolver)
             # Another resolver may fail when it gets a reference in place of a value. The settings are right all the
             # same: they have been resolved before.
             value = None

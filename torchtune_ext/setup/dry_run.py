@@ -93,9 +93,8 @@ def check_start(cfg: Any, plan: Plan, torchrun: bool) -> None:
         # Under torchrun the GPUs that train are known. Without it the plan chooses how many.
         if machine.gpus:
             require_apart(engine, training_gpus(None if torchrun else plan.trainers))
-    elif plan.place == "own" and machine.gpus:
-        if fault := missing_device(plan.engine, machine.gpus, machine.name):
-            raise Mistake(fault)
+    elif plan.place == "own" and machine.gpus and (fault := missing_device(plan.engine, machine.gpus, machine.name)):
+        raise Mistake(fault)
     cfg.ranks.require_divides(plan.trainers)
     # The parts are made on this machine, whatever machine the plan is for.
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()

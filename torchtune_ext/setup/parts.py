@@ -174,8 +174,11 @@ class Parts:
         return Teacher(self.teacher_model, self.teacher_engine(), Path(self.cfg.output_dir) / "teacher")
 
     def source(self, engine: Engine | None, graders: Sequence[Grader]) -> "GroupSource | Replay":
-        """Returns where the groups of a step come from. Ranks without an engine get none. The graders try the right
-        answers of held-out problems now, and of others before they are used."""
+        """Returns where the groups of a step come from.
+
+        Ranks without an engine get none. The graders try the right answers of held-out problems now, and of others
+        before they are used.
+        """
         cfg = self.cfg
         for grader, problems in zip(graders, (self.problems, self.held_out), strict=False):
             problems.try_answers(partial(answer_faults, grader))

@@ -81,7 +81,7 @@ class SweepFolder:
             f"{self.path} cannot be made or written", "Choose another folder (--out), or make room and set its rights"
         ):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / LOCK, "a")
+            self._lock = open(self.path / LOCK, "a")  # noqa: SIM115 (until `close`)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

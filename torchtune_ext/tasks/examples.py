@@ -127,16 +127,18 @@ def _parquet_examples(path: str, fields: set[str] | None, optional: Collection[s
 def hub_examples(
     hub: str, config: str | None, split: str, fields: set[str] | None, optional: Collection[str] = ()
 ) -> Iterator[tuple[str, Example]]:
-    """Yields the place and the content of every example of a data set of the hub. Only `fields` are read (None: all),
-    and `optional` fields if there are any. Raises ValueError if the hub cannot be reached, or has no such data set,
-    config or split."""
+    """Yields the place and the content of every example of a data set of the hub.
+
+    Only `fields` are read (None: all), and `optional` fields if there are any. Raises ValueError if the hub cannot be
+    reached, or has no such data set, config or split.
+    """
     # Imported late, because it takes seconds and a grading process does not need it.
     from datasets import load_dataset
 
     what = f"hub={hub!r}" + (f", config={config!r}" if config else "") + f", split={split!r}"
     try:
         examples: Any = load_dataset(hub, config, split=split)
-    except Exception as error:  # noqa: BLE001 (the libraries below raise a dozen kinds; the cause is named)
+    except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         fix = "download it where there is a network, and name a JSONL or parquet file with path:"
         raise Mistake(f"{what} cannot be loaded ({cause}). Check the name; or {fix}") from error
@@ -153,7 +155,9 @@ def field_names(template: str) -> list[str]:
 
 def fill(template: str, example: Example, where: str, knob: str = "") -> Any:
     """Returns the value of a field ("answer", "reward_model.ground_truth") or a filled template ("{Body} {Question}").
-    Raises what `value_of` raises, and ValueError if a template names no field: it would be the same for all examples."""
+
+    Raises what `value_of` raises, and ValueError if a template names no field: it would be the same for all examples.
+    """
     if "{" not in template:
         return value_of(template, example, where, knob)
     if not field_names(template):
@@ -162,8 +166,10 @@ def fill(template: str, example: Example, where: str, knob: str = "") -> Any:
 
 
 def value_of(field: str, example: Example, where: str, knob: str = "") -> Any:
-    """Returns the value of a field; "a.b.0" names a nested one. Raises ValueError if there is none, whose message lists
-    all fields, and `knob` as the setting to change."""
+    """Returns the value of a field; "a.b.0" names a nested one.
+
+    Raises ValueError if there is none, whose message lists all fields, and `knob` as the setting to change.
+    """
     # The name of a column may itself contain dots.
     if field in example:
         return example[field]

@@ -34,8 +34,11 @@ def use_graders(task: Any, grader: str | Grade | None, group_grader: str | Grade
 
 
 def by_path(path: str, key: str, what: str) -> Callable:
-    """Returns the function that "MODULE.FUNCTION" names. For messages, `key` is the argument of the task, and `what`
-    the function's second one. Raises ValueError as `named`, or if the function does not take two arguments."""
+    """Returns the function that "MODULE.FUNCTION" names.
+
+    For messages, `key` is the argument of the task, and `what` the function's second one. Raises ValueError as `named`,
+    or if the function does not take two arguments.
+    """
     setting = f"{key}={path!r}"
     function = named(path, key, "function", "my_reward.f")
     if not callable(function):
@@ -58,8 +61,11 @@ def by_path(path: str, key: str, what: str) -> Callable:
 
 
 def named(path: str, key: str, kind: str, example: str) -> Any:
-    """Returns what "MODULE.NAME" names. The working directory is searched, too. For messages, `key` is the argument,
-    `kind` is "function" or "class", and `example` a path. Raises ValueError if there is none, or its file fails."""
+    """Returns what "MODULE.NAME" names.
+
+    The working directory is searched, too. For messages, `key` is the argument, `kind` is "function" or "class", and
+    `example` a path. Raises ValueError if there is none, or its file fails.
+    """
     # Some users write a call, f(), or the path of a file.
     setting, path = f"{key}={path!r}", path.removesuffix("()")
     if "." not in path or path.endswith(".py") or "/" in path or ":" in path:

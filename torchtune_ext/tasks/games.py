@@ -47,8 +47,10 @@ class Games:
             self.length = len(self.rows)
 
     def begin(self, row: Mapping[str, Any], seed: int) -> tuple[Environment, Sequence[Message]]:
-        """Makes a game, and returns it with what the policy reads first. The last message is the user's. `row` is empty
-        without rows. `random` has been set to `seed`."""
+        """Makes a game, and returns it with what the policy reads first.
+
+        The last message is the user's. `row` is empty without rows. `random` has been set to `seed`.
+        """
         raise NotImplementedError
 
     def __len__(self) -> int:

@@ -35,9 +35,11 @@ class Source:
     marks: str | None = None  # a pattern to remove from worked solutions, such as marks for a calculator
 
     def examples(self, also: Sequence[str] | None = (), optional: Sequence[str] = ()) -> list[tuple[str, Example]]:
-        """Returns the place and the content of every kept example. `also` names further fields to read (None: all),
-        `optional` fields that may be missing. Raises ValueError without a path or a hub, or if the examples cannot be
-        read."""
+        """Returns the place and the content of every kept example.
+
+        `also` names further fields to read (None: all), `optional` fields that may be missing. Raises ValueError
+        without a path or a hub, or if the examples cannot be read.
+        """
         if self.path is None and self.hub is None:
             raise Mistake("name where the questions come from: path: FILE (JSONL, CSV or parquet), or hub: OWNER/NAME")
         # Columns are read whole, so of a nested field the name of its column counts.

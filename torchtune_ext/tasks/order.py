@@ -135,8 +135,10 @@ class ProblemStream:
         return problems
 
     def first(self, count: int) -> list[Problem]:
-        """Returns the first `count` usable problems by index, or fewer, without moving the cursor. Raises ValueError if
-        there are none."""
+        """Returns the first `count` usable problems by index, or fewer, without moving the cursor.
+
+        Raises ValueError if there are none.
+        """
         return _usable(self._task, self._fault, count, len(self._task))[0]
 
     def at(self, place: int) -> Problem | None:

@@ -161,8 +161,11 @@ class ReasoningGym:
         )
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text. Parts: "solved" (1.0 for the full score), "credit" (the generator's score), and with several
-        generators "solved_NAME"."""
+        """Grades a text.
+
+        Parts: "solved" (1.0 for the full score), "credit" (the generator's score), and with several generators
+        "solved_NAME".
+        """
         name = problem.example["generator"]
         answer = answer_in(spoken(text))
         # Generators parse answers, and some raise at what they cannot read.

@@ -55,24 +55,32 @@ class Score:
 
     @property
     def kind(self) -> str:
-        """Returns "timed_out" if `parts["timed_out"]` is not 0: the text hangs the grader; "policy_failed" if
-        `parts["failed"]` is not 0: the text holds no answer to grade; else "scored"."""
+        """Returns "timed_out", "policy_failed" or "scored".
+
+        The first two are those of a text with `parts["timed_out"]`, which hangs the grader, and with `parts["failed"]`,
+        which holds no answer to grade.
+        """
         if self.parts.get("timed_out"):
             return "timed_out"
         return "policy_failed" if self.parts.get("failed") else "scored"
 
 
 def length_of(first: int, count: int | None) -> int:
-    """Returns the length of a task of `count` problems (None: endless). Raises ValueError if `first` or `count` is out
-    of range."""
+    """Returns the length of a task of `count` problems (None: endless).
+
+    Raises ValueError if `first` or `count` is out of range.
+    """
     if first < 0 or (count is not None and count < 1):
         raise Mistake(f"first={first}, count={count}: first counts from 0, count from 1")
     return ENDLESS if count is None else count
 
 
 def score_of(value: object) -> Score:
-    """Makes a score of what a grader returned. A number is a reward without parts. Raises ValueError if it is neither,
-    or has a number that is not finite. The message continues "returned ..."."""
+    """Makes a score of what a grader returned.
+
+    A number is a reward without parts. Raises ValueError if it is neither, or has a number that is not finite. The
+    message continues "returned ...".
+    """
     # This includes the numbers of numpy, but no tensors. Its truth values, as of `np.isclose`, are no numbers to Python.
     if isinstance(value, Real | np.bool_):
         return Score(_finite("reward", value))

@@ -31,8 +31,10 @@ class ToolCall:
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """Returns the calls in the text of a turn. Raises ValueError, with a message for the policy, if the text between
-    the marks of a call cannot be read."""
+    """Returns the calls in the text of a turn.
+
+    Raises ValueError, with a message for the policy, if the text between the marks of a call cannot be read.
+    """
     # A call in a thought is only an idea.
     text = spoken(text)
     if marked := _MARKED.findall(text):

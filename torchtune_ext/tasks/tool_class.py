@@ -8,7 +8,7 @@ class Shop:
     def buy(self, item: str, count: int = 1) -> str:
         """Buys something.
 
-        Args:
+Args:
             item: what to buy.
             count: how many of it.
         """

@@ -135,7 +135,7 @@ class Metrics:
         for name, sink in list(self._sinks.items()):
             try:
                 tell(sink)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (the code of a sink)
                 self._drop(name, error)
 
     def __enter__(self) -> "Metrics":

@@ -147,12 +147,12 @@ class Tokens:
         return replace(self, contexts_N=np.unique(self.contexts_N, return_inverse=True)[1])
 
     @property
-    def d_N(self) -> np.ndarray:
+    def d_N(self) -> np.ndarray:  # noqa: N802
         """The trainer's minus the sampler's log-prob."""
         return self.ours_N - self.theirs_N
 
     @property
-    def score_N(self) -> np.ndarray:
+    def score_N(self) -> np.ndarray:  # noqa: N802
         """log p + H, with the mean of both sides as log p."""
         # The rounding of the trainer then moves d and log p alike, and that of the sampler moves them apart. Where both
         # round equally, the two cancel in their product.

@@ -1,5 +1,6 @@
 """Means over labels by their place in the completion and by the age of the policy that sampled them."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,7 +14,7 @@ AGES = (0, 1, 2, 4, 8)  # first age of each bucket, in versions
 
 def bucket_names(word: str, edges: Sequence[int]) -> list[str]:
     """The names of buckets from their first values: "at_0", "at_1_15", ..., "at_4096_up"."""
-    last = [f"_{stop - 1}" if stop - start > 1 else "" for start, stop in zip(edges, edges[1:], strict=False)]
+    last = [f"_{stop - 1}" if stop - start > 1 else "" for start, stop in itertools.pairwise(edges)]
     return [f"{word}_{start}{end}" for start, end in zip(edges, [*last, "_up"], strict=True)]
 
 

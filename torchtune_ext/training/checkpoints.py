@@ -313,7 +313,7 @@ class _Files(FileSystem):
         with super().create_stream(path, mode) as stream:
             try:
                 yield stream
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (its cause is raised)
                 raise true_cause(error) from None
 
 

@@ -56,9 +56,9 @@ def choose_interface() -> None:
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     first = os.environ.get("MASTER_ADDR", "localhost")
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] or first in ("localhost", "127.0.0.1", "::1"):
-        if "lo" in [name for _, name in socket.if_nameindex()]:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    one = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] or first in ("localhost", "127.0.0.1", "::1")
+    if one and "lo" in [name for _, name in socket.if_nameindex()]:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def hosts_of_ranks() -> tuple[str, ...]:

@@ -190,9 +190,12 @@ class Replay:
         for cursor in range(BATCHES * batch):
             problem = problems.at(cursor)
             group = None if problem is None else groups.get(problem.id)
-            if problem is not None and group is not None:
-                if group.prompt_tokens.tolist() == tokenizer.prompt_ids(problem.messages, problem.tools):
-                    del groups[problem.id]
+            if (
+                problem is not None
+                and group is not None
+                and group.prompt_tokens.tolist() == tokenizer.prompt_ids(problem.messages, problem.tools)
+            ):
+                del groups[problem.id]
             if not groups:
                 return
         named = [text for text in self._changed if text.startswith(("task.", "tokenizer."))]

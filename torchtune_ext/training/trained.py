@@ -1,5 +1,6 @@
-"""What of a model is trained: all its weights, or adapters over frozen ones. Each class knows both sides: what the
-trainer keeps and saves, and what the engine is started with and sent.
+"""What of a model is trained: all its weights, or adapters over frozen ones.
+
+Each class knows both sides: what the trainer keeps and saves, and what the engine is started with and sent.
 
 part         reference                 sent to the engine                              checkpoint
 AllWeights   a copy of the weights     all weights                                     a model

@@ -139,10 +139,14 @@ class Matmul(MeasuredTask):
             name, stage = problem.answer["problem"], problem.answer["stage"]
             if name not in self._problems:
                 continue  # a replay of a run that asked for more
-            if self.curriculum is not None and stage == self.curriculum.stage(name) and (visit := _visit(samples)):
-                if reason := self.curriculum.observe(name, visit):
-                    moves += 1
-                    log.info("%s goes from stage %s to %s: %s", name, stage, self.curriculum.stage(name), reason)
+            if (
+                self.curriculum is not None
+                and stage == self.curriculum.stage(name)
+                and (visit := _visit(samples))
+                and (reason := self.curriculum.observe(name, visit))
+            ):
+                moves += 1
+                log.info("%s goes from stage %s to %s: %s", name, stage, self.curriculum.stage(name), reason)
             for text, score, _ in samples:
                 if score is not None and score.parts.get("speedup"):
                     self._keep(self._problems[name], extract(text) or "", score, step)

@@ -69,8 +69,10 @@ def write_jsonl(path: str | os.PathLike, puzzles: Iterable[Puzzle]) -> int:
 
 
 def read_puzzles(path: str | os.PathLike, first: int = 0, count: int | None = None) -> list[Puzzle]:
-    """Reads puzzles `first` to `first + count - 1` from a JSON list, or a file with one JSON object a line. Raises
-    ValueError, which names the place, the field and the fix, if one cannot be used."""
+    """Reads puzzles `first` to `first + count - 1` from a JSON list, or a file with one JSON object a line.
+
+    Raises ValueError, which names the place, the field and the fix, if one cannot be used.
+    """
     # A public file is a JSON list, ours has one JSON object a line.
     if Path(path).read_bytes().lstrip().startswith(b"["):
         try:

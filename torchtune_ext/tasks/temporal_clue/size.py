@@ -79,7 +79,9 @@ class Dims:
 
 def parse_size(value: Size | str | Mapping) -> Size:
     """Makes a `Size` from a name ("small"), or a mapping, which may be a text in YAML ("{suspects: 2, rooms: [2, 3]}").
-    Raises ValueError for anything else."""
+
+    Raises ValueError for anything else.
+    """
     if isinstance(value, Size):
         return value
     # YAML reads the names "2" and "3" as numbers.

@@ -69,8 +69,10 @@ class Solver:
         return goal
 
     def find(self, clues: Iterable[Statement], goal) -> World | None:
-        """Returns a world in which all the clues and the goal hold, or None if there is none. Raises TimeoutError if
-        the solver finds no answer within `SECONDS`."""
+        """Returns a world in which all the clues and the goal hold, or None if there is none.
+
+        Raises TimeoutError if the solver finds no answer within `SECONDS`.
+        """
         literals = [self.literal(clue) for clue in clues]
         self.model.clear_assumptions()
         self.model.add_assumptions([goal, *literals])

@@ -82,8 +82,11 @@ class TemporalClue:
         return Problem(f"{self.prefix}-{self.first + index:06d}", (message,), puzzle.solution)
 
     def grade(self, problem: Problem, text: str) -> Score:
-        """Grades a text. Parts: "accuracy", the share of right answers; "solved", 1.0 if all are right; "format", the
-        share of questions with any answer in the right format."""
+        """Grades a text.
+
+        Parts: "accuracy", the share of right answers; "solved", 1.0 if all are right; "format", the share of questions
+        with any answer in the right format.
+        """
         right = right_answers(problem.answer, text, self.rule).values()
         reward = sum(right) / len(right)
         parts = {"accuracy": reward, "solved": float(all(right)), "format": answered(problem.answer, text)}

@@ -77,7 +77,7 @@ class WeightsAndBiases:
 
         try:
             fault = "" if wandb.login(prompt=False) else "it has no API key"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the code of W&B)
             fault = cause_of(error)
         if fault:
             # Left to itself, W&B waits at exit for its own process, even while that waits for the server. So it is
