@@ -15,7 +15,6 @@ from objectives import tune
 from objectives_report import interval, plt, save
 
 from torchtune_ext.telemetry.metrics import read_metrics
-from torchtune_ext.training.precision import FLOWS
 
 COLORS = {"bf16": "#000000", "fp8_rollout": "#D55E00", "fp8_unified": "#0072B2"}  # Okabe and Ito's
 WINDOW = 5  # steps of the moving mean
@@ -63,7 +62,7 @@ def train_all(
         Run(flow, level, seed, out / f"{flow}_{name}_s{seed}")
         for seed in seeds
         for level, name in levels.items()
-        for flow in FLOWS
+        for flow in COLORS
     ]
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda run: train(run, model, threads, settings), runs))
@@ -110,7 +109,7 @@ def report(runs: Sequence[Run], levels: Mapping[int, str]) -> str:
     lines.append("|---" * (len(COLUMNS) + 6) + "|")
     for level, name in levels.items():
         at = {(run.flow, run.seed): (run, values(run)) for run in runs if run.level == level}
-        for flow in FLOWS:
+        for flow in COLORS:
             mine = {seed: entry for (f, seed), entry in at.items() if f == flow}
             if not mine:
                 continue
@@ -137,7 +136,7 @@ def draw(runs: Sequence[Run], levels: Mapping[int, str], path: Path) -> None:
     for column, (level, name) in enumerate(levels.items()):
         for row, (metric, label) in enumerate((("reward/mean", "reward"), ("mismatch/mean_abs", "mean |d log-prob|"))):
             axis = axes[row, column]
-            for flow in FLOWS:
+            for flow in COLORS:
                 curves = [_smoothed(run, metric) for run in runs if run.done and (run.flow, run.level) == (flow, level)]
                 if not curves:
                     continue

@@ -56,14 +56,14 @@ class Config:
     model_dir: str = Field(description="weights and tokenizer, Hugging Face format")
     tokenizer: Component = Field(description="messages -> token ids")
     task: Component = Field(description="problems, all evaluated")
-    engine: EngineConfig = Field(EngineConfig(), description="vLLM engines: memory, GPUs, deadlines")
+    engine: EngineConfig = Field(default=EngineConfig(), description="vLLM engines: memory, GPUs, deadlines")
     sampling: SamplingConfig = Field(description="sampling parameters of completions")
-    samples_per_problem: int = Field(1, ge=1, description="samples per problem at sampling.temperature")
-    greedy: bool = Field(True, description="also one greedy sample per problem")
+    samples_per_problem: int = Field(default=1, ge=1, description="samples per problem at sampling.temperature")
+    greedy: bool = Field(default=True, description="also one greedy sample per problem")
     pass_at: list[int] = Field(default_factory=lambda: [1], description="k of pass@k, at most samples_per_problem")
-    grader: GraderConfig = Field(GraderConfig(), description="grader processes and their time limit")
-    rollouts: RolloutConfig = Field(RolloutConfig(), description="deadline of rollouts")
-    seed: Seed = Field(0, description="seed of sampling")
+    grader: GraderConfig = Field(default=GraderConfig(), description="grader processes and their time limit")
+    rollouts: RolloutConfig = Field(default=RolloutConfig(), description="deadline of rollouts")
+    seed: Seed = Field(default=0, description="seed of sampling")
 
 
 class EvaluateRecipe:

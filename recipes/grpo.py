@@ -61,63 +61,77 @@ class Config:
     model: Component = Field(
         description="torchtune model builder that fits model_dir; a LoRA builder trains adapters only"
     )
-    adapters: nodes.AdapterConfig = Field(nodes.AdapterConfig(), description="publishing and saving of LoRA adapters")
+    adapters: nodes.AdapterConfig = Field(
+        default=nodes.AdapterConfig(), description="publishing and saving of LoRA adapters"
+    )
     tokenizer: Component = Field(description="messages -> token ids")
     task: Component = Field(description="training problems and their grader")
-    evaluation: nodes.EvaluationConfig = Field(nodes.EvaluationConfig(), description="held-out evaluation")
-    grader: nodes.GraderConfig = Field(nodes.GraderConfig(), description="grader processes and their time limit")
+    evaluation: nodes.EvaluationConfig = Field(default=nodes.EvaluationConfig(), description="held-out evaluation")
+    grader: nodes.GraderConfig = Field(
+        default=nodes.GraderConfig(), description="grader processes and their time limit"
+    )
     preset: str | None = Field(
-        "grpo", description="published method: values of loss, advantage, aggregation, ... not set here"
+        default="grpo", description="published method: values of loss, advantage, aggregation, ... not set here"
     )
     loss: Component = Field(description="objective per token")
     teacher: nodes.TeacherConfig = Field(
-        nodes.TeacherConfig(), description="model that scores completions for distillation"
+        default=nodes.TeacherConfig(), description="model that scores completions for distillation"
     )
     optimizer: Component = Field(description="torch optimizer")
-    engine: nodes.EngineConfig = Field(nodes.EngineConfig(), description="vLLM engines: memory, GPUs, deadlines")
+    engine: nodes.EngineConfig = Field(
+        default=nodes.EngineConfig(), description="vLLM engines: memory, GPUs, deadlines"
+    )
     sampling: nodes.SamplingConfig = Field(description="sampling parameters of completions")
-    seed: Seed = Field(0, description="seed of sampling, torch and the order of a finite task")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device of the trainer")
+    seed: Seed = Field(default=0, description="seed of sampling, torch and the order of a finite task")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device of the trainer")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto",
+        default="auto",
         description="dtype of forward and backward; auto: bfloat16 where the device computes in it; masters are float32",
     )
-    precision: nodes.PrecisionConfig = Field(nodes.PrecisionConfig(), description="precision flow of linear layers")
+    precision: nodes.PrecisionConfig = Field(
+        default=nodes.PrecisionConfig(), description="precision flow of linear layers"
+    )
     max_steps: int = Field(ge=1, description="training steps")
-    prompts_per_step: int = Field(32, ge=1, description="groups per step")
-    samples_per_prompt: int = Field(16, ge=2, description="completions per group")
-    staleness: int = Field(0, description="policy versions that a completion may lag behind; 0: on-policy")
+    prompts_per_step: int = Field(default=32, ge=1, description="groups per step")
+    samples_per_prompt: int = Field(default=16, ge=2, description="completions per group")
+    staleness: int = Field(default=0, description="policy versions that a completion may lag behind; 0: on-policy")
     depth: int | None = Field(
-        None, description="steps sampled ahead, at most staleness; null: 1, or 0 with staleness 0"
+        default=None, description="steps sampled ahead, at most staleness; null: 1, or 0 with staleness 0"
     )
-    rollouts: nodes.RolloutConfig = Field(nodes.RolloutConfig(), description="deadline of rollouts")
+    rollouts: nodes.RolloutConfig = Field(default=nodes.RolloutConfig(), description="deadline of rollouts")
     replay: str | None = Field(
-        None, description="run folder whose stored rollouts are trained on again, without an engine"
+        default=None, description="run folder whose stored rollouts are trained on again, without an engine"
     )
-    refill_rounds: int = Field(0, ge=0, description="most further sampling rounds that replace zero-variance groups")
-    updates_per_step: int = Field(1, ge=1, description="optimizer updates per step")
-    row_tokens: int = Field(16384, description="tokens of a packed row")
-    advantage: nodes.AdvantageConfig = Field(nodes.AdvantageConfig(), description="rewards of a group -> advantages")
+    refill_rounds: int = Field(
+        default=0, ge=0, description="most further sampling rounds that replace zero-variance groups"
+    )
+    updates_per_step: int = Field(default=1, ge=1, description="optimizer updates per step")
+    row_tokens: int = Field(default=16384, description="tokens of a packed row")
+    advantage: nodes.AdvantageConfig = Field(
+        default=nodes.AdvantageConfig(), description="rewards of a group -> advantages"
+    )
     aggregation: Literal["sequence", "token", "constant"] = Field(
-        "sequence", description="loss: mean over completions, mean over tokens, or sum over a constant"
+        default="sequence", description="loss: mean over completions, mean over tokens, or sum over a constant"
     )
-    schedule: nodes.ScheduleConfig = Field(nodes.ScheduleConfig(), description="learning-rate schedule")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="gradient clipping; null: off")
-    activation_checkpointing: bool = Field(False, description="recompute activations in the backward")
-    compile: bool = Field(False, description="torch.compile each layer")
+    schedule: nodes.ScheduleConfig = Field(default=nodes.ScheduleConfig(), description="learning-rate schedule")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="gradient clipping; null: off")
+    activation_checkpointing: bool = Field(default=False, description="recompute activations in the backward")
+    compile: bool = Field(default=False, description="torch.compile each layer")
     max_mismatch: PositiveFloat | Literal["auto"] = Field(
-        "auto",
+        default="auto",
         description="mean |trainer - engine log-prob| (nats) that stops the run; auto: from measured rounding",
     )
     checkpoints: nodes.CheckpointConfig = Field(
-        nodes.CheckpointConfig(), description="checkpoint interval and retention"
+        default=nodes.CheckpointConfig(), description="checkpoint interval and retention"
     )
-    resume_from_checkpoint: bool = Field(False, description="resume from the newest checkpoint in output_dir")
-    ranks: nodes.RanksConfig = Field(nodes.RanksConfig(), description="sharding and deadlines of several ranks")
-    logging: nodes.LoggingConfig = Field(nodes.LoggingConfig(), description="metric sinks next to the run folder")
+    resume_from_checkpoint: bool = Field(default=False, description="resume from the newest checkpoint in output_dir")
+    ranks: nodes.RanksConfig = Field(default=nodes.RanksConfig(), description="sharding and deadlines of several ranks")
+    logging: nodes.LoggingConfig = Field(
+        default=nodes.LoggingConfig(), description="metric sinks next to the run folder"
+    )
     profile: list[int] = Field(default_factory=list, description="steps that torch.profiler traces, e.g. [3, 4]")
     dry_run: bool | str = Field(
-        False, description='true: check settings and memory, then exit; "4x80": for 4 GPUs of 80 GB'
+        default=False, description='true: check settings and memory, then exit; "4x80": for 4 GPUs of 80 GB'
     )
 
 

@@ -53,29 +53,33 @@ class Config:
     """Every config key of the recipe."""
 
     output_dir: str = Field(description="run folder; the model is saved in output_dir/model")
-    model_dir: str | None = Field(None, description="model to train further; null: a new model of `shape`")
-    shape: Shape = Field(Shape(), description="sizes of a new model")
+    model_dir: str | None = Field(default=None, description="model to train further; null: a new model of `shape`")
+    shape: Shape = Field(default=Shape(), description="sizes of a new model")
     model: Component = Field(description="torchtune model builder")
     tokenizer: Component = Field(description="messages -> token ids")
     task: Component = Field(description="problems with solutions")
     optimizer: Component = Field(description="torch optimizer")
     num_problems: int = Field(ge=1, description="training problems, the first of the task")
-    epochs: float = Field(1.0, gt=0, description="passes over the problems")
-    batch_problems: int = Field(64, ge=1, description="problems per optimizer update")
-    train_on_prompt: bool = Field(False, description="include prompt tokens in the loss, for a new model")
-    row_tokens: int = Field(4096, ge=1, description="tokens of a packed row")
-    tokenizer_problems: int = Field(1000, ge=1, description="problems whose text trains the tokenizer of a new model")
-    schedule: ScheduleConfig = Field(ScheduleConfig(decay="cosine", warmup=20), description="learning-rate schedule")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="gradient clipping; null: off")
-    seed: Seed = Field(0, description="seed of weights and order")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device of the trainer")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="dtype of forward and backward, and of the saved weights"
+    epochs: float = Field(default=1.0, gt=0, description="passes over the problems")
+    batch_problems: int = Field(default=64, ge=1, description="problems per optimizer update")
+    train_on_prompt: bool = Field(default=False, description="include prompt tokens in the loss, for a new model")
+    row_tokens: int = Field(default=4096, ge=1, description="tokens of a packed row")
+    tokenizer_problems: int = Field(
+        default=1000, ge=1, description="problems whose text trains the tokenizer of a new model"
     )
-    activation_checkpointing: bool = Field(False, description="recompute activations in the backward")
-    compile: bool = Field(False, description="torch.compile each layer")
-    log_every: int = Field(10, ge=1, description="optimizer updates between log lines")
-    logging: LoggingConfig = Field(LoggingConfig(), description="metric sinks next to the run folder")
+    schedule: ScheduleConfig = Field(
+        default=ScheduleConfig(decay="cosine", warmup=20), description="learning-rate schedule"
+    )
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="gradient clipping; null: off")
+    seed: Seed = Field(default=0, description="seed of weights and order")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device of the trainer")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto", description="dtype of forward and backward, and of the saved weights"
+    )
+    activation_checkpointing: bool = Field(default=False, description="recompute activations in the backward")
+    compile: bool = Field(default=False, description="torch.compile each layer")
+    log_every: int = Field(default=10, ge=1, description="optimizer updates between log lines")
+    logging: LoggingConfig = Field(default=LoggingConfig(), description="metric sinks next to the run folder")
 
 
 class WarmupRecipe:

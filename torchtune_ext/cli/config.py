@@ -10,7 +10,6 @@ The keys are the fields of `Config` in the recipe and of the records in it.
 """
 
 import argparse
-import dataclasses
 import json
 import re
 import sys
@@ -52,7 +51,7 @@ def is_recipe(word: str) -> bool:
 
 def config_class(recipe: str) -> type:
     """Returns the class `Config` of a recipe, one of ours by name or another by file. Raises Mistake without one."""
-    config = getattr(recipe_module(recipe, ""), "Config", None)
+    config: Any = getattr(recipe_module(recipe, ""), "Config", None)
     if not hasattr(config, "__pydantic_fields__"):
         raise Mistake(f"{recipe}: not a recipe; expected a pydantic dataclass `Config` in it")
     return config
@@ -139,9 +138,10 @@ def json_schema(record: type) -> dict[str, Any]:
     schema = TypeAdapter(record).json_schema()
     definitions = schema.get("$defs", {})
     for name, field in option_fields(record).items():
-        bare = getattr(nested_record(field), "BARE", None)
-        if bare is not None:
-            plain = definitions[field.annotation.__name__]["properties"][bare]
+        nested = nested_record(field)
+        bare = getattr(nested, "BARE", None)
+        if nested is not None and bare is not None:
+            plain = definitions[nested.__name__]["properties"][bare]
             schema["properties"][name] = {"anyOf": [schema["properties"][name], plain]}
     reference = {"type": "string", "pattern": r"\$\{.+\}"}
     for each in (schema, *definitions.values()):
@@ -180,8 +180,6 @@ def main(args: argparse.Namespace) -> int:
 
 def as_yaml(value: Any) -> str:
     """Returns a plain value in YAML's flow style."""
-    if dataclasses.is_dataclass(value):
-        value = dataclasses.asdict(value)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -30,9 +30,9 @@ FAILED_STEPS = 2  # steps in a row in which every text failed, after which the r
 class GraderConfig:
     """The keys of `grader:`."""
 
-    workers: int = Field(1, ge=1, description="grader processes")
+    workers: int = Field(default=1, ge=1, description="grader processes")
     timeout_s: Seconds = Field(
-        10.0, description="time limit of one text, or of a group that is graded together, seconds"
+        default=10.0, description="time limit of one text, or of a group that is graded together, seconds"
     )
 
 

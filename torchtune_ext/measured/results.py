@@ -68,16 +68,18 @@ class BenchConfig:
     """The keys of `bench:`, an argument of tasks whose programs are timed."""
 
     workers: int | None = Field(
-        None, ge=1, description="processes that check programs; null: one per core not timed on"
+        default=None, ge=1, description="processes that check programs; null: one per core not timed on"
     )
     cores: list[int] | None = Field(
-        None, description="cores to time on, e.g. [2, 3]; null: those that no engine may use"
+        default=None, description="cores to time on, e.g. [2, 3]; null: those that no engine may use"
     )
-    threads: int = Field(1, ge=1, description="threads, and cores, of a timed program")
-    compiler: str | None = Field(None, description="gcc, clang, or a path; null: the one found first")
-    budget_s: Seconds = Field(10.0, description="seconds for one timing")
-    namespaces: bool | None = Field(None, description="isolate programs by bubblewrap; null: where it works")
-    address: str | None = Field(None, description='Ray cluster that times, HOST:PORT or "auto"; null: this machine')
+    threads: int = Field(default=1, ge=1, description="threads, and cores, of a timed program")
+    compiler: str | None = Field(default=None, description="gcc, clang, or a path; null: the one found first")
+    budget_s: Seconds = Field(default=10.0, description="seconds for one timing")
+    namespaces: bool | None = Field(default=None, description="isolate programs by bubblewrap; null: where it works")
+    address: str | None = Field(
+        default=None, description='Ray cluster that times, HOST:PORT or "auto"; null: this machine'
+    )
 
 
 def version() -> str:

@@ -53,26 +53,28 @@ class AdvantageConfig:
     """
 
     baseline: Literal["mean", "leave_one_out"] = Field(
-        "mean", description="mean of the group, or mean of the other samples of the group"
+        default="mean", description="mean of the group, or mean of the other samples of the group"
     )
     scale: Literal["group_std", "batch_std", "none"] = Field(
-        "group_std", description="standard deviation of the group, or of all rewards of the step, or none"
+        default="group_std", description="standard deviation of the group, or of all rewards of the step, or none"
     )
     pass_k: int = Field(
-        1,
+        default=1,
         ge=1,
         description="above 1: value = best reward of k samples, averaged over the choices of k that include the sample",
     )
     credit: Literal["episode", "turn"] = Field(
-        "episode",
+        default="episode",
         description="one advantage per episode, or per turn: its return, compared with samples that reached the turn",
     )
     truncated: Literal["keep", "mask", "penalize"] = Field(
-        "keep", description="truncated samples: keep, mask (they count in the baseline only), or penalize"
+        default="keep", description="truncated samples: keep, mask (they count in the baseline only), or penalize"
     )
-    penalty: float = Field(1.0, ge=0, description="subtracted from the reward of a truncated sample by penalize")
+    penalty: float = Field(
+        default=1.0, ge=0, description="subtracted from the reward of a truncated sample by penalize"
+    )
     overlong: float = Field(
-        0.0,
+        default=0.0,
         ge=0,
         le=1,
         description="last share of max_tokens over which the penalty grows from 0 to `penalty` (DAPO: 0.2)",

@@ -30,10 +30,12 @@ SOLVED = 1.0 - 1e-9  # the smallest reward that counts as fully right in pass@k
 class EvaluationConfig:
     """The keys of `evaluation:`, the held-out evaluation of a training run."""
 
-    task: Component | None = Field(None, description="held-out problems, all evaluated; null: no evaluation")
-    every: int = Field(10, ge=1, description="steps between evaluations; also before the first and after the last step")
+    task: Component | None = Field(default=None, description="held-out problems, all evaluated; null: no evaluation")
+    every: int = Field(
+        default=10, ge=1, description="steps between evaluations; also before the first and after the last step"
+    )
     samples: int = Field(
-        1, ge=1, description="samples per held-out problem at the training temperature, besides a greedy one"
+        default=1, ge=1, description="samples per held-out problem at the training temperature, besides a greedy one"
     )
 
 

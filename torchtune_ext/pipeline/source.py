@@ -36,7 +36,9 @@ REPLAYED = "replayed"  # a key in the state of a run that replays another one in
 class RolloutConfig:
     """The keys of `rollouts:`."""
 
-    deadline_s: Seconds = Field(1800.0, description="seconds without a completion or grade after which the run fails")
+    deadline_s: Seconds = Field(
+        default=1800.0, description="seconds without a completion or grade after which the run fails"
+    )
 
 
 def prompt_fault(tokenizer: ChatTokenizer, max_model_len: int, max_tokens: int) -> Fault:

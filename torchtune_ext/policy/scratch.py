@@ -29,16 +29,18 @@ COMMON = 0.5
 class Shape:
     """The sizes of a Qwen2 or Qwen3 model with tied embeddings, by the names of config.json."""
 
-    model_type: Literal["qwen2", "qwen3"] = Field("qwen2", description="architecture")
-    hidden_size: int = Field(128, ge=1, description="width of the residual stream")
-    num_hidden_layers: int = Field(4, ge=1, description="transformer layers")
-    num_attention_heads: int = Field(4, ge=1, description="query heads")
-    num_key_value_heads: int = Field(2, ge=1, description="key and value heads")
-    head_dim: int | None = Field(None, ge=1, description="width of a head; null: hidden_size / num_attention_heads")
-    intermediate_size: int = Field(384, ge=1, description="width of the MLP")
-    max_position_embeddings: int = Field(1024, ge=1, description="tokens of the longest sequence")
-    rope_theta: float = Field(10000.0, gt=0, description="RoPE base")
-    vocab_size: int = Field(1024, ge=1, description="most tokens; the tokenizer may need fewer")
+    model_type: Literal["qwen2", "qwen3"] = Field(default="qwen2", description="architecture")
+    hidden_size: int = Field(default=128, ge=1, description="width of the residual stream")
+    num_hidden_layers: int = Field(default=4, ge=1, description="transformer layers")
+    num_attention_heads: int = Field(default=4, ge=1, description="query heads")
+    num_key_value_heads: int = Field(default=2, ge=1, description="key and value heads")
+    head_dim: int | None = Field(
+        default=None, ge=1, description="width of a head; null: hidden_size / num_attention_heads"
+    )
+    intermediate_size: int = Field(default=384, ge=1, description="width of the MLP")
+    max_position_embeddings: int = Field(default=1024, ge=1, description="tokens of the longest sequence")
+    rope_theta: float = Field(default=10000.0, gt=0, description="RoPE base")
+    vocab_size: int = Field(default=1024, ge=1, description="most tokens; the tokenizer may need fewer")
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:

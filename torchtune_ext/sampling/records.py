@@ -55,67 +55,78 @@ def _is_address(text: str) -> bool:
 class EngineConfig:
     """The keys of `engine:`, how vLLM engines are built. Raises ValueError for values that exclude each other."""
 
-    backend: str = Field("vllm", description='"vllm", or the dotted path of a backend class')
+    backend: str = Field(default="vllm", description='"vllm", or the dotted path of a backend class')
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="dtype of weights and KV cache in the engine; auto: the trainer's `dtype`"
+        default="auto", description="dtype of weights and KV cache in the engine; auto: the trainer's `dtype`"
     )
-    max_model_len: int = Field(4096, ge=1, description="most tokens of prompt + completion of one request")
+    max_model_len: int = Field(default=4096, ge=1, description="most tokens of prompt + completion of one request")
     kv_cache_bytes: int | None = Field(
-        None, ge=1, description="KV cache of each engine; null: 1 GiB on CPU, gpu_memory_utilization on GPU"
+        default=None, ge=1, description="KV cache of each engine; null: 1 GiB on CPU, gpu_memory_utilization on GPU"
     )
     gpu_memory_utilization: float = Field(
-        0.85, gt=0, le=1, description="share of the GPU for weights + KV cache, if kv_cache_bytes is null"
+        default=0.85, gt=0, le=1, description="share of the GPU for weights + KV cache, if kv_cache_bytes is null"
     )
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs of one engine")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs of one engine")
     max_concurrency: int | None = Field(
-        None, ge=1, description="in-flight requests of one engine; null: adapts to the engine's own counters"
+        default=None, ge=1, description="in-flight requests of one engine; null: adapts to the engine's own counters"
     )
     max_num_seqs: int | None = Field(
-        None, ge=1, description="requests of one engine step without the canary; null: 256 on CPU, 1024 on GPU"
+        default=None, ge=1, description="requests of one engine step without the canary; null: 256 on CPU, 1024 on GPU"
     )
-    max_num_batched_tokens: int | None = Field(None, ge=1, description="tokens of one engine step; null: vLLM's choice")
+    max_num_batched_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of one engine step; null: vLLM's choice"
+    )
     block_size: int | None = Field(
-        None, ge=1, description="tokens of a KV block; null: 32 on CPU, vLLM's choice on GPU"
+        default=None, ge=1, description="tokens of a KV block; null: 32 on CPU, vLLM's choice on GPU"
     )
     devices: str | None = Field(
-        None,
+        default=None,
         description="GPUs, as in CUDA_VISIBLE_DEVICES; one engine per `tensor_parallel_size` of them; null: inherited",
     )
-    count: int | None = Field(None, ge=1, description="engines on a CPU; null: from devices or address, else 1")
+    count: int | None = Field(default=None, ge=1, description="engines on a CPU; null: from devices or address, else 1")
     threads: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="threads of each engine on a CPU; null: the trainer's if it waits for a large model, else 1",
     )
     kv_on_publish: Literal["recompute", "keep"] = Field(
-        "recompute", description="KV cache of in-flight requests after a weight sync: recompute or keep"
+        default="recompute", description="KV cache of in-flight requests after a weight sync: recompute or keep"
     )
-    sleep: bool = Field(False, description="colocated engine: release GPU memory between sampling and weight sync")
+    sleep: bool = Field(
+        default=False, description="colocated engine: release GPU memory between sampling and weight sync"
+    )
     address: Annotated[str | None, BeforeValidator(_one_text, json_schema_input_type=str | list[str] | None)] = Field(
-        None,
+        default=None,
         description='"http://host:port" of running vLLM servers, a list or with commas; null: engines of this run. '
         "Their API key is in TORCHTUNE_EXT_API_KEY",
     )
     transfer: Literal["auto", "shm", "nccl", "gloo"] = Field(
-        "auto", description="weight transfer to servers: shared memory, or a network backend; auto: as the server says"
+        default="auto",
+        description="weight transfer to servers: shared memory, or a network backend; auto: as the server says",
     )
     lora_rank: int | None = Field(
-        None, ge=1, le=LORA_RANKS[-1], description="rank of published adapters; set by the recipe"
+        default=None, ge=1, le=LORA_RANKS[-1], description="rank of published adapters; set by the recipe"
     )
     lora_targets: tuple[str, ...] = Field(
-        (), description='layers with an adapter, e.g. "q_proj"; empty: all that vLLM can adapt'
+        default=(), description='layers with an adapter, e.g. "q_proj"; empty: all that vLLM can adapt'
     )
     quantization: dict[str, Any] = Field(
         default_factory=dict, description="quantization_config of published weights; set by the recipe"
     )
-    seed: int = Field(0, description="seed of requests without a seed")
-    start_deadline_s: Seconds = Field(600.0, description="deadline of the engine's start, seconds")
-    rpc_deadline_s: Seconds = Field(300.0, description="deadline of one engine call (weights, pause, resume), seconds")
-    probe_interval_s: Seconds = Field(2.0, description="seconds without output before a health check of a busy engine")
-    probe_deadline_s: Seconds = Field(
-        30.0, description="timeout of a health check; above the slowest engine step, seconds"
+    seed: int = Field(default=0, description="seed of requests without a seed")
+    start_deadline_s: Seconds = Field(default=600.0, description="deadline of the engine's start, seconds")
+    rpc_deadline_s: Seconds = Field(
+        default=300.0, description="deadline of one engine call (weights, pause, resume), seconds"
     )
-    max_failures: int = Field(3, ge=1, description="crashes in a row without a finished request that end the run")
+    probe_interval_s: Seconds = Field(
+        default=2.0, description="seconds without output before a health check of a busy engine"
+    )
+    probe_deadline_s: Seconds = Field(
+        default=30.0, description="timeout of a health check; above the slowest engine step, seconds"
+    )
+    max_failures: int = Field(
+        default=3, ge=1, description="crashes in a row without a finished request that end the run"
+    )
     extra_args: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM's AsyncEngineArgs")
 
     def following(self, dtype: str, threads: int | None = None) -> "EngineConfig":
@@ -166,22 +177,27 @@ class SamplingConfig:
     """The keys of `sampling:`, the sampling parameters of completions."""
 
     max_tokens: int = Field(ge=1, description="most tokens of a completion")
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="sampling temperature; 0: greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; below 1 log-probs are renormalized; 1: off")
-    top_k: int = Field(0, ge=0, description="top-k sampling; 0: off")
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="sampling temperature; 0: greedy")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="nucleus sampling; below 1 log-probs are renormalized; 1: off"
+    )
+    top_k: int = Field(default=0, ge=0, description="top-k sampling; 0: off")
     stop_token_ids: tuple[int, ...] = Field(
-        (), description="a completion ends with, and contains, the first of these; empty: the model's end tokens"
+        default=(),
+        description="a completion ends with, and contains, the first of these; empty: the model's end tokens",
     )
     seed: int | None = Field(
-        None, description="seed of requests, from (seed, group, sample index); null: not reproducible"
+        default=None, description="seed of requests, from (seed, group, sample index); null: not reproducible"
     )
     early_stop_logprob: float | None = Field(
-        None, lt=0, description="running mean log-prob (nats) below which a completion is stopped, e.g. -3.0; null: off"
+        default=None,
+        lt=0,
+        description="running mean log-prob (nats) below which a completion is stopped, e.g. -3.0; null: off",
     )
     early_stop_decay: float = Field(
-        0.992, gt=0, lt=1, description="decay of the running mean; 0.992 averages about 125 tokens"
+        default=0.992, gt=0, lt=1, description="decay of the running mean; 0.992 averages about 125 tokens"
     )
-    early_stop_min_tokens: int = Field(64, ge=1, description="tokens before the first early stop")
+    early_stop_min_tokens: int = Field(default=64, ge=1, description="tokens before the first early stop")
 
     def stopping_at(self, ids: Sequence[int]) -> "SamplingConfig":
         """A copy with these stops, where no others are set."""

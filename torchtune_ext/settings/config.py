@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -94,11 +94,11 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     merged = OmegaConf.merge(OmegaConf.create(_defaults(schema)), given)
     # Each run that an agent of Weights & Biases starts gets its own folder. It does so before references are resolved,
     # so that files which are named below the folder move along.
-    folder = merged._get_node("output_dir")
+    folder = _node(merged, "output_dir")
     if folder is not None and type(folder._value()) in (str, int):
         merged.output_dir = own_folder(str(folder._value()))
     # With references, for the record of the run.
-    written = OmegaConf.to_container(merged)
+    written: Any = OmegaConf.to_container(merged)
     try:
         for key in OmegaConf.missing_keys(merged):
             raise Mistake(f"{key} has no value; set it in the YAML or on the command line as {key}=...")
@@ -107,19 +107,18 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
         raise Mistake(_unresolved(error, str(error.full_key))) from None
     plain = _expand_paths(OmegaConf.to_container(merged))
     settings, faults = _validated(schema, plain)
-    if faults:
+    if settings is None or faults:
         raise Mistake("\n".join(faults))
     setattr(settings, _RECORD, _record(settings, plain, written, given))
     return settings
 
 
-def _validated(schema: type[T], plain: dict[str, Any]) -> tuple[T, list[str]]:
+def _validated(schema: type[T], plain: dict[str, Any]) -> tuple[T | None, list[str]]:
     """Returns the settings, and a message for each mistake in `plain`; the settings are None if there is one."""
-    faults = _unlike_yaml(schema, plain)
+    faults, settings = _unlike_yaml(schema, plain), None
     try:
         settings = TypeAdapter(schema).validate_python(plain)
     except ValidationError as error:
-        settings = None
         for each in error.errors(include_url=False):
             key, field = _place(schema, each["loc"])
             # Each alternative of a union has an error of its own.
@@ -144,7 +143,7 @@ def read_config(config: str, words: Sequence[str], recipe: str | None = None) ->
         raise Mistake(
             f"--config {config}: written for which recipe? Add --recipe grpo_full, or your own: --recipe my_grpo.py"
         )
-    schema = getattr(recipe_module(named, "--recipe "), "Config", None)
+    schema: Any = getattr(recipe_module(named, "--recipe "), "Config", None)
     if "engine" not in getattr(schema, "__pydantic_fields__", {}):
         raise Mistake(
             f"--config {config} is written for {named}, which samples nothing: its Config has no `engine`; take one of a "
@@ -188,20 +187,25 @@ def _with_bare_values(schema: type, cfg: DictConfig) -> DictConfig:
     cfg = cfg.copy()
     for name, field in option_fields(schema).items():
         bare = getattr(nested_record(field), "BARE", None)
-        value = cfg._get_node(name)
+        value = _node(cfg, name)
         if bare is None or value is None or value._is_interpolation() or OmegaConf.is_config(value):
             continue
         cfg[name] = {bare: value._value()}
     return cfg
 
 
+def _node(config: Any, key: Any) -> Any:
+    """Returns the node at a key, a reference as it was written; None if there is none."""
+    return config._get_node(key)
+
+
 def _defaults(schema: type) -> dict[str, Any]:
     """Returns the default of every key that has one, as YAML would give it."""
     defaults = {}
     for name, field in option_fields(schema).items():
-        default = field.get_default(call_default_factory=True)
+        default: Any = field.get_default(call_default_factory=True)
         if not field.is_required():
-            defaults[name] = _lists(asdict(default) if is_dataclass(default) else default)
+            defaults[name] = _lists(asdict(default) if nested_record(field) else default)
         elif record := nested_record(field):
             defaults[name] = _defaults(record)
     return defaults

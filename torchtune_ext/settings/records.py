@@ -28,32 +28,33 @@ def config_record(key: str) -> Callable[[type[T]], type[T]]:
     """Makes a frozen pydantic dataclass of the keys below `key`, such as "engine". Invalid values raise Mistake."""
 
     def decorate(cls: type[T]) -> type[T]:
-        record = dataclass(config=RECORD, frozen=True, slots=True)(cls)
+        record: Any = dataclass(config=RECORD, frozen=True, slots=True)(cls)
         init = record.__init__
 
         # Code that makes a record itself gets the messages that a config gets.
         @functools.wraps(init)
-        def __init__(self: Any, *args: Any, **values: Any) -> None:
+        def validated_init(self: Any, *args: Any, **values: Any) -> None:
             try:
                 init(self, *args, **values)
             except ValidationError as error:
                 faults = {str(each["loc"][:1]): _fault(record, key, each) for each in error.errors(include_url=False)}
                 raise Mistake("\n".join(faults.values())) from None
 
-        record.__init__ = __init__
+        record.__init__ = validated_init
         return record
 
     return decorate
 
 
-def option_fields(record: type) -> dict[str, FieldInfo]:
+def option_fields(record: Any) -> dict[str, FieldInfo]:
     """Returns the pydantic fields of a record, by name."""
     return record.__pydantic_fields__
 
 
 def nested_record(field: FieldInfo) -> type | None:
     """Returns the record of a field that is a mapping of the YAML, None for other fields."""
-    return field.annotation if is_pydantic_dataclass(field.annotation) else None
+    record: Any = field.annotation
+    return record if is_pydantic_dataclass(record) else None
 
 
 def option_fault(key: str, field: FieldInfo, value: Any, error: Any) -> str:

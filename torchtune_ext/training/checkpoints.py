@@ -71,11 +71,13 @@ NO_NEWS = ("output_dir", "resume_from_checkpoint", "dry_run")
 class CheckpointConfig:
     """The keys of `checkpoints:`."""
 
-    every: int = Field(50, ge=1, description="steps between checkpoints; there is also one after the last step")
-    keep_last: int = Field(2, ge=1, description="newest checkpoints kept, in addition to the best one")
-    save_optimizer: bool = Field(True, description="false: less than half the disk; a resumed optimizer starts anew")
+    every: int = Field(default=50, ge=1, description="steps between checkpoints; there is also one after the last step")
+    keep_last: int = Field(default=2, ge=1, description="newest checkpoints kept, in addition to the best one")
+    save_optimizer: bool = Field(
+        default=True, description="false: less than half the disk; a resumed optimizer starts anew"
+    )
     stop_grace_s: float = Field(
-        25.0,
+        default=25.0,
         ge=0,
         le=WEEK_S,
         description="seconds after SIGTERM for the current step to end and its checkpoint to be written",

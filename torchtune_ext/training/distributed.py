@@ -28,9 +28,9 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
 class RanksConfig:
     """The keys of `ranks:`, for runs of several ranks."""
 
-    deadline_s: Seconds = Field(600.0, description="seconds that ranks wait for one another in a collective")
+    deadline_s: Seconds = Field(default=600.0, description="seconds that ranks wait for one another in a collective")
     shard_within: int | None = Field(
-        None, ge=1, description="ranks that share one copy of the weights, e.g. those of one machine; null: all"
+        default=None, ge=1, description="ranks that share one copy of the weights, e.g. those of one machine; null: all"
     )
 
     def require_divides(self, world_size: int) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -275,9 +275,9 @@ class ScheduleConfig:
     """The keys of `schedule:`, the learning-rate schedule."""
 
     decay: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="decay after the warm-up; linear and cosine reach 0 at the end of the run"
+        default="constant", description="decay after the warm-up; linear and cosine reach 0 at the end of the run"
     )
-    warmup: int = Field(0, ge=0, description="optimizer updates of linear warm-up")
+    warmup: int = Field(default=0, ge=0, description="optimizer updates of linear warm-up")
 
     def require_fits(self, total: int) -> None:
         """Raises ValueError if the warm-up is longer than the run of `total` updates."""

@@ -60,9 +60,9 @@ class AdapterConfig:
     """The keys of `adapters:`, for a model with LoRA adapters; the model's builder says which (`model:`)."""
 
     publish: Literal["auto", "adapter", "merged"] = Field(
-        "auto", description="weights sent to the engine: adapter (applied by vLLM) or merged (whole weights)"
+        default="auto", description="weights sent to the engine: adapter (applied by vLLM) or merged (whole weights)"
     )
-    save_merged: bool = Field(False, description="checkpoints also hold the merged model")
+    save_merged: bool = Field(default=False, description="checkpoints also hold the merged model")
 
     def way(self, dora: bool, dtype: str) -> str:
         """What goes to an engine in `dtype`: "adapter" or "merged"."""

@@ -110,13 +110,13 @@ def test_listing_fits_terminal_and_is_one_line_per_key_for_pipes():
 @config_record("inner")
 class Inner:
     needed: int = Field(description="n")
-    many: tuple[str, ...] = Field((), description="m")
+    many: tuple[str, ...] = Field(default=(), description="m")
 
 
 @dataclass(config=RECORD, kw_only=True)
 class Mine:
     inner: Inner = Field(description="i")
-    own: Inner = Field(Inner(needed=7, many=("a b",)), description="o")
+    own: Inner = Field(default=Inner(needed=7, many=("a b",)), description="o")
     made: dict = Field(default_factory=lambda: {"x": (1, True)}, description="d")
 
 

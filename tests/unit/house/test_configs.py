@@ -26,9 +26,9 @@ from torchtune_ext.setup.dry_run import asked_machine, plan_of
 FILES = config_files(folder("configs"))
 CONFIGS = {name: path for name, path in FILES.items() if recipe_of(name)}
 PRESETS = [name.removeprefix("presets/") for name in FILES if name.startswith("presets/")]
-NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max_tokens": 8}} | dict.fromkeys(
-    ("model", "tokenizer", "task", "optimizer"), {"_component_": "x"}
-)
+NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max_tokens": 8}} | {
+    key: {"_component_": "x"} for key in ("model", "tokenizer", "task", "optimizer")
+}
 
 
 def module_of(name):

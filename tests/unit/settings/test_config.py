@@ -24,9 +24,9 @@ from torchtune_ext.training.replay import APART
 
 ROOT = Path(__file__).resolve().parents[3]
 
-NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max_tokens": 8}} | dict.fromkeys(
-    ("model", "tokenizer", "task", "optimizer"), {"_component_": "x"}
-)
+NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max_tokens": 8}} | {
+    key: {"_component_": "x"} for key in ("model", "tokenizer", "task", "optimizer")
+}
 
 
 def of_environment(monkeypatch, text, cli=()):

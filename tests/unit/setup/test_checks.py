@@ -27,9 +27,9 @@ from torchtune_ext.setup import checks
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.task import Problem
 
-NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max_tokens": 8}} | dict.fromkeys(
-    ("model", "tokenizer", "task", "optimizer"), {"_component_": "x"}
-)
+NEEDED = {"output_dir": "x", "model_dir": "x", "max_steps": 1, "sampling": {"max_tokens": 8}} | {
+    key: {"_component_": "x"} for key in ("model", "tokenizer", "task", "optimizer")
+}
 Disk = namedtuple("Disk", "total used free")
 
 

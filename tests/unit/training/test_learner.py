@@ -22,7 +22,7 @@ from torchtune_ext.policy.logprobs import PackedPolicy
 from torchtune_ext.recipes.grpo import GRPORecipe
 from torchtune_ext.training import distributed
 from torchtune_ext.training.checkpoints import RunState
-from torchtune_ext.training.learner import DECAYS, ScheduleConfig, make_schedule, over_updates
+from torchtune_ext.training.learner import ScheduleConfig, make_schedule, over_updates
 
 GROUPS = [(7, [5, 1, 9]), (4, [12, 11])]
 
@@ -184,7 +184,7 @@ def test_the_learning_rate_is_that_of_the_updates_that_were_planned_before():
         assert its.updates == updates + 1
 
 
-@every_row("decay", DECAYS)
+@every_row("decay", ["constant", "linear", "cosine"])
 @every_row("warmup", [0, 1, 5, 8])
 def test_schedule_beyond_its_end_stays_within_bounds(decay, warmup):
     factor = make_schedule(ScheduleConfig(decay, warmup), 8)
@@ -211,7 +211,7 @@ def steps_of(updates_per_step, decay, warmup, state, steps):
     return asdict(RunState(recipe.step, recipe.version, 0, {}, {}, {})), rates
 
 
-@every_row("decay", DECAYS)
+@every_row("decay", ["constant", "linear", "cosine"])
 @every_row("warmup", [0, 5])
 @every_row("before, after", [(4, 1), (1, 4), (4, 4)])
 def test_resume_with_other_updates_keeps_the_schedule(decay, warmup, before, after):

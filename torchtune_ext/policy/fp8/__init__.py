@@ -13,16 +13,17 @@ class Fp8Config:
     """How linear layers compute in FP8."""
 
     backend: Literal["auto", "scaled_mm", "deep_gemm", "torchao", "reference"] = Field(
-        "auto", description="implementation of the FP8 GEMMs"
+        default="auto", description="implementation of the FP8 GEMMs"
     )
     save_activations: Literal["fp8", "full"] = Field(
-        "fp8", description="activations saved for WGrad: fp8 quantizes x by columns; full keeps x until the backward"
+        default="fp8",
+        description="activations saved for WGrad: fp8 quantizes x by columns; full keeps x until the backward",
     )
     backward: Literal["fp8", "full"] = Field(
-        "fp8", description="DGrad and WGrad in FP8, or in the compute dtype with unquantized W and x"
+        default="fp8", description="DGrad and WGrad in FP8, or in the compute dtype with unquantized W and x"
     )
     skip: tuple[str, ...] = Field(
-        (), description='layers kept in the compute dtype, e.g. "down_proj" or "model.layers.0.mlp.down_proj"'
+        default=(), description='layers kept in the compute dtype, e.g. "down_proj" or "model.layers.0.mlp.down_proj"'
     )
 
     def __post_init__(self) -> None:

@@ -29,13 +29,16 @@ class LoggingConfig:
     """The keys of `logging:`. All but `to` are for Weights & Biases, whose environment variables take precedence."""
 
     to: tuple[str, ...] = Field(
-        (), description='metric sinks: "wandb", "tensorboard", or the dotted path of a class, e.g. my_module.MySink'
+        default=(),
+        description='metric sinks: "wandb", "tensorboard", or the dotted path of a class, e.g. my_module.MySink',
     )
-    project: str = Field("torchtune-ext", description="W&B project; the variable WANDB_PROJECT takes precedence")
+    project: str = Field(
+        default="torchtune-ext", description="W&B project; the variable WANDB_PROJECT takes precedence"
+    )
     samples: int = Field(
-        3, ge=0, description="groups per table of samples, widest spread of rewards first; 0: no tables"
+        default=3, ge=0, description="groups per table of samples, widest spread of rewards first; 0: no tables"
     )
-    samples_every: int = Field(10, ge=1, description="steps between tables; the first step has one, too")
+    samples_every: int = Field(default=10, ge=1, description="steps between tables; the first step has one, too")
 
     def __post_init__(self) -> None:
         check_sinks(self.to)
