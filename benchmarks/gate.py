@@ -143,7 +143,7 @@ def recipe_main(cfg) -> None:
     plant_faults(fault)
     faults = [each for each in os.environ["GATE_FAULTS"].split(";") if each]
     work = partial(drive, fault=fault, healthy=healthy, faults=faults, out=Path(os.environ["GATE_OUT"]))
-    run_recipe(GRPORecipe, load_config(Config, cfg), work)
+    run_recipe(partial(GRPORecipe, load_config(Config, cfg)), work)
 
 
 # -- all runs ---------------------------------------------------------------------------------------------------------------

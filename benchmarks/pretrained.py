@@ -69,7 +69,7 @@ def recipe_main(cfg) -> None:
         return advantages(dealt, *rest)
 
     grpo.with_advantages = shuffled
-    grpo.run_recipe(grpo.GRPORecipe, grpo.load_config(grpo.Config, cfg))
+    grpo.run_recipe(grpo.partial(grpo.GRPORecipe, grpo.load_config(grpo.Config, cfg)))
 
 
 def tune(folder: Path, *args: str) -> float:

@@ -60,7 +60,7 @@ def score(problem, text: str) -> float:
 @grpo.parse
 def recipe_main(cfg) -> None:
     """The recipe, and then the rate of a product of matrices in its process."""
-    grpo.run_recipe(grpo.GRPORecipe, grpo.load_config(grpo.Config, cfg))
+    grpo.run_recipe(grpo.partial(grpo.GRPORecipe, grpo.load_config(grpo.Config, cfg)))
     gc.collect()
     rate = matmul_rate(cfg.dtype)
     (Path(cfg.output_dir) / "matmul").write_text(f"{rate}")

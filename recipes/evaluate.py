@@ -191,7 +191,7 @@ def table(results: dict[str, Accuracy]) -> str:
 
 @parse
 def recipe_main(cfg: DictConfig) -> None:
-    run_recipe(EvaluateRecipe, load_config(Config, cfg), EvaluateRecipe.evaluate)
+    run_recipe(partial(EvaluateRecipe, load_config(Config, cfg)), EvaluateRecipe.evaluate)
 
 
 if __name__ == "__main__":

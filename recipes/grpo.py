@@ -1,4 +1,4 @@
-"""GRPO: sample, grade, pack, train, publish, repeat. One device, or N under torchrun.
+"""GRPO: generate, grade, pack, train, publish, repeat. One device, or N under torchrun.
 
     tune run grpo_full --config grpo/tiny
     tune run grpo_lora --config grpo/tiny_lora
@@ -8,29 +8,40 @@
 `tune` knows this one file by three names. The config says what is trained, all weights or adapters, in which precision, and
 whether the engine samples ahead while the trainer works.
 
-The whole algorithm is in `train()`, but for the loss, a class that `loss:` names and that may stand in this file. To change it:
-`tune cp -n grpo_full my_grpo.py`, edit, `tune run my_grpo.py --config ...`.
+What flows through a step:
+    list[Group]       P prompts with G graded samples each                generate_rollouts, rank 0
+    list[Group]       reward - baseline -> an advantage for each sample    compute_advantages
+    list[list[Row]]   for each update: packed rows, a prompt once for its G completions [T tokens, L labels]   pack
+    LabelLogprobs     log-probs and entropies of the labels [L]            Learner.forward_backward
+    loss              a scalar per row; then gradient, optimizer step, weight sync
+
+The loss is a class that `loss:` names; it may stand in this file. To change the algorithm: `tune cp -n grpo_full my_grpo.py`,
+edit, `tune run my_grpo.py --config ...`.
 Rank 0 owns the engine, the graders and the files; every rank trains on its share of the packed rows.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
 from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from torchtune_ext.cli.plugin import parse
-from torchtune_ext.pipeline.advantages import refilled, with_advantages
+from torchtune_ext.grading import Grader
+from torchtune_ext.pipeline.advantages import AdvantageStats, refilled, with_advantages
 from torchtune_ext.pipeline.buffer import depth_of
 from torchtune_ext.pipeline.groups import Group, graded
 from torchtune_ext.pipeline.packing import Row, pack_updates
 from torchtune_ext.pipeline.rollout import sample_held_out
 from torchtune_ext.policy.builder import build_policy
+from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.settings.components import Component, instantiate
@@ -48,6 +59,9 @@ from torchtune_ext.training.checkpoints import Checkpoints, RunState, checkpoint
 from torchtune_ext.training.distributed import init_ranks
 from torchtune_ext.training.learner import Learner, make_schedule, over_updates
 from torchtune_ext.training.life import close_all, run_recipe
+
+if TYPE_CHECKING:
+    from torchtune_ext.training.teacher import Teacher
 
 TUNE_NAMES = ("grpo_full", "grpo_lora", "grpo_async")
 
@@ -135,20 +149,38 @@ class Config:
     )
 
 
+def group_relative_advantages(rewards_G: np.ndarray) -> np.ndarray:
+    """Reward -> baseline -> advantage inside a group of G samples, as in GRPO (arXiv 2402.03300).
+
+    A config with another `advantage.baseline`, `scale`, `pass_k` or `credit` takes the formulas of `AdvantageConfig`.
+    """
+    baseline, scale = rewards_G.mean(), rewards_G.std()
+    return (rewards_G - baseline) / scale
+
+
 class GRPORecipe:
+    # Rank 0 has these.
+    folder: RunFolder
+    metrics: Metrics
+    rollouts: RolloutStore
+    engine: Engine | None = None  # None also in a replay
+    teacher: "Teacher | None" = None
+    graders: Sequence[Grader] = ()  # of the task, of the held-out task
+
+    # All ranks have these.
+    profile: Profile
+    checkpoints: Checkpoints
+    optimizer: torch.optim.Optimizer
+
     def __init__(self, cfg: Config):
         self.cfg = cfg
-        # A signal is taken note of, and the step that it meets is finished and saved; the second argument is what the
-        # run says last.
+        # A signal is noted, and the step that it interrupts is finished and saved; the second argument is what the run
+        # says last.
         self.stop = StopSignals(
-            cfg.checkpoints.stop_grace_s, lambda: standing(self.step, cfg.max_steps, self.checkpoints)
+            cfg.checkpoints.stop_grace_s,
+            lambda: standing(self.step, cfg.max_steps, getattr(self, "checkpoints", None)),
         )
-
-        # What rank 0 owns, and what a run that is stopped early may not have yet.
-        self.folder = self.engine = self.source = self.metrics = self.rollouts = self.checkpoints = self.profile = None
-        self.teacher = None
-        self.graders = []  # of the task, of the held-out task
-
+        self.opened: list[Any] = []  # what `cleanup` closes, the last one first
         self.step = self.version = 0
         self.last_eval: float | None = None
 
@@ -158,41 +190,23 @@ class GRPORecipe:
         # An engine that samples while the trainer works needs a core of its own, so fewer are left to torch.
         ahead = depth_of(cfg.staleness, cfg.depth) > 0 and not cfg.replay
         self.ranks = init_ranks(cfg.device, cfg.ranks, engine_beside=ahead, output_dir=cfg.output_dir)
-        self.profile = Profile(cfg.profile, cfg.output_dir, self.ranks.rank)
         # Adapters begin at random and dropout draws. Samples have seeds of their own, whatever torch has drawn before.
         torch.manual_seed(cfg.seed)
 
         # What is wrong with the settings is said here, before anything is touched. Then the folder is locked.
-        parts = self.parts = make_parts(cfg, self.ranks)
+        self.parts = parts = make_parts(cfg, self.ranks)
         self.loss, self.sampling, self.problems = parts.loss, parts.sampling, parts.problems
         if self.ranks.is_main:
             parts.check_start()
-            # A replay trains on stored rollouts and samples nothing.
-            self.engine = None if parts.replay else Engine(cfg.model_dir, parts.precision.engine, cfg.output_dir)
-            self.folder, self.teacher = parts.open_folder(), parts.teacher()
-        # A checkpoint knows its run, its weights and its adapter, so that one of another is refused by name.
-        run = self.folder.run if self.folder else None
-        identity = parts.identity(run.id) if run else None
-        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, cfg.checkpoints, parts.prompts)
-        resume = checkpoint_to_go_on_from(self.checkpoints, self.folder, cfg.resume_from_checkpoint, cfg.max_steps)
-        if self.ranks.is_main:
-            say_opening(parts)
-
+        resume = self._setup_checkpointing(cfg.checkpoints)
         if self.ranks.is_main and not resume:
             self.open_records()
         # The engine loads in a process of its own while the policy is built here.
-        if self.engine:
-            self.engine.start()
-            if self.teacher:
-                self.teacher.start()
-            self.graders = parts.open_graders()
-        # What hands out the groups of a step: sampled as far ahead as `staleness` and `depth` allow, or those of a
-        # replay.
-        self.source = parts.source(self.engine, self.graders)
-        self.watch = summary.Stopwatch()
-        self.build_learner()
+        self._setup_engine(parts.precision.engine)
+        self._setup_data(cfg.rollouts)
+        self._setup_model(cfg.model, cfg.optimizer, cfg.schedule)
 
-        # Metrics and rollouts of a run that goes on are cut to its checkpoint, once nothing can be wrong with it.
+        # Metrics and rollouts of a resumed run are cut to its checkpoint, once nothing can be wrong with it.
         if resume:
             self.load_checkpoint(resume)
             if self.ranks.is_main:
@@ -206,29 +220,54 @@ class GRPORecipe:
             say_ready(max(waited))
             parts.precision.write_receipt(cfg.output_dir, self.policy)
         self.progress = Progress(cfg.max_steps, self.ranks.rank)
-        # The gate stops a run whose engine samples from another policy than the trainer updates; a publication has to
+        # The gate stops a run whose engine samples from another policy than the trainer updates; a weight sync has to
         # pass it, too.
         self.agreement, self.publisher = parts.publisher(self.engine, self.learner)
 
-    def open_records(self) -> None:
-        """Rank 0: what the run writes beside its checkpoints. One that goes on cuts it to the step that it goes on from."""
-        assert self.folder is not None and self.folder.run is not None
-        first_step = self.step + 1 if self.step else None
-        self.folder.write_record()
-        self.metrics = Metrics(
-            self.cfg.output_dir,
-            self.cfg.logging,
-            self.folder.run,
-            first_step,
-            status=lambda: self.stop.status,
-        )
-        self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step, show=self.metrics.show)
+    def _setup_checkpointing(self, config: nodes.CheckpointConfig) -> Path | None:
+        """Locks the run's folder, and returns the checkpoint to resume from."""
+        cfg, parts, identity = self.cfg, self.parts, None
+        self.profile = Profile(cfg.profile, cfg.output_dir, self.ranks.rank)
+        self.opened.append(self.profile)
+        if self.ranks.is_main:
+            self.folder = parts.open_folder()
+            self.opened.insert(0, self.folder)  # its lock goes last
+            # A checkpoint knows its run, its weights and its adapter, so that one of another is refused by name.
+            identity = parts.identity(self.folder.run.id)
+        self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, config, parts.prompts)
+        folder = self.folder if self.ranks.is_main else None
+        resume = checkpoint_to_go_on_from(self.checkpoints, folder, cfg.resume_from_checkpoint, cfg.max_steps)
+        if self.ranks.is_main:
+            say_opening(parts)
+        return resume
 
-    def build_learner(self) -> None:
-        """The policy with the weights of model_dir, and what makes it learn."""
+    def _setup_engine(self, config: nodes.EngineConfig) -> None:
+        """Rank 0: starts the vLLM engines, and the teacher's. A replay trains on stored rollouts and samples nothing."""
+        if not self.ranks.is_main or self.parts.replay:
+            return
+        self.engine = Engine(self.cfg.model_dir, config, self.cfg.output_dir)
+        self.opened.append(self.engine)
+        self.engine.start()
+        self.teacher = self.parts.teacher()
+        if self.teacher:
+            self.opened.append(self.teacher)
+            self.teacher.start()
+
+    def _setup_data(self, config: nodes.RolloutConfig) -> None:
+        """Starts the graders, and what hands out the groups of a step."""
+        if self.engine:
+            self.graders = self.parts.open_graders()
+            self.opened += self.graders
+        # Groups are sampled as far ahead as `staleness` and `depth` allow, or come from a replay.
+        self.source = self.parts.source(self.engine, self.graders, config)
+        self.opened.append(self.source)
+
+    def _setup_model(self, model: Component, optimizer: Component, schedule: nodes.ScheduleConfig) -> None:
+        """Builds the policy with the weights of model_dir, and the learner that trains it."""
         cfg = self.cfg
+        self.watch = summary.Stopwatch()
         self.policy = build_policy(
-            partial(instantiate, cfg.model),
+            partial(instantiate, model),
             self.parts.hf_model,
             device=self.ranks.device,
             compute_dtype=self.parts.precision.dtype,
@@ -240,7 +279,7 @@ class GRPORecipe:
             fp8=self.parts.precision.trainer,
         )
         # Masters are float32 in every precision: bfloat16 would lose the larger part of an update at lr 1e-5.
-        self.optimizer = instantiate(cfg.optimizer, params=self.policy.trainable())
+        self.optimizer = instantiate(optimizer, params=self.policy.trainable())
         self.learner = Learner(
             self.policy,
             self.loss,
@@ -249,15 +288,25 @@ class GRPORecipe:
             # logits, too.
             temperature=self.sampling.temperature,
             optimizer=self.optimizer,
-            schedule=make_schedule(cfg.schedule, cfg.max_steps * cfg.updates_per_step),
+            schedule=make_schedule(schedule, cfg.max_steps * cfg.updates_per_step),
             max_grad_norm=cfg.max_grad_norm,
             watch=self.watch,
         )
 
+    def open_records(self) -> None:
+        """Rank 0: opens metrics and rollouts. Those of a resumed run are cut to the step that it resumes from."""
+        first_step = self.step + 1 if self.step else None
+        self.folder.write_record()
+        self.metrics = Metrics(
+            self.cfg.output_dir, self.cfg.logging, self.folder.run, first_step, status=lambda: self.stop.status
+        )
+        self.opened.append(self.metrics)
+        self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step, show=self.metrics.show)
+        self.opened.append(self.rollouts)
+
     def train(self) -> None:
         """Sample, grade, pack, train, publish, repeat. To change the algorithm, change the line that does it."""
         cfg, watch = self.cfg, self.watch
-        assert self.source is not None and self.profile is not None  # since `setup`
         # The engine loaded the files of model_dir. After a resume, with an adapter or in FP8 the policy is something
         # else, so it is sent before anything is sampled.
         self.publisher.publish(self.version)
@@ -277,7 +326,8 @@ class GRPORecipe:
             # otherwise none of their tokens is older than `staleness` versions. Rewards become advantages inside each
             # group.
             with watch("sample"):
-                groups, values = self.sample()
+                groups, values = self.generate_rollouts()
+                groups, recorded = self.record_rollouts(groups)
 
             # A prompt stands once in a row for all its completions, and every rank gets rows that cost about the same.
             with watch("pack"):
@@ -285,7 +335,7 @@ class GRPORecipe:
 
             # One optimizer update or several on the rows; the policy that comes out is the next version.
             with watch("train"):
-                values |= packed | self.update(updates)
+                values |= recorded | packed | self.update(updates)
             self.version += 1
 
             # The engine takes the new weights in memory, and a canary proves that it samples with them. Then it samples
@@ -311,38 +361,47 @@ class GRPORecipe:
             if stopping and not last:
                 self.stop.leave()
 
-    def sample(self) -> tuple[list[Group], dict[str, float]]:
-        """Rank 0: the groups of this step with advantages, stored and measured. Other ranks: nothing."""
+    def generate_rollouts(self) -> tuple[list[Group], dict[str, float]]:
+        """Rank 0: graded groups with advantages. Other ranks: nothing."""
         cfg, groups, values, missing = self.cfg, [], {}, self.cfg.prompts_per_step
         if not self.ranks.is_main:
             return [], {}
-        assert self.source is not None and self.rollouts is not None and self.folder is not None  # of rank 0
-        refill = 0
-        while True:
+        for refill in range(1 + cfg.refill_rounds):
             with self.progress.sampling(missing * cfg.samples_per_prompt) as bar:
                 more, metrics = self.source.take(missing, self.watch, bar, refill)
-            values |= metrics
             if self.teacher:
                 with self.watch("teacher"):
                     more = self.teacher.scored(more)
-
-            # A group whose rewards are all equal says nothing about what is better. It is trained on only where the
-            # loss has a term that acts without an advantage (a KL penalty, an entropy bonus), and may be replaced by a
-            # further round.
-            groups, stats = with_advantages(
-                groups + more, cfg.advantage, self.sampling.max_tokens, self.learner.needs.all_groups
-            )
+            groups, stats = self.compute_advantages(groups + more)
+            values |= metrics | stats.metrics()
+            # Zero-variance groups may be replaced by a further round.
             missing = cfg.prompts_per_step - stats.groups
-            if missing <= 0 or refill == cfg.refill_rounds:
+            if missing <= 0:
                 break
-            refill += 1
-        # All that was drawn is stored and measured; what a further round replaced is not trained on.
-        kept, drawn = refilled(groups, cfg.prompts_per_step)
+        return groups, values
+
+    def compute_advantages(self, groups: list[Group]) -> tuple[list[Group], AdvantageStats]:
+        """Rewards become advantages inside each group."""
+        # A group whose rewards are all equal says nothing about what is better. It is trained on only where the loss has
+        # a term that acts without an advantage (a KL penalty, an entropy bonus).
+        return with_advantages(
+            groups,
+            self.cfg.advantage,
+            self.sampling.max_tokens,
+            train_all=self.learner.needs.all_groups,
+            formula=group_relative_advantages,
+        )
+
+    def record_rollouts(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
+        """Rank 0: stores and measures all groups, and returns those of the step. Other ranks: nothing."""
+        if not self.ranks.is_main:
+            return [], {}
+        # What a further round has replaced is stored and measured, but not trained on.
+        kept, drawn = refilled(groups, self.cfg.prompts_per_step)
         with self.watch("store"):
             self.rollouts.write(self.step, drawn)
         # Where the task chooses its next problems by what became of these, it does so here.
-        values |= self.problems.observe(self.step, graded(drawn), self.folder.path)
-        values |= summary.rollout_metrics(groups) | stats.metrics()
+        values = self.problems.observe(self.step, graded(drawn), self.folder.path) | summary.rollout_metrics(groups)
         if self.engine:
             self.engine.sleep()  # where it shares the trainer's GPU
             values |= summary.engine_metrics(self.engine.stats())
@@ -376,7 +435,6 @@ class GRPORecipe:
         reference = self.learner.reference(updates)
 
         mismatch, metrics = {}, []
-        assert self.checkpoints is not None  # since `setup`
         with self.progress.training(sum(map(len, updates))) as bar:
             for rows, old, ref in zip(updates, proximal, reference, strict=True):
                 logprobs, values = self.learner.forward_backward(
@@ -418,14 +476,13 @@ class GRPORecipe:
         return values
 
     def log(self, values: dict[str, float]) -> None:
-        if self.metrics is not None:  # on rank 0
+        if self.ranks.is_main:
             with self.watch("log"):
                 self.metrics.log(self.step, values)
                 self.progress.summary(self.step, values)
 
     def save_checkpoint(self) -> None:
         """All ranks: weights, optimizer and random state, and what the recipe itself has to remember."""
-        assert self.source is not None and self.checkpoints is not None  # since `setup`
         # What was sampled ahead and graded comes along in `source`, and the number of requests that the engine bears in
         # `throttle`, so that a run that goes on makes the steps that it would have made.
         state = RunState(
@@ -447,7 +504,6 @@ class GRPORecipe:
             )
 
     def load_checkpoint(self, path: Path) -> None:
-        assert self.source is not None and self.checkpoints is not None  # `setup` has them by now
         state = RunState.of(self.checkpoints.load(path, self.policy.model, self.optimizer))
         self.step, self.version = state.step, state.version
         # A finite task continues after the problems that were asked.
@@ -458,17 +514,7 @@ class GRPORecipe:
             self.engine.load_state_dict(state.throttle)
 
     def cleanup(self) -> None:
-        # The lock of the folder goes last.
-        parts = (
-            self.source,
-            self.rollouts,
-            self.metrics,
-            self.profile,
-            self.engine,
-            self.teacher,
-            *self.graders,
-        )
-        close_all(*parts, self.folder)
+        close_all(*reversed(self.opened))
 
 
 @parse
@@ -479,7 +525,7 @@ def recipe_main(cfg: DictConfig) -> None:
         from torchtune_ext.setup.dry_run import dry_run
 
         dry_run(settings)
-    run_recipe(GRPORecipe, settings)
+    run_recipe(partial(GRPORecipe, settings))
 
 
 if __name__ == "__main__":

@@ -284,7 +284,7 @@ class WarmupRecipe:
 
 @parse
 def recipe_main(cfg: DictConfig) -> None:
-    run_recipe(WarmupRecipe, load_config(Config, cfg))
+    run_recipe(partial(WarmupRecipe, load_config(Config, cfg)))
 
 
 if __name__ == "__main__":

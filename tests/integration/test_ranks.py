@@ -34,7 +34,7 @@ what, deadline_s, done = sys.argv[1], float(sys.argv[2]), Path("done")
 
 
 class Recipe:
-    def __init__(self, cfg):
+    def __init__(self):
         self.stop = StopSignals(grace_s=600.0 if what == "rank 0 raises" else 0.0, standing=lambda: "a good end")
 
     def setup(self):
@@ -59,7 +59,7 @@ class Recipe:
         pass
 
 
-run_recipe(Recipe, None)
+run_recipe(Recipe)
 """
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from torchtune_ext.cluster.connection import SETTINGS, Refused, connect
 from torchtune_ext.cluster.driver import KINDS, WAIT_S, Driver, Plan, Request
@@ -25,6 +25,7 @@ from torchtune_ext.run.errors import Mistake, require_seconds
 from torchtune_ext.run.folder import checkpoint_folders
 from torchtune_ext.run.parent import environment
 from torchtune_ext.run.stop import CLEANUP_S, REACTION_S
+from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE, server_key
 from torchtune_ext.settings.config import read_config
 
@@ -66,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     """Runs to the end and returns the exit status of the trainer. Raises ValueError, RuntimeError."""
     # The settings and the plan are checked here, before Ray is asked for anything.
     cfg = read_config(args.config, args.words, args.recipe)
-    plan = plan_of(args, cfg)
+    plan = plan_of(args, cfg.engine, cfg.checkpoints.stop_grace_s)
     if find_spec("ray") is None:
         raise Mistake(
             "torchtune-ext ray needs Ray: pip install 'torchtune-ext[ray]', here and on each machine of the cluster"
@@ -108,11 +109,11 @@ def ours_alone() -> Iterator[tuple[TextIO, TextIO]]:
             sys.stdout, sys.stderr = out, err
 
 
-def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
+def plan_of(args: argparse.Namespace, engine: EngineConfig, stop_grace_s: float) -> Plan:
     """Makes the plan of a run. Raises ValueError."""
-    if cfg.engine.address is not None:
+    if engine.address is not None:
         raise Mistake(
-            f"engine.address={cfg.engine.address}: torchtune-ext ray starts servers of its own; leave it out, or start "
+            f"engine.address={engine.address}: torchtune-ext ray starts servers of its own; leave it out, or start "
             "the run with tune run"
         )
     if not re.fullmatch(r"auto|[^/\s]+:\d+", args.address):
@@ -121,7 +122,7 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
             "machine must be a member of the cluster)"
         )
     require_seconds("--wait", args.wait)
-    request = request_of(args, cfg.engine.tensor_parallel_size)
+    request = request_of(args, engine.tensor_parallel_size)
     # The machines have to see a config of the user's own. One of ours comes with the package, so the folder is enough.
     folder = Path.cwd()
     # Trainer and servers share a key, which is made here if the user has none. After a signal the trainer may need its
@@ -136,7 +137,7 @@ def plan_of(args: argparse.Namespace, cfg: Any) -> Plan:
         folder=str(folder),
         path=str(folder if config_name(Path(config_path(args.config))) else folder / args.config),
         variables=variables_of(request) | {KEY_VARIABLE: server_key() or secrets.token_urlsafe(32)},
-        patience_s=cfg.checkpoints.stop_grace_s + REACTION_S + CLEANUP_S,
+        patience_s=stop_grace_s + REACTION_S + CLEANUP_S,
         wait_s=args.wait,
     )
 

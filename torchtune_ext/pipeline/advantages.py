@@ -3,6 +3,7 @@
 import logging
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -111,7 +112,11 @@ class AdvantageConfig:
 
 
 def with_advantages(
-    groups: list[Group], config: AdvantageConfig, max_tokens: int | None = None, train_all: bool = False
+    groups: list[Group],
+    config: AdvantageConfig,
+    max_tokens: int | None = None,
+    train_all: bool = False,
+    formula: Callable[[np.ndarray], np.ndarray] = lambda rewards_G: (rewards_G - rewards_G.mean()) / rewards_G.std(),
 ) -> tuple[list[Group], AdvantageStats]:
     """Sets the advantage of every sample, and whether it is trained on.
 
@@ -119,6 +124,8 @@ def with_advantages(
         groups: graded groups. Samples without a score do not count in the baseline and are not trained on.
         config: how to compute the advantages. Standard deviations are those of the population (ddof 0).
         max_tokens: the longest completion that the engine may sample, in tokens; needed by `config.overlong`.
+        formula: rewards [G] of a group with different rewards -> advantages [G], where `config` has its default baseline
+            and scale.
         train_all: train on groups without signal, too, since the loss has terms (KL, entropy) that need no advantage.
 
     Returns:
@@ -138,10 +145,10 @@ def with_advantages(
         if config.overlong and _all_equal(np.array([_grade(sample) for sample in samples])):
             values = None
         elif config.credit == "turn":
-            values, lone = _by_turn(samples, rewards_G, config)
+            values, lone = _by_turn(samples, rewards_G, config, formula)
             lone_turns += lone
         else:
-            values = _advantages(rewards_G, config, batch_std)
+            values = _advantages(rewards_G, config, batch_std, formula)
         used += values is not None
         if values is None and train_all:
             values = np.zeros(len(samples))
@@ -180,7 +187,9 @@ def _untrained(group: Group) -> Group:
     return replace(group, samples=tuple(replace(sample, trained=False) for sample in group.samples))
 
 
-def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float) -> np.ndarray | None:
+def _advantages(
+    rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float, formula: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray | None:
     """Returns the advantages of a group, float64 [G], or None for a group without signal."""
     # One sample has nothing to be compared with, and fewer than k have no subset of k.
     if len(rewards_G) < max(2, config.pass_k):
@@ -190,6 +199,8 @@ def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float
         values_G, mean, std = best_of_k(rewards_G, config.pass_k)
     if _all_equal(values_G):
         return None
+    if (config.baseline, config.scale, config.pass_k) == ("mean", "group_std", 1):
+        return formula(rewards_G)
     advantages_G = values_G - mean
     # For sample i: R_i - (mean of the others) = G / (G - 1) * (R_i - (mean of all)).
     if config.baseline == "leave_one_out":
@@ -198,7 +209,10 @@ def _advantages(rewards_G: np.ndarray, config: AdvantageConfig, batch_std: float
 
 
 def _by_turn(
-    samples: list[Sample], rewards_G: np.ndarray, config: AdvantageConfig
+    samples: list[Sample],
+    rewards_G: np.ndarray,
+    config: AdvantageConfig,
+    formula: Callable[[np.ndarray], np.ndarray],
 ) -> tuple[list[np.ndarray] | None, int]:
     """Returns the advantages of the turns [T] of each sample, or None for a group without signal, and the lone turns.
 
@@ -213,7 +227,7 @@ def _by_turn(
     for t in range(max(map(len, to_go), default=0)):
         reached = [i for i, turns in enumerate(to_go) if t < len(turns)]
         lone += len(reached) == 1
-        values = _advantages(np.array([to_go[i][t] for i in reached]), config, 1.0)
+        values = _advantages(np.array([to_go[i][t] for i in reached]), config, 1.0, formula)
         for i, value in zip(reached, () if values is None else values, strict=False):
             advantages[i][t] = value
     return advantages if any(map(np.any, advantages)) else None, lone

@@ -127,9 +127,10 @@ class RunFolder:
         OSError: the folder cannot be made or written.
     """
 
+    run: Run  # set by `begin`
+
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.run: Run | None = None  # the run that `begin` began
         self.earlier: Mapping[str, Any] = {}  # its settings until then, if it goes on and they are known
         self._lock: int | None = None
         require_usable(path)
@@ -201,7 +202,6 @@ class RunFolder:
 
     def write_record(self) -> None:
         """Writes `run.json`. A resumed run calls this when its checkpoint is accepted."""
-        assert self.run is not None  # since `begin`
         with explained(f"output_dir={self.path} cannot be written", "Free disk space or choose another output_dir"):
             text = json.dumps(asdict(self.run), indent=1, default=str) + "\n"
             write_atomic(self.path / RECORD, text.encode())

@@ -5,7 +5,7 @@ import os
 import re
 import warnings
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict
@@ -182,16 +182,16 @@ def say_unset(recipe: str, words: Sequence[str]) -> None:
                 say(labelled([("recipe", f"{recipe}, but {key} is not set: {then}")]))
 
 
-def _with_bare_values(schema: type, cfg: DictConfig) -> DictConfig:
+def _with_bare_values(schema: type, given: DictConfig) -> DictConfig:
     """Returns the config with `precision: {flow: bf16}` in place of `precision: bf16`: some records name a key for that."""
-    cfg = cfg.copy()
+    given = given.copy()
     for name, field in option_fields(schema).items():
         bare = getattr(nested_record(field), "BARE", None)
-        value = _node(cfg, name)
+        value = _node(given, name)
         if bare is None or value is None or value._is_interpolation() or OmegaConf.is_config(value):
             continue
-        cfg[name] = {bare: value._value()}
-    return cfg
+        given[name] = {bare: value._value()}
+    return given
 
 
 def _node(config: Any, key: Any) -> Any:
@@ -328,10 +328,10 @@ def _unknown(key: str, schema: type, plain: dict[str, Any]) -> str:
     return unknown_key(key, [*names, *inside, *arguments])
 
 
-def _whose(cfg: DictConfig) -> str:
+def _whose(keys: Container[Any]) -> str:
     """Returns ", RECIPE" for the recipe that a config seems to be written for; "" if its keys do not tell."""
     for key, recipe in (("samples_per_prompt", "grpo_full"), ("num_problems", "warmup_sft")):
-        if key in cfg:
+        if key in keys:
             return f", {recipe}"
     return ""
 
@@ -358,9 +358,9 @@ def _unresolved(error: OmegaConfBaseException, key: str) -> str:
     return f"{key}: {text}"
 
 
-def record(cfg: Any) -> dict[str, Any]:
+def record(settings: object) -> dict[str, Any]:
     """Returns the settings to keep and to show, from what `load_config` returned; of a node only what was given."""
-    return getattr(cfg, _RECORD)
+    return getattr(settings, _RECORD)
 
 
 def _record(settings: Any, plain: dict[str, Any], written: dict[str, Any], given: DictConfig) -> dict[str, Any]:
@@ -386,7 +386,7 @@ def _read(plain: Any, value: Any) -> Any:
     return deepcopy(plain) if isinstance(plain, dict | list) and value is not None else value
 
 
-def named_paths(cfg: Any) -> list[Path]:
+def named_paths(settings: Any) -> list[Path]:
     """Returns the existing files and folders that the settings name and a run may read."""
     paths: list[Path] = []
 
@@ -398,7 +398,7 @@ def named_paths(cfg: Any) -> list[Path]:
         elif isinstance(node, str) and node and len(node) < 4096 and "\0" not in node and os.path.exists(node):
             paths.append(Path(node))
 
-    walk({key: value for key, value in asdict(cfg).items() if key not in _NO_READS})
+    walk({key: value for key, value in asdict(settings).items() if key not in _NO_READS})
     return paths
 
 
@@ -469,12 +469,12 @@ def load_preset(preset: str, known: list[str]) -> dict[str, Any]:
     return values
 
 
-def _over(preset: dict[str, Any], cfg: DictConfig) -> DictConfig:
-    """Returns `preset` with the values of `cfg` written over it, node by node."""
+def _over(preset: dict[str, Any], given: DictConfig) -> DictConfig:
+    """Returns `preset` with the values of `given` written over it, node by node."""
     merged = OmegaConf.create(preset)
-    for key in cfg:
+    for key in given:
         # `_node` keeps references, which have no value yet.
-        mine, theirs = _node(cfg, key), merged.get(key)
+        mine, theirs = _node(given, key), merged.get(key)
         both = isinstance(theirs, DictConfig) and isinstance(mine, DictConfig)
         # Another component replaces the node as a whole: it would not take the arguments of the preset's.
         merged[key] = OmegaConf.merge(theirs, mine) if both and "_component_" not in mine else mine

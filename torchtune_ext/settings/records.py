@@ -89,7 +89,9 @@ def _fault(record: type, key: str, error: Any) -> str:
     """Returns the message for an error of a record that code makes."""
     if not error["loc"]:
         return str(error["ctx"]["error"]) if error["type"] == "value_error" else f"{key}: {error['msg']}"
-    name = str(error["loc"][0])
+    name = error["loc"][0]
+    # The value of a positional argument.
+    name = list(option_fields(record))[name] if isinstance(name, int) else name
     if name not in (fields := option_fields(record)):
         return unknown_key(name, list(fields), f"`{key}:`")
     return option_fault(f"{key}.{name}", fields[name], error["input"], error)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
+from copy import copy
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +31,7 @@ from torchtune_ext.run.output import labelled, say
 from torchtune_ext.run.parent import number, place
 from torchtune_ext.sampling.engine import find_backend
 from torchtune_ext.settings.components import Component, instantiate
+from torchtune_ext.setup.nodes import GRPOConfig
 from torchtune_ext.setup.opening import problems_text
 from torchtune_ext.setup.parts import make_parts
 from torchtune_ext.setup.plan import Machine, Plan, plan_table, verdict
@@ -46,7 +47,7 @@ ON_CPU = re.compile(r"CPU,? (\d+(?:\.\d+)?) ?(?:GB)?", re.IGNORECASE)
 MOST_GPUS = 72  # a larger number is a size in the wrong place, as in 80x4
 
 
-def dry_run(cfg: Any) -> None:
+def dry_run(cfg: GRPOConfig) -> None:
     """Prints the plan of a run with these settings, and ends the process.
 
     Raises:
@@ -58,7 +59,7 @@ def dry_run(cfg: Any) -> None:
     if rank:
         sys.exit(0)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    machine, missing = machine_of(cfg, ranks), None
+    machine, missing = machine_of(cfg.dry_run, cfg.device, cfg.engine.devices, ranks), None
     plan, notes = plan_of(cfg, machine)
     plan = plan.with_trainers(ranks if ranks > 1 else None, visible)
     if machine.here and not machine.gpus and cfg.device != "cpu":
@@ -66,7 +67,7 @@ def dry_run(cfg: Any) -> None:
     if cfg.teacher.model_dir and not cfg.replay:
         notes.append(f"the engine of the teacher, {cfg.teacher.model_dir}, is in none of these figures")
     try:
-        check_start(cfg, plan, torchrun=ranks > 1)
+        check_start(plan, torchrun=ranks > 1)
     except FileMistake as error:
         # The plan needs no file of the model or of a task, so it is printed all the same.
         missing = error
@@ -79,12 +80,13 @@ def dry_run(cfg: Any) -> None:
     sys.exit(0 if plan.fits and not missing else 2)
 
 
-def check_start(cfg: Any, plan: Plan, torchrun: bool) -> None:
+def check_start(plan: Plan, torchrun: bool) -> None:
     """Does the checks of a start. `torchrun`: whether it started this process.
 
     Raises:
         ValueError: a start would stop there; a `FileMistake` if a file is not there.
     """
+    cfg = plan.cfg
     require_usable(cfg.output_dir)
     # The GPUs of this machine can be looked at. Of another one only their number is known.
     machine, engine = plan.machine, plan.engine
@@ -106,25 +108,25 @@ def check_start(cfg: Any, plan: Plan, torchrun: bool) -> None:
         say(labelled([("problems", problems_text(cfg, parts.task, parts.eval_task, parts.trained_too))]))
 
 
-def machine_of(cfg: Any, ranks: int) -> Machine:
+def machine_of(asked: bool | str, device: str, engine_devices: str | None, ranks: int) -> Machine:
     """Returns the machine that a dry run is for. `ranks`: how many torchrun has started, on all machines together.
 
     Raises:
         ValueError: `dry_run` names no machine, or GPUs for a run on a CPU, or there is none to be found.
     """
-    if cfg.dry_run is not True:
-        machine = asked_machine(cfg.dry_run)
-        if machine.gpus and cfg.device == "cpu":
-            raise Mistake(f"dry_run={cfg.dry_run!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
+    if asked is not True:
+        machine = asked_machine(asked)
+        if machine.gpus and device == "cpu":
+            raise Mistake(f"dry_run={asked!r} asks for GPUs, but device=cpu: set device=auto, or dry_run=True")
         return machine
     # LOCAL_WORLD_SIZE is the number of ranks on this machine, the only one whose GPUs can be looked at.
     if ranks > number("LOCAL_WORLD_SIZE", ranks):
         raise Mistake(
             "dry_run=True under torchrun on several machines: name the GPUs of all, for instance dry_run=16x80"
         )
-    here = this_machine(cfg.device)
-    wants = "device=cuda" if cfg.device == "cuda" else cfg.engine.devices and f"engine.devices={cfg.engine.devices}"
-    if wants and cfg.device != "cpu" and not here.gpus:
+    here = this_machine(device)
+    wants = "device=cuda" if device == "cuda" else engine_devices and f"engine.devices={engine_devices}"
+    if wants and device != "cpu" and not here.gpus:
         raise Mistake(f"dry_run=True with {wants}: there is no GPU here; name a machine, for instance dry_run=4x80")
     return here
 
@@ -167,21 +169,23 @@ def main_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     return available if most == "max" else min(available, int(most))
 
 
-def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
+def plan_of(cfg: GRPOConfig, machine: Machine) -> tuple[Plan, list[str]]:
     """Returns the plan of a run, not yet with its training devices, and lines to print below it.
 
     Raises:
         ValueError: a setting is wrong, or the sizes of the model are not known.
     """
-    model, lines = model_of(cfg)
+    model, lines = model_of(cfg.model, cfg.model_dir)
     trainer, sampler = sides = cfg.precision.sides
     # The dtype follows the machine of the plan, not the one where the plan is made.
     name = chosen_dtype(cfg.dtype, "cuda" if machine.gpus else "cpu", fp8=sampler is not None)
     dtype, engine = DTYPES[name], cfg.engine.following(name)
     merged = cfg.adapters.way(bool(cfg.model.get("use_dora")), engine.dtype) == "merged"
     sizes = Sizes(model, dtype, sides, getattr(torch, engine.dtype))
+    planned = copy(cfg)
+    planned.engine = engine
     plan = Plan(
-        cfg=replace(cfg, engine=engine),
+        cfg=planned,
         sizes=sizes,
         machine=machine,
         reference=needs_of(instantiate(cfg.loss)).reference,
@@ -195,17 +199,17 @@ def plan_of(cfg: Any, machine: Machine) -> tuple[Plan, list[str]]:
     return plan, lines
 
 
-def model_of(cfg: Any) -> tuple[TransformerDecoder, list[str]]:
+def model_of(builder: Component, model_dir: str) -> tuple[TransformerDecoder, list[str]]:
     """Builds the model on the meta device, and says in a line if its sizes come from no file. Raises ValueError."""
     # A plan may come before the download. Then the name of the folder tells the public model, whose config is known.
-    known = published_config(Path(cfg.model_dir).name)
+    known = published_config(Path(model_dir).name)
     # Only a model that is built from this directory can be built from the published config instead.
-    named = cfg.model.get("model_dir") == cfg.model_dir
-    if known is None or not named or (Path(cfg.model_dir) / "config.json").exists():
-        return on_meta(partial(instantiate, cfg.model)), []
+    named = builder.get("model_dir") == model_dir
+    if known is None or not named or (Path(model_dir) / "config.json").exists():
+        return on_meta(partial(instantiate, builder)), []
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(known))
-        model = on_meta(partial(instantiate, Component({**cfg.model, "model_dir": folder}, "model")))
+        model = on_meta(partial(instantiate, Component({**builder, "model_dir": folder}, "model")))
     return model, [
-        f"sizes: those of {Path(cfg.model_dir).name} as it was published, since model_dir has no config.json yet"
+        f"sizes: those of {Path(model_dir).name} as it was published, since model_dir has no config.json yet"
     ]

@@ -11,6 +11,7 @@ from torchtune_ext.policy.hf_model import HFModel
 from torchtune_ext.policy.lora import adapter_names
 from torchtune_ext.run.output import ENGINE_READY, labelled, say
 from torchtune_ext.sampling.engine_args import engine_configs, log_name
+from torchtune_ext.setup.nodes import AdvantageConfig, GRPOConfig
 from torchtune_ext.setup.parts import Parts
 from torchtune_ext.setup.settings import AGGREGATIONS
 from torchtune_ext.tasks.functions import name_of
@@ -31,7 +32,7 @@ def say_opening(parts: Parts) -> None:
     lines = [
         ("model", model_text(parts.hf_model, parts.meta_model, parts.trained)),
         ("device", f"{device_text(parts.ranks)}; {parts.precision}{dtype_note(cfg.dtype, parts.ranks.device.type)}"),
-        ("objective", objective_text(cfg, parts.loss)),
+        ("objective", objective_text(parts.loss, cfg.advantage, cfg.aggregation, cfg.refill_rounds, cfg.preset)),
         ("problems", problems_text(cfg, parts.task, parts.eval_task, parts.trained_too)),
         ("files", f"{output}; a checkpoint {often}{printed}"),
     ]
@@ -104,7 +105,7 @@ def copies_text(ranks: int, shards: int) -> str:
     return f"; {ranks // shards} copies of the weights, each on {shards} of them" if shards < ranks else ""
 
 
-def problems_text(cfg: Any, task: Task, held_out: Task | None, trained_too: Sequence[str] = ()) -> str:
+def problems_text(cfg: GRPOConfig, task: Task, held_out: Task | None, trained_too: Sequence[str] = ()) -> str:
     """What is asked: "Math, 7,473; each step takes 32 with 16 samples each; held out: ..."."""
     # A task of generated problems gives a length beyond this limit.
     number = f"{len(task):,}" if len(task) <= SHUFFLE_LIMIT else "made without end"
@@ -132,13 +133,15 @@ def _task_text(task: Task) -> str:
     return " ".join(words)
 
 
-def objective_text(cfg: Any, loss: Any) -> str:
+def objective_text(
+    loss: Any, advantage: AdvantageConfig, aggregation: str, refill_rounds: int, preset: str | None
+) -> str:
     """The objective: "clip 0.2/0.28 per token, TIS <= 2, advantage mean/group_std, token mean; preset clip_higher"."""
     # It is spelled out beside the preset, whose settings the user may have overridden.
-    parts = [_text(loss), str(cfg.advantage), AGGREGATIONS[cfg.aggregation]]
-    if cfg.refill_rounds:
-        parts.append(f"up to {cfg.refill_rounds} refills")
-    return f"{', '.join(parts)}; {'no preset' if cfg.preset is None else f'preset {cfg.preset}'}"
+    parts = [_text(loss), str(advantage), AGGREGATIONS[aggregation]]
+    if refill_rounds:
+        parts.append(f"up to {refill_rounds} refills")
+    return f"{', '.join(parts)}; {'no preset' if preset is None else f'preset {preset}'}"
 
 
 def _text(loss: Any) -> str:

@@ -39,6 +39,7 @@ from torchtune_ext.setup.checks import (
     require_rows,
     trained_too,
 )
+from torchtune_ext.setup.nodes import GRPOConfig, RolloutConfig, TeacherConfig
 from torchtune_ext.setup.settings import check_settings
 from torchtune_ext.setup.start import (
     disk_need,
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 class Parts:
     """Parts that fit together. Until a method is called, no process has started and no weights are loaded."""
 
-    cfg: Any  # the recipe's Config
+    cfg: GRPOConfig
     ranks: Ranks
     hf_model: HFModel  # the model directory
     meta_model: TransformerDecoder  # names and shapes, no weights
@@ -173,7 +174,7 @@ class Parts:
 
         return Teacher(self.teacher_model, self.teacher_engine(), Path(self.cfg.output_dir) / "teacher")
 
-    def source(self, engine: Engine | None, graders: Sequence[Grader]) -> "GroupSource | Replay":
+    def source(self, engine: Engine | None, graders: Sequence[Grader], config: RolloutConfig) -> "GroupSource | Replay":
         """Returns where the groups of a step come from.
 
         Ranks without an engine get none. The graders try the right answers of held-out problems now, and of others
@@ -189,7 +190,7 @@ class Parts:
             samples=cfg.samples_per_prompt,
             sampling=self.sampling,
             seed=cfg.seed,
-            deadline_s=cfg.rollouts.deadline_s,
+            deadline_s=config.deadline_s,
         )
 
     def publisher(self, engine: Engine | None, learner: Learner) -> "tuple[Agreement, Publisher | Replay]":
@@ -214,7 +215,7 @@ class Parts:
         )
 
 
-def make_parts(cfg: Any, ranks: Ranks) -> Parts:
+def make_parts(cfg: GRPOConfig, ranks: Ranks) -> Parts:
     """Builds the parts that cost nothing, and tries them. `cfg`: the typed settings of a GRPO recipe (`load_config`).
 
     Raises:
@@ -251,7 +252,7 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
 
         identity = identify("", hf_model, meta_model, trained.spec)
         replay = Replay(cfg.replay, record(cfg), identity, problems, tokenizer)
-    teacher_model = teacher_of(cfg, tokenizer) if cfg.teacher.model_dir and not cfg.replay else None
+    teacher_model = teacher_of(cfg.teacher, cfg.engine, tokenizer) if cfg.teacher.model_dir and not cfg.replay else None
     held_out = Usable(eval_task, fault=fault)
     return Parts(
         cfg=cfg,
@@ -275,34 +276,34 @@ def make_parts(cfg: Any, ranks: Ranks) -> Parts:
     )
 
 
-def teacher_of(cfg: Any, tokenizer: ChatTokenizer) -> HFModel:
+def teacher_of(teacher: TeacherConfig, engine: EngineConfig, tokenizer: ChatTokenizer) -> HFModel:
     """Returns the teacher's directory. Raises ValueError if it holds no model that can score the policy's tokens."""
     # The checks are those of the policy's model, whose messages name the policy's keys.
     try:
-        teacher = HFModel(cfg.teacher.model_dir)
-        if (longest := positions_of(teacher)) <= cfg.engine.max_model_len:
+        model = HFModel(str(teacher.model_dir))
+        if (longest := positions_of(model)) <= engine.max_model_len:
             raise Mistake(
-                f"teacher.model_dir={cfg.teacher.model_dir} has {longest} positions, too few for a sample of "
-                f"engine.max_model_len={cfg.engine.max_model_len} and one token more; set engine.max_model_len={longest - 1}"
+                f"teacher.model_dir={teacher.model_dir} has {longest} positions, too few for a sample of "
+                f"engine.max_model_len={engine.max_model_len} and one token more; set engine.max_model_len={longest - 1}"
             )
-        check_engine(teacher, cfg.teacher.engine_config(cfg.engine))
-        teacher.require_readable()
+        check_engine(model, teacher.engine_config(engine))
+        model.require_readable()
     except Mistake as error:
         message = f"teacher.{error}" if str(error).startswith(("model_dir", "engine.")) else str(error)
         raise type(error)(message) from None
     # The teacher scores the policy's token ids, so both need the same tokenizer.
     try:
-        check_tokenizer(tokenizer, teacher)
+        check_tokenizer(tokenizer, model)
     except Mistake:
         raise Mistake(
-            f"teacher.model_dir={cfg.teacher.model_dir} has another tokenizer than the policy, so it would score other tokens: "
+            f"teacher.model_dir={teacher.model_dir} has another tokenizer than the policy, so it would score other tokens: "
             "take a teacher of the policy's family"
         ) from None
-    return teacher
+    return model
 
 
 def model_parts(
-    cfg: Any, device: torch.device, shards: int = 1
+    cfg: GRPOConfig, device: torch.device, shards: int = 1
 ) -> tuple[HFModel, TransformerDecoder, AllWeights | Adapters, Precision]:
     """Returns the model directory, the model without weights, what is trained of it, and in which precision.
 

@@ -11,6 +11,7 @@ from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.engine_args import CPU_KV_CACHE, device_shares, transfer_of
 from torchtune_ext.sampling.records import CANARY_REQUESTS, EngineConfig
+from torchtune_ext.setup.nodes import GRPOConfig
 from torchtune_ext.setup.start import disk_need, size_of
 from torchtune_ext.training.export import SHARD_BYTES
 
@@ -71,7 +72,7 @@ class Machine:
 class Plan:
     """A run on a machine. Raises ValueError if the GPUs of the engines cannot be divided so."""
 
-    cfg: Any  # settings of the recipe, with those of the engine as the run starts it
+    cfg: GRPOConfig  # settings of the recipe, with those of the engine as the run starts it
     sizes: Sizes  # of the model
     machine: Machine  # what the run is compared with
     trainers: int = 1  # devices that train

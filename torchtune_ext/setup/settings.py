@@ -8,12 +8,13 @@ from torchtune_ext.pipeline.advantages import AdvantageConfig
 from torchtune_ext.pipeline.buffer import Ledger
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.sampling.records import SamplingConfig
+from torchtune_ext.setup.nodes import GRPOConfig, TeacherConfig
 
 # What the loss of an update is a mean over (pipeline/packing.py), in words.
 AGGREGATIONS = {"token": "token mean", "sequence": "sequence mean", "constant": "sum over a constant"}
 
 
-def check_settings(cfg: Any, loss: Any) -> None:
+def check_settings(cfg: GRPOConfig, loss: Any) -> None:
     """Raises ValueError for settings of a GRPO recipe that do not go together. `loss` was built from `cfg.loss`."""
     if cfg.updates_per_step > cfg.prompts_per_step:
         raise Mistake(
@@ -21,11 +22,29 @@ def check_settings(cfg: Any, loss: Any) -> None:
             f"groups, so some would have none; set updates_per_step={cfg.prompts_per_step} or less"
         )
     check_needs(cfg.loss, needs_of(loss))
-    check_teacher(cfg, needs_of(loss))
+    check_teacher(cfg.teacher, cfg.sampling, needs_of(loss), replay=cfg.replay is not None)
     check_sampling(cfg.sampling, cfg.samples_per_prompt, cfg.advantage)
     if wrong := [step for step in cfg.profile if not 1 <= step <= cfg.max_steps]:
         raise Mistake(f"profile={cfg.profile} names step {wrong[0]}, but the steps are 1 to max_steps={cfg.max_steps}")
-    check_staleness(cfg, loss)
+    # The ledger itself refuses a staleness and a depth that do not fit.
+    Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
+    if cfg.staleness and cfg.engine.sleep:
+        raise Mistake(
+            f"staleness={cfg.staleness} with engine.sleep=true: an engine that gives its memory back while the trainer works "
+            "cannot sample meanwhile; give it GPUs of its own (engine.devices), or set staleness=0"
+        )
+    if cfg.staleness and cfg.refill_rounds:
+        raise Mistake(
+            f"refill_rounds={cfg.refill_rounds} with staleness={cfg.staleness}: the next step is sampled before it is "
+            "known which groups of this one have a signal; set refill_rounds=0 and raise prompts_per_step instead"
+        )
+    uncorrected = cfg.staleness and isinstance(loss, PolicyLoss) and loss.importance == "none" and loss.old != "sampler"
+    if uncorrected and "importance" not in cfg.loss:
+        raise Mistake(
+            f"staleness={cfg.staleness}, but nothing in this objective corrects for samples of an older policy: use "
+            "preset=decoupled_ppo or preset=grpo, or set loss.importance (full, tis, ...). To train without a correction, say "
+            "so: loss.importance=none"
+        )
     cfg.schedule.require_fits(cfg.max_steps * cfg.updates_per_step)
 
 
@@ -48,46 +67,20 @@ def check_sampling(sampling: SamplingConfig, samples_per_prompt: int, advantage:
         raise Mistake(f"sampling.seed={sampling.seed}: a run draws its own seeds for every step; set `seed`")
 
 
-def check_staleness(cfg: Any, loss: Any) -> None:
-    """Raises ValueError for settings that do not go together with samples of an older policy."""
-    # The ledger itself refuses a staleness and a depth that do not fit.
-    Ledger(cfg.prompts_per_step, cfg.max_steps, cfg.staleness, cfg.depth)
-    if not cfg.staleness:
-        return
-    if cfg.engine.sleep:
-        raise Mistake(
-            f"staleness={cfg.staleness} with engine.sleep=true: an engine that gives its memory back while the trainer works "
-            "cannot sample meanwhile; give it GPUs of its own (engine.devices), or set staleness=0"
-        )
-    if cfg.refill_rounds:
-        raise Mistake(
-            f"refill_rounds={cfg.refill_rounds} with staleness={cfg.staleness}: the next step is sampled before it is "
-            "known which groups of this one have a signal; set refill_rounds=0 and raise prompts_per_step instead"
-        )
-    uncorrected = isinstance(loss, PolicyLoss) and loss.importance == "none" and loss.old != "sampler"
-    if uncorrected and "importance" not in cfg.loss:
-        raise Mistake(
-            f"staleness={cfg.staleness}, but nothing in this objective corrects for samples of an older policy: use "
-            "preset=decoupled_ppo or preset=grpo, or set loss.importance (full, tis, ...). To train without a correction, say "
-            "so: loss.importance=none"
-        )
-
-
-def check_teacher(cfg: Any, needs: Needs) -> None:
+def check_teacher(teacher: TeacherConfig, sampling: SamplingConfig, needs: Needs, replay: bool) -> None:
     """Raises ValueError if only one of teacher and loss is set for the other, or the temperature does not fit both."""
-    if cfg.teacher.model_dir is None and needs.teacher and cfg.replay is None:
+    if teacher.model_dir is None and needs.teacher and not replay:
         raise Mistake(
-            f"the loss {cfg.loss.get('_component_')} asks a teacher, and there is none: set teacher.model_dir to a model, or "
-            "loss.teacher_coef=0"
+            "the loss asks a teacher, and there is none: set teacher.model_dir to a model, or loss.teacher_coef=0"
         )
-    if cfg.teacher.model_dir is not None and not needs.teacher:
+    if teacher.model_dir is not None and not needs.teacher:
         raise Mistake(
-            f"teacher.model_dir={cfg.teacher.model_dir}, but nothing in this objective asks a teacher: set preset=distill, or "
+            f"teacher.model_dir={teacher.model_dir}, but nothing in this objective asks a teacher: set preset=distill, or "
             "loss.teacher_coef=1.0 beside the rewards"
         )
-    if cfg.teacher.model_dir is not None and cfg.sampling.temperature != 1.0:
+    if teacher.model_dir is not None and sampling.temperature != 1.0:
         raise Mistake(
-            f"sampling.temperature={cfg.sampling.temperature} with a teacher, whose log-probs are those of temperature 1: they "
+            f"sampling.temperature={sampling.temperature} with a teacher, whose log-probs are those of temperature 1: they "
             "could not be compared; set sampling.temperature=1.0"
         )
 

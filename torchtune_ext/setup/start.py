@@ -5,7 +5,6 @@ import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import local_rank, number, place
 from torchtune_ext.sampling.engine_args import on_cpu
 from torchtune_ext.sampling.records import EngineConfig
+from torchtune_ext.setup.nodes import GRPOConfig
 
 # AdamW keeps two moments in float32 for each trained value. Other optimizers keep less or little more.
 ADAMW_BYTES = 8
@@ -119,7 +119,7 @@ def require_apart(engine: EngineConfig, training: list[str]) -> None:
     )
 
 
-def disk_need(cfg: Any, total: int, trained: int, dtype: torch.dtype) -> DiskNeed:
+def disk_need(cfg: GRPOConfig, total: int, trained: int, dtype: torch.dtype) -> DiskNeed:
     """Counts the bytes of a run's checkpoints, without metrics, rollouts and earlier runs.
 
     Args:

@@ -418,7 +418,6 @@ def checkpoint_to_go_on_from(
     if step >= total:
         raise NothingToDo(f"step {step} >= max_steps={total}: nothing to do\n{standing(step, step, checkpoints)}")
     if folder is not None:
-        assert folder.run is not None  # since `begin`
         say(resume_text(path, step, folder.run, folder.earlier))
     return path
 

@@ -34,10 +34,8 @@ class Recipe(Protocol):
     def cleanup(self) -> None: ...  # must work however far `setup` came
 
 
-def run_recipe(
-    make: Callable[[Any], Recipe], cfg: Any, work: Callable[[Any], None] = lambda recipe: recipe.train()
-) -> None:
-    """Makes a recipe from `cfg`, sets it up, runs `work` and cleans up.
+def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda recipe: recipe.train()) -> None:
+    """Makes a recipe, sets it up, runs `work` and cleans up.
 
     However the run ends, its last words are those of `recipe.stop.standing`: where it stands, and how to go on.
 
@@ -45,7 +43,7 @@ def run_recipe(
         SystemExit: a signal stopped the run (status 130, 143 or 129, see `run/stop.py`).
         Exception: what set-up and work raise, after the cleanup.
     """
-    recipe, stopped_by, orderly, works, nothing = make(cfg), None, True, False, ""
+    recipe, stopped_by, orderly, works, nothing = make(), None, True, False, ""
     several = place()[1] > 1
     with recipe.stop as stop:
         # Until something else is known, the run has failed. The cleanup reports the status to the sinks of the metrics.

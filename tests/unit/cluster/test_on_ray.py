@@ -99,7 +99,8 @@ def planned(typed):
     parser = argparse.ArgumentParser()
     on_ray.add_arguments(parser)
     args = parser.parse_args(shlex.split(typed))
-    return on_ray.plan_of(args, read_config(args.config, args.words, args.recipe))
+    cfg = read_config(args.config, args.words, args.recipe)
+    return on_ray.plan_of(args, cfg.engine, cfg.checkpoints.stop_grace_s)
 
 
 def test_settings_may_stand_anywhere_and_the_config_names_the_recipe(monkeypatch):

@@ -36,7 +36,7 @@ def settings(config="grpo/tiny_arithmetic", **own):
 
 
 def line(cfg):
-    return objective_text(cfg, instantiate(cfg.loss))
+    return objective_text(instantiate(cfg.loss), cfg.advantage, cfg.aggregation, cfg.refill_rounds, cfg.preset)
 
 
 def test_a_preset_changes_all_of_tinys_objective():

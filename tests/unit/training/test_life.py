@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import traceback
+from functools import partial
 
 import pytest
 import torch
@@ -45,12 +46,12 @@ class Recipe:
 def run(work):
     recipes = []
 
-    def make(work):
+    def make():
         recipes.append(Recipe(work))
         return recipes[0]
 
     try:
-        life.run_recipe(make, work)
+        life.run_recipe(make)
     except BaseException as error:
         # `errors.shown` gives the process this status.
         assert recipes[0].status == (error.code if isinstance(error, SystemExit) else errors.status_of(error) or 1)
@@ -93,7 +94,7 @@ def test_the_cleanup_knows_the_status_that_the_process_will_have():
             run(raising(error))
     for end in (SystemExit(1), SystemExit("words")):
         with pytest.raises(SystemExit):
-            life.run_recipe(Recipe, raising(end))
+            life.run_recipe(partial(Recipe, raising(end)))
 
     def mistaken(recipe):
         LoggingConfig(samples=-1)
@@ -188,7 +189,7 @@ from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.training import life
 
 class Recipe:
-    def __init__(self, cfg):
+    def __init__(self):
         self.stop = StopSignals(5.0, self.standing)
     def setup(self): ...
     def train(self):
@@ -198,7 +199,7 @@ class Recipe:
     def cleanup(self): ...
 
 life.EXIT_S = 0.5
-life.run_recipe(Recipe, None)
+life.run_recipe(Recipe)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 143 and "It stood at step 3" in done.stderr
@@ -242,7 +243,7 @@ def test_an_error_of_the_setup_is_not():
 
     recipe = Refused(None)
     with pytest.raises(ValueError) as caught:
-        life.run_recipe(lambda cfg: recipe, None)
+        life.run_recipe(lambda: recipe)
     assert recipe.calls == ["setup", "cleanup"] and not hasattr(caught.value, "__notes__")
 
 
@@ -253,7 +254,7 @@ def test_nothing_to_do_is_no_error(capsys):
             raise life.NothingToDo("step 40 >= max_steps=3: nothing to do")
 
     recipe = Idle(None)
-    life.run_recipe(lambda cfg: recipe, None)
+    life.run_recipe(lambda: recipe)
     assert recipe.calls == ["setup", "cleanup"]
     assert capsys.readouterr().out == "step 40 >= max_steps=3: nothing to do\n"
 
@@ -269,6 +270,6 @@ def test_a_signal_between_the_end_of_the_work_and_the_cleanup_leaves_nothing_ope
 
     recipe.stop.begin_cleanup = interrupted
     with pytest.raises(BaseException) as caught:  # `Stopped` would end all tests
-        life.run_recipe(lambda cfg: recipe, None)
+        life.run_recipe(lambda: recipe)
     assert isinstance(caught.value, SystemExit) and caught.value.code == 130
     assert recipe.calls == ["setup", "train", "cleanup"]
