@@ -13,11 +13,11 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torchtune_ext.run.moved import new_name
 from torchtune_ext.run.parent import place
@@ -233,23 +233,6 @@ def leave(status: int, at_once: bool = False) -> NoReturn:
                 stream.flush()
         os._exit(status)
     sys.exit(status)
-
-
-def guilty(call: Callable[..., Any], arguments: dict[str, Any], text: str) -> str | None:
-    """The argument without which a call that fails with the error `text` succeeds, or None."""
-
-    # Arguments whose values the error quotes are tried first. Without another one, the call may succeed only because it
-    # does less.
-    def unquoted(name: str) -> bool:
-        return re.search(rf"(?<![\w.]){re.escape(str(arguments[name]))}(?![\w.]*\w)", text) is None
-
-    for name in sorted(arguments, key=unquoted):
-        try:
-            call(**{key: value for key, value in arguments.items() if key != name})
-        except (Exception, SystemExit):  # noqa: BLE001 (it failed before, too)
-            continue
-        return name
-    return None
 
 
 def leading_argument(text: str) -> str | None:

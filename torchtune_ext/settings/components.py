@@ -1,6 +1,7 @@
 """Builds the component that `_component_` names in a YAML file, and says what is wrong with its name or arguments."""
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -60,7 +61,7 @@ def instantiate(node: Mapping[str, Any], **extra: Any) -> Any:
         return component(**arguments, **extra)
     except (Exception, SystemExit) as error:
         # If an argument is to blame, the message is enough. Otherwise the user needs the line that failed.
-        message = _refused(component, path, name, arguments, extra, error)
+        message = _refused(component, path, name, arguments, error)
         if message is not None:
             raise (FileMistake if isinstance(error, FileMistake) else Mistake)(message) from error
         raise Blamed(f"`{name}:` {path} raised {errors.text_of(error)}") from error
@@ -132,7 +133,7 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
 
 
 def _refused(
-    component: Any, path: str, name: str, arguments: dict[str, Any], extra: dict[str, Any], error: BaseException
+    component: Any, path: str, name: str, arguments: dict[str, Any], error: BaseException
 ) -> str | None:
     """Returns a message about the argument that a component refuses, or None if that is not known."""
     if errors.is_mistake(error):
@@ -143,13 +144,14 @@ def _refused(
         return text if name in text.partition(" ")[0] else f"`{name}:` {text}"
     if errors.place_of(error):
         return None
-    # A component of a library, such as an optimizer, may fail far from the wrong argument, so `guilty` tries them.
-    wrong = errors.guilty(lambda **given: component(**given, **extra), arguments, str(error))
-    if wrong is None:
+    # A component of a library, such as an optimizer, may quote the value that it refuses.
+    text = str(error)
+    quoted = [key for key in arguments if re.search(rf"(?<![\w.]){re.escape(str(arguments[key]))}(?![\w.]*\w)", text)]
+    if len(quoted) != 1:
         return None
-    default = getattr(_parameters(component).get(wrong), "default", inspect.Parameter.empty)
+    default = getattr(_parameters(component).get(quoted[0]), "default", inspect.Parameter.empty)
     usual = "" if default is inspect.Parameter.empty else f"; the default is {default!r}"
-    return f"{name}.{wrong}={arguments[wrong]!r}: {path} does not take it ({errors.text_of(error)}){usual}"
+    return f"{name}.{quoted[0]}={arguments[quoted[0]]!r}: {path} does not take it ({errors.text_of(error)}){usual}"
 
 
 def _parameters(component: Any) -> dict[str, inspect.Parameter]:

@@ -65,7 +65,9 @@ def _bounds_text(constraints: Iterable[Any]) -> str:
 
 def alternatives(kind: Any) -> list[Any]:
     """Returns the members of a union, or the annotation itself, without the constraints of `Annotated`."""
-    return [get_args(each)[0] if get_origin(each) is Annotated else each for each in _members(kind)]
+    members = [get_args(each)[0] if get_origin(each) is Annotated else each for each in _members(kind)]
+    # No value of YAML is a tensor.
+    return [each for each in members if getattr(each, "__name__", "") != "Tensor"] or members
 
 
 def _members(kind: Any) -> list[Any]:
@@ -77,6 +79,7 @@ def _fits(value: Any, kind: Any) -> bool:
     """Tells whether a value of YAML fits a type annotation, an unknown one always."""
     if len(members := alternatives(kind)) > 1:
         return any(_fits(value, each) for each in members)
+    kind = members[0]
     origin, inside = get_origin(kind) or kind, get_args(kind)
     if origin in (int, float):
         return isinstance(value, int if origin is int else int | float) and not isinstance(value, bool)

@@ -24,7 +24,7 @@ OPTIONAL = Optional[int]  # noqa: UP045 (torch writes it so)
         ("a/b", Path), ("a/b", str | os.PathLike), ([1, 0.5], tuple[float, float]), ([0.9, 0.95], tuple[float | torch.Tensor, float]),
         ([], Sequence[str]), (["a", "b"], tuple[str]), (["a"], list[str]), (["a"], Iterable[str]), ([1, "a"], list), ([[1]], Sequence[Sequence[int]]),
         ({"a": 1}, dict), ({"a": [1]}, Mapping[str, int | Sequence[int]]), (5, int | Sequence[int] | Mapping[int, float]),
-        ("q_proj", Literal["q_proj"]), ("fast", float | torch.Tensor), ("x", "Unknown"), (3, Any), (3, torch.dtype), ("my.f", str | Callable), ("my.f", Callable | None),
+        ("q_proj", Literal["q_proj"]), ("x", "Unknown"), (3, Any), (3, torch.dtype), ("my.f", str | Callable), ("my.f", Callable | None),
     ],
 )  # fmt: skip
 def test_a_value_that_fits_its_annotation_passes(value, kind):
@@ -49,6 +49,7 @@ def test_a_value_that_fits_its_annotation_passes(value, kind):
         (True, int, "=True must be a whole number"),
         (True, float, "=True must be a number"),
         ("maybe", bool, "='maybe' must be true or false"),
+        ("fast", float | torch.Tensor, "='fast' must be a number"),
         ("q_proj", Sequence[str], "='q_proj' must be a list, each item text: k=[q_proj]"),
         ([1], Sequence[str], "=[1] must be a list, each item text"),
         ([0.9], tuple[float, float], "=[0.9] must be a list of 2, each item a number"),
