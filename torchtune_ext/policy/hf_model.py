@@ -205,9 +205,7 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
         length = int.from_bytes(f.read(8), "little")
         try:
             # In a file of another kind, the first 8 bytes are no length.
-            if not 0 < length < file.stat().st_size:
-                raise ValueError
-            header = json.loads(f.read(length))
+            header = json.loads(f.read(length) if 0 < length < file.stat().st_size else b"")
             entries = [entry for name, entry in header.items() if name != "__metadata__"]
             end = max(
                 (entry["data_offsets"][1] for entry in entries if entry["dtype"] and entry["shape"] is not None),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -144,9 +144,8 @@ class Learner:
                 self._require_labels(row, token_loss_L, metrics)
                 row_loss = (row.weights_L * token_loss_L).sum()
                 if self.ranks.shards < self.ranks.world_size:
-                    # Copies of the weights, often on other machines, sum their gradients only once, with the last row.
-                    sharded: Any = self.policy.model  # FSDP2 has given it this method
-                    sharded.set_requires_all_reduce(i == len(rows) - 1)
+                    # Copies of the weights, often on other machines, sum their gradients once: FSDP2, at the last row.
+                    self.policy.model.set_requires_all_reduce(i == len(rows) - 1)  # pyright: ignore[reportCallIssue]
                 # FSDP averages gradients over ranks, but the weights of labels sum to one over all of them.
                 (row_loss * self.ranks.world_size).backward()
                 # All numbers stay on the device until the last row is on its way, so the CPU waits for the GPU once.
