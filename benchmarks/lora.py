@@ -42,7 +42,7 @@ def parameters(folder: Path) -> int:
     total = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as f:
-            for name in f:
+            for name in f.keys():
                 count = 1
                 for size in f.get_slice(name).get_shape():
                     count *= size

@@ -147,7 +147,7 @@ class HFModel:
         self.require_unquantized()
         for file in self.files():
             with safe_open(file, framework="pt") as f:
-                for name in f:
+                for name in f.keys():
                     if self.tied and name == "lm_head.weight":
                         continue
                     _require_plain(name, f.get_slice(name).get_dtype(), file)
