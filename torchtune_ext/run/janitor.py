@@ -55,7 +55,7 @@ class Janitor:
         except BrokenPipeError:
             # The process died. Every line names all groups, so a new process needs only this one.
             log.warning("a janitor ended (status %d): starting another one", self._process.wait(END_S))
-            self._process.stdin.close()  # type: ignore[union-attr]
+            self._lines.close()
             self._start()
             self._tell()
 
@@ -63,7 +63,7 @@ class Janitor:
         """Ends the process, which kills what is left of the groups, and removes the folder."""
         self._closed = True
         try:
-            self._process.stdin.close()  # type: ignore[union-attr]
+            self._lines.close()
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
@@ -82,9 +82,11 @@ class Janitor:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True, env=environment()
         )
+        assert self._process.stdin is not None  # a pipe
+        self._lines = self._process.stdin
 
     def _tell(self) -> None:
-        self._process.stdin.write(f"{' '.join(map(str, self.groups))}\n".encode())  # type: ignore[union-attr]
+        self._lines.write(f"{' '.join(map(str, self.groups))}\n".encode())
 
 
 def wait_for_end(parent: int) -> list[int]:
