@@ -132,9 +132,7 @@ def _require_arguments(component: Any, path: str, name: str, arguments: dict[str
         ) from error
 
 
-def _refused(
-    component: Any, path: str, name: str, arguments: dict[str, Any], error: BaseException
-) -> str | None:
+def _refused(component: Any, path: str, name: str, arguments: dict[str, Any], error: BaseException) -> str | None:
     """Returns a message about the argument that a component refuses, or None if that is not known."""
     if errors.is_mistake(error):
         # Our own components name the argument, but do not know the node that it stands in.
