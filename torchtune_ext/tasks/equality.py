@@ -40,11 +40,11 @@ MAX_SIDES = 12  # of an equation such as a = b = c
 _RELATION = re.compile(
     r"\\(?:le|ge|ne|in|subset|equiv|cong|sim|approx|mid|to|rightarrow|Rightarrow|iff)(?![A-Za-z])|[<>=]"
 )
+_PIECES = re.compile(rf"{_RELATION.pattern}|{CUP.pattern}|\\setminus")
 _VERB = re.compile(r"\s(?:is|are|was|were|has|have|had|equals|gets|got|makes|costs|needs|pays|earns)\s|:\s")
-_TIME = re.compile(r"(\d{1,2}):(\d\d)(?::\d\d)?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
-_HOUR = re.compile(r"(\d{1,2})\s*([ap])\.?\s*m\.?", re.IGNORECASE)
+_TIME = re.compile(r"(\d{1,2})(?::(\d\d)(?::\d\d)?)?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
 _RATIO = re.compile(r"(\d+(?:\.\d+)?)\s*(?::|to)\s*(\d+(?:\.\d+)?)(?:\s*(?::|to)\s*(\d+(?:\.\d+)?))?")
-_BASE = re.compile(r"\(?([0-9A-F]+(?:\.[0-9A-F]+)?)\)?\s*_\s*\{?\s*(\d+|\w+)\s*\}?")
+_BASE = re.compile(r"\(?([0-9][0-9A-F]*(?:\.[0-9A-F]+)?)\)?\s*_\s*\{?\s*(\d+|\w+)\s*\}?")
 _CHOICE = re.compile(r"\(?\s*([A-Z])\s*[).:]?")
 _LABELLED = re.compile(
     r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*(?:is)?\s*:?\s*)?(?:\(([A-Z])\)|([A-Z])(?:[).:](?:\s|$)|$))(.*)",
@@ -116,19 +116,17 @@ def _read(text: str) -> bool:
         or REALS.fullmatch(text)
     ):
         return True
-    pieces = [
-        piece
-        for part in members(text)
-        for piece in split(part, re.compile(rf"{_RELATION.pattern}|{CUP.pattern}|\\\\setminus"))
-    ]
-    held = [inside(piece) for piece in pieces]
-    tables = [matrix(piece) for piece in pieces]
-    if any(held) or any(tables) or len(pieces) > 1:
-        nested = [item for parts in held if parts for item in parts[1]] + [
-            item for rows in tables for row in rows or () for item in row
-        ]
-        alone = [piece for piece, parts, rows in zip(pieces, held, tables, strict=True) if not parts and rows is None]
-        return all(map(_read, nested + alone))
+    pieces = [piece for part in members(text) for piece in split(part, _PIECES)]
+    nested = []
+    for piece in pieces:
+        if held := inside(piece):
+            nested += held[1]
+        elif rows := matrix(piece):
+            nested += [item for row in rows for item in row]
+        elif len(pieces) > 1:
+            nested.append(piece)
+    if nested:
+        return all(map(_read, nested))
     percent = split_percent(text)
     try:
         parsed(percent[0] if percent else split_unit(text, False)[0])
@@ -176,25 +174,19 @@ def same_list(right: list[str], given: list[str]) -> bool:
     """Compares two lists, of which at least one has several members."""
     pairs, others = ([pair for item in items for pair in assignments(item, len(items))] for items in (right, given))
     names, given_names = [name for name, _ in pairs], [name for name, _ in others]
-    if distinct(names) and len(pairs) > 1:
-        # The right answer is x = 3, y = 4.
-        if distinct(given_names):
-            table = {bare_name(name): value for name, value in others}
-            return len(pairs) == len(others) and all(
-                same(value, table.get(bare_name(name), "")) for name, value in pairs
-            )
-        if len(given) == 1 and (listed := inside(others[0][1])) and listed[0] == "(":
-            given, others = listed[1], [(None, item) for item in listed[1]]
-        return (
-            len(others) == len(pairs)
-            and all(same(a, b) for (_, a), (name, b) in zip(pairs, others, strict=True) if name is None)
-            and not any(name for name, _ in others)
-        )
-    if distinct(given_names) and len(given) > 1:
-        # The answer is x = 3, y = 4, in place of (3, 4).
+    if len(pairs) > 1 and distinct(names) and distinct(given_names):
+        table = {bare_name(name): value for name, value in others}
+        return len(pairs) == len(others) and all(same(value, table.get(bare_name(name), "")) for name, value in pairs)
+    if len(pairs) > 1 and distinct(names):
+        # The right answer is x = 3, y = 4, and the answer is (3, 4) or 3, 4.
+        listed = inside(others[0][1]) if len(given) == 1 else None
+        values = listed[1] if listed and listed[0] == "(" else [value for name, value in others if name is None]
+        return len(values) == len(pairs) and all(same(a, b) for (_, a), b in zip(pairs, values, strict=True))
+    if len(given) > 1 and distinct(given_names):
+        # The answer is x = 3, y = 4, and the right answer is (3, 4).
         listed = inside(pairs[0][1]) if len(right) == 1 else None
         if not listed or listed[0] not in "([" or len(listed[1]) != len(given):
-            return plain_list(right, given) if len({stem(name) for name in given_names}) == 1 else False
+            return len({stem(name) for name in given_names}) == 1 and plain_list(right, given)
         if all(re.fullmatch(r"\s*[A-Za-z]\s*", name) for name in given_names):
             others = sorted(others)
         return all(same(a, b) for a, (_, b) in zip(listed[1], others, strict=True))
@@ -282,17 +274,12 @@ def same_member(gold: str, answer: str) -> bool:
     if right and other:
         if right[0] == other[0] == "\\{":
             return matched(right[1], other[1])
-        closed = (right[0], right[2]) == (other[0], other[2]) or {right[0] + right[2], other[0] + other[2]} == {
-            "()",
-            "\\langle\\rangle",
-        }
+        closed = (right[0], right[2]) == (other[0], other[2])
         return closed and len(right[1]) == len(other[1]) and all(map(same, right[1], other[1]))
-    if (right and len(right[1]) != 1) or (other and len(other[1]) != 1):
-        return bool(right and right[0] == "\\{" and not right[1] and answer == "\\emptyset") or bool(
-            other and other[0] == "\\{" and not other[1] and gold == "\\emptyset"
-        )
     if right or other:
-        return same(right[1][0] if right else gold, other[1][0] if other else answer)
+        # A set of one member, or none: tuples have at least two.
+        held, single = (right[1], answer) if right else (other[1], gold)
+        return same(held[0], single) if len(held) == 1 else not held and single == "\\emptyset"
     tables = matrix(gold), matrix(answer)
     if any(tables):
         return (
@@ -351,31 +338,31 @@ def same_chain(gold: str, sides: list[str]) -> bool:
 def same_text(gold: str, answer: str) -> bool | None:
     """Compares words, choices such as (B), times and numbers in a base; else returns None."""
     right, given = plain(unnamed(gold)[1]), plain(unnamed(answer)[1])
-    right_time, time = _TIME.fullmatch(right), _TIME.fullmatch(given)
-    if right_time or time:
-        if not (right_time and time) or right_time[3] is None and len(right_time[1]) > 2:
-            clock, hour = (right_time, given) if right_time else (time, right)
-            return (
-                not (right_time and time)
-                and clock[2] == "00"
-                and bool(_HOUR.fullmatch(hour))
-                and same_hour(clock, hour)
-            )
-        same_half = not right_time[3] or not time[3] or right_time[3].lower() == time[3].lower()
-        return int(right_time[1]) == int(time[1]) and right_time[2] == time[2] and same_half
-    hours = _HOUR.fullmatch(right), _HOUR.fullmatch(given)
-    if all(hours):
-        return [int(hours[0][1]), hours[0][2].lower()] == [int(hours[1][1]), hours[1][2].lower()]
-    if hours[0]:
-        return given == hours[0][1]
-    if hours[1]:
-        return right == hours[1][1]
-    base, other = _BASE.fullmatch(right), _BASE.fullmatch(given)
-    if (base and base[1][0].isdigit()) or (other and other[1][0].isdigit()):
-        if base and other:
-            return (base[1].lstrip("0"), base[2]) == (other[1].lstrip("0"), other[2])
-        return bool(base) and given.lstrip("0") == base[1].lstrip("0")
+    time, other = clock(right), clock(given)
+    if time and other:
+        return time[:2] == other[:2] and (time[2] == other[2] or not time[2] or not other[2])
+    if time or other:
+        return f"{(time or other)[0]}" == (given if time else right) and ":" not in right + given
+    base, other = numeral(right), numeral(given)
+    if base and other:
+        return base == other
+    if base or other:
+        return bool(base) and given.lstrip("0") == base[0]
     return same_words(plain(gold), plain(answer), "\\text" in gold)
+
+
+def clock(text: str) -> tuple[int, str, str] | None:
+    """Returns the hour, the minute and "a", "p" or "" of a time such as 7:30, 7 pm or 7:30 a.m., else None."""
+    found = _TIME.fullmatch(text)
+    if not found or not (found[2] or found[3]):
+        return None
+    return int(found[1]), found[2] or "00", (found[3] or "").lower()
+
+
+def numeral(text: str) -> tuple[str, str] | None:
+    """Returns the digits and the base of a number such as 1101_2 or 1101_{two}, else None."""
+    found = _BASE.fullmatch(text)
+    return (found[1].lstrip("0"), number_word(found[2]) or found[2]) if found else None
 
 
 def same_choice(right: str, given: str) -> bool:
@@ -385,11 +372,6 @@ def same_choice(right: str, given: str) -> bool:
         return False
     label = labelled[1] or labelled[2]
     return label == choice[1] or (label.upper() == choice[1] <= "E" and len(given) < 4)
-
-
-def same_hour(time: re.Match, hour: str) -> bool:
-    other = _HOUR.fullmatch(hour)
-    return int(time[1]) == int(other[1]) and (not time[3] or time[3].lower() == other[2].lower())
 
 
 def same_words(right: str, given: str, styled: bool) -> bool | None:

@@ -6,6 +6,7 @@ could not be bounded before, so no formula takes long. `Unreadable` is raised fo
 """
 
 import math
+import operator
 import re
 import zlib
 from fractions import Fraction
@@ -30,24 +31,13 @@ class Unreadable(Exception):
 
 # ---- the grammar
 
-FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp max min gcd lcm".split())
-_FUNCTION_NAMES = {"arctg": "arctan", "tg": "tan", "ctg": "cot", "asin": "arcsin", "acos": "arccos", "atan": "arctan"}
-_INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
+_OF_SEVERAL = {"max", "min", "gcd", "lcm"}
+FUNCTIONS = set("sin cos tan cot sec csc asin acos atan sinh cosh tanh ln log lg exp".split()) | _OF_SEVERAL
+_ALIASES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arctg": "atan", "tg": "tan", "ctg": "cot"}
 SYMBOLS = (
     {f"\\{name}" for name in GREEK} - {"\\pi"} | {"\\" + name.capitalize() for name in GREEK} | {"\\ell", "\\hbar"}
 )
-_DECORATED = {
-    "\\vec",
-    "\\hat",
-    "\\bar",
-    "\\overline",
-    "\\tilde",
-    "\\dot",
-    "\\ddot",
-    "\\mathbb",
-    "\\mathcal",
-    "\\overrightarrow",
-}
+_DECORATED = {f"\\{name}" for name in "vec hat bar overline tilde dot ddot mathbb mathcal overrightarrow".split()}
 _TIMES = {"\\cdot": "*", "\\times": "*", "*": "*", "\\div": "/", "/": "/", "\\bmod": "mod", "\\mod": "mod"}
 _REPEATING = re.compile(r"(\d*)\.(\d*)\s*(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d)))")
 _DOTTED = re.compile(r"(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,})\4{1,})\s*(?:\\ldots|\.\.\.)")
@@ -67,6 +57,12 @@ def _repeated(match: re.Match) -> str:
 def _mixed(match: re.Match) -> str:
     whole, top, below = match[1], match[2] or match[4] or match[6], match[3] or match[5] or match[7]
     return f"({whole}+\\frac{{{top}}}{{{below}}})" if int(top) < int(below) else match[0]
+
+
+def _function(token: str) -> str | None:
+    """Returns the name of a function such as \\sin, or None."""
+    name = _ALIASES.get(token[1:], token[1:])
+    return name if token[:1] == "\\" and name in FUNCTIONS else None
 
 
 class _Parser:
@@ -137,7 +133,7 @@ class _Parser:
                 factor = self.power()
                 factor = ("neg", factor) if minus else factor
                 result = (_TIMES[token], result, factor)
-            elif self.starts_factor(token) and not (implicit and token[1:] in FUNCTIONS):
+            elif self.starts_factor(token) and not (implicit and _function(token)):
                 last = self.at - 1
                 while last and last + 1 <= self.braced and self.tokens[last] == "}":
                     last -= 1
@@ -220,8 +216,7 @@ class _Parser:
             return ("constant", token.strip("\\")) if self.peek() != "_" else self.symbol(token)
         if token in _DECORATED:
             return self.symbol(token + "".join(self.group()))
-        name = _FUNCTION_NAMES.get(token[1:], token[1:])
-        if token[0] == "\\" and name in FUNCTIONS:
+        if name := _function(token):
             return self.function(name)
         if (token.isalpha() and token.isascii()) or token in SYMBOLS:
             return self.symbol(token)
@@ -264,13 +259,8 @@ class _Parser:
             if minus:
                 arguments = [("neg", arguments[0])]
         if exponent == ("neg", ("number", Fraction(1))):
-            if name not in _INVERSE:
-                raise Unreadable(name)
-            name, exponent = _INVERSE[name], None
-        if base is not None and name not in ("log", "lg"):
-            raise Unreadable(name)
-        many = name in ("max", "min", "gcd", "lcm")
-        if not many and len(arguments) > 1:
+            name, exponent = f"a{name}", None
+        if name not in FUNCTIONS or (base and name != "log") or (len(arguments) > 1 and name not in _OF_SEVERAL):
             raise Unreadable(name)
         result = ("log", arguments[0], base) if base else (name, *arguments)
         return result if exponent is None else ("^", result, exponent)
@@ -293,6 +283,11 @@ def names(tree: Any) -> set[str]:
 
 
 # ---- evaluation
+
+
+_SIMPLE = {
+    "+": operator.add, "*": operator.mul, "/": operator.truediv, "neg": operator.neg, "abs": abs, "max": max, "min": min,
+}  # fmt: skip
 
 
 class Undefined(Exception):
@@ -353,27 +348,15 @@ class _Evaluation:
         if kind in ("gcd", "lcm", "mod"):
             if not exact or any(part.denominator != 1 for part in parts):
                 raise Unreadable(kind)
-            if kind == "mod":
-                return parts[0] % parts[1]
-            return Fraction(getattr(math, kind)(*(int(part) for part in parts)))
-        if not exact and kind not in ("^", "root"):
+            return parts[0] % parts[1] if kind == "mod" else Fraction(getattr(math, kind)(*map(int, parts)))
+        if kind in ("^", "root"):
+            return self.raised(parts[0], parts[1] if kind == "^" else 1 / parts[1])
+        if not exact:
             parts = tuple(map(self.number, parts))
-        first, second = parts[0], parts[-1]
-        if kind in "+*/":
-            return first + second if kind == "+" else first * second if kind == "*" else first / second
-        if kind == "neg":
-            return -first
-        if kind == "^":
-            return self.raised(first, second)
-        if kind == "root":
-            return self.raised(first, 1 / second)
-        if kind == "abs":
-            return abs(first)
+        if kind in _SIMPLE:
+            return _SIMPLE[kind](*parts)
         if kind in ("floor", "ceil"):
-            whole = getattr(math if exact else self.mp, kind)(first)
-            return Fraction(int(whole))
-        if kind in ("max", "min"):
-            return max(parts) if kind == "max" else min(parts)
+            return Fraction(int(getattr(math if exact else self.mp, kind)(parts[0])))
         if kind in ("factorial", "binom"):
             return self.counted(kind, *parts)
         return self.called(kind, *map(self.number, parts))
@@ -417,10 +400,9 @@ class _Evaluation:
         if name in ("exp", "sinh", "cosh", "tanh") and abs(value) > MAX_SIZE:
             raise Unreadable("too large")
         if name in ("ln", "log", "lg"):
-            base = self.mp.mpf(10) if name == "lg" and base is None else base
-            return self.mp.log(value) if base is None else self.mp.log(value) / self.mp.log(base)
-        names = {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
-        return getattr(self.mp, names.get(name, name))(value)
+            base = self.mp.mpf(10) if name == "lg" else base
+            return self.mp.log(value) / (1 if base is None else self.mp.log(base))
+        return getattr(self.mp, name)(value)
 
 
 def real(text: str) -> Fraction:

@@ -1,23 +1,33 @@
-"""Compares sets of numbers: inequalities, intervals, their unions, and the real numbers without some points."""
+"""Compares sets of numbers: inequalities, intervals, their unions, and the real numbers without some points.
+
+A set is a sorted list of intervals, and an interval is a pair of cuts. The cut (3, 0) lies just before the number 3 and
+(3, 1) just after it: [3, 5) is ((3, 0), (5, 0)).
+"""
 
 import re
+from fractions import Fraction
 
-from torchtune_ext.tasks.formulas import Unreadable, differ_by_factor, parsed, real, same_value
+from torchtune_ext.tasks.formulas import Unreadable, differ_by_factor, parsed, real
 from torchtune_ext.tasks.notation import COMMA, CUP, inside, is_name, split, unnamed
 
 ORDER = re.compile(r"(\\(?:le|ge|ne)(?![A-Za-z])|[<>])")
-_BUILDER = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?[|:]\s*([^|]*)\\\}")
-_AND = re.compile(r"\\text\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|\\wedge(?![A-Za-z])")
 REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|R|all\s*real\s*numbers?|all\s*reals")
 ENDLESS = re.compile(r"([-+]?)\s*\\infty")
+LINE = ((float("-inf"), 1), (float("inf"), 0))
+PRECISION = Fraction(1, 10**60)  # relative; `real` returns 80 digits
+
+_BUILDER = re.compile(r"\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?[|:]\s*([^|]*)\\\}")
+_AND = re.compile(r"\\text\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])|\\wedge(?![A-Za-z])")
+_UNION = re.compile(rf"{CUP.pattern}|{COMMA.pattern}")
+_TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}
+
+Cut = tuple[Fraction | float, int]
+Interval = tuple[Cut, Cut]
 
 
 def regions(gold: str, answer: str) -> bool | None:
     """Compares two sets of numbers, at least one of which is an inequality or lacks points; else returns None."""
-    forms = (ORDER, re.compile(r"\\setminus"), REALS)
-    if not any(form.search(gold) or form.search(answer) for form in forms[:2]) and not (
-        REALS.fullmatch(gold) or REALS.fullmatch(answer)
-    ):
+    if not any(ORDER.search(text) or "\\setminus" in text or REALS.fullmatch(text) for text in (gold, answer)):
         return None
     try:
         (name, right), (other, given) = region(gold), region(answer)
@@ -25,16 +35,12 @@ def regions(gold: str, answer: str) -> bool | None:
         return same_inequality(gold, answer)
     if (name and other and name != other) or len(right) != len(given):
         return False
-    return all(
-        a[2] == b[2] and a[5] == b[5] and ends(a[1], b[1]) and ends(a[4], b[4])
-        for a, b in zip(right, given, strict=True)
-    )
+    return all(map(same_cut, sum(right, ()), sum(given, ())))
 
 
-def ends(first: str, second: str) -> bool:
-    return first == second or (
-        not ENDLESS.fullmatch(first) and not ENDLESS.fullmatch(second) and same_value(first, second)
-    )
+def same_cut(first: Cut, second: Cut) -> bool:
+    (value, side), (other, other_side) = first, second
+    return side == other_side and (value == other or abs(value - other) < abs(value) * PRECISION)
 
 
 def same_inequality(gold: str, answer: str) -> bool | None:
@@ -43,57 +49,58 @@ def same_inequality(gold: str, answer: str) -> bool | None:
     if len(right) != 3 or len(given) != 3:
         return False if ORDER.search(answer) or ORDER.search(gold) else None
     sign = differ_by_factor(difference(right[::2]), difference(given[::2]))
-    turned = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}[given[1]]
-    return bool(sign) and right[1] == (given[1] if sign > 0 else turned)
+    return bool(sign) and right[1] == (given[1] if sign > 0 else _TURNED[given[1]])
 
 
-def region(text: str) -> tuple[str | None, list[tuple]]:
+def difference(sides: list[str]) -> tuple:
+    """Parses the left side of an equation minus the right side."""
+    if any(re.search(r"\\frac\s*\{\s*d", side) or "'" in side for side in sides):
+        raise Unreadable("a derivative")
+    return ("+", parsed(sides[0]), ("neg", parsed(sides[1])))
+
+
+def region(text: str) -> tuple[str | None, list[Interval]]:
     """Returns the name of the symbol and the intervals of a set of numbers. Raises `Unreadable`."""
-    builder = _BUILDER.fullmatch(text)
-    if builder:
+    if builder := _BUILDER.fullmatch(text):
         text = builder[1]
     both = split(text, _AND)
-    if len(both) == 2 and all(ORDER.search(part) for part in both):
-        names, parts = zip(*map(region, both), strict=True)
-        if len(parts[0]) == len(parts[1]) == 1 and names[0] == names[1]:
-            (a,), (b,) = parts
-            low = max(a, b, key=lambda part: (part[0], not part[2]))
-            high = min(a, b, key=lambda part: (part[3], part[5]))
-            if (low[0], 0) < (high[3], 0):
-                return names[0], [(*low[:3], *high[3:])]
+    if len(both) == 2 and all(map(ORDER.search, both)):
+        (name, first), (other, second) = map(region, both)
+        common = [(max(a[0], b[0]), min(a[1], b[1])) for a in first for b in second]
+        common = [(low, high) for low, high in common if low < high]
+        if name != other or not common:
+            raise Unreadable(text)
+        return name, sorted(common)
+    names, parts = zip(*map(interval, split(text, _UNION)), strict=True)
+    known = set(names) - {None}
+    if len(known) > 1:
         raise Unreadable(text)
-    names, result = set(), []
-    for part in split(text, re.compile(rf"{CUP.pattern}|{COMMA.pattern}")):
-        name, found = interval(part)
-        names.add(name)
-        result += found
-    names -= {None}
-    if len(names) > 1:
-        raise Unreadable(text)
-    return (names.pop() if names else None), union(result)
+    return (known.pop() if known else None), union([found for part in parts for found in part])
 
 
-def interval(text: str) -> tuple[str | None, list[tuple]]:
-    """Returns the intervals of a set that is no union."""
+def interval(text: str) -> tuple[str | None, list[Interval]]:
+    """Returns the intervals of a set that is not a union."""
     name, text = unnamed(text)
-    if "\\setminus" in text or re.fullmatch(r".+-\s*\\\{.*", text):
-        whole, _, points = re.sub(r"\s*-\s*(?=\\\{)", r"\\setminus ", text).partition("\\setminus")
+    whole, _, points = re.sub(r"-\s*(?=\\\{)", r"\\setminus ", text).partition("\\setminus")
+    if points:
         listed = inside(points.strip())
         if not listed or listed[0] != "\\{":
             raise Unreadable(text)
-        result = interval(whole.strip())[1]
+        parts = interval(whole.strip())[1]
         for point in listed[1]:
-            result = without(result, point)
-        return name, result
+            parts = without(parts, real(point))
+        return name, parts
     if REALS.fullmatch(text):
-        return name, [bounds("-\\infty", False, "\\infty", False)]
+        return name, [LINE]
     listed = inside(text)
     if listed and len(listed[1]) == 2 and listed[0] in "([" and listed[2] in ")]":
-        return name, [bounds(listed[1][0], listed[0] == "[", listed[1][1], listed[2] == "]")]
+        (low, high), closed = listed[1], listed[2] == "]"
+        return name, [bounded(cut(low, listed[0] == "("), cut(high, closed))]
     return inequality(text)
 
 
-def inequality(text: str) -> tuple[str | None, list[tuple]]:
+def inequality(text: str) -> tuple[str | None, list[Interval]]:
+    """Returns the symbol and the intervals of x > 3, 3 < x, 1 <= x < 5 or x != 3."""
     pieces = [piece.strip() for piece in ORDER.split(text)]
     values, order = pieces[::2], pieces[1::2]
     symbols = [index for index, value in enumerate(values) if is_name(value) and value != "e"]
@@ -101,60 +108,43 @@ def inequality(text: str) -> tuple[str | None, list[tuple]]:
         raise Unreadable(text)
     at, name = symbols[0], re.sub(r"\s", "", values[symbols[0]])
     if order == ["\\ne"]:
-        return name, without([bounds("-\\infty", False, "\\infty", False)], values[1 - at])
-    turned = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
-    low, high = ("-\\infty", False), ("\\infty", False)
+        return name, without([LINE], real(values[1 - at]))
+    low, high = LINE
     for index, sign in enumerate(order):
-        if sign not in turned:
-            raise Unreadable(text)
-        bound, sign = (values[index], turned[sign]) if at > index else (values[index + 1], sign)
+        bound, sign = (values[index], _TURNED[sign]) if index < at else (values[index + 1], sign)
         if sign in ("<", "\\le"):
-            high = bound, sign == "\\le"
-        else:
-            low = bound, sign == "\\ge"
-    if len(order) == 2 and "\\infty" in (low[0], high[0]):
+            high = cut(bound, sign == "\\le")
+        elif sign in (">", "\\ge"):
+            low = cut(bound, sign == ">")
+    if len(order) == 2 and (low == LINE[0] or high == LINE[1]):
         raise Unreadable(text)
-    return name, [bounds(*low, *high)]
+    return name, [bounded(low, high)]
 
 
-def bounds(low: str, low_closed: bool, high: str, high_closed: bool) -> tuple:
-    keys = []
-    for value, closed in ((low, low_closed), (high, high_closed)):
-        endless = ENDLESS.fullmatch(value.strip())
-        if endless and closed:
-            raise Unreadable("a closed bound at infinity")
-        keys.append(float(endless[1] + "inf") if endless else real(value.strip()))
-    if not keys[0] <= keys[1] or (keys[0] == keys[1] and not low_closed):
-        raise Unreadable("an empty interval")
-    return (keys[0], low.strip(), low_closed, keys[1], re.sub(r"^\+\s*", "", high.strip()), high_closed)
+def cut(text: str, after: bool) -> Cut:
+    """Returns the cut before or after a number or an infinity."""
+    endless = ENDLESS.fullmatch(text.strip())
+    return (float(f"{endless[1]}inf") if endless else real(text.strip())), int(after)
 
 
-def without(parts: list[tuple], point: str) -> list[tuple]:
-    key, result = real(point), []
-    for low, low_text, low_closed, high, high_text, high_closed in parts:
-        if low < key < high:
-            result += [
-                (low, low_text, low_closed, key, point, False),
-                (key, point, False, high, high_text, high_closed),
-            ]
+def bounded(low: Cut, high: Cut) -> Interval:
+    if not LINE[0] <= low < high <= LINE[1]:
+        raise Unreadable("an empty interval, or an interval closed at infinity")
+    return low, high
+
+
+def without(parts: list[Interval], point: Fraction) -> list[Interval]:
+    """Removes a point from intervals."""
+    halves = [half for low, high in parts for half in ((low, min(high, (point, 0))), (max(low, (point, 1)), high))]
+    return [(low, high) for low, high in halves if low < high]
+
+
+def union(parts: list[Interval]) -> list[Interval]:
+    """Sorts intervals and joins those that touch."""
+    result: list[Interval] = []
+    for low, high in sorted(parts):
+        if result and low <= result[-1][1]:
+            result[-1] = (result[-1][0], max(high, result[-1][1]))
         else:
-            result.append((low, low_text, low_closed and low != key, high, high_text, high_closed and high != key))
+            result.append((low, high))
     return result
-
-
-def union(parts: list[tuple]) -> list[tuple]:
-    result: list[tuple] = []
-    for part in sorted(parts, key=lambda part: (part[0], not part[2])):
-        last = result[-1] if result else None
-        if last and (part[0] < last[3] or (part[0] == last[3] and (part[2] or last[5]))):
-            high = max(last, part, key=lambda part: (part[3], part[5]))
-            result[-1] = (*last[:3], *high[3:])
-        else:
-            result.append(part)
-    return result
-
-
-def difference(sides: list[str]) -> tuple:
-    if any(re.search(r"\\frac\s*\{\s*d", side) or "'" in side for side in sides):
-        raise Unreadable("a derivative")
-    return ("+", parsed(sides[0]), ("neg", parsed(sides[1])))
