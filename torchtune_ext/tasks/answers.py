@@ -47,7 +47,7 @@ _TOKENS = re.compile(r"<\|\w+\|>|</?(?:s|answer)>")  # special tokens, and the t
 # A semicolon ends a clause only if no number follows soon after it.
 _CLAUSE_END = re.compile(
     r"(?<!\\)[.!?](?=\s|$)|;\s(?![^\n]{0,80}\d)|, and (?:we|this|that)\b"
-    r"|,?\s(?:because|since|so|which|as (?:required|desired))\b|\s\((?:because|since|as|i\.e)\b"
+    r"|,?\s(?:because|since|so|which|as (?:required|desired))\b|,\sas\b|\s\((?:because|since|as|i\.e)\b"
 )
 _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # 1,234,567
 _LABEL = re.compile(r"(\\?[A-Za-z][\w\\{}']{0,20}(?:\([^()\s]{1,9}\))?)\s*=\s*\$?\s*$")
@@ -58,7 +58,9 @@ _DOUBT = re.compile(
     re.IGNORECASE,
 )
 _REJECTED = re.compile(
-    r"\b(?:(?:wrong|incorrect|false)(?:\s\w+)?\s*:|(?:\w+thing|option|choice) but)[\s$(*]*$", re.IGNORECASE
+    r"(?:\b(?:(?:wrong|incorrect|false)(?:\s\w+)?\s*:|(?:\w+thing|option|choice) but)"
+    r"|(?:^|[.;:]\s)\s*(?:if|suppose|assume)\b[^,.]{0,40}(?:\b(?:were|was|is|equals)|=))[\s$(*]*$",
+    re.IGNORECASE,
 )
 _QUESTION = re.compile(r"[\s$).*]{0,9}\?")
 _OTHER_VALUE = re.compile(r"[\s$]{0,9}or\s+\$?(-?[\d.,/]*\d)\$?[\s.]*(?=\n|$)")
@@ -264,13 +266,13 @@ def in_words(gold: str, text: str, question: str) -> tuple[bool, bool]:
 def stated(gold: str, text: str, question: str) -> tuple[bool, bool]:
     """Tells whether the phrase "answer is" is followed by an answer, and whether that is right."""
     clause, start, end = _last_phrase(text)
-    if _OTHERWISE.match(text, end):
+    if _OTHERWISE.match(text, end) or DENIED.match(text, end):
         return True, False
     if all_equal(gold, [clause], question):
         return True, True
     # In "the answer is the number of apples, which is 3" and "To find the answer: add 3 and 4", the value comes later.
     words = re.sub(r"\\[A-Za-z]+|\$[^$]*\$", " ", clause)
-    if not re.search(r"[A-Za-z]{3,}", words) or re.match(r"[$*(\s]*-?\d", clause):
+    if not re.search(r"[A-Za-z]{3,}", words) or re.match(r"[$*(\s]*-?\d", clause) or _QUESTION.match(text, end):
         return is_written(clause), False
     return in_words(gold, text[start:], question)
 
@@ -308,12 +310,7 @@ def is_final(answer: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    return (
-        re.sub(r"\\left|\\right|\\[,;:!]|[\s${}]", "", text)
-        .replace("dfrac", "frac")
-        .replace("tfrac", "frac")
-        .replace("dbinom", "binom")
-    )
+    return re.sub(r"\\left|\\right|\\[,;:!]|[\s${}]|(?<=\\)[dt](?=frac|binom)", "", text)
 
 
 class _Hung(BaseException):

@@ -9,6 +9,7 @@ import math
 import operator
 import re
 import zlib
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -39,6 +40,10 @@ SYMBOLS = (
 )
 _DECORATED = {f"\\{name}" for name in "vec hat bar overline tilde dot ddot mathbb mathcal overrightarrow".split()}
 _TIMES = {"\\cdot": "*", "\\times": "*", "*": "*", "\\div": "/", "/": "/", "\\bmod": "mod", "\\mod": "mod"}
+_NO_FACTOR = {"\\}", "\\over", "\\choose", "\\rfloor", "\\rceil", "\\\\", "\\pm", "\\mp", *_TIMES}
+_PERCENT = ("number", Fraction(1, 100))
+_FACTORS = {"%": _PERCENT, "\\%": _PERCENT, "\\degree": ("/", ("constant", "pi"), ("number", Fraction(180)))}
+_DEGREE = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\s*(?:\\(?:overline|bar|dot)\s*(?:\{\s*(\d+)\s*\}|(\d)))")
 _DOTTED = re.compile(r"(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,})\4{1,})\s*(?:\\ldots|\.\.\.)")
 _MIXED = re.compile(r"(?<![\d.}])(\d+)(?:\s*\\frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))|\s+(\d+)\s*/\s*(\d+))(?!\d)")
@@ -74,6 +79,7 @@ class _Parser:
         power = _SCIENTIFIC.fullmatch(text)
         if power:
             text = f"{power[1]} \\times 10^{{{power[2]}}}"
+        text = _DEGREE.sub(r"\\degree ", text)
         text = re.sub(r"\\dot\s*\{(\d)\}(\d*)\\dot\s*\{(\d)\}", r"\\overline{\1\2\3}", text)
         text = _MIXED.sub(_mixed, _DOTTED.sub(_repeated, _REPEATING.sub(_repeated, text)))
         self.tokens, self.at, self.depth, self.bars = _LITERAL.findall(text), 0, 0, 0
@@ -104,35 +110,29 @@ class _Parser:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Unreadable("too deep")
-        over, result = self.at, self.product()
+        result = self.product()
         while self.peek() in ("+", "-"):
-            sign = self.take()
-            term = self.product()
-            result = ("+", result, term if sign == "+" else ("neg", term))
+            result = ("+", result, self.product())
         if self.accept("\\over"):
             result = ("/", result, self.sum())
         elif self.accept("\\choose"):
             result = ("binom", result, self.sum())
         self.depth -= 1
-        if self.at == over:
-            raise Unreadable(self.peek())
         return result
 
+    def signed(self, parse: Callable[[], tuple]) -> tuple:
+        minus = False
+        while self.peek() in ("+", "-"):
+            minus ^= self.take() == "-"
+        return ("neg", parse()) if minus else parse()
+
     def product(self, implicit: bool = False) -> tuple:
-        sign = 1
-        while not implicit and self.peek() in ("+", "-"):
-            sign = -sign if self.take() == "-" else sign
-        result = self.power()
+        result = self.signed(self.power)
         while True:
             token = self.peek()
             if not implicit and token in _TIMES:
                 self.take()
-                minus = False
-                while self.peek() in ("+", "-"):
-                    minus ^= self.take() == "-"
-                factor = self.power()
-                factor = ("neg", factor) if minus else factor
-                result = (_TIMES[token], result, factor)
+                result = (_TIMES[token], result, self.signed(self.power))
             elif self.starts_factor(token) and not (implicit and _function(token)):
                 last = self.at - 1
                 while last and last + 1 <= self.braced and self.tokens[last] == "}":
@@ -142,31 +142,22 @@ class _Parser:
                     raise Unreadable("two numbers side by side")
                 result = ("*", result, self.power())
             else:
-                return result if sign > 0 else ("neg", result)
+                return result
 
     def starts_factor(self, token: str) -> bool:
         if token == "|":
             return self.bars == 0
-        return bool(token) and (token[0].isalnum() or token[0] in ".([{\\") and token not in (
-            "\\}", "\\over", "\\choose", "\\rfloor", "\\rceil", "\\\\", "\\pm", "\\mp", "\\%", *_TIMES
-        )  # fmt: skip
+        return bool(token) and (token[0].isalnum() or token[0] in ".([{\\") and token not in _NO_FACTOR
 
     def power(self) -> tuple:
         result = self.atom()
         while True:
             if self.accept("^"):
-                if self.peek() == "\\circ" or self.tokens[self.at : self.at + 2] == ["{", "\\circ"]:
-                    braced = self.accept("{")
-                    self.take("\\circ")
-                    if braced:
-                        self.take("}")
-                    result = ("*", result, ("/", ("constant", "pi"), ("number", Fraction(180))))
-                else:
-                    result = ("^", result, self.argument())
+                result = ("^", result, self.argument())
             elif self.accept("!"):
                 result = ("factorial", result)
-            elif self.accept("\\%", "%"):
-                result = ("/", result, ("number", Fraction(100)))
+            elif self.peek() in _FACTORS:
+                result = ("*", result, _FACTORS[self.take()])
             else:
                 return result
 
@@ -179,9 +170,7 @@ class _Parser:
         token = self.peek()
         if token[:1].isdigit() and len(token) > 1:
             self.tokens[self.at : self.at + 1] = [token[0], token[1:]]
-        if self.accept("-"):
-            return ("neg", self.argument())
-        return self.atom()
+        return self.signed(self.argument) if token == "-" else self.atom()
 
     def atom(self) -> tuple:
         token = self.take()
@@ -254,10 +243,7 @@ class _Parser:
                 arguments.append(self.sum())
             self.take()
         else:
-            minus = self.accept("-")
             arguments = [self.product(implicit=True)]
-            if minus:
-                arguments = [("neg", arguments[0])]
         if exponent == ("neg", ("number", Fraction(1))):
             name, exponent = f"a{name}", None
         if name not in FUNCTIONS or (base and name != "log") or (len(arguments) > 1 and name not in _OF_SEVERAL):
@@ -362,22 +348,16 @@ class _Evaluation:
         return self.called(kind, *map(self.number, parts))
 
     def raised(self, base: Any, exponent: Any) -> Any:
-        if isinstance(exponent, Fraction) and exponent.denominator == 1:
-            count = abs(int(exponent))
-            if isinstance(base, Fraction):
-                if (
-                    count * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS
-                    and abs(base) != 1
-                ):
-                    raise Unreadable("too large")
-                if base == 0 and exponent <= 0:
-                    raise Undefined("0^0")
-                return base ** int(exponent) if abs(base) != 1 else base ** (count % 2)
-        number, power = self.number(base), self.number(exponent)
-        if number == 0:
-            if isinstance(power, self.mp.mpc) or power <= 0:
+        if base == 0:
+            if isinstance(exponent, self.mp.mpc) or exponent <= 0:
                 raise Undefined("0^0")
             return Fraction(0)
+        if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
+            count = int(exponent) if abs(base) != 1 else int(exponent) % 2
+            if abs(count) * max(base.numerator.bit_length(), base.denominator.bit_length()) > MAX_BITS:
+                raise Unreadable("too large")
+            return base**count
+        number, power = self.number(base), self.number(exponent)
         if abs(power) * (abs(self.mp.mag(number)) + 1) > MAX_SIZE:
             raise Unreadable("too large")
         real = not isinstance(number, self.mp.mpc) and isinstance(exponent, Fraction)
