@@ -7,10 +7,10 @@ What is ambiguous is not equal. math-verify compares sums, integrals and limits,
 
 import logging
 import re
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 from torchtune_ext.tasks.formulas import Unreadable, differ_by_factor, parsed, real, same_value
 from torchtune_ext.tasks.notation import (
@@ -454,7 +454,7 @@ def verified(gold: str, answer: str) -> bool:
     right, given = _expressions(gold), _expressions(answer)
     if isinstance(right[0], str) or isinstance(given[0], str):
         return False
-    return _library().verify(right[:1], given[:1], timeout_seconds=None)
+    return _math_verify()[0].verify(right[:1], given[:1], timeout_seconds=None)
 
 
 @lru_cache(maxsize=1024)
@@ -462,24 +462,17 @@ def _expressions(text: str) -> list:
     """Parses a normalized answer with math-verify. The result begins with a text if it cannot be read."""
     # With "first_match", no part of an unreadable answer is searched for an expression. The time-outs of math-verify
     # work by signals, which `answers.MathGrader` uses itself.
+    library, config = _math_verify()
     boxed = f"\\boxed{{{text}}}"
-    return _library().parse(boxed, [_latex()], extraction_mode="first_match", parsing_timeout=None) or [text]
+    return library.parse(boxed, [config], extraction_mode="first_match", parsing_timeout=None) or [text]
 
 
 @lru_cache(maxsize=1)
-def _latex() -> Any:
-    # With units=True, math-verify drops any \text at the end, also "million".
-    from dataclasses import replace
-
-    defaults = _library().LatexExtractionConfig()
-    return replace(defaults, normalization_config=replace(defaults.normalization_config, units=False))
-
-
-@lru_cache(maxsize=1)
-def _library() -> Any:
-    # The import takes half a second, most of it for sympy.
+def _math_verify() -> tuple:
+    """Returns math-verify, whose import takes half a second, and how it reads LaTeX."""
     import math_verify
 
-    # It warns that its time-outs are off, which is intended.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off
+    # With units=True, math-verify drops any \text at the end, also "million".
+    latex = math_verify.LatexExtractionConfig()
+    return math_verify, replace(latex, normalization_config=replace(latex.normalization_config, units=False))

@@ -153,18 +153,14 @@ def _styled(match: re.Match) -> str:
 
 def _thousands(text: str) -> str:
     """Takes the separators out of 1,234 and 1 234, but not inside brackets, where they may separate members."""
-    pieces, depth, start = [], 0, 0
-    for match in re.finditer(r"[(\[]|[)\]]|\\[{}]", text):
-        opens = match[0] in "([" or match[0] == "\\{"
-        if depth == 0 and opens:
-            pieces.append(_ungrouped(text[start : match.start()]))
-            start = match.start()
-        depth = depth + 1 if opens else max(0, depth - 1)
-        if depth == 0 and not opens:
-            pieces.append(text[start : match.end()])
-            start = match.end()
-    rest = text[start:]
-    return "".join(pieces) + (rest if depth else _ungrouped(rest))
+    pieces, at = [], 0
+    for bracket in re.finditer(r"[(\[]|\\\{", text):
+        start = bracket.start()
+        if start >= at:
+            end = closing(text, start) + 1 or len(text)
+            pieces += [_ungrouped(text[at:start]), text[start:end]]
+            at = end
+    return "".join(pieces) + _ungrouped(text[at:])
 
 
 def _ungrouped(text: str) -> str:

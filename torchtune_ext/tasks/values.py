@@ -57,55 +57,46 @@ _ONES = (
 ).split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 _NUMERALS = {word: number for number, word in enumerate(_ONES)} | {word: 10 * n for n, word in enumerate(_TENS, 2)}
-_LARGE_NUMBERS = {
-    "dozen": 12,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-}
+_LARGE_NUMBERS = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 # A word of the next three sets is never part of a unit: it is a number itself, changes the value before it, or joins
 # something to it.
 NUMBERS = set(_NUMERALS) - {"ten"} | set("half halves quarter quarters twice thrice double triple".split())
 OPERATIONS = set(
-    (
-        "plus minus times over equals squared cubed doubled tripled halved negated inverted factorial factorials root "
-        "roots power powers mod modulo choose divided multiplied added subtracted raised log percent percents "
-        "percentage percentages pct negative positive reciprocal reciprocals inverse repeating recurring pi off fewer "
-        "more less short below above under greater smaller larger extra"
-    ).split()
+    """
+    plus minus times over equals squared cubed doubled tripled halved negated inverted factorial factorials root
+    roots power powers mod modulo choose divided multiplied added subtracted raised log percent percents percentage
+    percentages pct negative positive reciprocal reciprocals inverse repeating recurring pi off fewer more less
+    short below above under greater smaller larger extra
+    """.split()
 )
 JOINTS = set(
-    (
-        "and or nor xor not no but if when unless otherwise else either neither maybe perhaps possibly alternatively "
-        "is are was fails vs versus than to from by with"
-    ).split()
+    """
+    and or nor xor not no but if when unless otherwise else either neither maybe perhaps possibly alternatively is
+    are was fails vs versus than to from by with
+    """.split()
 )
+# Names of the same unit, the first of which stands for all of them.
+_SAME_UNITS = """
+    meter metre m|kilometer kilometre km|centimeter centimetre cm|millimeter mm|inch inche in|foot feet ft|yard yd|mile mi
+    |second sec s|minute min|hour hr h|day|week|month|year yr|gram g|kilogram kg|milligram mg|pound lb|ounce oz|ton tonne
+    |liter litre l L|milliliter ml mL|gallon gal|dollar usd|cent|euro eur|degree deg|radian rad|celsius C|fahrenheit F
+    |kelvin K|joule J|newton N|watt W|volt V|unit|acre|hectare|mph|kph kmh kmph|rupee rs inr|yen|hz Hz|kilojoule kj kJ
+    |kw kW|dm|nm
+"""
+_UNIT = {word: group.split()[0] for group in _SAME_UNITS.split("|") for word in group.split()}
+_COMPOUND = {"mph": {"mile": 1, "hour": -1}, "kph": {"kilometer": 1, "hour": -1}}
 # Units without a plural in -s, and singulars. "100 square" is 100, because answers to MATH are often written so.
-MEASURES = set(
-    (
-        "in mm cm dm km nm ft yd mi mph kph kmh kmph sq square cubic cu mg kg lb oz gal qt pt ml dl cl cc ms sec min hr "
-        "hrs yr rpm hz khz mhz ghz kj kw mw kwh mv ma pa kpa atm mol cal kcal ev db ohm usd eur gbp inr cad aud rs "
-        "rupee yen yuan won cent dollar euro pound peso unit degree deg radian meter metre liter litre gram kilogram "
-        "kilometer kilometre centimeter centimetre mile foot feet inch inches yard acre hectare gallon ounce ton "
-        "tonne second minute hour day week month year people men women children teeth geese mice fish sheep deer dice "
-        "celsius fahrenheit kelvin bit byte kb mb gb tb th st nd rd joule newton watt volt ampere mole times unitless "
-        "remaining total altogether overall left rad gev mev erg"
-    ).split()
-) - {"times"}  # fmt: skip
+MEASURES = {word for word in _UNIT if len(word) > 1} | set(
+    """
+    sq square cubic cu qt pt dl cl cc ms hrs rpm khz mhz ghz mw kwh mv ma pa kpa atm mol cal kcal ev db ohm gbp cad
+    aud yuan won peso inches people men women children teeth geese mice fish sheep deer dice bit byte kb mb gb tb th
+    st nd rd ampere mole unitless remaining total altogether overall left gev mev erg
+    """.split()
+)
 # The only single letters that are units: meters, grams, seconds, hours, liters. Others are variables, unless a style
 # sets them upright.
 LETTERS = set("mgshlL")
 STYLED_LETTERS = LETTERS | set("NJWVCFA")
-_SAME_UNITS = (
-    "meter metre m|kilometer kilometre km|centimeter centimetre cm|millimeter mm|inch inche in|foot feet ft|yard yd|mile mi"
-    "|second sec s|minute min|hour hr h|day|week|month|year yr|gram g|kilogram kg|milligram mg|pound lb|ounce oz|ton tonne"
-    "|liter litre l L|milliliter ml mL|gallon gal|dollar usd|cent|euro eur|degree deg|radian rad|celsius C|fahrenheit F"
-    "|kelvin K"
-    "|joule J|newton N|watt W|volt V|unit|acre|hectare|mph|kph kmh kmph|rupee rs inr|yen|hz Hz|kilojoule kj kJ|kw kW|dm|nm"
-)
-_UNIT = {word: group.split()[0] for group in _SAME_UNITS.split("|") for word in group.split()}
-_COMPOUND = {"mph": {"mile": 1, "hour": -1}, "kph": {"kilometer": 1, "hour": -1}}
 
 
 # ---- numbers in words, percentages, units
@@ -281,15 +272,15 @@ _LABEL = re.compile(r"\b[A-Za-z]\s*=")  # x = 3 or x = 4
 _OPERATOR = re.compile(r"[-+*=^<>]")
 _NEGATION = re.compile(
     r"\b(?:not|never|cannot|neither|nor|without|except|wrong|incorrect|instead of|unlike|anything but|rather than"
-    r"|impossible|mistake|nobody|none of|no longer|rule out|ruled out|far from|nowhere)\b|n't\b",
+    r"|impossible|mistake|nobody|none of|no longer|rule out|ruled out|far from|nowhere)\b|n't\b|\bup to\s*$",
     re.IGNORECASE,
 )
 _CLAUSE = re.compile(r"[,;:.!?](?=\s)|\b(?:so|then|therefore|thus|hence|because|since|which|it's)\b", re.IGNORECASE)
 _BOUND = set(
-    (
-        "than least most exceed exceeds exceeding maximum minimum under below above "
-        "beyond between divides divisible coprime factor divisor digits"
-    ).split()
+    """
+    than least most exceed exceeds exceeding maximum minimum under below above beyond between divides divisible
+    coprime factor divisor digits
+    """.split()
 )
 # In "the least value is 4" these words are no bound.
 _EXTREMES = set("least most maximum minimum divisor factor digits".split())
@@ -297,6 +288,7 @@ _CHANGING = set(
     "minus negative root roots half twice double triple thrice over times power mod modulo plus log sqrt square cube up "
     "almost nearly past through".split()
 )
+_ARTICLES = set("a an the about only just".split())
 _PARTS = set(
     "half third quarter root roots out log logarithm factorial square cube multiple multiples percent twice double "
     "reciprocal inverse negative part parts power one".split()
@@ -334,7 +326,7 @@ def last_values(text: str) -> list[str] | None:
     or deny it, and None without any value."""
     line, formulas = _last_line(text)
     runs = _runs(line)
-    values = [run for run in runs if _is_value(run[2], line, run[1], formulas)]
+    values = [run for run in runs if run[2].lower() in _NUMERALS or any(map(str.isdigit, run[2]))]
     if not values:
         return None
     # "4 + 5 = 9 songs in 2 days", "9 songs that fill two days"
@@ -407,12 +399,6 @@ def _runs(line: str) -> list[tuple[int, int, str]]:
     return result
 
 
-def _is_value(run: str, line: str, end: int, formulas: list[str]) -> bool:
-    if run.startswith("\x01"):
-        return any(map(str.isdigit, formulas[int(run.strip("\x01"))])) or not line[end:].strip(" .,;:!?$*")
-    return run.lower() in _NUMERALS or any(map(str.isdigit, run))
-
-
 def _written(run: str, after: str, formulas: list[str]) -> str:
     if run.startswith("\x01"):
         return formulas[int(run.strip("\x01"))]
@@ -435,30 +421,25 @@ def _written(run: str, after: str, formulas: list[str]) -> str:
 def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool:
     """Tells whether the words around a value change it, deny it, or only number something with it."""
     before, after = line[:start], line[end:]
-    behind = re.match(r"\s*[a-z]+", after)
     clause = _CLAUSE.split(before)[-1]
     words = [word.lower() for word in re.findall(r"[A-Za-z]+(?:'[a-z]+)?", clause)]
-    near = words[-1:] if words[-1:] and words[-1] not in ("a", "an", "the", "about", "only", "just") else words[-2:-1]
+    near = next((word for word in words[:-3:-1] if word not in _ARTICLES), "")
     computed = _COMPUTED.search(line[start:end]) is not None
-    if _NEGATION.search(clause) or DENIED.match(after) or (_DENIED_LATER.match(after) and not computed):
+    if _NEGATION.search(clause) or _HYPOTHESIS.search(clause) or DENIED.match(after) or _CUT.search(after):
         return True
-    if _CUT.search(after) or _HYPOTHESIS.search(clause) or (words[-1:] == ["for"] and _LABEL.match(line, start)):
+    if near == "for" and _LABEL.match(line, start):
         return True
-    alone = re.fullmatch(r"[\d.,\s]+", line[start:end])
-    if earlier and alone and behind and measure(behind[0]) and measure(line[earlier[-1][1] : start]):
-        return True  # 6 feet 2 inches
-    extreme = words[-1:] in (["is"], ["was"], ["equals"]) and "at" not in words and _BOUND & set(words) <= _EXTREMES
-    if not computed and ((_BOUND & set(words[-5:]) and not extreme) or set(near) & (_CHANGING | _NUMBERED)):
-        return True
-    if near == ["of"] and (set(words[-3:-1]) & _PARTS or any(map(changes_value, words[-3:-1]))):
-        return True
-    if (
-        earlier
-        and near in (["to"], ["from"], ["by"])
-        and not line[earlier[-1][1] : start].strip(" \x01").removesuffix(near[0]).strip()
-    ):
-        return True
-    if (earlier and near == ["from"]) or words[-2:] == ["up", "to"]:
+    if earlier:
+        between, behind = line[earlier[-1][1] : start], re.match(r"\s*[a-z]+", after)
+        if re.fullmatch(r"[\d.,\s]+", line[start:end]) and behind and measure(behind[0]) and measure(between):
+            return True  # 6 feet 2 inches
+        if near == "from" or (near in ("to", "by") and not between.strip(" \x01").removesuffix(near).strip()):
+            return True  # 3 to 5
+    if not computed:
+        extreme = words[-1:] in (["is"], ["was"], ["equals"]) and "at" not in words and _BOUND & set(words) <= _EXTREMES
+        if (_BOUND & set(words[-5:]) and not extreme) or near in _CHANGING | _NUMBERED or _DENIED_LATER.match(after):
+            return True
+    if near == "of" and (set(words[-3:-1]) & _PARTS or any(map(changes_value, words[-3:-1]))):
         return True
     if re.match(r"\s*or\b", before, re.IGNORECASE) and count == 1:
         return True
@@ -477,8 +458,8 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
     first, second, third = (re.sub(r"per\s", "per", (word or "").lower()) for word in behind_words.groups())
     if first == "times" and not after[behind_words.end(1) :].strip(" .!*$"):
         return False  # in "it rang 22 times." the word is a count and multiplies nothing
-    if first == "more" or first == "extra":
-        return second == "than" or third == "than"
+    if first in ("more", "extra"):
+        return "than" in (second, third)
     return (
         changes_value(first)
         or (first == "if" and count == 1)
