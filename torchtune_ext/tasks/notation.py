@@ -4,6 +4,7 @@ r"""Brings formulas and answers into one normal form, and takes them apart: list
 """
 
 import re
+from functools import lru_cache
 
 MAX_ITEMS = 400  # of a list
 
@@ -59,6 +60,7 @@ _SYNONYMS = {
     "\\dbinom": "\\binom", "\\tbinom": "\\binom", "\\dotsc": "\\ldots", "\\AA": "Å",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|\\.|[A-Za-z]+")
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\.\d+|\S")
 _GREEK = "|".join(GREEK + [name.capitalize() for name in GREEK] + ["ell"])
 _SYMBOL = (
@@ -97,6 +99,7 @@ CUP = re.compile(r"\\cup(?![A-Za-z])")
 # ---- the normal form
 
 
+@lru_cache(maxsize=1024)
 def normalize(text: str) -> str:
     """Returns a formula or an answer without what never changes its value."""
     text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text + " ").translate(_CHARACTERS)
@@ -203,6 +206,7 @@ def closing(text: str, start: int) -> int:
     return -1
 
 
+@lru_cache(maxsize=1024)
 def letters(text: str) -> tuple[str, ...]:
     """Returns what two answers must share to be the same letter by letter: the tokens without styles and spacing."""
     text = re.sub(r"\\text\{([^{}]*)\}|\\quad", r" \1 ", text)
@@ -225,6 +229,8 @@ def plain(text: str) -> str:
 
 def split(text: str, separator: re.Pattern) -> list[str]:
     """Splits a normalized text at the separators outside all brackets."""
+    if not separator.search(text):
+        return [text.strip()]
     pieces, start, at = [], 0, 0
     while at < len(text):
         if text[at] in "([{" or text.startswith(("\\{", "\\langle", "\\begin"), at):
@@ -237,7 +243,7 @@ def split(text: str, separator: re.Pattern) -> list[str]:
             pieces.append(text[start:at])
             start = at = found.end()
             continue
-        command = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|\\.|[A-Za-z]+").match(text, at)
+        command = _WORD.match(text, at)
         at = command.end() if command else at + 1
     return [piece.strip() for piece in (*pieces, text[start:])]
 
