@@ -87,7 +87,9 @@ def equal(gold: str, answer: str) -> bool:
     if same_choice(plain(gold), plain(answer)) or same(gold, answer):
         return True
     # Words around the value: "Jane has 5 apples", "(B) 5", "x + 1 for all x".
-    label, general = _LABEL_BEFORE.match(answer), _GENERAL.search(answer)
+    # A label before a choice, as in "D) C", is another choice.
+    label = None if _CHOICE.fullmatch(plain(gold)) else _LABEL_BEFORE.match(answer)
+    general = _GENERAL.search(answer)
     value = stated(answer) or (label and answer[label.end() :]) or (general and answer[: general.start()])
     value = value or (_GENERAL.search(gold) and answer)
     return bool(value) and (same_choice(plain(gold), plain(value)) or same(_GENERAL.sub("", gold), normalize(value)))

@@ -427,13 +427,13 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
     computed = _COMPUTED.search(line[start:end]) is not None
     if _NEGATION.search(clause) or _HYPOTHESIS.search(clause) or DENIED.match(after) or _CUT.search(after):
         return True
-    if near == "for" and _LABEL.match(line, start):
+    if near == "from" or re.match(r"[\s$*)]*\?", after) or (near == "for" and _LABEL.match(line, start)):
         return True
     if earlier:
         between, behind = line[earlier[-1][1] : start], re.match(r"\s*[a-z]+", after)
         if re.fullmatch(r"[\d.,\s]+", line[start:end]) and behind and measure(behind[0]) and measure(between):
             return True  # 6 feet 2 inches
-        if near == "from" or (near in ("to", "by") and not between.strip(" \x01").removesuffix(near).strip()):
+        if near in ("to", "by") and not between.strip(" \x01").removesuffix(near).strip():
             return True  # 3 to 5
     if not computed:
         extreme = words[-1:] in (["is"], ["was"], ["equals"]) and "at" not in words and _BOUND & set(words) <= _EXTREMES
