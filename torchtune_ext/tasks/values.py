@@ -234,27 +234,22 @@ def contradict(unit: str, other: str) -> bool:
 
 def measure(unit: str) -> dict | None:
     """Returns the exponent of each known unit in words such as "m per s^2", or None if a word is unknown."""
+    for exponent, words in ((2, r"\b(?:sq|square) (\w+)|\b(\w+) squared"), (3, r"\b(?:cu|cubic) (\w+)|\b(\w+) cubed")):
+        unit = re.sub(words, rf"\1\2^{exponent}", unit, flags=re.IGNORECASE)
     result: Counter = Counter()
-    sign, raised, last = 1, 1, ""
+    sign = 1
     for word in unit.split():
         word, _, power = word.partition("^")
         lower = word.lower()
         if lower == "per":
             sign = -1
-        elif lower in ("square", "sq", "cubic", "cu"):
-            raised = 3 if lower.startswith("cu") else 2
-        elif lower in ("squared", "cubed") and last:
-            result[last] *= 3 if lower == "cubed" else 2
-        else:
-            singulars = (word, lower, lower.removesuffix("s"), lower.removesuffix("es"))
-            last = next((_UNIT[name] for name in singulars if name in _UNIT), "")
-            if not last:
-                return None
-            for name, exponent in _COMPOUND.get(last, {last: 1}).items():
-                result[name] += sign * exponent * raised * int(power or 1)
-            raised = 1
-    if raised != 1:
-        result["unit"] += raised  # "14 square"
+            continue
+        singulars = (word, lower, lower.removesuffix("s"), lower.removesuffix("es"))
+        known = next((_UNIT[name] for name in singulars if name in _UNIT), None)
+        if known is None:
+            return None
+        for name, exponent in _COMPOUND.get(known, {known: 1}).items():
+            result[name] += sign * exponent * int(power or 1)
     if "celsius" in result or "fahrenheit" in result:
         result.pop("degree", None)
     return dict(result) or None
@@ -300,7 +295,7 @@ _NUMBERED = set(
 _FORMULA = re.compile(r"\$\s*([^$\n]+?)\s*\$(?!\d)|\\\(\s*((?:(?!\\\)).)+?)\s*\\\)|\\\[\s*((?:(?!\\\]).)+?)\s*\\\]")
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan|plus|minus|divided by|multiplied by|mod"
 _PIECE = re.compile(
-    rf"(?P<formula>\x01\d+\x01)|(?P<word>(?!(?:{_FUNCTIONS})\b)[A-Za-z](?:[A-Za-z]|['’-](?=[A-Za-z]))+)"
+    rf"(?P<formula>\x01\d+\x01)|(?P<word>(?!(?:{_FUNCTIONS})\b)[A-Za-z](?:[A-Za-z]|['’-](?=[A-Za-z]))+|(?<!\S)[aAI](?= ))"
     r"|(?P<number>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)|(?P<blank>\s+)"
     rf"|(?P<math>(?:{_FUNCTIONS})\b|\\[A-Za-z]+|\\[%$]|[A-Za-z]|[-+*/=^<>(){{}}|!%$_−–×÷·π√∞≤≥≠≈°²³½¼¾€£¥]|[:,.](?=\d))|(?P<other>.)"
 )
@@ -370,30 +365,22 @@ def _last_line(text: str) -> tuple[str, list[str]]:
 
 
 def _runs(line: str) -> list[tuple[int, int, str]]:
-    """Returns the runs of numbers, signs and single letters in a line, where they begin and end."""
+    """Returns the words, formulas and runs of numbers, signs and single letters in a line, where they begin and end."""
     result: list[tuple[int, int, str]] = []
     start = end = -1
     for piece in _PIECE.finditer(line):
         kind, token = piece.lastgroup, piece[0]
         run = line[start : piece.start()] if start >= 0 else ""
-        if kind == "blank" or (token in (",", ";") and run.count("(") > run.count(")")):
+        if token in (",", ";") and run.count("(") > run.count(")"):
             continue
-        alone = (
-            kind == "math"
-            and token in ("a", "A", "I")
-            and line[end : end + 1] in ("", " ")
-            and line[piece.end() : piece.end() + 1] == " "
-        )
-        word = kind in ("word", "other") or alone
-        if kind == "formula" or word:
+        if kind in ("word", "other", "formula"):
             if start >= 0:
                 result.append((start, end, line[start:end]))
             start = -1
-            if kind == "formula" or (kind == "word" and token.lower() in _NUMERALS):
-                result.append((piece.start(), piece.end(), token))
-            continue
-        start = piece.start() if start < 0 else start
-        end = piece.end()
+            result.append((piece.start(), piece.end(), token))
+        elif kind != "blank":
+            start = piece.start() if start < 0 else start
+            end = piece.end()
     if start >= 0:
         result.append((start, end, line[start:end]))
     return result
