@@ -41,6 +41,8 @@ SYMBOLS = (
 _DECORATED = {f"\\{name}" for name in "vec hat bar overline tilde dot ddot mathbb mathcal overrightarrow".split()}
 _TIMES = {"\\cdot": "*", "\\times": "*", "*": "*", "\\div": "/", "/": "/", "\\bmod": "mod", "\\mod": "mod"}
 _NO_FACTOR = {"\\}", "\\over", "\\choose", "\\rfloor", "\\rceil", "\\\\", "\\pm", "\\mp", *_TIMES}
+_CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
+_OF_BRACKETS = {"|": "abs", "\\lfloor": "floor", "\\lceil": "ceil"}
 _PERCENT = ("number", Fraction(1, 100))
 _FACTORS = {"%": _PERCENT, "\\%": _PERCENT, "\\degree": ("/", ("constant", "pi"), ("number", Fraction(180)))}
 _DEGREE = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})")
@@ -176,25 +178,15 @@ class _Parser:
         token = self.take()
         if token[0].isdigit() or (token[0] == "." and len(token) > 1):
             return ("number", Fraction(token.rstrip(".") or "x"))
-        if token in ("(", "[", "{"):
+        if token in _CLOSING:
+            self.bars += token == "|"
             result = self.sum()
-            self.take({"(": ")", "[": "]", "{": "}"}[token])
+            self.bars -= token == "|"
+            self.take(_CLOSING[token])
             self.braced = self.at if token == "{" else self.braced
-            return result
-        if token == "|":
-            self.bars += 1
-            result = self.sum()
-            self.bars -= 1
-            self.take("|")
-            return ("abs", result)
-        if token in ("\\lfloor", "\\lceil"):
-            result = self.sum()
-            self.take(token.replace("l", "r", 1))
-            return (token[2:], result)
-        if token == "\\frac":
-            return ("/", self.argument(), self.argument())
-        if token == "\\binom":
-            return ("binom", self.argument(), self.argument())
+            return (_OF_BRACKETS[token], result) if token in _OF_BRACKETS else result
+        if token in ("\\frac", "\\binom"):
+            return ("/" if token == "\\frac" else "binom", self.argument(), self.argument())
         if token == "\\sqrt":
             index = ("number", Fraction(2))
             if self.accept("["):
