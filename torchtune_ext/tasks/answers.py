@@ -36,6 +36,7 @@ UNMARKED = ("last_number", "none")
 # A box with braces, or one without, around what follows a space: \boxed 7.
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:(?P<brace>\{)|(?<=\s)(?P<token>[^\s${}\\]+))")
 _BOX_MARK = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # the braces of \{ and \} are printed, and open or close no group
 _BRACKETS = re.compile(r"(?<!\\)\[([^\[\]]*[^\[\]\\])\]")
 _HASHES = re.compile(r"(?:(?!####).)*####\s*:?\s*(\S.*)")
 _PHRASE = re.compile(
@@ -125,16 +126,11 @@ def _held(text: str, box: re.Match, until: int) -> tuple[str, int] | None:
     """Returns what a box holds and where it ends, or None when it is not closed before `until`."""
     if box["token"]:
         return box["token"].rstrip(".,;"), box.end()
-    depth, at = 1, box.end()
-    while at < until:
-        if text[at] == "\\":
-            # The braces of \{ and \} are printed. They do not open or close a group.
-            at += 1
-        elif text[at] in "{}":
-            depth += 1 if text[at] == "{" else -1
-            if depth == 0:
-                return text[box.end() : at].strip(), at + 1
-        at += 1
+    depth = 1
+    for brace in _BRACE.finditer(text, box.end(), until):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[box.end() : brace.start()].strip(), brace.end()
     return None
 
 

@@ -288,8 +288,6 @@ def same_equation(sides: list[str], given: list[str]) -> bool:
         return all(map(same, sides[1:], given[1:]))
     if len(sides) != 2 or len(given) != 2:
         return len(sides) == 2 and letters(sides[0]) == letters(given[0]) and same_chain(sides[1], given)
-    if is_name(sides[0]) and is_name(given[1]) and letters(sides[0]) == letters(given[1]):
-        return same(sides[1], given[0])
     if is_name(sides[0]) and is_name(given[0]) and not re.search(r"[A-Za-z]", sides[1] + given[1]):
         return False  # x = 5 is not y = 5
     return bool(differ_by_factor(difference(sides), difference(given)))
@@ -352,8 +350,6 @@ def same_words(right: str, given: str, styled: bool) -> bool | None:
     if not words or not others:
         return None
     if words == others or [*words[:-1], words[-1].rstrip("s")] == [*others[:-1], others[-1].rstrip("s")]:
-        return True
-    if len(words) == len(others) and all(map(str.isalpha, words)) and "".join(words) == "".join(others):
         return True
     numeric = any(map(str.isdigit, right)) or number_word(right) is not None
     return None if numeric or (len(right) < 4 and not styled) else False

@@ -88,6 +88,9 @@ _WORD_NAME = re.compile(r"(?=.*[A-Za-z]{4})[A-Za-z][A-Za-z0-9 .'()-]*")
 _JOINT = re.compile(
     r"\\text\{\s*,?\s*(?:and|or|und|oder)\s*,?\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\(?:vee|lor)(?![A-Za-z])"
 )
+_BRACKET = re.compile(r"\\(?:langle|rangle|begin|end|.)|[()\[\]{}]", re.DOTALL)
+_DEPTH = dict.fromkeys(["(", "[", "{", "\\{", "\\langle", "\\begin"], 1)
+_DEPTH |= dict.fromkeys([")", "]", "}", "\\}", "\\rangle", "\\end"], -1)
 _MATRIX = re.compile(
     r"\[?\s*\(?\s*\\begin\s*\{(?:[pbB]?matrix|smallmatrix|array)\}\s*(?:\{[lcr|\s]*\})?(.*?)\\end\s*\{(\w+)\}\s*\)?\s*\]?"
 )
@@ -188,21 +191,11 @@ def _stripped(text: str) -> str:
 
 def closing(text: str, start: int) -> int:
     """Returns where the bracket that opens at `start` is closed, or -1. Brackets may be of two kinds, as in [0, 1)."""
-    depth, at = 0, start
-    while at < len(text):
-        if text[at] == "\\":
-            if text[at + 1 : at + 2] in ("{", "}"):
-                depth += 1 if text[at + 1] == "{" else -1
-            elif text.startswith(("\\langle", "\\rangle", "\\begin", "\\end"), at):
-                depth += 1 if text[at + 1] in "lb" else -1
-            at += 1
-        elif text[at] in "([{":
-            depth += 1
-        elif text[at] in ")]}":
-            depth -= 1
+    depth = 0
+    for bracket in _BRACKET.finditer(text, start):
+        depth += _DEPTH.get(bracket[0], 0)
         if depth == 0:
-            return at
-        at += 1
+            return bracket.start() + bracket[0].startswith("\\")
     return -1
 
 

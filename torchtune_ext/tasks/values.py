@@ -234,8 +234,8 @@ def contradict(unit: str, other: str) -> bool:
 
 def measure(unit: str) -> dict | None:
     """Returns the exponent of each known unit in words such as "m per s^2", or None if a word is unknown."""
-    for exponent, words in ((2, r"\b(?:sq|square) (\w+)|\b(\w+) squared"), (3, r"\b(?:cu|cubic) (\w+)|\b(\w+) cubed")):
-        unit = re.sub(words, rf"\1\2^{exponent}", unit, flags=re.IGNORECASE)
+    for words, exponent in (("sq(?:uare)?", 2), ("cu(?:bic)?", 3)):
+        unit = re.sub(rf"\b{words} (\w+)", rf"\1^{exponent}", unit, flags=re.IGNORECASE)
     result: Counter = Counter()
     sign = 1
     for word in unit.split():
@@ -279,18 +279,19 @@ _BOUND = set(
 )
 # In "the least value is 4" these words are no bound.
 _EXTREMES = set("least most maximum minimum divisor factor digits".split())
+# Words that change the value after them ("half 6"), or that number something with it ("step 6").
 _CHANGING = set(
-    "minus negative root roots half twice double triple thrice over times power mod modulo plus log sqrt square cube up "
-    "almost nearly past through".split()
+    """
+    minus negative root roots half twice double triple thrice over times power mod modulo plus log sqrt square cube
+    up almost nearly past through step steps problem question part case figure fig example equation eq option
+    chapter section exercise page line method theorem lemma item no number table attempt round candidate candidates
+    choice version
+    """.split()
 )
 _ARTICLES = set("a an the about only just".split())
 _PARTS = set(
     "half third quarter root roots out log logarithm factorial square cube multiple multiples percent twice double "
     "reciprocal inverse negative part parts power one".split()
-)
-_NUMBERED = set(
-    "step steps problem question part case figure fig example equation eq option chapter section exercise page line method "
-    "theorem lemma item no number table attempt round candidate candidates choice version".split()
 )
 _FORMULA = re.compile(r"\$\s*([^$\n]+?)\s*\$(?!\d)|\\\(\s*((?:(?!\\\)).)+?)\s*\\\)|\\\[\s*((?:(?!\\\]).)+?)\s*\\\]")
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan|plus|minus|divided by|multiplied by|mod"
@@ -424,7 +425,7 @@ def _refused(line: str, start: int, end: int, earlier: list, count: int) -> bool
             return True  # 3 to 5
     if not computed:
         extreme = words[-1:] in (["is"], ["was"], ["equals"]) and "at" not in words and _BOUND & set(words) <= _EXTREMES
-        if (_BOUND & set(words[-5:]) and not extreme) or near in _CHANGING | _NUMBERED or _DENIED_LATER.match(after):
+        if (_BOUND & set(words[-5:]) and not extreme) or near in _CHANGING or _DENIED_LATER.match(after):
             return True
     if near == "of" and (set(words[-3:-1]) & _PARTS or any(map(changes_value, words[-3:-1]))):
         return True
