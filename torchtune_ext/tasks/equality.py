@@ -154,7 +154,7 @@ def same_list(right: list[str], given: list[str]) -> bool:
         # The right answer is x = 3, y = 4, and the answer is (3, 4) or 3, 4.
         listed = inside(others[0][1]) if len(given) == 1 else None
         values = listed[1] if listed and listed[0] == "(" else [value for name, value in others if name is None]
-        return len(values) == len(pairs) and all(same(a, b) for (_, a), b in zip(pairs, values, strict=True))
+        return in_order([value for _, value in pairs], values)
     if len(given) > 1 and distinct(given_names):
         # The answer is x = 3, y = 4, and the right answer is (3, 4).
         listed = inside(pairs[0][1]) if len(right) == 1 else None
@@ -162,7 +162,7 @@ def same_list(right: list[str], given: list[str]) -> bool:
             return len({stem(name) for name in given_names}) == 1 and plain_list(right, given)
         if all(re.fullmatch(r"\s*[A-Za-z]\s*", name) for name in given_names):
             others = sorted(others)
-        return all(same(a, b) for a, (_, b) in zip(listed[1], others, strict=True))
+        return in_order(listed[1], [value for _, value in others])
     return plain_list(right, given)
 
 
@@ -192,7 +192,7 @@ def plain_list(right: list[str], given: list[str]) -> bool:
         return matched(right, given)
     listed = [inside(items[0]) if len(items) == 1 else None for items in (right, given)]
     if listed[0] and listed[0][0] + listed[0][2] == "()":
-        return len(listed[0][1]) == len(given) and all(map(same, listed[0][1], given))
+        return in_order(listed[0][1], given)
     for index, items in ((0, given), (1, right)):
         if listed[index] and listed[index][0] == "\\{":
             return matched(listed[index][1], items)
@@ -213,6 +213,10 @@ def common_name(items: list[str]) -> tuple[str | None, list[str]]:
 def flat(item: str) -> list[str]:
     parts = split(item, CUP)
     return parts if all(inside(part) for part in parts) else [item]
+
+
+def in_order(right: list[str], given: list[str]) -> bool:
+    return len(right) == len(given) and all(map(same, right, given))
 
 
 def matched(right: list[str], given: list[str]) -> bool:
@@ -244,18 +248,14 @@ def same_member(gold: str, answer: str) -> bool:
         if right[0] == other[0] == "\\{":
             return matched(right[1], other[1])
         closed = (right[0], right[2]) == (other[0], other[2])
-        return closed and len(right[1]) == len(other[1]) and all(map(same, right[1], other[1]))
+        return closed and in_order(right[1], other[1])
     if right or other:
         # A set of one member, or none: tuples have at least two.
         held, single = (right[1], answer) if right else (other[1], gold)
         return same(held[0], single) if len(held) == 1 else not held and single == "\\emptyset"
     tables = matrix(gold), matrix(answer)
     if any(tables):
-        return (
-            all(tables)
-            and [len(row) for row in tables[0]] == [len(row) for row in tables[1]]
-            and all(same(a, b) for row, line in zip(*tables, strict=True) for a, b in zip(row, line, strict=True))
-        )
+        return all(tables) and len(tables[0]) == len(tables[1]) and all(map(in_order, *tables))
     parts, others = split(gold, CUP), split(answer, CUP)
     if len(parts) > 1 or len(others) > 1:
         return matched(parts, others)
@@ -285,7 +285,7 @@ def same_equation(sides: list[str], given: list[str]) -> bool:
         re.sub(r"(?<=[a-z])\s*\([a-z]\)$", "", side[0]) if is_name(side[0]) else side[0] for side in (sides, given)
     ]
     if len(sides) == len(given) and letters(heads[0]) == letters(heads[1]):
-        return all(map(same, sides[1:], given[1:]))
+        return in_order(sides[1:], given[1:])
     if len(sides) != 2 or len(given) != 2:
         return len(sides) == 2 and letters(sides[0]) == letters(given[0]) and same_chain(sides[1], given)
     if is_name(sides[0]) and is_name(given[0]) and not re.search(r"[A-Za-z]", sides[1] + given[1]):
@@ -385,15 +385,14 @@ def rounded(gold: str, answer: str) -> bool:
     """Tells whether a right answer of at least six significant decimals is the answer rounded, or the other way round."""
     if re.fullmatch(r"-?0?\.\d{14,}", answer):
         return abs(real(gold) - Fraction(answer)) < Fraction(1, 10 ** (len(answer.partition(".")[2]) - 1))
-    places = _DECIMALS.fullmatch(gold)
-    if not places or len(gold.replace(".", "").strip("-0")) < 6:
+    places, other = _DECIMALS.fullmatch(gold), _DECIMALS.fullmatch(answer)
+    decimals = [text for text, found in ((gold, places), (answer, other)) if found]
+    if not places or any(len(text.replace(".", "").strip("-0")) < 6 for text in decimals):
         return False
-    other = _DECIMALS.fullmatch(answer)
-    if not other:
-        return abs(real(answer) - Fraction(gold)) * 2 * 10 ** len(places[1]) <= 1
-    if len(other[1]) >= len(places[1]) or len(answer.replace(".", "").strip("-0")) < 6:
+    if other and len(other[1]) >= len(places[1]):
         return False
-    return abs(Fraction(answer) - Fraction(gold)) * 2 * 10 ** len(other[1]) <= 1
+    exact, decimal, digits = (gold, answer, other[1]) if other else (answer, gold, places[1])
+    return abs(real(exact) - Fraction(decimal)) * 2 * 10 ** len(digits) <= 1
 
 
 def same_percent(gold: str, answer: str, right: tuple | None, given: tuple | None) -> bool:
