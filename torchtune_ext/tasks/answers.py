@@ -44,6 +44,7 @@ _PHRASE = re.compile(
     r"(?:(?:\\\[|\$\$)\s*\n\s*)?",
     re.IGNORECASE,
 )
+_NEXT_PHRASE = re.compile(r"[.!?]\s|\n|^(?:the )?(?:final |correct )?$", re.IGNORECASE)
 _TOKENS = re.compile(r"<\|\w+\|>|</?(?:s|answer)>")  # special tokens, and the tags of an answer
 # A semicolon ends a clause only if no number follows soon after it.
 _CLAUSE_END = re.compile(
@@ -178,14 +179,9 @@ def _last_phrase(text: str) -> tuple[str, int, int] | None:
     phrases = list(_PHRASE.finditer(text))
     if not phrases:
         return None
-
-    def between(index: int) -> str:
-        return text[phrases[index - 1].end() : phrases[index].start()]
-
-    # Of several phrases in the last sentence, the first counts.
+    # Of several phrases in the last sentence, the first counts. In "Final answer: The final answer is 5", it is a heading.
     first = len(phrases) - 1
-    # In "Final answer: The final answer is 5", the first is a heading.
-    while first and not re.search(r"[.!?]\s|\n|^(?:the )?(?:final |correct )?$", between(first), re.IGNORECASE):
+    while first and not _NEXT_PHRASE.search(text[phrases[first - 1].end() : phrases[first].start()]):
         first -= 1
     start = phrases[first].end()
     line = text[start:].partition("\n")[0]
@@ -193,10 +189,10 @@ def _last_phrase(text: str) -> tuple[str, int, int] | None:
     return clause.strip(), start, start + len(clause)
 
 
-def extract(text: str, require_box: bool = False, brackets: bool = False) -> str | None:
+def extract(text: str, brackets: bool = False) -> str | None:
     """Returns the answer in a text by rules 1 to 4 of this module, or None if these rules find no answer."""
     # A box that is empty or never closed is no answer, and no other rule is tried then.
-    if require_box or _BOX_MARK.search(text):
+    if _BOX_MARK.search(text):
         boxes = last_boxes(text)
         return None if boxes is None else ", ".join(dict.fromkeys(boxes))
     if brackets and (contents := _BRACKETS.findall(text)):
@@ -283,12 +279,8 @@ def echoes(gold: str, answers: list[str], question: str) -> bool:
         copied = _bare(answer)
         if copied == _bare(gold) or len(copied) < 3 or is_final(answer):
             continue
-        at = asked.find(copied)
-        while at >= 0:
-            around = asked[at - 1 : at] + asked[at + len(copied) : at + len(copied) + 1]
-            if not re.search(r"[\w^+*/()|!\\-]", around):
-                return True
-            at = asked.find(copied, at + 1)
+        if re.search(rf"(?<![\w^+*/()|!\\-]){re.escape(copied)}(?![\w^+*/()|!\\-])", asked):
+            return True
     return False
 
 

@@ -422,15 +422,16 @@ def differ_by_factor(first: tuple, second: tuple, factor: bool = True) -> bool |
             return False
         checked += 1
         if factor:
-            if any(not evaluation.number(value) for evaluation, value in zip(evaluations, right, strict=True)):
+            right, other = (
+                [e.number(v) for e, v in zip(evaluations, values, strict=True)] for values in (right, other)
+            )
+            if not all(right):
                 return False
-            ratio = ratio or [e.number(b) / e.number(a) for e, a, b in zip(evaluations, right, other, strict=True)]
-            right = [evaluation.number(a) * r for evaluation, a, r in zip(evaluations, right, ratio, strict=True)]
+            ratio = ratio or [b / a for a, b in zip(right, other, strict=True)]
+            right = [a * r for a, r in zip(right, ratio, strict=True)]
         if not _vanishes(evaluations, right, other):
             return False
-    if not checked or (factor and not _real_sign(ratio[0])):
-        return False
-    return _real_sign(ratio[0]) if factor else True
+    return checked > 0 and (_real_sign(ratio[0]) if factor else True)
 
 
 def _real_sign(ratio: Any) -> int:

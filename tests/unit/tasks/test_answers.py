@@ -98,7 +98,7 @@ def test_the_order_of_the_places():
     assert extract("#### 1\n\\boxed{2} and the answer is 3\n#### 4") == "2"
     assert extract("the answer is 3\n#### 4") == "4"
     assert extract("the answer is [5], see [6]", brackets=True) == "6"
-    assert extract("the answer is 3", require_box=True) is None
+    assert reward("3", "the answer is 3", require_box=True) == 0.0
     assert extract("\\[ x = [3] \\]", brackets=True) == "3"
 
 
