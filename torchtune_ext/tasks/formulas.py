@@ -210,8 +210,6 @@ class _Parser:
         while not self.accept("}"):
             if not re.fullmatch(r"[A-Za-z0-9,+\-']|\d+|\\[A-Za-z]+", self.take()):
                 raise Unreadable("subscript")
-        if any(token[0].isdigit() for token in self.tokens[start : start + 1]) and self.tokens[start - 2][0] == "\\":
-            raise Unreadable("a decorated number")
         return self.tokens[start : self.at - 1]
 
     def symbol(self, name: str) -> tuple:
@@ -456,5 +454,5 @@ def _coordinate(name: str, index: int) -> Fraction:
     number = zlib.crc32(f"{name} {index}".encode())
     if index >= POINTS:
         return Fraction(index - POINTS + 1 + 6 * (number % 4))
-    size = Fraction(2 * (number % 29) + 3, 64) if index < 2 else Fraction(2 * (number % 61) + 17, 32)
+    size = Fraction(2 * (number % 29) + 3, 64)
     return SIGNS[index] * (size + index) if index < 5 or number & 4096 else size + 1

@@ -112,7 +112,6 @@ def normalize(text: str) -> str:
     text = re.sub(r"\{,\s?\}", ",", re.sub(r"(?<=\d) (?=\{, ?\})", "", text))
     if "\\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)  # a command whose backslash was escaped
-    text = re.sub(r"(?<=\d)\{\.\}(?=\d)", ".", text)
     text = _USELESS.sub(_replaced, re.sub(r"^\W*\*\*|\*\*\W*$|(?<!\S)\*\*(?=\w)|(?<=\w)\*\*(?=\s)", " ", text))
     text = re.sub(r"\\begin\{cases\}([^&]*)\\end\{cases\}", lambda held: held[1].replace("\\\\", ", "), text)
     text = text.replace("&", " ") if _ALIGNED.match(text.strip()) else text
@@ -256,7 +255,7 @@ def signs(piece: str) -> list[str]:
     name, equals, rest = piece.rpartition("=")
     upper = rest.replace("\\pm", "+").replace("\\mp", "-")
     lower = rest.replace("\\pm", "-").replace("\\mp", "+")
-    return [name + equals + re.sub(r"^\s*\+", "", upper), name + equals + lower]
+    return [name + equals + upper, name + equals + lower]
 
 
 def inside(text: str) -> tuple[str, list[str], str] | None:
