@@ -19,6 +19,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from torchtune_ext.run.errors import Mistake
@@ -84,8 +85,10 @@ def last_box(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str] | None:
-    """Returns what the boxes of the last sentence with a box hold, in order, or None as `last_box` does. Of several
-    boxes, those after a name have it: "x = 3". The list is empty if the words around the last box deny it."""
+    """Returns what the boxes of the last sentence with a box hold, in order, or None as `last_box` does.
+
+    Of several boxes, those after a name have it: "x = 3". The list is empty if the words around the last box deny it.
+    """
     spans = _last_boxes(text)
     if not spans:
         return None
@@ -96,7 +99,7 @@ def last_boxes(text: str) -> list[str] | None:
     after = spans[-1][2]
     if _QUESTION.match(text, after) or DENIED.match(text, after) or _DOUBT.search(clause) or _REJECTED.search(line):
         return []
-    between = [text[end:start] for (_, _, end), (_, start, _) in zip(spans, spans[1:], strict=False)]
+    between = [text[end:start] for (_, _, end), (_, start, _) in pairwise(spans)]
     if any(map(_ends, between)) and len({letters(normalize(content)) for content, _, _ in spans}) > 1:
         return []  # candidates
     held = []
@@ -203,7 +206,9 @@ def extract(text: str, brackets: bool = False) -> str | None:
 
 def gold_answer(value: Any) -> str:
     r"""Returns the right answer from a field with it, or with a solution that ends with it (\boxed, ####, a phrase).
-    Raises ValueError if the field is neither text nor a number, is empty, or has unmatched braces."""
+
+    Raises ValueError if the field is neither text nor a number, is empty, or has unmatched braces.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
         raise Mistake(f"is {value!r:.60}, neither text nor a number")
     if isinstance(value, float) and value.is_integer():
@@ -232,8 +237,10 @@ def is_written(answer: str) -> bool:
 
 
 def all_equal(gold: str, answers: list[str], question: str = "") -> bool:
-    """Tells whether several answers are right: each of them equals `gold`, or only the whole list does; and none is a
-    formula copied from the `question`."""
+    """Tells whether several answers are right: each of them equals `gold`, or only the whole list does.
+
+    None of them may be a formula copied from the `question`.
+    """
     # If some are right and others wrong, the text has only listed candidates.
     answers = list(dict.fromkeys(answers))
     if not answers:
@@ -257,7 +264,9 @@ def in_words(gold: str, text: str, question: str) -> tuple[bool, bool]:
 
 def stated(gold: str, text: str, question: str) -> tuple[bool, bool]:
     """Tells whether the phrase "answer is" is followed by an answer, and whether that is right."""
-    clause, start, end = _last_phrase(text)
+    if (phrase := _last_phrase(text)) is None:
+        return False, False
+    clause, start, end = phrase
     if _OTHERWISE.match(text, end) or DENIED.match(text, end):
         return True, False
     if all_equal(gold, [clause], question):
@@ -285,7 +294,7 @@ def echoes(gold: str, answers: list[str], question: str) -> bool:
 
 
 def is_final(answer: str) -> bool:
-    """Tells whether an answer is a number in its final form, such as 3/4, -2\\sqrt{3} or \\pi/2, or a word."""
+    r"""Tells whether an answer is a number in its final form, such as 3/4, -2\sqrt{3} or \pi/2, or a word."""
     text = _bare(answer.rpartition("=")[2] if is_name(answer.partition("=")[0].strip()) else answer)
     if not re.fullmatch(r"-?(?:[\d.,/%()]|\\(?:frac|sqrt|pi|%|circ)|\^(?=\\circ)|)*|[A-Za-z]+|\(?[A-Za-z]\)?", text):
         return False

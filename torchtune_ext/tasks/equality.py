@@ -104,7 +104,7 @@ def readable(gold: str) -> bool:
     gold = normalize(gold)
     try:
         return not isinstance(_expressions(gold)[0], str) if _CALCULUS.search(gold) else _same(gold, gold)
-    except Exception:  # as in `same`
+    except Exception:  # noqa: BLE001 (as in `same`)
         return False
 
 
@@ -112,7 +112,7 @@ def same(gold: str, answer: str) -> bool:
     """Tells whether two normalized answers are equal. What cannot be read is not."""
     try:
         return letters(gold) == letters(answer) or _same(gold, answer)
-    except Exception:  # sympy and mpmath raise many; no text of the policy may stop a run
+    except Exception:  # noqa: BLE001 (sympy and mpmath raise many; no text of the policy may stop a run)
         return False
 
 
@@ -190,12 +190,12 @@ def plain_list(right: list[str], given: list[str]) -> bool:
         given = list({letters(item): item for item in given}.values())  # a point may be listed twice
     if len(right) == len(given):
         return matched(right, given)
-    listed = [inside(items[0]) if len(items) == 1 else None for items in (right, given)]
-    if listed[0] and listed[0][0] + listed[0][2] == "()":
-        return in_order(listed[0][1], given)
-    for index, items in ((0, given), (1, right)):
-        if listed[index] and listed[index][0] == "\\{":
-            return matched(listed[index][1], items)
+    held, other = (inside(items[0]) if len(items) == 1 else None for items in (right, given))
+    if held and held[0] + held[2] == "()":
+        return in_order(held[1], given)
+    for single, items in ((held, given), (other, right)):
+        if single and single[0] == "\\{":
+            return matched(single[1], items)
     if len(given) == 1 and len(right) == len(given[0]) and all(re.fullmatch(r"\(?[A-J]\)?", item) for item in right):
         return sorted(item.strip("()") for item in right) == sorted(given[0])
     return False
@@ -249,13 +249,15 @@ def same_member(gold: str, answer: str) -> bool:
             return matched(right[1], other[1])
         closed = (right[0], right[2]) == (other[0], other[2])
         return closed and in_order(right[1], other[1])
-    if right or other:
+    if container := right or other:
         # A set of one member, or none: tuples have at least two.
-        held, single = (right[1], answer) if right else (other[1], gold)
+        held, single = container[1], answer if right else gold
         return same(held[0], single) if len(held) == 1 else not held and single == "\\emptyset"
-    tables = matrix(gold), matrix(answer)
-    if any(tables):
-        return all(tables) and len(tables[0]) == len(tables[1]) and all(map(in_order, *tables))
+    table, rows = matrix(gold), matrix(answer)
+    if table and rows:
+        return len(table) == len(rows) and all(map(in_order, table, rows))
+    if table or rows:
+        return False
     parts, others = split(gold, CUP), split(answer, CUP)
     if len(parts) > 1 or len(others) > 1:
         return matched(parts, others)
@@ -308,13 +310,13 @@ def same_text(gold: str, answer: str) -> bool | None:
     time, other = clock(right), clock(given)
     if time and other:
         return time[:2] == other[:2] and (time[2] == other[2] or not time[2] or not other[2])
-    if time or other:
-        return f"{(time or other)[0]}" == (given if time else right) and ":" not in right + given
+    if hour := time or other:
+        return f"{hour[0]}" == (given if time else right) and ":" not in right + given
     base, other = numeral(right), numeral(given)
     if base and other:
         return base == other
     if base or other:
-        return bool(base) and given.lstrip("0") == base[0]
+        return base is not None and given.lstrip("0") == base[0]
     return same_words(plain(gold), plain(answer), "\\text" in gold)
 
 
@@ -358,13 +360,15 @@ def same_words(right: str, given: str, styled: bool) -> bool | None:
 def same_leaf(gold: str, answer: str) -> bool:
     """Compares two single values: the rest of percentages, units and ratios, then the formulas."""
     right, given = ENDLESS.fullmatch(gold), ENDLESS.fullmatch(answer)
+    if right and given:
+        return (right[1] == "-") == (given[1] == "-")
     if right or given:
-        return bool(right and given) and (right[1] == "-") == (given[1] == "-")
+        return False
     ratio, other = _RATIO.fullmatch(plain(gold)), _RATIO.fullmatch(plain(answer))
     if ratio and other:
         return ratio[3] is None and other[3] is None and same_value(f"{ratio[1]}/{ratio[2]}", f"{other[1]}/{other[2]}")
-    if ratio or other:
-        found, rest = (ratio, answer) if ratio else (other, gold)
+    if found := ratio or other:
+        rest = answer if ratio else gold
         return ":" in found[0] and found[3] is None and same_value(f"\\frac{{{found[1]}}}{{{found[2]}}}", rest)
     gold_percent, answer_percent = split_percent(gold), split_percent(answer)
     if gold_percent or answer_percent:
@@ -399,7 +403,10 @@ def same_percent(gold: str, answer: str, right: tuple | None, given: tuple | Non
     """Compares percentages: 50% is 0.5 everywhere, and 18% is 18 where the question asks for a percentage."""
     if right and given:
         return same_leaf(right[0], given[0])
-    value, other, sign = (right[0], answer, True) if right else (given[0], gold, given[1])
+    percentage = right or given
+    if percentage is None:
+        return False
+    value, other, sign = percentage[0], answer if right else gold, right is not None or percentage[1]
     try:
         if same_value(f"({value})/100", other):
             return True

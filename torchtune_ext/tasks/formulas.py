@@ -67,7 +67,7 @@ def _mixed(match: re.Match) -> str:
 
 
 def _function(token: str) -> str | None:
-    """Returns the name of a function such as \\sin, or None."""
+    r"""Returns the name of a function such as \sin, or None."""
     name = _ALIASES.get(token[1:], token[1:])
     return name if token[:1] == "\\" and name in FUNCTIONS else None
 
@@ -396,15 +396,18 @@ def same_value(first: str, second: str) -> bool:
 
 
 def differ_by_factor(first: tuple, second: tuple, factor: bool = True) -> bool | int:
-    """Tells whether two parsed formulas are equal; with `factor`, whether their ratio is one number at all points, and
-    then returns the sign of this number."""
+    """Tells whether two parsed formulas are equal; with `factor`, whether their ratio is one number at all points.
+
+    Then it returns the sign of this number.
+    """
     known = names(first) | names(second)
     symbols = sorted(name for name in known if name not in ("\\pi", "\\e", "\\i"))
     complex_values = "\\i" in known or not symbols
     # Steps and powers of negative numbers have to be compared at integers as well, or only there.
     stepped = re.search("floor|ceil", f"{first}{second}") is not None
     begin = POINTS if stepped and set(symbols) <= set("nmkij") else 0
-    ratio, checked = None, 0
+    ratio: list[Any] = []
+    checked = 0
     for index in range(begin, POINTS + WHOLE) if symbols else [0]:
         if index == POINTS and checked and not stepped:
             break

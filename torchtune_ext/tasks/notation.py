@@ -180,7 +180,7 @@ def _stripped(text: str) -> str:
         before = text
         text = text.strip().strip('"*`').strip()
         text = re.sub(r"(?:\\\\|\\quad|:\)|[.,;:✓✔✅∎\s])+$", "", text)
-        text = text[_LEADING.match(text).end() :] if _LEADING.match(text) else text
+        text = text[leading.end() :] if (leading := _LEADING.match(text)) else text
         if text.startswith("\\text{") and closing(text, 5) == len(text) - 1:
             text = text[6:-1]
         elif text.startswith("{") and closing(text, 0) == len(text) - 1:

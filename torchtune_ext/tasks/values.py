@@ -318,8 +318,10 @@ _WORDS_FOR_SIGNS = (("divided by", "/"), ("multiplied by", "*"), ("plus", "+"), 
 
 
 def last_values(text: str) -> list[str] | None:
-    """Returns the value that a text ends with, or several values that are joined to a list; [] if words around it change
-    or deny it, and None without any value."""
+    """Returns the value that a text ends with, or several values that are joined to a list; None without any value.
+
+    The list is empty if words around the value change or deny it.
+    """
     line, formulas = _last_line(text)
     runs = _runs(line)
     values = [run for run in runs if run[2].lower() in _NUMERALS or any(map(str.isdigit, run[2]))]
