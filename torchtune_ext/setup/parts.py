@@ -23,7 +23,7 @@ from torchtune_ext.policy.streamed import streamed_logprobs
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.sampling import early
-from torchtune_ext.sampling.engine import Engine, SamplingConfig
+from torchtune_ext.sampling.engine import Engine, SamplingConfig, find_backend
 from torchtune_ext.sampling.engine_args import engine_threads
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.settings.components import instantiate
@@ -97,6 +97,7 @@ class Parts:
         self.rehearse()
         cfg, engine = self.cfg, self.precision.engine
         if not self.replay:
+            find_backend(engine.backend)
             require_gpus(engine)
             require_apart(engine, training_gpus() if self.ranks.device.type == "cuda" else [])
             if self.teacher_model:
