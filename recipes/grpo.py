@@ -41,7 +41,6 @@ from torchtune_ext.pipeline.groups import Group, graded
 from torchtune_ext.pipeline.packing import Row, pack_updates
 from torchtune_ext.pipeline.rollout import sample_held_out
 from torchtune_ext.policy.builder import build_policy
-from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.engine import Engine
 from torchtune_ext.settings.components import Component, instantiate
@@ -159,18 +158,10 @@ def group_relative_advantages(rewards_G: np.ndarray) -> np.ndarray:
 
 
 class GRPORecipe:
-    # Rank 0 has these.
-    folder: RunFolder
-    metrics: Metrics
-    rollouts: RolloutStore
-    engine: Engine | None = None  # None also in a replay
+    # Rank 0 has an engine, except in a replay, and graders of the task and of the held-out task.
+    engine: Engine | None = None
     teacher: "Teacher | None" = None
-    graders: Sequence[Grader] = ()  # of the task, of the held-out task
-
-    # All ranks have these.
-    profile: Profile
-    checkpoints: Checkpoints
-    optimizer: torch.optim.Optimizer
+    graders: Sequence[Grader] = ()
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

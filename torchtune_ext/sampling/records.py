@@ -177,7 +177,9 @@ class SamplingConfig:
     """The keys of `sampling:`, the sampling parameters of completions."""
 
     max_tokens: int = Field(ge=1, description="most tokens of a completion")
-    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False, description="sampling temperature; 0: greedy")
+    temperature: float = Field(
+        default=1.0, ge=0, allow_inf_nan=False, description="sampling temperature, finite; 0: greedy"
+    )
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="nucleus sampling; below 1 log-probs are renormalized; 1: off"
     )

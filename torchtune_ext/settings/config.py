@@ -12,7 +12,6 @@ from dataclasses import asdict
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from types import NoneType
 from typing import Any, TypeVar
 
 import yaml
@@ -27,10 +26,10 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import own_folder
 from torchtune_ext.run.output import labelled, say
 from torchtune_ext.settings.command_line import check_words
-from torchtune_ext.settings.components import Component, recipe_module, takes
-from torchtune_ext.settings.kinds import alternatives, unfit
+from torchtune_ext.settings.components import recipe_module, takes
+from torchtune_ext.settings.kinds import alternatives
 from torchtune_ext.settings.presets import preset_file
-from torchtune_ext.settings.records import nested_record, option_fault, option_fields, unknown_key
+from torchtune_ext.settings.records import nested_record, option_fault, option_fields, unknown_key, unlike_yaml
 
 T = TypeVar("T")
 
@@ -102,6 +101,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     try:
         for key in OmegaConf.missing_keys(merged):
             raise Mistake(f"{key} has no value; set it in the YAML or on the command line as {key}=...")
+        _read_numbers(schema, merged)
         OmegaConf.resolve(merged)
     except OmegaConfBaseException as error:
         raise Mistake(_unresolved(error, str(error.full_key))) from None
@@ -115,7 +115,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
 
 def _validated(schema: type[T], plain: dict[str, Any]) -> tuple[T | None, list[str]]:
     """Returns the settings, and a message for each mistake in `plain`; the settings are None if there is one."""
-    faults, settings = _unlike_yaml(schema, plain), None
+    faults, settings = unlike_yaml(schema, plain), None
     try:
         settings = TypeAdapter(schema).validate_python(plain)
     except ValidationError as error:
@@ -194,6 +194,18 @@ def _with_bare_values(schema: type, given: DictConfig) -> DictConfig:
     return given
 
 
+def _read_numbers(record: type, node: Any) -> None:
+    """Writes numbers in place of references to text that is a number, so that references to those get numbers, too."""
+    for name, field in option_fields(record).items():
+        if name not in node or not (value := _node(node, name)):
+            continue
+        if (nested := nested_record(field)) is not None and isinstance(value, DictConfig):
+            _read_numbers(nested, value)
+        elif value._is_interpolation() and {int, float} & set(alternatives(field.annotation)):
+            with suppress(ValidationError):
+                node[name] = TypeAdapter(field.annotation).validate_python(node[name])
+
+
 def _node(config: Any, key: Any) -> Any:
     """Returns the node at a key, a reference as it was written; None if there is none."""
     return config._get_node(key)
@@ -216,30 +228,6 @@ def _lists(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _lists(each) for key, each in value.items()}
     return [_lists(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _unlike_yaml(record: type, plain: dict[str, Any], where: str = "") -> dict[str, str]:
-    """Rewrites values of `plain`, in place, as YAML means them, and returns a message for each that means another.
-
-    A whole number is text where text belongs (`output_dir=2026`); a decimal number is not, since YAML rewrites it, and a
-    truth value is neither text nor number. Pydantic reads text as a number where it is one ("8", "1e-6").
-    """
-    faults = {}
-    for name, field in option_fields(record).items():
-        key, value = f"{where}{name}", plain.get(name)
-        kinds = alternatives(field.annotation)
-        if (nested := nested_record(field)) is not None:
-            faults |= _unlike_yaml(nested, value, f"{key}.") if isinstance(value, dict) else {}
-        # torchtune turns `key=null` into `key._component_=null`.
-        elif Component in kinds:
-            off = isinstance(value, dict) and value.get("_component_", "") is None and NoneType in kinds
-            plain[name] = None if off else value if not isinstance(value, dict) else Component(value, key)
-        elif isinstance(value, bool | float) and type(value) not in kinds and {str, int, float} & set(kinds):
-            if isinstance(value, bool) or not {int, float} & set(kinds):
-                faults[key] = unfit(key, value, field)
-        elif type(value) is int and str in kinds and not {int, float} & set(kinds):
-            plain[name] = str(value)
-    return faults
 
 
 def _expand_paths(value: Any, key: str = "") -> Any:

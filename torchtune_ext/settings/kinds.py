@@ -38,7 +38,9 @@ def unfit(key: str, value: Any, field: FieldInfo) -> str:
         hint = f"did you mean {near!r}?" if near else f"use {' or '.join([*map(repr, words), *others])}"
         return f"{key}={value!r} is unknown; {hint}"
     null = ", or null" if NoneType in alternatives(field.annotation) else ""
-    return f"{key}={value!r} must be {expected(field)}{null}{_rewritten(key, value, kinds) or what}"
+    # A value out of range has the right kind.
+    hint = "" if _fits(value, field.annotation) else _rewritten(key, value, kinds)
+    return f"{key}={value!r} must be {expected(field)}{null}{hint or what}"
 
 
 def expected(field: FieldInfo) -> str:

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from torchtune_ext.run.errors import WEEK_S, Mistake, nearest
+from torchtune_ext.settings.components import Component
 from torchtune_ext.settings.kinds import alternatives, expected, unfit
 
 T = TypeVar("T")
@@ -34,11 +35,14 @@ def config_record(key: str) -> Callable[[type[T]], type[T]]:
         # Code that makes a record itself gets the messages that a config gets.
         @functools.wraps(init)
         def validated_init(self: Any, *args: Any, **values: Any) -> None:
+            faults = unlike_yaml(record, values, f"{key}.")
             try:
                 init(self, *args, **values)
             except ValidationError as error:
-                faults = {str(each["loc"][:1]): _fault(record, key, each) for each in error.errors(include_url=False)}
-                raise Mistake("\n".join(faults.values())) from None
+                for each in error.errors(include_url=False):
+                    faults.setdefault(*_fault(record, key, each))
+            if faults:
+                raise Mistake("\n".join(faults.values()))
 
         record.__init__ = validated_init
         return record
@@ -78,6 +82,30 @@ def option_fault(key: str, field: FieldInfo, value: Any, error: Any) -> str:
     return unfit(key, value, field)
 
 
+def unlike_yaml(record: type, plain: dict[str, Any], where: str = "") -> dict[str, str]:
+    """Rewrites values of `plain`, in place, as YAML means them, and returns a message for each that means another.
+
+    A whole number is text where text belongs (`output_dir=2026`); a decimal number is not, since YAML rewrites it, and a
+    truth value is neither text nor number. Pydantic reads text as a number where it is one ("8", "1e-6").
+    """
+    faults = {}
+    for name, field in option_fields(record).items():
+        key, value = f"{where}{name}", plain.get(name)
+        kinds = alternatives(field.annotation)
+        if (nested := nested_record(field)) is not None:
+            faults |= unlike_yaml(nested, value, f"{key}.") if isinstance(value, dict) else {}
+        # torchtune turns `key=null` into `key._component_=null`.
+        elif Component in kinds:
+            off = isinstance(value, dict) and value.get("_component_", "") is None and NoneType in kinds
+            plain[name] = None if off else value if not isinstance(value, dict) else Component(value, key)
+        elif isinstance(value, bool | float) and type(value) not in kinds and {str, int, float} & set(kinds):
+            if isinstance(value, bool) or not {int, float} & set(kinds):
+                faults[key] = unfit(key, value, field)
+        elif type(value) is int and str in kinds and not {int, float} & set(kinds):
+            plain[name] = str(value)
+    return faults
+
+
 def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
     """Returns the error message for an unknown key, with the nearest known one."""
     near = nearest(key, known)
@@ -85,13 +113,14 @@ def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
     return f"unknown key {key!r} in {where}; {hint}"
 
 
-def _fault(record: type, key: str, error: Any) -> str:
-    """Returns the message for an error of a record that code makes."""
+def _fault(record: type, key: str, error: Any) -> tuple[str, str]:
+    """Returns the key and the message for an error of a record that code makes."""
     if not error["loc"]:
-        return str(error["ctx"]["error"]) if error["type"] == "value_error" else f"{key}: {error['msg']}"
-    name = error["loc"][0]
+        return key, str(error["ctx"]["error"]) if error["type"] == "value_error" else f"{key}: {error['msg']}"
+    name, fields = error["loc"][0], option_fields(record)
     # The value of a positional argument.
-    name = list(option_fields(record))[name] if isinstance(name, int) else name
-    if name not in (fields := option_fields(record)):
-        return unknown_key(name, list(fields), f"`{key}:`")
-    return option_fault(f"{key}.{name}", fields[name], error["input"], error)
+    name = list(fields)[name] if isinstance(name, int) else name
+    full = f"{key}.{name}"
+    if name not in fields:
+        return full, unknown_key(full, [f"{key}.{each}" for each in fields], f"`{key}:`")
+    return full, option_fault(full, fields[name], error["input"], error)

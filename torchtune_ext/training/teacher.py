@@ -49,7 +49,10 @@ class TeacherConfig:
             # memory for them when it sizes the KV cache.
             "max_num_batched_tokens": policy.max_num_batched_tokens or BATCHED_TOKENS,
         }
-        engine = replace(policy, **own | self.engine)
+        try:
+            engine = replace(policy, **own | self.engine)
+        except Mistake as error:
+            raise Mistake(str(error).replace("engine.", "teacher.engine.", 1)) from None
         if engine.max_model_len <= policy.max_model_len:
             raise Mistake(
                 f"teacher.engine.max_model_len={engine.max_model_len} must be above engine.max_model_len="

@@ -348,7 +348,7 @@ def test_a_model_from_nothing(tmp_path):
     assert isinstance(theirs, Qwen3ForCausalLM) and ours.layers[0].attn.head_dim == 64
     assert (logprobs(ours) - logprobs(theirs)).abs().max() < LIMIT
     for change, message in (
-        ({"model_type": "qwen9"}, r"shape.model_type='qwen9' is unknown; known: \['qwen2', 'qwen3'\]"),
+        ({"model_type": "qwen9"}, "shape.model_type='qwen9' is unknown"),
         ({"model_type": "qwen2", "head_dim": 64}, "shape.head_dim=64 must be hidden_size / num_attention_heads"),
         ({"model_type": "qwen3", "head_dim": 48}, "heads of 48 .* make it a multiple of 32"),
     ):

@@ -120,9 +120,9 @@ def test_adapters_that_keep_their_layers_out(source, options, reason):
 @every_row(
     "options, message",
     [
-        ({"backend": "cublas"}, "precision.backend='cublas' is unknown: choose one of auto, scaled_mm"),
+        ({"backend": "cublas"}, "precision.backend='cublas' is unknown"),
         ({"backward": "full"}, "set precision.save_activations=full"),
-        ({"skip": "o_proj"}, r"must be a list of names: \[o_proj\]"),
+        ({"skip": "o_proj"}, r"precision.skip=.* must be a list, .*\[o_proj\]"),
         (
             {"skip": ("w1",)},
             "precision.skip names 'w1', which no layer is; give a kind, down_proj, .* like 'model.layers.0.self_attn.q_proj'",

@@ -330,7 +330,7 @@ SPEC = lora.AdapterSpec(4, 8.0, 0.0, ("q_proj",), dora=False, quantized=False)
     [
         ({}, "disk", {}, "publish='disk' is unknown"),
         ({"dora": True}, "adapter", {}, "vLLM applies no DoRA adapters; use adapters.publish=merged"),
-        ({"rank": 1024}, "adapter", {}, "rank 1 to 512"),
+        ({"rank": 1024}, "adapter", {}, "engine.lora_rank=1024 must be"),
         ({}, "adapter", {"lora_rank": 8}, "follow from `model:`"),
         ({"dropout": 0.1, "targets": ("lm_head",)}, "merged", {}, "apply_lora_to_output"),
     ],

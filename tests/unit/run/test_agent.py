@@ -8,7 +8,8 @@ from torchtune_ext.recipes import grpo
 from torchtune_ext.run.folder import RunFolder, agents_run, own_folder, read_record
 from torchtune_ext.settings.config import load_config, read_config, record
 
-NEEDED = dict.fromkeys(("model_dir", "model", "tokenizer", "task", "optimizer"), "x") | {
+NEEDED = {key: {"_component_": "x"} for key in ("model", "tokenizer", "task", "optimizer")} | {
+    "model_dir": "x",
     "max_steps": 1,
     "sampling": {"max_tokens": 8},
 }

@@ -74,7 +74,7 @@ def test_a_logprob_that_is_no_number_fires(bad):
 
 
 def test_knobs_are_checked():
-    with pytest.raises(ValueError, match="early_stop_logprob is 3.0.*negative"):
+    with pytest.raises(ValueError, match="sampling.early_stop_logprob=3.0 must be a number below 0"):
         SamplingConfig(max_tokens=8, early_stop_logprob=3.0)
-    with pytest.raises(ValueError, match="early_stop_decay is 1.0"):
+    with pytest.raises(ValueError, match="sampling.early_stop_decay=1.0 must be"):
         SamplingConfig(max_tokens=8, early_stop_decay=1.0)

@@ -61,7 +61,7 @@ def test_an_engine_takes_the_threads_of_a_trainer_that_waits(monkeypatch):
         engine_args.engine_configs(EngineConfig(threads=6))
     with pytest.raises(ValueError, match="engine.threads=3 of 2 engines: .* set engine.threads=2 or less"):
         engine_args.engine_configs(EngineConfig(count=2, threads=3))
-    with pytest.raises(ValueError, match="engine.threads is 0"):
+    with pytest.raises(ValueError, match="engine.threads=0 must be"):
         EngineConfig(threads=0)
     monkeypatch.setattr(engine_args, "on_cpu", lambda: False)
     assert threads(EngineConfig(), large, beside=False) is None
@@ -86,7 +86,7 @@ def test_an_engine_takes_the_threads_of_a_trainer_that_waits(monkeypatch):
         ({"address": "http://"}, "write it as 'http://host:port'"),
         ({"address": "http://a:99999"}, "write it as 'http://host:port'"),
         ({"address": "http://a:1,b:2"}, "write it as 'http://host:port', several with commas between"),
-        ({"count": 0}, "engine.count is 0"),
+        ({"count": 0}, "engine.count=0 must be"),
     ],
 )
 def test_settings_of_a_pool_that_contradict_each_other(settings, message):

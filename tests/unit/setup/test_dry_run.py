@@ -294,7 +294,7 @@ def test_a_builder_of_torchtune_knows_its_sizes_without_any_file(place, tmp_path
 def test_mistakes_in_several_nodes_are_said_together(place, capsys):
     cfg = settings_in(place, "tiny", dry_run=True)
     cfg.schedule, cfg.checkpoints.keep_last = {"decay": "zz"}, 0
-    with pytest.raises(ValueError, match=r"'zz'.*\ncheckpoints.keep_last=0 must be at least 1"):
+    with pytest.raises(ValueError, match=r"'zz'.*\ncheckpoints.keep_last=0 must be"):
         ran(capsys, cfg)
 
 

@@ -55,7 +55,7 @@ def planned(
         sampling=replace(CONFIG.sampling, max_tokens=4096),
         checkpoints=CheckpointConfig(every=10),
         ranks=replace(CONFIG.ranks, shard_within=shard_within),
-        engine=engine,
+        engine=engine or OWN,
         replay=None if engine else "runs/earlier",
     )
     machine = asked_machine(machine) if isinstance(machine, str) else machine

@@ -123,8 +123,8 @@ def test_a_fresh_run_does_not_resume(tmp_path):
     [
         ({"project": "a/b"}, r"logging.project='a/b': W&B takes"),
         ({"project": ""}, "logging.project=''"),
-        ({"samples": -1}, "logging.samples=-1 must be a number of groups, or 0"),
-        ({"samples_every": 0}, "logging.samples_every=0 must be at least 1"),
+        ({"samples": -1}, "logging.samples=-1 must be"),
+        ({"samples_every": 0}, "logging.samples_every=0 must be"),
         ({"to": ("trackio",)}, r"nothing is called 'trackio'; choose from \['tensorboard', 'wandb'\]"),
     ],
 )

@@ -202,6 +202,7 @@ def steps_of(updates_per_step, decay, warmup, state, steps):
     recipe.checkpoints = SimpleNamespace(load=lambda *_: state, advice=str)
     recipe.problems, recipe.source = Mock(), Mock()
     recipe.policy, recipe.engine, recipe.progress, recipe.agreement = its.policy, None, MagicMock(), Mock()
+    recipe.optimizer = its.optimizer
     recipe.agreement.require().metrics.return_value = {}
     recipe.load_checkpoint(Path())
     for _ in range(steps):
