@@ -40,7 +40,7 @@ def config_record(key: str) -> Callable[[type[T]], type[T]]:
                 init(self, *args, **values)
             except ValidationError as error:
                 for each in error.errors(include_url=False):
-                    faults.setdefault(*_fault(record, key, each))
+                    faults.setdefault(*_fault(record, key, values, each))
             if faults:
                 raise Mistake("\n".join(faults.values()))
 
@@ -113,7 +113,7 @@ def unknown_key(key: str, known: list[str], where: str = "the config") -> str:
     return f"unknown key {key!r} in {where}; {hint}"
 
 
-def _fault(record: type, key: str, error: Any) -> tuple[str, str]:
+def _fault(record: type, key: str, values: dict[str, Any], error: Any) -> tuple[str, str]:
     """Returns the key and the message for an error of a record that code makes."""
     if not error["loc"]:
         return key, str(error["ctx"]["error"]) if error["type"] == "value_error" else f"{key}: {error['msg']}"
@@ -123,4 +123,5 @@ def _fault(record: type, key: str, error: Any) -> tuple[str, str]:
     full = f"{key}.{name}"
     if name not in fields:
         return full, unknown_key(full, [f"{key}.{each}" for each in fields], f"`{key}:`")
-    return full, option_fault(full, fields[name], error["input"], error)
+    # An error may be about an item of a list.
+    return full, option_fault(full, fields[name], values.get(name, error["input"]), error)

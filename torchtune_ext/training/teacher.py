@@ -52,7 +52,7 @@ class TeacherConfig:
         try:
             engine = replace(policy, **own | self.engine)
         except Mistake as error:
-            raise Mistake(str(error).replace("engine.", "teacher.engine.", 1)) from None
+            raise Mistake(str(error).replace("engine", "teacher.engine")) from None
         if engine.max_model_len <= policy.max_model_len:
             raise Mistake(
                 f"teacher.engine.max_model_len={engine.max_model_len} must be above engine.max_model_len="
