@@ -227,13 +227,14 @@ class Bench(Service):
         Sandbox(toolchain.path, config.namespaces).close()
         self.timed_cores = timed  # a trainer keeps off them with `machine.kept_off`
         d = deadlines or Deadlines()
-        self._fingerprint = fingerprint()
+        self._fingerprint = f"{fingerprint()}, {config.optimization}"
         # The programs that are under way, and those whose result another attempt would repeat.
         self._known: dict[Hashable, asyncio.Task[Result]] = {}
         self._is_shared = bool(set(checked) & set(timed))  # checks and timings run on the same cores
         workers = config.workers or len(checked)
         self._turns = Turns(workers)
-        make = partial(Checker, compiler=toolchain, threads=config.threads, namespaces=config.namespaces, deadlines=d)
+        settings = {name: getattr(config, name) for name in ("optimization", "threads", "namespaces")}
+        make = partial(Checker, compiler=toolchain, deadlines=d, **settings)
         self._targets = {
             CHECK: (partial(check_program, make, checked), workers, "checking"),
             TIME: (partial(time_program, make, checked, timed, config.budget_s), 1, "timing"),

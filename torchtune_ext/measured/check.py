@@ -18,7 +18,7 @@ from torchtune_ext.measured.compiler import Compiler, Finished
 from torchtune_ext.measured.kernel import Kernel, require_sound
 from torchtune_ext.measured.machine import usable_cores
 from torchtune_ext.measured.reader import Unreadable
-from torchtune_ext.measured.results import BenchConfig, Result
+from torchtune_ext.measured.results import BenchConfig, Optimization, Result
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, exit_cause
 from torchtune_ext.measured.screen import screen
 from torchtune_ext.measured.techniques import uses, violations
@@ -67,7 +67,7 @@ class Checker:
     Args:
         kernel: what the programs should compute.
         compiler: the C compiler; None: gcc or clang, as found.
-        optimization: the flag, "-O0" to "-O3".
+        optimization: the compiler flag of candidates and of the kernel's naive program.
         threads: how many threads a program may use; OpenMP is compiled in from 2 on.
         cores: the cores that programs run on; None: all that this process may use.
         namespaces: whether bubblewrap is used; None: wherever it works.
@@ -82,7 +82,7 @@ class Checker:
         self,
         kernel: Kernel,
         compiler: Compiler | None = None,
-        optimization: str = "-O3",
+        optimization: Optimization = "-O3",
         threads: int = 1,
         cores: Sequence[int] | None = None,
         namespaces: bool | None = None,
@@ -91,12 +91,12 @@ class Checker:
     ) -> None:
         require_sound(kernel)
         # Made only for its checks, which refuse values that cannot be.
-        BenchConfig(threads=threads, namespaces=namespaces)
+        BenchConfig(threads=threads, namespaces=namespaces, optimization=optimization)
         usable = usable_cores()
         self.cores = sorted(usable if cores is None else cores)
         if not self.cores or not set(self.cores) <= usable:
             raise Mistake(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
-        self.kernel, self.threads = kernel, threads
+        self.kernel, self.threads, self.optimization = kernel, threads, optimization
         self.deadlines = deadlines or Deadlines()
         self.compiler = compiler or Compiler.find()
         self.flags = compilers.flags_of(kernel, optimization, threads)
@@ -186,11 +186,11 @@ class Checker:
             shutil.rmtree(folder, ignore_errors=True)
         return Result(self.kernel.name, outcome, stage, note, None, seconds, techniques=techniques), library
 
-    def compile_own(self, kernel: Kernel) -> Path:
-        """Compiles the kernel's naive program with -O3. `close` removes the library. Raises SandboxError."""
+    def compile_own(self, kernel: Kernel, optimization: Optimization = "-O3") -> Path:
+        """Compiles the kernel's naive program. `close` removes the library. Raises SandboxError."""
         folder = self.sandbox.new_folder()
         compilers.write_source(kernel, kernel.naive, folder)
-        flags = compilers.flags_of(kernel, "-O3", self.threads)
+        flags = compilers.flags_of(kernel, optimization, self.threads)
         done = compilers.compile_library(self.sandbox, self.compiler, flags, folder, self.deadlines.compile_s)
         if done.status != 0:
             raise SandboxError(

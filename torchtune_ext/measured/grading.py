@@ -45,10 +45,9 @@ def rehearse_bench(config: BenchConfig, kernels: Sequence[Kernel]) -> None:
     if config.address is None:
         choose_cores(config.cores, config.threads)
         compiler = Compiler.find(config.compiler)
-        settings = {"compiler": compiler, "threads": config.threads, "namespaces": config.namespaces}
         for kernel in kernels:
             try:
-                Checker(kernel, **settings).close()
+                Checker(kernel, compiler, config.optimization, config.threads, namespaces=config.namespaces).close()
             except (SandboxError, ValueError) as error:
                 size = " ".join(f"{name}={value}" for name, value in kernel.timed.items())
                 raise Mistake(f"{kernel.name} with {size} cannot be measured here: {error}") from error
@@ -90,6 +89,11 @@ class MeasuredTask:
             raise Mistake(f"bench={bench!r} must be a mapping with some of the keys {known}")
         self.bench = BenchConfig(**(bench or {}))
 
+    @property
+    def name(self) -> str:
+        """The words that follow the class in the header of a run."""
+        return f"compiled with {self.bench.optimization}"
+
     def kernel(self, problem: Problem) -> Kernel:
         """Returns what the programs of a problem should compute, one of `kernels`."""
         raise NotImplementedError
@@ -113,8 +117,9 @@ class MeasuredTask:
         first = next((task for task in before if isinstance(task, MeasuredTask)), self)
         if self.bench not in (first.bench, BenchConfig()):
             raise Mistake(f"{key}.bench is not that of the first task, whose service measures for both; leave it out")
+        self.bench = first.bench
         try:
-            rehearse_bench(first.bench, self.kernels)
+            rehearse_bench(self.bench, self.kernels)
         except Mistake as error:
             # `rehearse_bench` does not know under which key its settings stand.
             raise Mistake(f"{key}.bench: {str(error).removeprefix('bench.')}") from error

@@ -93,6 +93,7 @@ class Probe:
         self.registers, self.memory = Quiet(), Quiet()
         self._best_memory_s = math.inf
         arena_bytes = arena_size(self.kernel, REGISTERS)
+        # The roofline belongs to the machine, so the fixed kernel is compiled with -O3 for every checker.
         self.child: Child = checker.child(self.kernel, checker.compile_own(self.kernel), OWN_CPU_S)
         try:
             self.child.place(lay_out(self.kernel, REGISTERS, arena_bytes, False, self.rng))

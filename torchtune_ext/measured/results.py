@@ -3,8 +3,8 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -14,16 +14,7 @@ from torchtune_ext.settings.records import Seconds, config_record
 
 # Beside the OUTCOMES of check.py: the program is right, but the machine was disturbed, so that no speed is known.
 NOISY = "noisy"
-# The types that a value of each setting below may have, and what to write. "or null" stands where None is one of them.
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "workers": (Integral, "a whole number, or null for one on each core"),
-    "cores": (list, "a list of whole numbers, as [2, 3], or null to have them chosen"),
-    "threads": (Integral, "a whole number, as 1"),
-    "compiler": (str, "a name or a path, as gcc, or null for the one that is found"),
-    "budget_s": (Real, "a number of seconds, as 10.0"),
-    "namespaces": (bool, "true, false, or null for wherever they work"),
-    "address": (str, "auto or HOST:PORT, or null for this machine"),
-}
+Optimization = Literal["-O0", "-O1", "-O2", "-O3"]
 
 
 class BenchError(Failure):
@@ -58,7 +49,7 @@ class Result:
     note: str = ""  # for people: the compiler's message, the failing size, how noisy it was; "" if it is ok
     timing: Timing | None = None  # its speed, if it was timed and the outcome is "ok"
     seconds: Mapping[str, float] = field(default_factory=dict)  # of each stage that ran; of a cached one: when it ran
-    fingerprint: str = ""  # of the machine that measured: speeds of two machines are not compared
+    fingerprint: str = ""  # of the machine and the optimization level: speeds of two are not compared
     is_cached: bool = False  # an equal text was measured before, or was under way at the same time
     techniques: tuple[str, ...] = ()  # that it uses, sorted, if they were looked for and it came so far
 
@@ -75,6 +66,7 @@ class BenchConfig:
     )
     threads: int = Field(default=1, ge=1, description="threads, and cores, of a timed program")
     compiler: str | None = Field(default=None, description="gcc, clang, or a path; null: the one found first")
+    optimization: Optimization = Field(default="-O3", description="compiler flag of candidate and naive program")
     budget_s: Seconds = Field(default=10.0, description="seconds for one timing")
     namespaces: bool | None = Field(default=None, description="isolate programs by bubblewrap; null: where it works")
     address: str | None = Field(

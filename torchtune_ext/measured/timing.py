@@ -110,7 +110,7 @@ class Timer:
             stack.enter_context(kept_off(checker.cores))
             try:
                 self.probe = stack.enter_context(closing(Probe(checker)))
-                library = checker.compile_own(self.kernel)
+                library = checker.compile_own(self.kernel, checker.optimization)
                 self._reference = stack.enter_context(checker.child(self.kernel, library, OWN_CPU_S))
                 for _ in range(4):
                     self._quiet.add(median(call.seconds for call in self._calls(self._reference)))

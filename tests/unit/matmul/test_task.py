@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from torchtune_ext.measured.results import Result
 from torchtune_ext.measured.techniques import TECHNIQUES
 from torchtune_ext.measured.timing import Timing
 from torchtune_ext.pipeline.groups import Group, graded, group_json, group_of
+from torchtune_ext.setup.opening import problems_text
 
 HERE, ELSEWHERE = fingerprint(), "another machine"
 SIZE = {"m": 64, "n": 64, "k": 64}
@@ -115,6 +117,19 @@ def visit(task, *results, index=0, cursor=0):
 def test_a_bad_argument_is_named_with_its_value_and_what_to_do(settings, message):
     with pytest.raises(ValueError, match=message):
         Matmul(**settings)
+
+
+def test_header_names_the_optimization_level():
+    cfg = SimpleNamespace(prompts_per_step=1, samples_per_prompt=8)
+    text = problems_text(cfg, Matmul(bench={"optimization": "-O0"}), None)
+    assert text.startswith("Matmul compiled with -O0, 1; each step takes 1")
+
+
+def test_archive_separates_optimization_levels(tmp_path):
+    task, machines = Matmul({"dgemm": 64}), [f"{HERE}, -O0", f"{HERE}, -O3"]
+    for step, machine in enumerate(machines):
+        task.observe(step, [visit(task, result(ratio=4.0 - step, machine=machine))], tmp_path)
+    assert [one.machine for one in task.archive] == machines
 
 
 def test_problems_are_all_kernels_at_all_sizes_also_ones_of_your_own():

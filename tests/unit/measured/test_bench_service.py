@@ -23,7 +23,7 @@ from torchtune_ext.measured import bench as benches
 from torchtune_ext.measured import probe, timing
 from torchtune_ext.measured.bench import Bench, BenchError, Result, check_program, time_program, would_repeat
 from torchtune_ext.measured.check import OUTCOMES, STAGES, Checker, Deadlines
-from torchtune_ext.measured.machine import alone_on
+from torchtune_ext.measured.machine import alone_on, fingerprint
 from torchtune_ext.measured.results import NOISY
 from torchtune_ext.measured.sandbox import SandboxError
 from torchtune_ext.measured.timing import Timing
@@ -121,6 +121,20 @@ def test_a_program_that_turns_out_wrong_while_it_is_timed(service, caplog):
     result = outcome(service.submit(CalmReduction(), fenced(LATE)))
     assert (result.outcome, result.stage, result.timing) == ("wrong_result", "time", None)
     assert "in a timed call" in result.note and not repeated(caplog)
+
+
+def test_optimization_level_applies_to_candidate_and_naive_program():
+    """Both are wrong where the compiler optimizes."""
+
+    class Unoptimized(CalmReduction):
+        naive = "#ifndef __OPTIMIZE__\n" + HONEST + "\n#else\n" + SUM.format("*total = 0;") + "\n#endif"
+
+    with bench(optimization="-O0") as slow:
+        result = outcome(slow.submit(Unoptimized(), fenced(Unoptimized.naive)))
+    assert result.outcome == "ok" and result.fingerprint == f"{fingerprint()}, -O0"
+    with bench() as fast:
+        result = outcome(fast.submit(CalmReduction(), fenced(Unoptimized.naive)))
+    assert result.outcome == "wrong_result" and result.fingerprint == f"{fingerprint()}, -O3"
 
 
 def test_kernels_do_not_mix_and_may_be_ones_own(service):

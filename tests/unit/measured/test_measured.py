@@ -213,8 +213,10 @@ def test_what_was_started_ends_where_the_rest_cannot_start(monkeypatch):
 def test_a_measured_task_is_rehearsed_with_its_own_settings(monkeypatch):
     rehearsed = []
     monkeypatch.setattr(grading, "rehearse_bench", lambda *arguments: rehearsed.append(arguments))
-    rehearse([Asked({"threads": 2}), Asked()], GraderConfig())
-    assert rehearsed == [(BenchConfig(threads=2), Asked.kernels)] * 2, "the held-out task shares the service"
+    tasks = [Asked({"threads": 2, "optimization": "-O0"}), Asked()]
+    rehearse(tasks, GraderConfig())
+    assert rehearsed == [(tasks[0].bench, Asked.kernels)] * 2, "the held-out task shares the service"
+    assert [task.name for task in tasks] == ["compiled with -O0"] * 2
     with pytest.raises(ValueError, match="^evaluation.task.bench is not that of the first task, .*; leave it out"):
         rehearse([Asked({"threads": 2}), Asked({"threads": 3})], GraderConfig())
 
