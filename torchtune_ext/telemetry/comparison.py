@@ -40,7 +40,7 @@ FIRST = {
     "loss/entropy": "Entropy",
     "length/truncated": "Truncated",
     "optim/grad_norm": "Gradient norm",
-    "mismatch/mean_abs": "Trainer against sampler",
+    "mismatch/mean_abs": "Trainer/engine mismatch",
     "time/step": "Step time",
 }
 

@@ -11,7 +11,7 @@ from torchtune_ext.telemetry.panels import Panel
 
 PART = 10  # a reading is the mean over 1 / PART of the steps
 # These curves matter only when something is wrong, so their headings are closed while no finding concerns them.
-FOLDED = ("Agreement", "Speed", "Machine")
+FOLDED = ("Trainer/engine mismatch", "Speed", "Machine")
 _MOST_SILENT = 0.5  # share of groups without a signal, above which it is said
 _MOST_CUT = 0.2  # share of samples at the token limit
 _LEAST_ESS = 0.9
@@ -191,7 +191,7 @@ def _agreement(first: Mapping[str, float], last: Mapping[str, float], config: Ma
         shown = last.get(name, 1.0)
         if abs(shown - 1) > _FAR:
             texts.append(f"The engine shows {shown:.0%} of the effect of {what}.")
-    return [Finding(text, "Agreement") for text in texts]
+    return [Finding(text, "Trainer/engine mismatch") for text in texts]
 
 
 def _slow_steps(records: Sequence[Mapping[str, Any]]) -> list[Finding]:

@@ -1,10 +1,23 @@
-"""Which metric the report draws where. docs/telemetry.md explains the same names; tests compare both with real runs."""
+"""The registry of metrics: what each one means, and where the report draws it.
+
+`scripts/metric_tables.py` writes the tables of docs/telemetry.md from it. Tests compare the names with real runs.
+"""
 
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torchtune_ext.grading.environments import ENDINGS
+
+
+class Metric(NamedTuple):
+    """One metric, or all metrics of a pattern such as "reward/<part>"."""
+
+    name: str
+    label: str  # in the legend of its panel; what a pattern stands for is appended
+    meaning: str = ""  # at most 12 words; "" where an earlier panel explains the metric
+    investigate: str = ""  # completes "investigate if"
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,9 +26,9 @@ class Panel:
 
     section: str  # the heading above the panel
     title: str
-    note: str  # one line: what is drawn, and what a good curve looks like
-    # Pairs of a metric and its label. A metric "group/x*" takes all that begin so and are not yet drawn.
-    series: tuple[tuple[str, str], ...]
+    # A pattern takes the metrics that begin so and are not yet drawn. The edges of the band are metrics without a line.
+    metrics: tuple[Metric, ...]  # () in a panel of a page
+    note: str = ""  # the line below the title; "": what its metrics mean
     unit: str = ""  # of the values: "", "percent", "seconds", "bytes", "gib", "int" or "tok/s"
     scale: str = "linear"  # of the axis of values: "linear" or "log"
     style: str = "line"  # "line", or a "stack" of areas
@@ -26,10 +39,18 @@ class Panel:
     quiet: bool = False  # whether the panel is left out while all its values are zero
     lead: bool = False  # the first such panel of a page stands above all others, and is larger
     newest: bool = False  # counters and settings: the reading is their newest value, not a mean
-    # What a "*" stands for comes in this order. Names that are not in it come last, sorted.
+    # The metrics of a pattern come in this order. Names that are not in it come last, sorted.
     order: tuple[str, ...] = ()
     # The colors of `order`, from 1 to 7, chosen where green should be good. Else the series have the colors in turn.
     colors: tuple[int, ...] = ()
+    # The name and the label of each line. Those of the registry follow from `metrics`, with "*" for the end of a pattern.
+    series: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.metrics:
+            edges = self.band[1:] if self.band else ()
+            series = [(re.sub("<.*", "*", each.name), each.label) for each in self.metrics if each.name not in edges]
+            object.__setattr__(self, "series", tuple(series))
 
 
 # The outcomes of a check of a measured program, from the worst to the best, and the stages of the curriculum. They are
@@ -37,166 +58,224 @@ class Panel:
 _OUTCOMES = ("format", "forbidden", "compile_error", "timeout", "runtime_error", "wrong_result", "ok")
 _STAGES = ("none", "loop_order", "blocking", "vectorization", "threads", "all")
 
-# The page has this order. It also decides which panel gets a metric that several "*" fit: the first one. A metric that
-# is named in full belongs to the panel that names it.
+# The report and the tables have this order. It also decides which panel gets a metric that fits several patterns: the
+# first one. A metric that is named in full belongs to the panel that names it.
 PANELS = (
-    Panel("Learning", "Reward", "Mean reward of the step's samples; where held-out problems are evaluated, theirs "
-          "with the 95% interval over them.",
-          (("reward/mean", "reward"), ("eval/accuracy_sampled", "held-out, sampled"),
-           ("eval/accuracy_greedy", "held-out, greedy")), band=("eval/accuracy_sampled", "eval/low", "eval/high"), lead=True),
-    Panel("Learning", "Spread of the rewards", "Standard deviation over the step's samples; at zero there is nothing to learn.",
-          (("reward/std", "std"),), zero=True),
-    Panel("Learning", "Solved", "Share of held-out problems with a full reward.",
-          (("eval/solved_sampled", "sampled"), ("eval/solved_greedy", "greedy"), ("eval/pass_at_*", "pass at ")),
-          unit="percent"),
-    Panel("Learning", "Outcomes of programs", "Share of the step's programs that ended so. A better policy moves them "
-          "to the last one.", (("reward/outcome_*", ""),), unit="percent", style="stack", zero=True, order=_OUTCOMES,
-          colors=(6, 4, 5, 7, 1, 2, 3)),
-    Panel("Learning", "Reward parts", "Named components of the reward.", (("reward/*", ""),)),
-    Panel("Learning", "Completion length", "Tokens of a completion.",
-          (("length/mean", "mean"), ("length/max", "max")), unit="int", zero=True),
-    Panel("Learning", "Truncated", "Share of samples that hit the token limit.",
-          (("length/truncated", "truncated"),), unit="percent", zero=True),
-    Panel("Learning", "Turns of a conversation", "Mean of the step's samples; the environment answers each turn.",
-          (("episode/turns", "turns"),), zero=True),
-    Panel("Learning", "Tokens read in a conversation", "What the environment answered, and what the template "
-          "writes around it. Not sampled, and not trained on.", (("episode/read_tokens", "read"),), unit="int", zero=True),
-    Panel("Learning", "Endings of conversations", "Share of the step's conversations that ended so.", (("episode/*", ""),),
-          unit="percent", style="stack", zero=True, order=ENDINGS, colors=(3, 7, 2, 4, 6, 1, 5)),
-    Panel("Learning", "Groups", "With a signal, and without (all rewards equal).",
-          (("groups/used", "signal"), ("groups/no_signal", "no signal")), unit="int", zero=True),
-    Panel("Learning", "Signal by level", "Share of the latest groups of a level whose rewards differ, by which `NearLevel` "
-          "chooses; or the share of the problems that it hardly asks any more.", (("selection/*", ""),), unit="percent",
-          zero=True, newest=True),
-    Panel("Learning", "Grading failures", "The grader or environment raised or crashed, or was still "
-          "busy at its deadline.", (("groups/infra_failed", "failed"), ("groups/timed_out", "timed out")), unit="int",
-          zero=True, quiet=True),
-    Panel("Learning", "Turns without a comparison", "Only one conversation of its group reached them, so their advantage is 0.",
-          (("groups/lone_turns", "turns"),), unit="int", zero=True, quiet=True),
-    Panel("Learning", "Problems passed over", "Since the run began, and of the held-out ones: rows that are broken or too long "
-          "for the engine.", (("problems/skipped", "training"), ("eval/skipped", "held out")), unit="int", zero=True,
-          newest=True),
-    Panel("Measured speed", "Speed-up", "Over the naive program; mean of the step's programs that are right.",
-          (("reward/speedup", "× naive"),), scale="log", baseline=1.0),
-    Panel("Measured speed", "GFLOPS", "Mean of the step's programs that are right.",
-          (("reward/gflops", "GFLOPS"),), zero=True),
-    Panel("Measured speed", "Share of the peak", "Of what the timed cores can do at most; mean of the programs that are right.",
-          (("reward/peak_share", "share"),), unit="percent", zero=True),
-    Panel("Measured speed", "Width of the intervals", "Half of the 95% interval, as a share of what was measured; "
-          "mean of the programs that are right.",
-          (("reward/spread", "± seconds"), ("reward/speedup_spread", "± speed-up")), unit="percent", zero=True),
-    Panel("Measured speed", "Stages", "Problems at each stage of the curriculum. Each stage permits more techniques than "
-          "the one before it.", (("stage/*", ""),), unit="int", style="stack", zero=True, order=_STAGES, newest=True),
-    Panel("Measured speed", "Moves between stages", "Problems that reached another stage in the step.",
-          (("stage/moves", "problems"),), unit="int", zero=True),
-    Panel("Measured speed", "Seconds on the bench", "Checks and timings of the step's programs.",
-          (("time/bench", "bench"),), unit="seconds", zero=True),
-    Panel("Measured speed", "Noisy, and measured before", "Shares of the step's programs. Noisy: so disturbed that the speed "
-          "is not known and the program not graded.", (("bench/noisy", "noisy"), ("bench/cache_hits", "measured before")),
-          unit="percent", zero=True),
-    Panel("Archive", "Cells filled", "Sets of techniques in a band of speed that hold a program.",
-          (("archive/cells", "cells"),), unit="int", zero=True, newest=True),
-    Panel("Archive", "Fastest program", "Of the archive, over the naive program.", (("archive/best_speedup", "× naive"),),
-          scale="log", baseline=1.0, newest=True),
-    Panel("Policy change", "Loss", "Its level means little in GRPO; jumps do.", (("loss/total", "loss"),)),
-    Panel("Policy change", "Negative log-likelihood", "Of the solutions in a supervised warm-up, in nats per token.",
-          (("loss/nll", "nll"),), zero=True, lead=True),
-    Panel("Policy change", "KL", "To the reference, and to the policy that the step's updates began with.",
-          (("loss/kl_ref", "reference"), ("loss/approx_kl", "step's first"))),
-    Panel("Policy change", "KL to the teacher", "Log-prob under the policy minus that under the teacher, in nats.",
-          (("loss/kl_teacher", "mean"), ("loss/kl_teacher_at_*", "at "), ("loss/kl_teacher_age_*", "age ")), zero=True),
-    Panel("Policy change", "Surprise of the teacher", "Share of sampled tokens that the teacher gives less than 1%.",
-          (("loss/teacher_surprise", "tokens"),), unit="percent", zero=True),
-    Panel("Policy change", "Entropy", "Nats per token; a fall to zero is collapse.", (("loss/entropy", "entropy"),),
-          zero=True),
-    Panel("Policy change", "Clip fraction", "Share of tokens whose gradient is cut (CISPO: whose weight is clipped).",
-          (("loss/clip_fraction", "clipped"),), unit="percent", zero=True),
-    Panel("Policy change", "Clip fraction by place", "Of the tokens that stand so far into the completion.",
-          (("loss/clip_fraction_at_*", ""),), unit="percent", zero=True, quiet=True),
-    Panel("Policy change", "Clip fraction by age", "Of the tokens sampled by a policy so many versions old.",
-          (("loss/clip_fraction_age_*", ""),), unit="percent", zero=True, quiet=True),
-    Panel("Policy change", "Masked", "Share of tokens that the importance weights leave out; by place and age.",
-          (("loss/masked_fraction", "masked"), ("loss/masked_fraction_at_*", "at "), ("loss/masked_fraction_age_*", "age ")),
-          unit="percent", zero=True, quiet=True),
-    Panel("Policy change", "Largest ratio", "Before any clipping.", (("loss/ratio_max", "max ratio"),), scale="log"),
-    Panel("Policy change", "Gradient norm", "Before clipping.", (("optim/grad_norm", "norm"),), zero=True),
-    Panel("Policy change", "Learning rate", "", (("optim/lr", "lr"),), zero=True, newest=True),
-    Panel("Policy change", "Other terms of the loss", "What a loss of your own returns beside the loss.", (("loss/*", ""),)),
-    Panel("Agreement", "Trainer against sampler", "|Δ log-prob| of sampled tokens in nats, before any truncation. "
-          "A rise means the two no longer compute the same policy.",
-          (("mismatch/mean_abs", "mean"), ("mismatch/p99_abs", "p99"), ("mismatch/max_abs", "max"),
-           ("mismatch/k3", "k3")), scale="log"),
-    Panel("Agreement", "Mismatch by place", "Mean |Δ log-prob| of the tokens that stand so far into the completion.",
-          (("mismatch/mean_abs_at_*", ""),), scale="log"),
-    Panel("Agreement", "Mismatch by age", "Mean |Δ log-prob| of the tokens sampled by a policy so many versions old.",
-          (("mismatch/mean_abs_age_*", ""),), scale="log"),
-    Panel("Agreement", "Signed mismatch (k1)", "Mean of sampler minus trainer: estimates the KL divergence, of either sign.",
-          (("mismatch/k1", "k1"),)),
-    Panel("Agreement", "Effective sample size", "Of the importance weights, as a share of the tokens; 1 where the two agree.",
-          (("mismatch/ess", "share"),), unit="percent"),
-    Panel("Agreement", "Canary", "|Δ log-prob| on samples of fixed prompts after each publication of weights.",
-          (("canary/mean_abs", "mean"), ("canary/limit", "limit")), scale="log"),
-    Panel("Agreement", "Changes that the engine shows", "Share of the effect of the last update, and of the adapter, on "
-          "log-probs; 1 where the engine has the new weights, no value where the effect is below the noise.",
-          (("canary/update_applied", "update"), ("canary/adapter_applied", "adapter")), baseline=1.0),
-    Panel("Agreement", "Values that a publication changed", "A coarse dtype keeps the others as they were.",
-          (("publish/changed_share", "share"),), unit="percent", zero=True, quiet=True),
-    Panel("Sampling ahead", "Age of the groups", "Versions from the policy that began a group to the one that it trains.",
-          (("async/age_mean", "mean"), ("async/age_max", "max")), zero=True),
-    Panel("Sampling ahead", "Groups by age", "Share of the step's groups that are so many versions old.",
-          (("async/age_*", "age "),), unit="percent", style="stack", zero=True),
-    Panel("Sampling ahead", "Wait for groups", "Seconds of a step in which the trainer had no groups to train on.",
-          (("time/wait_for_rollouts", "wait"),), unit="seconds", zero=True),
-    Panel("Sampling ahead", "Groups on their way", "Counted when the groups of a step have been taken: finished, in the "
-          "buffer; still sampled or graded.",
-          (("async/buffer", "buffer"), ("async/running", "running")), unit="int", zero=True),
-    Panel("Sampling ahead", "Groups that became too old", "Since the run began; they are sampled again.",
-          (("async/dropped", "groups"),), unit="int", zero=True, quiet=True, newest=True),
-    Panel("Sampling ahead", "Tokens of groups that became too old", "Since the run began.",
-          (("async/dropped_tokens", "tokens"),), unit="int", zero=True, quiet=True, newest=True),
-    Panel("Speed", "Seconds of a step", "By phase; together they are the step.",
-          (("time/sample", "sample"), ("time/pack", "pack"), ("time/train", "train"), ("time/publish", "publish"),
-           ("time/eval", "eval"), ("time/save", "save"), ("time/log", "log")),
-          unit="seconds", style="stack", zero=True),
-    Panel("Speed", "Step time", "Whole step.", (("time/step", "step"),), unit="seconds", zero=True),
-    Panel("Speed", "Seconds of sampling", "The engine samples; grades are waited for after its last token; rollouts are kept.",
-          (("time/sample/generate", "generate"), ("time/sample/grade", "grade"),
-           ("time/sample/teacher", "teacher"), ("time/sample/store", "store")),
-          unit="seconds", style="stack", zero=True),
-    Panel("Speed", "Seconds of training", "Log-probs of the proximal policy and the reference; forward and backward; the wait "
-          "for other ranks; the optimizer.",
-          (("time/train/logprobs", "log-probs"), ("time/train/backward", "backward"), ("time/train/wait", "wait"),
-           ("time/train/optimizer", "optimizer")), unit="seconds", style="stack", zero=True),
-    Panel("Speed", "Seconds of a publication", "Weights are gathered and copied; the engine pauses to load them; the canary "
-          "proves that it did.",
-          (("time/publish/gather", "gather"), ("time/publish/copy", "copy"), ("time/publish/pause", "pause"),
-           ("time/publish/canary", "canary")), unit="seconds", style="stack", zero=True),
-    Panel("Speed", "Seconds of an evaluation", "The engine samples; grades are waited for after its last token.",
-          (("time/eval/generate", "generate"), ("time/eval/grade", "grade")), unit="seconds", style="stack", zero=True),
-    Panel("Speed", "Seconds of a checkpoint", "The whole of it, and the wait for checksums in it.",
-          (("time/save", "whole"), ("time/save/hash", "checksums")), unit="seconds", zero=True),
-    Panel("Speed", "Throughput", "Sampled tokens per second of sampling, or of the step where the engine samples "
-          "ahead; packed tokens per second of training.",
-          (("speed/sampled_tokens_s", "sampled"), ("speed/trained_tokens_s", "trained")), unit="tok/s", zero=True),
-    Panel("Speed", "Tokens of a step", "Sampled; put into the packed rows (prompts once); trained on.",
-          (("length/tokens", "sampled"), ("pack/tokens", "packed"), ("pack/labels", "trained on")), unit="int", zero=True),
-    Panel("Speed", "Token reduction by shared prompts (ρ)", "Tokens without sharing over tokens with; 1 saves nothing.",
-          (("pack/rho", "ρ"),), baseline=1.0),
-    Panel("Speed", "Places used", "Share of the places that the ranks compute, or wait for, that is needed.",
-          (("pack/used", "used"),), unit="percent", zero=True),
-    Panel("Speed", "Rows", "Packed rows of a step.", (("pack/rows", "rows"),), unit="int", zero=True),
-    Panel("Machine", "Engine caches", "Share of prompt tokens found in the prefix cache; peak of the KV cache.",
-          (("engine/prefix_hit_rate", "prefix hits"), ("engine/kv_max", "KV peak")), unit="percent", zero=True, newest=True),
-    Panel("Machine", "Requests in flight", "Limit set by the throttle.", (("engine/concurrency", "limit"),),
-          unit="int", zero=True, newest=True),
-    Panel("Machine", "Engine trouble", "Since the run began. A preempted request left the cache and was done again.",
-          (("engine/preemptions", "preemptions"), ("engines/restarts", "restarts")), unit="int", zero=True,
-          quiet=True, newest=True),
-    Panel("Machine", "Engines", "Those that sample, and those that failed too often and were given up.",
-          (("engines/healthy", "healthy"), ("engines/retired", "retired")), unit="int", zero=True, quiet=True, newest=True),
-    Panel("Machine", "Published bytes", "", (("publish/bytes", "bytes"),), unit="bytes", zero=True),
-    Panel("Machine", "Memory", "Resident memory of the trainer and peak on the device.",
-          (("memory/rss_gib", "host"), ("memory/gpu_gib", "device")), unit="gib", zero=True, newest=True),
+    Panel("Learning", "Reward", band=("eval/accuracy_sampled", "eval/low", "eval/high"), lead=True,
+          note="Mean reward of the step's samples, and of held-out problems with the 95% interval over them.", metrics=(
+        Metric("reward/mean", "reward", "mean reward of the step's graded samples", "flat from the start"),
+        Metric("eval/accuracy_sampled", "held-out, sampled", "mean held-out reward at the training temperature",
+               "it falls while `reward/mean` rises"),
+        Metric("eval/accuracy_greedy", "held-out, greedy", "mean held-out reward at temperature 0",
+               "it falls while `reward/mean` rises"),
+        Metric("eval/low", "", "lower end of the 95% interval of `eval/accuracy_sampled`"),
+        Metric("eval/high", "", "upper end of the 95% interval of `eval/accuracy_sampled`"))),
+    Panel("Learning", "Spread of the rewards", zero=True, metrics=(
+        Metric("reward/std", "std", "standard deviation of the step's rewards", "near 0: nothing to learn"),)),
+    Panel("Learning", "Solved", unit="percent", note="Fraction of held-out problems with full reward.", metrics=(
+        Metric("eval/solved_sampled", "sampled", "fraction of held-out problems with full reward, training temperature"),
+        Metric("eval/solved_greedy", "greedy", "fraction of held-out problems with full reward, temperature 0"),
+        Metric("eval/pass_at_<n>", "pass at ", "fraction of held-out problems with full reward in any of n samples",
+               "it falls while the accuracy rises"))),
+    Panel("Learning", "Outcomes of programs", unit="percent", style="stack", zero=True, order=_OUTCOMES,
+          colors=(6, 4, 5, 7, 1, 2, 3), metrics=(
+        Metric("reward/outcome_<outcome>", "", "fraction of graded programs with this outcome", "`ok` stays at 0"),)),
+    Panel("Learning", "Reward parts", metrics=(Metric("reward/<part>", "", "mean of a named part of the score"),)),
+    Panel("Learning", "Completion length", unit="int", zero=True, metrics=(
+        Metric("length/mean", "mean", "mean tokens of a completion, over all turns"),
+        Metric("length/max", "max", "longest completion of the step"))),
+    Panel("Learning", "Truncated", unit="percent", zero=True, metrics=(
+        Metric("length/truncated", "truncated", "fraction of samples truncated at the token limit", "above 0.1 to 0.2"),)),
+    Panel("Learning", "Turns of a conversation", zero=True, metrics=(
+        Metric("episode/turns", "turns", "mean turns of the policy in a conversation", "it stays at the task's `max_turns`"),)),
+    Panel("Learning", "Tokens read in a conversation", unit="int", zero=True, metrics=(
+        Metric("episode/read_tokens", "read", "mean environment tokens of a conversation, masked from the loss"),)),
+    Panel("Learning", "Endings of conversations", unit="percent", style="stack", zero=True, order=ENDINGS,
+          colors=(3, 7, 2, 4, 6, 1, 5), metrics=(
+        Metric("episode/<ending>", "", "fraction of conversations with this ending",
+               "`length` or `context_overflow` exceeds 0.1; `environment_failed` or `step_timeout` exceeds 0"),)),
+    Panel("Learning", "Groups", unit="int", zero=True, metrics=(
+        Metric("groups/used", "different rewards", "groups whose rewards differ"),
+        Metric("groups/no_signal", "zero variance", "zero-variance groups: all rewards equal",
+               "more than half of the groups"))),
+    Panel("Learning", "Groups with different rewards, by level", unit="percent", zero=True, newest=True, metrics=(
+        Metric("selection/<level>", "", "fraction of a level's latest groups whose rewards differ"),)),
+    Panel("Learning", "Grading failures", unit="int", zero=True, quiet=True, metrics=(
+        Metric("groups/infra_failed", "failed", "samples whose grader or environment failed; not trained on", "above 0"),
+        Metric("groups/timed_out", "timed out", "samples whose grader reached its deadline",
+               "it grows: the policy finds texts that hang the grader"))),
+    Panel("Learning", "Turns without a comparison", unit="int", zero=True, quiet=True, metrics=(
+        Metric("groups/lone_turns", "turns", "turns that only one conversation of a group reached",
+               "most of the later turns"),)),
+    Panel("Learning", "Skipped problems", unit="int", zero=True, newest=True, metrics=(
+        Metric("problems/skipped", "training", "training problems skipped since the run began", "it grows every step"),
+        Metric("eval/skipped", "held out", "held-out problems skipped", "above 0"))),
+    Panel("Measured speed", "Speed-up", scale="log", baseline=1.0, metrics=(
+        Metric("reward/speedup", "× naive", "mean speed-up of correct programs over the naive program"),)),
+    Panel("Measured speed", "GFLOPS", zero=True, metrics=(
+        Metric("reward/gflops", "GFLOPS", "mean GFLOPS of correct programs"),)),
+    Panel("Measured speed", "Fraction of the peak", unit="percent", zero=True, metrics=(
+        Metric("reward/peak_share", "fraction", "correct programs' mean fraction of the timed cores' measured peak"),)),
+    Panel("Measured speed", "Width of the intervals", unit="percent", zero=True, metrics=(
+        Metric("reward/spread", "± seconds", "half of the time's relative 95% interval",
+               "above 0.05: noisy machine or short calls"),
+        Metric("reward/speedup_spread", "± speed-up", "half of the speed-up's relative 95% interval",
+               "above 0.05: noisy machine or short calls"))),
+    Panel("Measured speed", "Stages", unit="int", style="stack", zero=True, order=_STAGES, newest=True, metrics=(
+        Metric("stage/<stage>", "", "problems at this stage of the curriculum", "all problems stay at the first stage"),)),
+    Panel("Measured speed", "Moves between stages", unit="int", zero=True, metrics=(
+        Metric("stage/moves", "problems", "problems that moved to another stage in the step"),)),
+    Panel("Measured speed", "Seconds on the bench", unit="seconds", zero=True, metrics=(
+        Metric("time/bench", "bench", "checks and timings of programs",
+               "above `time/sample/generate`: the bench is the bottleneck"),)),
+    Panel("Measured speed", "Noisy and cached", unit="percent", zero=True, metrics=(
+        Metric("bench/noisy", "noisy", "fraction of programs not graded because timing was disturbed", "above 0.05"),
+        Metric("bench/cache_hits", "cached", "fraction of programs measured before", "near 1: the policy repeats itself"))),
+    Panel("Archive", "Cells filled", unit="int", zero=True, newest=True, metrics=(
+        Metric("archive/cells", "cells", "cells of the archive that hold a program", "it no longer grows"),)),
+    Panel("Archive", "Fastest program", scale="log", baseline=1.0, newest=True, metrics=(
+        Metric("archive/best_speedup", "× naive", "speed-up of the archive's fastest program over the naive program"),)),
+    Panel("Policy change", "Loss", metrics=(
+        Metric("loss/total", "loss", "minimized loss; its level means little in GRPO", "it jumps"),)),
+    Panel("Policy change", "Negative log-likelihood", zero=True, lead=True, metrics=(
+        Metric("loss/nll", "nll", "negative log-likelihood of the SFT warm-up's solutions, nats per token", "it rises"),)),
+    Panel("Policy change", "KL", metrics=(
+        Metric("loss/kl_ref", "reference", "KL to the reference; with `loss.kl_coef`", "it grows quickly"),
+        Metric("loss/approx_kl", "step's first", "KL to the policy at the start of the step", "it grows quickly"))),
+    Panel("Policy change", "KL to the teacher", zero=True,
+          note="Log-prob under the policy minus log-prob under the teacher, in nats.", metrics=(
+        Metric("loss/kl_teacher", "mean", "log π_old − log p_teacher on sampled tokens, mean in nats", "it does not fall"),
+        Metric("loss/kl_teacher_at_<place>", "at ", "`loss/kl_teacher` by position", "one bucket stands out"),
+        Metric("loss/kl_teacher_age_<age>", "age ", "`loss/kl_teacher` by staleness", "one bucket stands out"))),
+    Panel("Policy change", "Surprise of the teacher", unit="percent", zero=True, metrics=(
+        Metric("loss/teacher_surprise", "tokens", "fraction of tokens with teacher probability below 1%",
+               "it does not fall"),)),
+    Panel("Policy change", "Entropy", zero=True, metrics=(
+        Metric("loss/entropy", "entropy", "entropy of the policy, nats per token", "it falls toward 0: collapse"),)),
+    Panel("Policy change", "Clip fraction", unit="percent", zero=True, metrics=(
+        Metric("loss/clip_fraction", "clipped", "fraction of tokens with clipped gradient (CISPO: importance weight)",
+               "above 0.1 to 0.2"),)),
+    Panel("Policy change", "Clip fraction by position", unit="percent", zero=True, quiet=True, metrics=(
+        Metric("loss/clip_fraction_at_<place>", "", "`loss/clip_fraction` by position", "one bucket stands out"),)),
+    Panel("Policy change", "Clip fraction by staleness", unit="percent", zero=True, quiet=True, metrics=(
+        Metric("loss/clip_fraction_age_<age>", "", "`loss/clip_fraction` by staleness", "one bucket stands out"),)),
+    Panel("Policy change", "Masked", unit="percent", zero=True, quiet=True,
+          note="Fraction of tokens that the importance weights mask; by position and staleness.", metrics=(
+        Metric("loss/masked_fraction", "masked", "fraction of tokens that the importance weights mask", "above 0.05"),
+        Metric("loss/masked_fraction_at_<place>", "at ", "`loss/masked_fraction` by position", "one bucket stands out"),
+        Metric("loss/masked_fraction_age_<age>", "age ", "`loss/masked_fraction` by staleness", "one bucket stands out"))),
+    Panel("Policy change", "Largest ratio", scale="log", metrics=(
+        Metric("loss/ratio_max", "max ratio", "largest importance ratio before clipping", "above 100"),)),
+    Panel("Policy change", "Gradient norm", zero=True, metrics=(
+        Metric("optim/grad_norm", "norm", "gradient norm before clipping", "it spikes"),)),
+    Panel("Policy change", "Learning rate", zero=True, newest=True, metrics=(
+        Metric("optim/lr", "lr", "learning rate, mean over the step's updates"),)),
+    Panel("Policy change", "Other terms of the loss", metrics=(
+        Metric("loss/<term>", "", "term that a loss of your own returns"),)),
+    Panel("Trainer/engine mismatch", "Log-prob difference", scale="log",
+          note="|Δ log-prob| of sampled tokens in nats, before any truncation.", metrics=(
+        Metric("mismatch/mean_abs", "mean", "mean absolute log-prob difference on the same ids, nats", "it drifts upward"),
+        Metric("mismatch/p99_abs", "p99", "99th percentile of the absolute log-prob difference, nats", "it drifts upward"),
+        Metric("mismatch/max_abs", "max", "largest absolute log-prob difference, nats", "it drifts upward"),
+        Metric("mismatch/k3", "k3", "k3 estimate of KL(engine, trainer), never negative", "it drifts upward"))),
+    Panel("Trainer/engine mismatch", "Log-prob difference by position", scale="log", metrics=(
+        Metric("mismatch/mean_abs_at_<place>", "", "`mismatch/mean_abs` by position", "one bucket stands out"),)),
+    Panel("Trainer/engine mismatch", "Log-prob difference by staleness", scale="log", metrics=(
+        Metric("mismatch/mean_abs_age_<age>", "", "`mismatch/mean_abs` by staleness", "one bucket stands out"),)),
+    Panel("Trainer/engine mismatch", "Signed difference (k1)", metrics=(
+        Metric("mismatch/k1", "k1", "k1 estimate of KL(engine, trainer), of either sign", "it drifts upward"),)),
+    Panel("Trainer/engine mismatch", "Effective sample size", unit="percent", metrics=(
+        Metric("mismatch/ess", "fraction", "effective sample size of the importance weights, per token", "below 0.9"),)),
+    Panel("Trainer/engine mismatch", "Canary", scale="log",
+          note="|Δ log-prob| on samples of fixed prompts after each weight sync.", metrics=(
+        Metric("canary/mean_abs", "mean", "mean absolute log-prob difference on fixed prompts",
+               "it jumps: the engine has other weights"),
+        Metric("canary/limit", "limit", "`max_mismatch`, or its value with `auto`, without the margin for chance"))),
+    Panel("Trainer/engine mismatch", "Updates that the engine reproduces", baseline=1.0, metrics=(
+        Metric("canary/update_applied", "update", "fraction of the last update's log-prob change that the engine reproduces",
+               "far from 1; below 0.5 the run stops"),
+        Metric("canary/adapter_applied", "adapter", "fraction of the adapter's log-prob change that the engine reproduces",
+               "far from 1; below 0.5 the run stops"))),
+    Panel("Trainer/engine mismatch", "Values that a weight sync changed", unit="percent", zero=True, quiet=True, metrics=(
+        Metric("publish/changed_share", "fraction", "estimated fraction of values that a weight sync changes",
+               "below 0.2 with an engine dtype coarser than the trainer's"),)),
+    Panel("Asynchronous training", "Staleness of the groups", zero=True,
+          note="Policy versions from the one that began a group to the one that it trains.", metrics=(
+        Metric("async/age_mean", "mean", "mean staleness of the step's groups, in policy versions", "well above `depth`"),
+        Metric("async/age_max", "max", "largest staleness of the step's groups, in policy versions"))),
+    Panel("Asynchronous training", "Groups by staleness", unit="percent", style="stack", zero=True, metrics=(
+        Metric("async/age_<versions>", "age ", "fraction of the step's groups with this staleness, in policy versions"),)),
+    Panel("Asynchronous training", "Wait for groups", unit="seconds", zero=True, metrics=(
+        Metric("time/wait_for_rollouts", "wait", "trainer's wait for groups",
+               "large part of `time/step`: the engine is the bottleneck"),)),
+    Panel("Asynchronous training", "Groups in progress", unit="int", zero=True, metrics=(
+        Metric("async/buffer", "buffer", "finished groups left when those of the step are taken"),
+        Metric("async/running", "running", "groups in generation or grading when those of the step are taken"))),
+    Panel("Asynchronous training", "Dropped groups", unit="int", zero=True, quiet=True, newest=True, metrics=(
+        Metric("async/dropped", "groups", "groups dropped as too stale since the run began", "above 0"),)),
+    Panel("Asynchronous training", "Tokens of dropped groups", unit="int", zero=True, quiet=True, newest=True, metrics=(
+        Metric("async/dropped_tokens", "tokens", "tokens of dropped groups since the run began", "above 0"),)),
+    Panel("Speed", "Seconds of a step", unit="seconds", style="stack", zero=True,
+          note="By phase; the phases add up to the step.", metrics=(
+        Metric("time/sample", "sample", "prompts to groups with advantages"),
+        Metric("time/pack", "pack", "groups to rows, and rows to ranks"),
+        Metric("time/train", "train", "rows to new weights"),
+        Metric("time/publish", "publish", "weight sync and its verification"),
+        Metric("time/eval", "eval", "held-out evaluation, in a step that has one"),
+        Metric("time/save", "save", "checkpoint, in a step that has one"),
+        Metric("time/log", "log", "writing of metrics"))),
+    Panel("Speed", "Step time", unit="seconds", zero=True, metrics=(
+        Metric("time/step", "step", "whole step; the phases add up to it within 2%"),)),
+    Panel("Speed", "Seconds of sampling", unit="seconds", style="stack", zero=True, metrics=(
+        Metric("time/sample/generate", "generate", "the engine generates"),
+        Metric("time/sample/grade", "grade", "wait for grades after the last token"),
+        Metric("time/sample/teacher", "teacher", "the teacher scores"),
+        Metric("time/sample/store", "store", "rollouts are written"))),
+    Panel("Speed", "Seconds of training", unit="seconds", style="stack", zero=True, metrics=(
+        Metric("time/train/logprobs", "log-probs", "log-probs of proximal policy and reference"),
+        Metric("time/train/backward", "backward", "forward and backward"),
+        Metric("time/train/wait", "wait", "wait for other ranks"),
+        Metric("time/train/optimizer", "optimizer", "optimizer step"))),
+    Panel("Speed", "Seconds of a weight sync", unit="seconds", style="stack", zero=True, metrics=(
+        Metric("time/publish/gather", "gather", "weights are gathered from the ranks"),
+        Metric("time/publish/copy", "copy", "copy to shared memory"),
+        Metric("time/publish/pause", "pause", "the engine pauses and loads the weights"),
+        Metric("time/publish/canary", "canary", "the canary"))),
+    Panel("Speed", "Seconds of an evaluation", unit="seconds", style="stack", zero=True, metrics=(
+        Metric("time/eval/generate", "generate", "the engine generates"),
+        Metric("time/eval/grade", "grade", "wait for grades after the last token"))),
+    Panel("Speed", "Seconds of a checkpoint", unit="seconds", zero=True, note="The checkpoint, and the checksums in it.",
+          metrics=(
+        Metric("time/save", "whole"),
+        Metric("time/save/hash", "checksums", "checksums, while the disk writes"))),
+    Panel("Speed", "Throughput", unit="tok/s", zero=True, metrics=(
+        Metric("speed/sampled_tokens_s", "sampled", "sampled tokens per second of `time/sample/generate`"),
+        Metric("speed/trained_tokens_s", "trained", "packed tokens (`pack/tokens`) per second of `time/train`"))),
+    Panel("Speed", "Tokens of a step", unit="int", zero=True, metrics=(
+        Metric("length/tokens", "sampled", "sampled tokens of the step"),
+        Metric("pack/tokens", "packed", "tokens in the packed rows, prompts once"),
+        Metric("pack/labels", "trained on", "tokens that are trained on"))),
+    Panel("Speed", "Token reduction by shared prompts (ρ)", baseline=1.0, metrics=(
+        Metric("pack/rho", "ρ", "tokens without prompt sharing over tokens with it", "near 1: sharing saves nothing"),)),
+    Panel("Speed", "Packing efficiency", unit="percent", zero=True, metrics=(
+        Metric("pack/used", "used", "packing efficiency: needed fraction of computed places", "below 0.8"),)),
+    Panel("Speed", "Rows", unit="int", zero=True, metrics=(Metric("pack/rows", "rows", "packed rows that hold labels"),)),
+    Panel("Machine", "Engine caches", unit="percent", zero=True, newest=True, metrics=(
+        Metric("engine/prefix_hit_rate", "prefix hits", "fraction of prompt tokens found in the prefix cache"),
+        Metric("engine/kv_max", "KV peak", "peak use of the KV cache since the run began"))),
+    Panel("Machine", "Requests in flight", unit="int", zero=True, newest=True, metrics=(
+        Metric("engine/concurrency", "limit", "limit of requests in flight, set by the throttle"),)),
+    Panel("Machine", "Preemptions and restarts", unit="int", zero=True, quiet=True, newest=True, metrics=(
+        Metric("engine/preemptions", "preemptions", "requests preempted since the run began", "it keeps growing"),
+        Metric("engines/restarts", "restarts", "engine restarts since the run began", "it keeps growing"))),
+    Panel("Machine", "Engines", unit="int", zero=True, quiet=True, newest=True, metrics=(
+        Metric("engines/healthy", "healthy", "engines that generate now", "fewer than you started"),
+        Metric("engines/retired", "retired", "engines given up after repeated failures", "above 0"))),
+    Panel("Machine", "Weight sync size", unit="bytes", zero=True, metrics=(
+        Metric("publish/bytes", "bytes", "size of a weight sync"),)),
+    Panel("Machine", "Memory", unit="gib", zero=True, newest=True, metrics=(
+        Metric("memory/rss_gib", "host", "peak resident memory of the trainer", "it grows every step"),
+        Metric("memory/gpu_gib", "device", "peak memory that the trainer allocated on its GPU"))),
 )  # fmt: skip
 
 
@@ -219,7 +298,7 @@ def panels_for(names: Collection[str]) -> list[Panel]:
         if series:
             panels.append(_with(panel, tuple(series), names))
     other = sorted(set(names) - known)
-    return panels + [Panel("Other", name, "", ((name, name.rpartition("/")[2]),)) for name in other]
+    return panels + [Panel("Other", name, (), series=((name, name.rpartition("/")[2]),)) for name in other]
 
 
 def _sorted(words: Collection[str], order: Sequence[str]) -> list[str]:
@@ -242,4 +321,16 @@ def _with(panel: Panel, series: tuple[tuple[str, str], ...], names: Collection[s
     # Colors belong to names, so that an outcome keeps its color where others are missing.
     stem, color_of = panel.series[0][0].rstrip("*"), dict(zip(panel.order, panel.colors, strict=False))
     colors = tuple(color_of.get(name.removeprefix(stem), 6) for name, _ in series) if panel.colors else ()
-    return replace(panel, series=series, band=band, colors=colors)
+    return replace(panel, metrics=(), series=series, note=_note(panel), band=band, colors=colors)
+
+
+def _note(panel: Panel) -> str:
+    if panel.note:
+        return panel.note
+    metric, *others = panel.metrics
+    if others:
+        note = "; ".join(f"{each.label.strip()}: {each.meaning}" for each in panel.metrics) + "."
+    else:
+        investigate = f" Investigate if {metric.investigate}." if metric.investigate else ""
+        note = f"{metric.meaning[0].upper()}{metric.meaning[1:]}.{investigate}"
+    return note.replace("`", "")

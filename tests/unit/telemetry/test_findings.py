@@ -49,20 +49,20 @@ def test_of_a_healthy_run_nothing_is_found():
         ({"length/truncated": 0.25}, "25% of the latest samples hit the token limit (sampling.max_tokens)", "Learning"),
         ({"engines/restarts": lambda step: float(step > 30)}, "restarted 1 time.", "Machine"),
         ({"engines/retired": lambda step: float(step > 20)}, "1 engine failed too often", "Machine"),
-        ({"mismatch/mean_abs": 0.046}, "0.046 nats apart, from 0.046 at the beginning", "Agreement"),
+        ({"mismatch/mean_abs": 0.046}, "0.046 nats apart, from 0.046 at the beginning", "Trainer/engine mismatch"),
         (
             {"mismatch/mean_abs": lambda step: 0.002 + 0.0002 * step},
             "the limit, without the room for chance, is 0.05",
-            "Agreement",
+            "Trainer/engine mismatch",
         ),
         (
             {"reward/mean": lambda step: 0.07 + 0.002 * step, "reward/solved": 0.0},
             "rose from 0.075 to 0.147, the share of solved problems did not (0.0%, then 0.0%)",
             "Learning",
         ),
-        ({"mismatch/ess": 0.89}, "89% of the tokens", "Agreement"),
-        ({"canary/update_applied": 0.1}, "shows 10% of the effect of the last update", "Agreement"),
-        ({"canary/adapter_applied": 1.6}, "shows 160% of the effect of the adapter", "Agreement"),
+        ({"mismatch/ess": 0.89}, "89% of the tokens", "Trainer/engine mismatch"),
+        ({"canary/update_applied": 0.1}, "shows 10% of the effect of the last update", "Trainer/engine mismatch"),
+        ({"canary/adapter_applied": 1.6}, "shows 160% of the effect of the adapter", "Trainer/engine mismatch"),
         (
             {"time/train": lambda step: 3.0 + 25.0 * (step in (7, 9)) + 2.0 * (step == 9)},
             "2 steps took more than 3 times the median of 5.0 s. The longest is step 9, 32.0 s; most of what it took longer is in "
@@ -93,7 +93,7 @@ def test_what_was_not_finite_opens_the_section_that_draws_it():
     records = [{"step": 3, "nonfinite": ["mismatch/k1", "odd/x"], "mismatch/k1": None, "odd/x": None}]
     items = findings_of(records, {}, DONE)
     assert [(item.text[:27], item.section) for item in items] == [
-        ("mismatch/k1 was not finite ", "Agreement"), ("odd/x was not finite at 1 s", "Other")]  # fmt: skip
+        ("mismatch/k1 was not finite ", "Trainer/engine mismatch"), ("odd/x was not finite at 1 s", "Other")]  # fmt: skip
 
 
 def test_a_run_that_ended_early_says_so_first():

@@ -1,6 +1,9 @@
-"""The report draws what docs/telemetry.md explains. That runs write the same is held by tests/integration/test_metrics_contract.py."""
+"""The tables of docs/telemetry.md and the panels of the report come from one registry, whose names tests/integration/
+test_metrics_contract.py compares with real runs."""
 
 import re
+import runpy
+from collections import Counter
 
 from metric_names import documented, drawn, known_as
 
@@ -9,12 +12,33 @@ from torchtune_ext.measured.check import OUTCOMES
 from torchtune_ext.measured.matmul.rewards import FAILURES
 from torchtune_ext.measured.matmul.stages import STAGES
 from torchtune_ext.measured.results import NOISY
-from torchtune_ext.telemetry.panels import panels_for
+from torchtune_ext.telemetry.panels import PANELS, panels_for
 from torchtune_ext.training.buckets import NAMES
 
 
-def test_the_report_draws_what_the_docs_explain(repo_root):
-    assert drawn() == documented(repo_root / "docs" / "telemetry.md")
+def test_docs_tables_are_up_to_date(repo_root):
+    page = repo_root / "docs" / "telemetry.md"
+    script = runpy.run_path(str(repo_root / "scripts" / "metric_tables.py"))
+    assert page.read_text(encoding="utf-8") == script["updated"](page.read_text(encoding="utf-8")), (
+        "run python scripts/metric_tables.py"
+    )
+    assert drawn() == documented(page)
+
+
+def test_each_metric_has_one_short_meaning():
+    metrics = [metric for panel in PANELS for metric in panel.metrics]
+    assert set(Counter(metric.name for metric in metrics if metric.meaning).values()) == {1}
+    assert {metric.name for metric in metrics if not metric.meaning} == {"time/save"}
+    assert [cell for _, _, *cells in metrics for cell in cells if len(cell.split()) > 12] == []
+
+
+def test_note_of_a_panel_is_what_its_metrics_mean():
+    notes = {panel.title: panel.note for panel in panels_for(["reward/outcome_ok", "memory/rss_gib", "odd/x"])}
+    assert notes == {
+        "Outcomes of programs": "Fraction of graded programs with this outcome. Investigate if ok stays at 0.",
+        "Memory": "host: peak resident memory of the trainer; device: peak memory that the trainer allocated on its GPU.",
+        "odd/x": "",
+    }
 
 
 def test_the_docs_list_the_buckets_of_places_and_ages(repo_root):
@@ -28,8 +52,8 @@ def test_the_docs_list_the_buckets_of_places_and_ages(repo_root):
 
 def test_the_docs_and_the_report_list_the_endings_of_conversations(repo_root):
     text = (repo_root / "docs" / "telemetry.md").read_text(encoding="utf-8")
-    (row,) = re.findall(r"^\| `episode/<ending>` \| ([^|]+) \|", text, re.MULTILINE)
-    assert tuple(re.findall(r"`(\w+)`", row)) == ENDINGS
+    (line,) = re.findall(r"^- `<ending>` is (.+)$", text, re.MULTILINE)
+    assert tuple(re.findall(r"`(\w+)`", line)) == ENDINGS
     names = [f"episode/{name}" for name in (*sorted(ENDINGS), "turns", "read_tokens")]
     panels = {panel.title: panel for panel in panels_for(names)}
     assert panels.keys() == {"Turns of a conversation", "Tokens read in a conversation", "Endings of conversations"}
@@ -100,6 +124,10 @@ def test_a_band_needs_its_metrics_and_no_metrics_need_no_panel():
     assert panels_for([around[0], around[1]])[0].band is None
     assert panels_for(around)[0].band == around
     assert panels_for([]) == []
+
+
+def test_name_with_a_bracket_is_no_pattern():
+    assert [panel.series for panel in panels_for(["odd/<b>"])] == [(("odd/<b>", "<b>"),)]
 
 
 def test_the_first_panel_says_what_it_has():
