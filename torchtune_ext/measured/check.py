@@ -96,7 +96,8 @@ class Checker:
         self.cores = sorted(usable if cores is None else cores)
         if not self.cores or not set(self.cores) <= usable:
             raise Mistake(f"cores: {self.cores} must be some of {sorted(usable)}, which this process may use")
-        self.kernel, self.threads, self.optimization = kernel, threads, optimization
+        self.kernel, self.threads = kernel, threads
+        self.optimization: Optimization = optimization
         self.deadlines = deadlines or Deadlines()
         self.compiler = compiler or Compiler.find()
         self.flags = compilers.flags_of(kernel, optimization, threads)

@@ -101,14 +101,15 @@ PANELS = (
     Panel("Learning", "Groups with different rewards, by level", unit="percent", zero=True, newest=True, metrics=(
         Metric("selection/<level>", "", "fraction of a level's latest groups whose rewards differ"),)),
     Panel("Learning", "Grading failures", unit="int", zero=True, quiet=True, metrics=(
-        Metric("groups/infra_failed", "failed", "samples whose grader or environment failed; not trained on", "above 0"),
+        Metric("groups/infra_failed", "failed", "samples whose grader or environment failed, not trained on", "above 0"),
         Metric("groups/timed_out", "timed out", "samples whose grader reached its deadline",
                "it grows: the policy finds texts that hang the grader"))),
     Panel("Learning", "Turns without a comparison", unit="int", zero=True, quiet=True, metrics=(
         Metric("groups/lone_turns", "turns", "turns that only one conversation of a group reached",
-               "most of the later turns"),)),
+               "they are most of the later turns"),)),
     Panel("Learning", "Skipped problems", unit="int", zero=True, newest=True, metrics=(
-        Metric("problems/skipped", "training", "training problems skipped since the run began", "it grows every step"),
+        Metric("problems/skipped", "training", "training problems skipped since the run began: invalid or too long",
+               "it grows every step"),
         Metric("eval/skipped", "held out", "held-out problems skipped", "above 0"))),
     Panel("Measured speed", "Speed-up", scale="log", baseline=1.0, metrics=(
         Metric("reward/speedup", "× naive", "mean speed-up of correct programs over the naive program"),)),
@@ -140,7 +141,7 @@ PANELS = (
     Panel("Policy change", "Negative log-likelihood", zero=True, lead=True, metrics=(
         Metric("loss/nll", "nll", "negative log-likelihood of the SFT warm-up's solutions, nats per token", "it rises"),)),
     Panel("Policy change", "KL", metrics=(
-        Metric("loss/kl_ref", "reference", "KL to the reference; with `loss.kl_coef`", "it grows quickly"),
+        Metric("loss/kl_ref", "reference", "KL to the reference policy, with `loss.kl_coef`", "it grows quickly"),
         Metric("loss/approx_kl", "step's first", "KL to the policy at the start of the step", "it grows quickly"))),
     Panel("Policy change", "KL to the teacher", zero=True,
           note="Log-prob under the policy minus log-prob under the teacher, in nats.", metrics=(
@@ -177,15 +178,16 @@ PANELS = (
         Metric("mismatch/mean_abs", "mean", "mean absolute log-prob difference on the same ids, nats", "it drifts upward"),
         Metric("mismatch/p99_abs", "p99", "99th percentile of the absolute log-prob difference, nats", "it drifts upward"),
         Metric("mismatch/max_abs", "max", "largest absolute log-prob difference, nats", "it drifts upward"),
-        Metric("mismatch/k3", "k3", "k3 estimate of KL(engine, trainer), never negative", "it drifts upward"))),
+        Metric("mismatch/k3", "k3", "estimate of KL(engine, trainer) that is never negative", "it drifts upward"))),
     Panel("Trainer/engine mismatch", "Log-prob difference by position", scale="log", metrics=(
         Metric("mismatch/mean_abs_at_<place>", "", "`mismatch/mean_abs` by position", "one bucket stands out"),)),
     Panel("Trainer/engine mismatch", "Log-prob difference by staleness", scale="log", metrics=(
         Metric("mismatch/mean_abs_age_<age>", "", "`mismatch/mean_abs` by staleness", "one bucket stands out"),)),
     Panel("Trainer/engine mismatch", "Signed difference (k1)", metrics=(
-        Metric("mismatch/k1", "k1", "k1 estimate of KL(engine, trainer), of either sign", "it drifts upward"),)),
+        Metric("mismatch/k1", "k1", "estimate of KL(engine, trainer) of either sign", "it drifts upward"),)),
     Panel("Trainer/engine mismatch", "Effective sample size", unit="percent", metrics=(
-        Metric("mismatch/ess", "fraction", "effective sample size of the importance weights, per token", "below 0.9"),)),
+        Metric("mismatch/ess", "fraction", "effective sample size of importance weights per token; 1 without mismatch",
+               "below 0.9"),)),
     Panel("Trainer/engine mismatch", "Canary", scale="log",
           note="|Δ log-prob| on samples of fixed prompts after each weight sync.", metrics=(
         Metric("canary/mean_abs", "mean", "mean absolute log-prob difference on fixed prompts",
@@ -207,12 +209,12 @@ PANELS = (
         Metric("async/age_<versions>", "age ", "fraction of the step's groups with this staleness, in policy versions"),)),
     Panel("Asynchronous training", "Wait for groups", unit="seconds", zero=True, metrics=(
         Metric("time/wait_for_rollouts", "wait", "trainer's wait for groups",
-               "large part of `time/step`: the engine is the bottleneck"),)),
+               "it is most of `time/step`: the engine is the bottleneck"),)),
     Panel("Asynchronous training", "Groups in progress", unit="int", zero=True, metrics=(
         Metric("async/buffer", "buffer", "finished groups left when those of the step are taken"),
         Metric("async/running", "running", "groups in generation or grading when those of the step are taken"))),
     Panel("Asynchronous training", "Dropped groups", unit="int", zero=True, quiet=True, newest=True, metrics=(
-        Metric("async/dropped", "groups", "groups dropped as too stale since the run began", "above 0"),)),
+        Metric("async/dropped", "groups", "groups dropped as too stale since the run began; generated again", "above 0"),)),
     Panel("Asynchronous training", "Tokens of dropped groups", unit="int", zero=True, quiet=True, newest=True, metrics=(
         Metric("async/dropped_tokens", "tokens", "tokens of dropped groups since the run began", "above 0"),)),
     Panel("Speed", "Seconds of a step", unit="seconds", style="stack", zero=True,
@@ -234,7 +236,7 @@ PANELS = (
     Panel("Speed", "Seconds of training", unit="seconds", style="stack", zero=True, metrics=(
         Metric("time/train/logprobs", "log-probs", "log-probs of proximal policy and reference"),
         Metric("time/train/backward", "backward", "forward and backward"),
-        Metric("time/train/wait", "wait", "wait for other ranks"),
+        Metric("time/train/wait", "wait", "wait for the other ranks"),
         Metric("time/train/optimizer", "optimizer", "optimizer step"))),
     Panel("Speed", "Seconds of a weight sync", unit="seconds", style="stack", zero=True, metrics=(
         Metric("time/publish/gather", "gather", "weights are gathered from the ranks"),
@@ -249,12 +251,12 @@ PANELS = (
         Metric("time/save", "whole"),
         Metric("time/save/hash", "checksums", "checksums, while the disk writes"))),
     Panel("Speed", "Throughput", unit="tok/s", zero=True, metrics=(
-        Metric("speed/sampled_tokens_s", "sampled", "sampled tokens per second of `time/sample/generate`"),
+        Metric("speed/sampled_tokens_s", "sampled", "sampled tokens per second of generation (asynchronous: of the step)"),
         Metric("speed/trained_tokens_s", "trained", "packed tokens (`pack/tokens`) per second of `time/train`"))),
     Panel("Speed", "Tokens of a step", unit="int", zero=True, metrics=(
         Metric("length/tokens", "sampled", "sampled tokens of the step"),
         Metric("pack/tokens", "packed", "tokens in the packed rows, prompts once"),
-        Metric("pack/labels", "trained on", "tokens that are trained on"))),
+        Metric("pack/labels", "trained on", "tokens trained on"))),
     Panel("Speed", "Token reduction by shared prompts (ρ)", baseline=1.0, metrics=(
         Metric("pack/rho", "ρ", "tokens without prompt sharing over tokens with it", "near 1: sharing saves nothing"),)),
     Panel("Speed", "Packing efficiency", unit="percent", zero=True, metrics=(
@@ -321,16 +323,12 @@ def _with(panel: Panel, series: tuple[tuple[str, str], ...], names: Collection[s
     # Colors belong to names, so that an outcome keeps its color where others are missing.
     stem, color_of = panel.series[0][0].rstrip("*"), dict(zip(panel.order, panel.colors, strict=False))
     colors = tuple(color_of.get(name.removeprefix(stem), 6) for name, _ in series) if panel.colors else ()
-    return replace(panel, metrics=(), series=series, note=_note(panel), band=band, colors=colors)
+    return replace(panel, metrics=(), series=series, note=panel.note or _note(panel), band=band, colors=colors)
 
 
 def _note(panel: Panel) -> str:
-    if panel.note:
-        return panel.note
-    metric, *others = panel.metrics
-    if others:
-        note = "; ".join(f"{each.label.strip()}: {each.meaning}" for each in panel.metrics) + "."
-    else:
-        investigate = f" Investigate if {metric.investigate}." if metric.investigate else ""
-        note = f"{metric.meaning[0].upper()}{metric.meaning[1:]}.{investigate}"
+    note, investigate = "; ".join(each.meaning for each in panel.metrics), panel.metrics[0].investigate
+    note = f"{note[0].upper()}{note[1:]}."
+    if investigate and len(panel.metrics) == 1:
+        note += f" Investigate if {investigate}."
     return note.replace("`", "")

@@ -36,7 +36,7 @@ def test_note_of_a_panel_is_what_its_metrics_mean():
     notes = {panel.title: panel.note for panel in panels_for(["reward/outcome_ok", "memory/rss_gib", "odd/x"])}
     assert notes == {
         "Outcomes of programs": "Fraction of graded programs with this outcome. Investigate if ok stays at 0.",
-        "Memory": "host: peak resident memory of the trainer; device: peak memory that the trainer allocated on its GPU.",
+        "Memory": "Peak resident memory of the trainer; peak memory that the trainer allocated on its GPU.",
         "odd/x": "",
     }
 
