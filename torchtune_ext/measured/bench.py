@@ -212,8 +212,7 @@ class Bench(Service):
         settings: those of `BenchConfig`, of which `address` is for `RayBench` only.
 
     Raises:
-        ValueError: a setting is out of range, there is no compiler, or a core does not exist.
-        TypeError: there is no such setting.
+        ValueError: a setting is unknown or out of range, there is no compiler, or a core does not exist.
         SandboxError: this machine cannot lock programs in.
     """
 

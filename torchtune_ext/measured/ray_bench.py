@@ -36,8 +36,7 @@ class RayBench(Service):
             are not given.
 
     Raises:
-        ValueError: a setting is out of range, or Ray is not installed.
-        TypeError: `Bench` has no such keyword.
+        ValueError: a setting is unknown or out of range, or Ray is not installed.
         BenchError: nobody answers at the address, no machine carries the resource, or none of them can measure.
     """
 
