@@ -129,7 +129,7 @@ def _kind_text(kind: Any) -> str:
 def _rewritten(key: str, value: Any, kinds: list[Any]) -> str:
     """Returns the end of a message: how to write the value so that YAML reads it as one of the kinds; "" if unknown."""
     origins = [get_origin(kind) or kind for kind in kinds]
-    if {str, Path, Literal} & set(origins):
+    if {str, Path} & set(origins) or (Literal in origins and isinstance(value, bool)):
         if isinstance(value, bool):
             words = "yes, on and true" if value else "no, off and false"
             quoted = json.dumps("yes" if value else "no")

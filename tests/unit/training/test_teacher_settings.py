@@ -30,7 +30,9 @@ def test_a_context_that_a_sample_may_fill_is_too_short():
 
 
 def test_a_key_that_no_engine_has_is_named():
-    with pytest.raises(ValueError, match="unknown key 'teacher.engine.adress' in .*did you mean 'teacher.engine.address'"):
+    with pytest.raises(
+        ValueError, match="unknown key 'teacher.engine.adress' in .*did you mean 'teacher.engine.address'"
+    ):
         TeacherConfig("teacher", {"adress": "http://a:1"}).engine_config(POLICY)
 
 
