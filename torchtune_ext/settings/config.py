@@ -202,8 +202,9 @@ def _read_numbers(record: type, node: Any) -> None:
         if (nested := nested_record(field)) is not None and isinstance(value, DictConfig):
             _read_numbers(nested, value)
         elif value._is_interpolation() and {int, float} & set(alternatives(field.annotation)):
+            kind: Any = field.annotation
             with suppress(ValidationError):
-                node[name] = TypeAdapter(field.annotation).validate_python(node[name])
+                node[name] = TypeAdapter(kind).validate_python(node[name])
 
 
 def _node(config: Any, key: Any) -> Any:
