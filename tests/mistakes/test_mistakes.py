@@ -133,7 +133,7 @@ def test_a_variable_shows_the_traceback(place, in_fork, tmp_path):
 def test_what_nobody_foresaw_keeps_its_traceback(place, in_fork, tmp_path):
     """A copied recipe with a bug of its own."""
     source = (Path(__file__).parents[2] / "recipes" / "grpo.py").read_text()
-    text = source.replace("        parts = self.parts = make_parts(cfg, self.ranks)\n", "        {}['a bug']\n", 1)
+    text = source.replace("        self.parts = parts = make_parts(cfg, self.ranks)\n", "        {}['a bug']\n", 1)
     assert text != source
     mistake = Mistake("run my_grpo.py --config run.yaml", "", files={"my_grpo.py": text})
     result = attempt(mistake, place, tmp_path / "run", in_fork)

@@ -62,6 +62,9 @@ THOUGHT = {
     "path": "model_dir",
     "file": "path",
     "n": "samples_per_prompt",
+    "gpu": "cuda",
+    "bf16": "bfloat16",
+    "fp32": "float32",
     "stop": "stop_token_ids",
     "stop_strings": "stop_token_ids",
 }

@@ -172,9 +172,12 @@ def check_words(argv: list[str], recipe: str | None = None) -> None:
         _check_setting(word)
     for i, word in enumerate(argv):
         if word == "--config" and i + 1 < len(argv):
-            argv[i + 1] = _checked_config(argv[i + 1], recipe)
+            config = argv[i + 1] = _checked_config(argv[i + 1], recipe)
+            _require_same_containers(config, settings)
         elif word.startswith("--config="):
-            argv[i] = "--config=" + _checked_config(word.removeprefix("--config="), recipe)
+            config = _checked_config(word.removeprefix("--config="), recipe)
+            argv[i] = f"--config={config}"
+            _require_same_containers(config, settings)
 
 
 def _check_setting(word: str) -> None:
@@ -204,6 +207,23 @@ def _check_setting(word: str) -> None:
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         problem = " ".join(str(getattr(error, "problem", None) or error).split())[:200]
         raise Mistake(f"{word}: the value is no YAML ({problem}); quote it, or set it in the file") from None
+
+
+def _require_same_containers(config: str, settings: Sequence[str]) -> None:
+    """Raises Mistake for a list where the config has a mapping, or the other way round: OmegaConf cannot merge them."""
+    from omegaconf import OmegaConf
+
+    loaded = OmegaConf.load(config)
+    for word in settings:
+        if word.startswith("~"):
+            continue
+        try:
+            OmegaConf.merge(loaded, OmegaConf.from_dotlist([word]))
+        except TypeError:
+            key = word.partition("=")[0]
+            has = "mapping" if OmegaConf.is_dict(OmegaConf.select(loaded, key)) else "list"
+            fix = f"{key}.NAME=VALUE for one of its keys" if has == "mapping" else f"{key}=[...]"
+            raise Mistake(f"{word}: {config} has a {has} there; expected a {has}. Fix: {fix}") from None
 
 
 def _checked_config(given: str, recipe: str | None) -> str:

@@ -137,8 +137,8 @@ def _refused(component: Any, path: str, name: str, arguments: dict[str, Any], er
     if errors.is_mistake(error):
         # Our own components name the argument, but do not know the node that it stands in.
         leading = errors.leading_argument(text := str(error))
-        if leading in arguments or leading in _parameters(component):
-            return f"{name}.{text}"
+        if leading is not None and (leading in arguments or leading in _parameters(component)):
+            return re.sub(rf"(?<![\w.]){leading}(?=[.=])", f"{name}.{leading}", text)
         return text if name in text.partition(" ")[0] else f"`{name}:` {text}"
     if errors.place_of(error):
         return None

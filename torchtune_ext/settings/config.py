@@ -90,7 +90,8 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     if preset is not None:
         cfg = _over(load_preset(_path("preset", preset), list(known)), cfg)
     given = _with_bare_values(schema, cfg)
-    merged = OmegaConf.merge(OmegaConf.create(_defaults(schema)), given)
+    merged = given.copy()
+    _lay_defaults(schema, merged)
     # Each run that an agent of Weights & Biases starts gets its own folder. It does so before references are resolved,
     # so that files which are named below the folder move along.
     folder = _node(merged, "output_dir")
@@ -212,16 +213,17 @@ def _node(config: Any, key: Any) -> Any:
     return config._get_node(key)
 
 
-def _defaults(schema: type) -> dict[str, Any]:
-    """Returns the default of every key that has one, as YAML would give it."""
-    defaults = {}
-    for name, field in option_fields(schema).items():
+def _lay_defaults(record: type, node: Any) -> None:
+    """Writes the default of every key that is not in a node, as YAML would give it."""
+    for name, field in option_fields(record).items():
         default: Any = field.get_default(call_default_factory=True)
-        if not field.is_required():
-            defaults[name] = _lists(asdict(default) if nested_record(field) else default)
-        elif record := nested_record(field):
-            defaults[name] = _defaults(record)
-    return defaults
+        nested = nested_record(field)
+        if name not in node and nested is not None:
+            node[name] = {} if field.is_required() else _lists(asdict(default))
+        elif name not in node and not field.is_required():
+            node[name] = _lists(default)
+        if nested is not None and isinstance(value := _node(node, name), DictConfig) and not value._is_none():
+            _lay_defaults(nested, value)
 
 
 def _lists(value: Any) -> Any:

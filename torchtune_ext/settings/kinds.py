@@ -35,7 +35,7 @@ def unfit(key: str, value: Any, field: FieldInfo) -> str:
     if isinstance(value, str) and words == [word for word in words if isinstance(word, str)] != []:
         near = nearest(value, words)
         others = [_kind_text(kind) for kind in kinds if get_origin(kind) is not Literal]
-        hint = f"did you mean {near!r}?" if near else f"use {' or '.join([*map(repr, words), *others])}"
+        hint = f"did you mean {near!r}?" if near else f"use {_either([*map(repr, words), *others])}"
         return f"{key}={value!r} is unknown; {hint}"
     null = ", or null" if NoneType in alternatives(field.annotation) else ""
     # A value out of range has the right kind.
@@ -116,7 +116,7 @@ def _length(kind: Any) -> int | None:
 def _kind_text(kind: Any) -> str:
     origin, inside = get_origin(kind) or kind, get_args(kind)
     if origin is Literal:
-        return " or ".join(map(repr, inside))
+        return _either(list(map(repr, inside)))
     if origin in LISTS:
         items = " or ".join(map(_kind_text, alternatives(inside[0]))) if inside and inside[0] is not Any else ""
         return f"a list{f' of {_length(kind)}' if _length(kind) else ''}{f', each item {items}' if items else ''}"
@@ -124,6 +124,11 @@ def _kind_text(kind: Any) -> str:
         return "a mapping"
     others = {Path: "a path", os.PathLike: "a path", Callable: "a function"}
     return (TYPE_TEXTS | others).get(origin) or f"a {getattr(origin, '__name__', origin)}"
+
+
+def _either(texts: list[str]) -> str:
+    """Returns "a, b or c"."""
+    return " or ".join([*([", ".join(texts[:-1])] if texts[1:] else []), texts[-1]])
 
 
 def _rewritten(key: str, value: Any, kinds: list[Any]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
@@ -18,7 +18,14 @@ T = TypeVar("T")
 # For the `Config` of a recipe: `@dataclass(config=RECORD, kw_only=True)`. An unknown key is an error.
 RECORD = ConfigDict(extra="forbid")
 
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+def _in_64_bits(seed: int) -> int:
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError("does not fit into 64 bits; set a smaller one")
+    return seed
+
+
+Seed = Annotated[int, AfterValidator(_in_64_bits)]
 
 # A wait of the system counts milliseconds in 32 bits, which end after 24.8 days.
 Seconds = Annotated[float, Field(gt=0, le=WEEK_S)]
@@ -65,7 +72,8 @@ def option_fault(key: str, field: FieldInfo, value: Any, error: Any) -> str:
     """Returns the message for the value of a known key that pydantic refuses with `error`."""
     optional = NoneType in alternatives(field.annotation)
     if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
+        text = str(error["ctx"]["error"])
+        return text if nested_record(field) else f"{key}={value} {text}"
     if error["type"] == "missing" or (value is None and not optional and field.is_required()):
         return f"{key} has no value; set it in the YAML or on the command line as {key}=..."
     if error["type"] == "component":

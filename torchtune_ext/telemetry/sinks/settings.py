@@ -38,7 +38,9 @@ class LoggingConfig:
     samples: int = Field(
         default=3, ge=0, description="groups per table of samples, widest spread of rewards first; 0: no tables"
     )
-    samples_every: int = Field(default=10, ge=1, description="steps between tables; the first step has one, too")
+    samples_every: int = Field(
+        default=10, ge=1, description="steps between tables, also one at the first step; no tables: logging.samples=0"
+    )
 
     def __post_init__(self) -> None:
         check_sinks(self.to)
