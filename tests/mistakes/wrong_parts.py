@@ -97,7 +97,7 @@ CLASSES = {
     "grade without a solution raises": alone(f"{LENGTH}\n{GET}\ndef grade(self, problem, text): return text.foo", r"task: Mine cannot grade the text '1' of problem '0': AttributeError: .*\(mine.py:7\)"),
     "a solution that does not score": task("def solution(self, problem): return 'who knows'", r"task: Mine gives its own solution of problem 'sum-0' the reward 0, and '1' no less: `grade` and `solution` do not fit"),
     "a lock in the task": task("def __init__(self):\n    super().__init__()\n    self.lock = __import__('threading').Lock()", r"task Mine cannot be sent to a grading process: TypeError: .*Keep open files, locks and models out of its attributes"),
-    "a held-out task by its name": full("evaluation.task=sums.Base", r"evaluation.task='sums.Base' must be a mapping: write evaluation.task._component_=sums.Base, or null"),
+    "a held-out task by its name": full("evaluation.task=sums.Base", r"`evaluation\.task:` needs a `_component_`, the dotted path of a class or function: evaluation\.task\._component_=sums\.Base, or evaluation\.task=null"),
     "a held-out task without an end": full(f"evaluation.task._component_={ARITHMETIC} ~evaluation.task.count", r"evaluation.task: Arithmetic never ends \(2,147,483,647 problems\), and all are used; set evaluation.task.count=256"),
     "a level that is not there": full(f"task._component_={ARITHMETIC} task.level=99", r"task.level=\{99: 1.0\}: give a level from 1 to 10"),
     "a split that is not there": full(f"task._component_={ARITHMETIC} task.split=test", r"task.split='test': choose one of train, heldout, all", real=True),

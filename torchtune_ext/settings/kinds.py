@@ -35,8 +35,8 @@ def unfit(key: str, value: Any, field: FieldInfo) -> str:
     if isinstance(value, str) and words == [word for word in words if isinstance(word, str)] != []:
         near = nearest(value, words)
         others = [_kind_text(kind) for kind in kinds if get_origin(kind) is not Literal]
-        hint = f"did you mean {near!r}?" if near else f"use {_either([*map(repr, words), *others])}"
-        return f"{key}={value!r} is unknown; {hint}"
+        meant = f"; did you mean {near!r}?" if near else ""
+        return f"{key}={value!r} is unknown: use {_either([*map(repr, words), *others])}{meant}"
     null = ", or null" if NoneType in alternatives(field.annotation) else ""
     # A value out of range has the right kind.
     hint = "" if _fits(value, field.annotation) else _rewritten(key, value, kinds)
