@@ -8,13 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-HELPERS = Path(__file__).resolve().parents[1] / "tests" / "helpers"
-sys.path.insert(0, str(HELPERS))
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
 
-import second_machine  # noqa: E402
-from servers import Server, free_port  # noqa: E402
 from transformers import Qwen2ForCausalLM  # noqa: E402
 
+from helpers import second_machine  # noqa: E402
+from helpers.servers import Server, free_port  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, PublishReport  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests" / "helpers"))
+sys.path.append(str(ROOT / "tests"))
 
-from chaos_play import NAMES, RUN_S, Drawn, Play, draw, last_line  # noqa: E402 (it needs tiny_runs of the helpers)
+from chaos_play import NAMES, RUN_S, Drawn, Play, draw, last_line  # noqa: E402 (it imports helpers)
 from chaos_run import Round, make_workplace  # noqa: E402
 
 HEAD = ("fault", "rounds", "survived", "lost, steps", "longest recovery, s", "phases hit", "worst message")

@@ -16,10 +16,10 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tiny_runs
 import torch
 from safetensors.torch import load_file
 
+from helpers import tiny_runs
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 CONFIG = """

@@ -1,7 +1,7 @@
 """Three updates of a fixed model on fixed samples, end to end from groups to weights, against numbers that are kept.
 
 The numbers say nothing about right and wrong (other tests compare with references): they make a change of the arithmetic
-visible that nobody meant. After one that was meant: `PYTHONPATH=tests/helpers python tests/golden/test_three_steps.py` writes them again.
+visible that nobody meant. After one that was meant: `PYTHONPATH=tests python tests/golden/test_three_steps.py` writes them again.
 """
 
 import json
@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learners import alone
-from records import sampled
 from torchtune.models.qwen2 import qwen2
 
+from helpers.learners import alone
+from helpers.records import sampled
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.pipeline.groups import Group

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from records import sampled
 
+from helpers.records import sampled
 from torchtune_ext.kernels.packed_attention import TILE, dense_mask, packed_attention, packed_mask
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.groups import Group

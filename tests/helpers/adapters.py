@@ -1,11 +1,11 @@
 """Tiny models with adapters, and the same with the adapters' weights added by hand."""
 
 import torch
-import unpacked
 from torch.func import functional_call
 from torchtune.models.qwen2 import lora_qwen2
 from torchtune.modules.peft import DoRALinear
 
+from helpers import unpacked
 from torchtune_ext.policy import lora
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import recipe_runs as runs
 
+from helpers import recipe_runs as runs
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.order import problem_index
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths

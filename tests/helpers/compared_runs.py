@@ -4,9 +4,9 @@ import json
 import math
 
 import numpy as np
-from records import sampled
-from report_runs import HOSTILE
 
+from helpers.records import sampled
+from helpers.report_runs import HOSTILE
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.task import Problem, Score
 from torchtune_ext.telemetry.metrics import Metrics

@@ -1,9 +1,10 @@
 """A machine whose name leads to a network address, as seen by one process, and the sockets that listen there.
 
-python elsewhere.py enter COMMAND ...   runs `python elsewhere.py COMMAND ...` there, or ends with 77 where that is not
-                                        permitted
-python elsewhere.py group               listeners of a process group of torch, as it comes, as JSON
-python elsewhere.py engine FOLDER       listeners while an engine of ours samples, as JSON
+`python -m helpers.elsewhere` with `PYTHONPATH=tests` has these commands:
+
+enter COMMAND ...   runs COMMAND of this program there, or exits with status 77 where that is not permitted
+group               prints the listeners of a process group of torch with its defaults, as JSON
+engine FOLDER       prints the listeners while an engine samples, as JSON
 """
 
 import ctypes
@@ -87,8 +88,7 @@ def group() -> dict:
 
 def engine(folder: str) -> dict:
     """An engine of ours, which has sampled and taken weights."""
-    import tiny_model
-
+    from helpers import tiny_model
     from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
 
     os.umask(0)
@@ -121,7 +121,7 @@ def main(command: str, *rest: str) -> None:
                     raise
                 print(f"a network of its own is not permitted here: {error}", file=sys.stderr)
                 sys.exit(NOT_PERMITTED)
-        os.execv(sys.executable, [sys.executable, __file__, *rest])
+        os.execv(sys.executable, [sys.executable, "-m", "helpers.elsewhere", *rest])
     result = {"group": group, "engine": engine}[command](*rest)
     print(json.dumps(result))
 

@@ -5,8 +5,8 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
-from fake_cores import CONFIG, FakeCore
 
+from helpers.fake_cores import CONFIG, FakeCore
 from torchtune_ext.sampling import engine_args
 from torchtune_ext.sampling.calls import CoreLost, Step, group_calls
 from torchtune_ext.sampling.pool import Pool

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
-from waiting import wait_until
 
+from helpers.waiting import wait_until
 from torchtune_ext.sampling.engine import Completion, Engine, SamplingConfig
 
 # Steps of the engine before each publication, and so the tokens that each version samples of every completion, at least.

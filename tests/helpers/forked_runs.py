@@ -3,7 +3,7 @@
 None sees what another has left. All that a fork shares with a run of its own is what `import` does, and that takes most of the
 time of a run whose engine is a server.
 
-    python -m forked_runs    # reads {"folder": ..., "words": [...], "environ": {...}, "log": ...}, answers with the exit status
+    python -m helpers.forked_runs    # reads {"folder": ..., "words": [...], "environ": {...}, "log": ...}, answers with the exit status
 """
 
 import json
@@ -14,8 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tiny_runs import command, environment
-
+from helpers.tiny_runs import command, environment
 from torchtune_ext.run.parent import die_with_parent
 
 _process: subprocess.Popen | None = None
@@ -32,9 +31,9 @@ def forked(folder: Path, words: list[str], environ: dict[str, str], timeout: flo
     """Runs `words`, a command of `tiny_runs.command`, to its end. Returns its status and what it printed."""
     global _process
     if _process is None or _process.poll() is not None:
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+        path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
         _process = subprocess.Popen(
-            [sys.executable, "-m", "forked_runs"],
+            [sys.executable, "-m", "helpers.forked_runs"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**environment(), "PYTHONPATH": path},

@@ -5,10 +5,10 @@ from functools import partial
 
 import numpy as np
 import torch
-import unpacked
-from learners import alone
 from safetensors.torch import load_file, save_file
 
+from helpers import unpacked
+from helpers.learners import alone
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config, scratch

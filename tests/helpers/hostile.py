@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from exploits import Exploit
-from stencil import KERNELS
-
+from helpers.exploits import Exploit
+from helpers.stencil import KERNELS
 from torchtune_ext.measured.check import Checker, Deadlines
 from torchtune_ext.measured.child import ChildFailed
 from torchtune_ext.measured.compiler import Compiler

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from own_files import shown_commands, shown_files, write_files
-from tiny_runs import environment
+from helpers.own_files import shown_commands, shown_files, write_files
+from helpers.tiny_runs import environment
 
 # The scripts `tune` and `torchtune-ext` run these modules.
 PROGRAMS = {"python": [], "tune": ["-m", "torchtune._cli.tune"], "torchtune-ext": ["-m", "torchtune_ext"]}

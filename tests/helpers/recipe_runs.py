@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny_runs
-from forked_runs import forked
-from servers import Server, free_port
-from tiny_runs import command, metrics, write_tiny_model
 
+from helpers import tiny_runs
+from helpers.forked_runs import forked
+from helpers.servers import Server, free_port
+from helpers.tiny_runs import command, metrics, write_tiny_model
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE
 

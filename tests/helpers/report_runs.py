@@ -3,8 +3,8 @@
 import json
 
 import numpy as np
-from records import sampled
 
+from helpers.records import sampled
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.task import Problem, Score

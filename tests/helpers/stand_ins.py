@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from public_configs import write_config
 from torchtune.modules import TiedLinear
 
+from helpers.public_configs import write_config
 from torchtune_ext.chat import CHATML
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import on_meta

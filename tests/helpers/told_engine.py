@@ -4,8 +4,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from letter_tokens import LetterTokenizer, completion
-
+from helpers.letter_tokens import LetterTokenizer, completion
 from torchtune_ext.pipeline.source import step_seed
 from torchtune_ext.tasks.task import Problem, Score
 

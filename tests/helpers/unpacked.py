@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from learners import alone
-from records import sampled
 from torchtune.models.qwen2 import qwen2
 
+from helpers.learners import alone
+from helpers.records import sampled
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.policy.hf_model import clean_name
 from torchtune_ext.policy.logprobs import PackedPolicy

@@ -1,7 +1,8 @@
 """Runs that several files of tests look at: each is made once, when the first of them asks."""
 
 import pytest
-import recipe_runs as runs
+
+from helpers import recipe_runs as runs
 
 FULL_MODEL = 'model: {_component_: torchtune_ext.policy.from_config, model_dir: "${model_dir}"}'
 LORA_MODEL = """

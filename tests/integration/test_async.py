@@ -7,17 +7,16 @@ import signal
 import subprocess
 import time
 
-import flights
 import numpy as np
 import psutil
 import pytest
-import recipe_runs as runs
-import tiny_model
 import torch
-from async_runs import AHEAD, GROUPS, PROBLEMS, STALENESS, require_ahead, stored
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from helpers import flights, tiny_model
+from helpers import recipe_runs as runs
+from helpers.async_runs import AHEAD, GROUPS, PROBLEMS, STALENESS, require_ahead, stored
 from torchtune_ext.telemetry.rollouts import rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -6,14 +6,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import faulty_optimizer
 import psutil
 import pytest
-import recipe_runs as runs
-from async_runs import AHEAD, GROUPS, STALENESS, problem_of, require_ahead, stored
 from chaos_run import Round, Run, left_in, left_outside
-from waiting import wait_until
 
+from helpers import faulty_optimizer
+from helpers import recipe_runs as runs
+from helpers.async_runs import AHEAD, GROUPS, STALENESS, problem_of, require_ahead, stored
+from helpers.waiting import wait_until
 from torchtune_ext.telemetry.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.rest, pytest.mark.timeout(600)]

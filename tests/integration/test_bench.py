@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from calm_kernels import HONEST, SUM, CalmReduction, fenced
-from waiting import wait_until
+
+from helpers.calm_kernels import HONEST, SUM, CalmReduction, fenced
+from helpers.waiting import wait_until
 
 pytest.importorskip("tree_sitter_c")
 
@@ -106,7 +107,7 @@ def test_a_killed_owner_leaves_no_process(tmp_path):
         textwrap.dedent(
             """
             import sys, time
-            from calm_kernels import HONEST, SUM, CalmReduction, fenced
+            from helpers.calm_kernels import HONEST, SUM, CalmReduction, fenced
             from torchtune_ext.measured.bench import Bench
 
             bench = Bench(workers=2, budget_s=600.0)
@@ -121,7 +122,7 @@ def test_a_killed_owner_leaves_no_process(tmp_path):
             """
         )
     )
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     owner = subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import hostile
 import numpy as np
 import pytest
-from as_user import as_user
-from exploits import LAYERS, Exploit, exploits, table
-from stencil import KERNELS
 
+from helpers import hostile
+from helpers.as_user import as_user
+from helpers.exploits import LAYERS, Exploit, exploits, table
+from helpers.stencil import KERNELS
 from torchtune_ext.measured import child as children
 from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.check import OUTCOMES, Checker

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import wait_until
+
+from helpers.waiting import wait_until
 
 pytest.importorskip("tree_sitter_c")
 
-from ray_cluster import RayCluster
-
 import torchtune_ext
+from helpers.ray_cluster import RayCluster
 from torchtune_ext.measured.bench import Bench
 from torchtune_ext.measured.check import Deadlines
 from torchtune_ext.measured.kernels import Dgemm

@@ -14,10 +14,9 @@ import pytest
 
 pytest.importorskip("tree_sitter_c")
 
-from calm_kernels import CalmDgemm, CalmReduction
-from exploits import exploits
-from tables import every_row
-
+from helpers.calm_kernels import CalmDgemm, CalmReduction
+from helpers.exploits import exploits
+from helpers.tables import every_row
 from torchtune_ext.cli import cli
 from torchtune_ext.measured import cli as command
 from torchtune_ext.measured import compiler, probe

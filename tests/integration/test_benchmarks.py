@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
-import recipe_runs as runs
 import step
 import torch
 import turns_trl
+
+from helpers import recipe_runs as runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.rest, pytest.mark.timeout(900)]
 

@@ -4,10 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import checkpoint_runs
 import pytest
-import recipe_runs as runs
-from checkpoint_runs import Trained, checkpoints_in, make_source
+
+from helpers import checkpoint_runs
+from helpers import recipe_runs as runs
+from helpers.checkpoint_runs import Trained, checkpoints_in, make_source
 
 SCRIPT = """
 import resource
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint.filesystem as dcp_files
-from checkpoint_runs import MINE, HFModel, Trained, checkpoints_in, make_model
+from helpers.checkpoint_runs import MINE, HFModel, Trained, checkpoints_in, make_model
 from torch.distributed.tensor import DTensor
 
 from torchtune_ext.policy.builder import build_policy
@@ -141,7 +142,7 @@ def test_two_ranks_come_to_one_verdict(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "ranks.py"],
         cwd=tmp_path,
-        env=runs.environment() | {"PYTHONPATH": str(Path(checkpoint_runs.__file__).parent)},
+        env=runs.environment() | {"PYTHONPATH": str(Path(checkpoint_runs.__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=120,

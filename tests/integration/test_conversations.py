@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import recipe_runs as runs
 import torch
-from page_commands import blocks
 from transformers import AutoModelForCausalLM
 
+from helpers import recipe_runs as runs
+from helpers.page_commands import blocks
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 

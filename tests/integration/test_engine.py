@@ -12,10 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import flights  # noqa: E402
-import tiny_model  # noqa: E402
-from waiting import wait_until  # noqa: E402
-
+from helpers import flights, tiny_model  # noqa: E402
+from helpers.waiting import wait_until  # noqa: E402
 from torchtune_ext.sampling import early  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, Priority, SamplingConfig  # noqa: E402
 

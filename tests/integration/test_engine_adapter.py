@@ -11,10 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import flights  # noqa: E402
-import tiny_model  # noqa: E402
-from waiting import engine_pid  # noqa: E402
-
+from helpers import flights, tiny_model  # noqa: E402
+from helpers.waiting import engine_pid  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import checksum  # noqa: E402
 

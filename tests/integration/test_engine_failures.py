@@ -19,9 +19,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import tiny_model
-from waiting import engine_pid, wait_until
-
+from helpers import tiny_model
+from helpers.waiting import engine_pid, wait_until
 from torchtune_ext.sampling import early
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig
 
@@ -52,7 +51,7 @@ def fault(tmp_path_factory):
     file.write_text("")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULT", str(file))
-        patch.setattr(early, "CLIENT", "faulty_client")
+        patch.setattr(early, "CLIENT", "helpers.faulty_client")
         yield file
 
 
@@ -200,7 +199,7 @@ def test_a_first_start_that_fails_says_why(tmp_path, model_dir):
 
 TRAINER = """
     import sys, threading, time
-    from waiting import engine_pid
+    from helpers.waiting import engine_pid
     from torchtune_ext.sampling.engine import Engine, EngineConfig, SamplingConfig
     raise_in_main = sys.argv[3] == "exception"
     config = EngineConfig(dtype="float32", max_model_len=1024, kv_cache_bytes=64 << 20)

@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import tiny_model  # noqa: E402
 from transformers import AutoModelForCausalLM, MistralConfig, Olmo2Config, Qwen3Config, SmolLM3Config  # noqa: E402
 
+from helpers import tiny_model  # noqa: E402
 from torchtune_ext.pipeline.groups import Group, Sample  # noqa: E402
 from torchtune_ext.pipeline.packing import pack  # noqa: E402
 from torchtune_ext.policy import from_config, lora  # noqa: E402

@@ -8,9 +8,9 @@ pytest.importorskip("vllm")
 from contextlib import contextmanager  # noqa: E402
 from functools import partial  # noqa: E402
 
-import flights  # noqa: E402
 import numpy as np  # noqa: E402
 
+from helpers import flights  # noqa: E402
 from torchtune_ext.pipeline.groups import Group, Sample  # noqa: E402
 from torchtune_ext.pipeline.packing import pack  # noqa: E402
 from torchtune_ext.policy import from_config, scratch  # noqa: E402

@@ -13,10 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import tiny_model  # noqa: E402
-from learners import alone, unsampled  # noqa: E402
-from waiting import engine_pid, wait_until  # noqa: E402
-
+from helpers import tiny_model  # noqa: E402
+from helpers.learners import alone, unsampled  # noqa: E402
+from helpers.waiting import engine_pid, wait_until  # noqa: E402
 from torchtune_ext.objective.loss import PolicyLoss  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_policy, on_meta  # noqa: E402

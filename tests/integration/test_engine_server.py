@@ -12,10 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import tiny_model  # noqa: E402
-from servers import Server, free_port  # noqa: E402
-from waiting import wait_until  # noqa: E402
-
+from helpers import tiny_model  # noqa: E402
+from helpers.servers import Server, free_port  # noqa: E402
+from helpers.waiting import wait_until  # noqa: E402
 from torchtune_ext.sampling.engine import Engine, EngineConfig, EngineFailed, SamplingConfig  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
 from torchtune_ext.sampling.weight_buffer import WeightBuffer, checksum  # noqa: E402

@@ -6,9 +6,9 @@ The policy is a tiny model that was warmed up to call a tool, with tools in its 
 import json
 
 import pytest
-import recipe_runs as runs
-from servers import Server, free_port
 
+from helpers import recipe_runs as runs
+from helpers.servers import Server, free_port
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.sampling.server_command import KEY_VARIABLE

@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import recipe_runs as runs
 import torch
-from tiny_runs import write_tiny_model
+
+from helpers import recipe_runs as runs
+from helpers.tiny_runs import write_tiny_model
 
 GROUPS = """
 from dataclasses import replace

@@ -12,10 +12,10 @@ import time
 
 import psutil
 import pytest
-import recipe_runs as runs
 import torch
 from safetensors.torch import load_file
 
+from helpers import recipe_runs as runs
 from torchtune_ext.cli.cli import main
 from torchtune_ext.run.folder import read_record
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths

@@ -5,11 +5,11 @@ import subprocess
 from functools import partial
 
 import pytest
-import recipe_runs as runs
 import torch
-from learners import alone, unsampled
 from safetensors.torch import load_file
 
+from helpers import recipe_runs as runs
+from helpers.learners import alone, unsampled
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
@@ -160,7 +160,7 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter(workplace, tmp_pa
     fault = tmp_path / "fault"
     fault.write_text("")
     monkeypatch.setenv("FAULT", str(fault))
-    monkeypatch.setattr(early, "CLIENT", "faulty_client")
+    monkeypatch.setattr(early, "CLIENT", "helpers.faulty_client")
     config = EngineConfig(dtype="float32", max_model_len=128, kv_cache_bytes=1 << 24)
     with Engine(str(source.path), trained.engine(config), str(tmp_path)) as engine:
         engine.start()

@@ -8,8 +8,9 @@ import json
 from collections import Counter
 
 import pytest
-import recipe_runs as runs
 import torch
+
+from helpers import recipe_runs as runs
 
 pytest.importorskip("math_verify")
 

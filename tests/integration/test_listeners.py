@@ -5,21 +5,23 @@ import os
 import subprocess
 import sys
 from ipaddress import ip_address
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import elsewhere
+from helpers import elsewhere
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def run(*command: str) -> dict:
     """Runs a command of elsewhere.py there; returns what it found."""
-    words = [sys.executable, elsewhere.__file__, "enter", *command]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    words = [sys.executable, "-m", "helpers.elsewhere", "enter", *command]
+    environ = {**os.environ, "PYTHONPATH": str(Path(elsewhere.__file__).parents[1])}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=240)
     if done.returncode == elsewhere.NOT_PERMITTED:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]

@@ -5,7 +5,8 @@ publication, healed, and followed by a sound publication, which has to pass.
 """
 
 import pytest
-import recipe_runs as runs
+
+from helpers import recipe_runs as runs
 
 pytest.importorskip("vllm")
 

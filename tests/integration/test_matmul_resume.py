@@ -9,12 +9,13 @@ import subprocess
 import time
 from pathlib import Path
 
-import few_programs
 import psutil
 import pytest
-import recipe_runs as runs
 import torch
 from safetensors.torch import load_file
+
+from helpers import few_programs
+from helpers import recipe_runs as runs
 
 pytest.importorskip("tree_sitter_c")
 

@@ -5,10 +5,10 @@ import json
 from itertools import pairwise
 
 import pytest
-import recipe_runs as runs
 import torch
-from metric_names import documented, drawn, known_as
 
+from helpers import recipe_runs as runs
+from helpers.metric_names import documented, drawn, known_as
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.panels import panels_for
 

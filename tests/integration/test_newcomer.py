@@ -4,10 +4,10 @@ The whole path, until the reward has risen: tests/learns/test_newcomer_learns.py
 """
 
 import pytest
-from newcomer import typed, walk
-from own_files import shown_commands, shown_files, working_in, write_files
-from tiny_runs import metrics, write_tiny_model
 
+from helpers.newcomer import typed, walk
+from helpers.own_files import shown_commands, shown_files, working_in, write_files
+from helpers.tiny_runs import metrics, write_tiny_model
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

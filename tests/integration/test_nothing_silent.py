@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-import recipe_runs as runs
-from forked_runs import refused
 
+from helpers import recipe_runs as runs
+from helpers.forked_runs import refused
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

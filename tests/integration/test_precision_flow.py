@@ -4,8 +4,9 @@ import re
 import shutil
 
 import pytest
-import recipe_runs as runs
 from safetensors.torch import load_file, save_file
+
+from helpers import recipe_runs as runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import recipe_runs as runs
 import torch.distributed as dist
 
+from helpers import recipe_runs as runs
 from torchtune_ext.training import collectives
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

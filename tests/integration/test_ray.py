@@ -13,13 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import recipe_runs as runs
 import torch
-from ray_cluster import RayCluster
 from safetensors.torch import load_file
-from waiting import wait_until
 
 import torchtune_ext
+from helpers import recipe_runs as runs
+from helpers.ray_cluster import RayCluster
+from helpers.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,7 +8,8 @@ import subprocess
 from contextlib import contextmanager
 
 import pytest
-import recipe_runs as runs
+
+from helpers import recipe_runs as runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

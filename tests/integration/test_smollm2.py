@@ -7,7 +7,8 @@ import sys
 import time
 
 import pytest
-import recipe_runs as runs
+
+from helpers import recipe_runs as runs
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 

@@ -7,10 +7,11 @@ import time
 
 import psutil
 import pytest
-import recipe_runs as runs
 import torch
-import wandb_reader
 from safetensors.torch import load_file
+
+from helpers import recipe_runs as runs
+from helpers import wandb_reader
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

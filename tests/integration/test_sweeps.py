@@ -10,9 +10,9 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-import recipe_runs as runs
 import yaml
 
+from helpers import recipe_runs as runs
 from torchtune_ext.cli.cli import main
 from torchtune_ext.run.folder import read_record
 from torchtune_ext.sweep.check import check

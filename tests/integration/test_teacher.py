@@ -4,12 +4,12 @@ import subprocess
 
 import numpy as np
 import pytest
-import recipe_runs as runs
 import torch
-from servers import Server, free_port
-from tiny_runs import write_tiny_model
 from transformers import AutoModelForCausalLM
 
+from helpers import recipe_runs as runs
+from helpers.servers import Server, free_port
+from helpers.tiny_runs import write_tiny_model
 from torchtune_ext.sampling.engine import Engine, EngineConfig
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 

@@ -14,12 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import fp8_models  # noqa: E402
-import second_machine  # noqa: E402
-import tiny_model  # noqa: E402
-from servers import Server  # noqa: E402
-from waiting import wait_until  # noqa: E402
-
+from helpers import fp8_models, second_machine, tiny_model  # noqa: E402
+from helpers.servers import Server  # noqa: E402
+from helpers.waiting import wait_until  # noqa: E402
 from torchtune_ext.policy import from_config  # noqa: E402
 from torchtune_ext.policy.builder import build_policy  # noqa: E402
 from torchtune_ext.policy.fp8.plan import Fp8Config, fp8_hf_tensors  # noqa: E402
@@ -188,7 +185,8 @@ def test_a_link_that_is_cut_in_a_transfer_holds_nobody(engine, server, models, m
 
 
 TRAINER = """
-import sys, tiny_model
+import sys
+from helpers import tiny_model
 from torchtune_ext.sampling.engine import Engine, EngineConfig
 with Engine("", EngineConfig(address=sys.argv[1], max_model_len=1024), sys.argv[2]) as engine:
     engine.start()
@@ -202,7 +200,7 @@ with Engine("", EngineConfig(address=sys.argv[1], max_model_len=1024), sys.argv[
 
 def test_a_trainer_that_is_killed_in_a_transfer_leaves_the_server_to_the_next(server, models, machine, tmp_path):
     """Long before any deadline, of which this trainer has 300 s: its connections are closed with it."""
-    path = os.pathsep.join([str(Path(tiny_model.__file__).parent), *sys.path])
+    path = os.pathsep.join([str(Path(tiny_model.__file__).parents[1]), *sys.path])
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, server.address, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": path},

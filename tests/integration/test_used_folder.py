@@ -7,10 +7,11 @@ import subprocess
 import time
 
 import pytest
-import recipe_runs as runs
 import torch
-from forked_runs import refused
 from safetensors.torch import load_file
+
+from helpers import recipe_runs as runs
+from helpers.forked_runs import refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

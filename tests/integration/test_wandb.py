@@ -6,9 +6,9 @@ import shlex
 import subprocess
 
 import pytest
-import recipe_runs as runs
-import wandb_reader
 
+from helpers import recipe_runs as runs
+from helpers import wandb_reader
 from torchtune_ext.telemetry.metrics import read_metrics
 from torchtune_ext.telemetry.rollouts import read_rollouts, rollout_paths
 from torchtune_ext.telemetry.sinks.wandb_sink import COLUMNS, clean

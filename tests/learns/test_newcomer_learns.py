@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from newcomer import typed, walk
-from own_files import shown_commands, shown_files, write_files
-from tiny_runs import metrics
+
+from helpers.newcomer import typed, walk
+from helpers.own_files import shown_commands, shown_files, write_files
+from helpers.tiny_runs import metrics
 
 STEPS = 10  # so many steps at the beginning are compared with as many at the end
 

@@ -14,7 +14,7 @@ if __name__ == "__main__":
         "WANDB_MODE": "offline",
     }
     root = Path(__file__).resolve().parents[2]
-    sys.path.insert(0, str(root / "tests" / "helpers"))
+    sys.path.insert(0, str(root / "tests"))
 
 from trying import Mistake, attempt, import_all, in_fork, make_place
 from wrong_folders import FOLDERS

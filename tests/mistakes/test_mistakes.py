@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from table import GROUPS, MISTAKES
-from tables import every_row
-from tiny_runs import environment
 from trying import ENGINE_STARTED, Forks, Mistake, attempt, full, make_place, warmup
 
+from helpers.tables import every_row
+from helpers.tiny_runs import environment
 from torchtune_ext.run.errors import WITH_TRACEBACK
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.sampling.engine_args import on_cpu

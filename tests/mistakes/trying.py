@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiny_runs import environment, write_tiny_model
+from helpers.tiny_runs import environment, write_tiny_model
 
 ENGINE_STARTED = 99  # the status of a run that went on to its engine
 LEFT_A_PROCESS = 98  # the status of a run that left a process behind

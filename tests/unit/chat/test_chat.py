@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import every_row
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from helpers.tables import every_row
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls

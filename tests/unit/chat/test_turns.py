@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import sampled
-from tables import every_row
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from helpers.records import sampled
+from helpers.tables import every_row
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.run.errors import Mistake

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.cli import doctor
 from torchtune_ext.cli.doctor import FAIL, OK, WARN, Finding, table
 from torchtune_ext.measured.sandbox import Layer, SandboxError

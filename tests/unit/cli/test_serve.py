@@ -7,8 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import fp8_models  # noqa: E402
-
+from helpers import fp8_models  # noqa: E402
 from torchtune_ext.cli import cli, serve  # noqa: E402
 from torchtune_ext.sampling.server_command import KEY_VARIABLE  # noqa: E402
 

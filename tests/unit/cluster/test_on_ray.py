@@ -6,10 +6,10 @@ import socket
 import time
 from importlib.util import find_spec
 
-import fp8_models
 import pytest
-from tables import every_row
 
+from helpers import fp8_models
+from helpers.tables import every_row
 from torchtune_ext.cli import cli
 from torchtune_ext.cli.cli import main
 from torchtune_ext.cluster import on_ray

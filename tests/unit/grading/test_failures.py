@@ -1,9 +1,9 @@
 """A grader that never succeeds ends the run; what graders print has a file of its own."""
 
 import pytest
-from scripted_task import PROBLEM, Scripted
-from tables import every_row
 
+from helpers.scripted_task import PROBLEM, Scripted
+from helpers.tables import every_row
 from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.grading.grader import GradingFailed, GradingWatch
 from torchtune_ext.tasks.task import Score

@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
-from own_files import working_in
-from tables import every_row
 
+from helpers.own_files import working_in
+from helpers.tables import every_row
 from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.jsonl import Jsonl

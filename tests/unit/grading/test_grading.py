@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from scripted_task import PROBLEM, Scripted, graded
-from tables import every_row
 
+from helpers.scripted_task import PROBLEM, Scripted, graded
+from helpers.tables import every_row
 from torchtune_ext.grading import Grader, GraderConfig, Ungraded, answer_faults, rehearse
 from torchtune_ext.grading.calls import shipped_grader
 from torchtune_ext.grading.grader import is_failure
@@ -62,7 +62,7 @@ def test_policy_failed_is_what_the_task_marks():
         ("part nan", "speed=nan"),
         (
             "none",
-            r"^scripted_task.Scripted.grade \(scripted_task.py:\d+\) returned None, neither a number nor a Score$",
+            r"^helpers.scripted_task.Scripted.grade \(scripted_task.py:\d+\) returned None, neither a number nor a Score$",
         ),
         ("reward x" + "y" * 10_000, "could not convert"),
     ],
@@ -187,7 +187,7 @@ def test_shipped_grader_failed_by_the_machine_is_ungraded(tmp_path):
         (Arithmetic(count=9, grader=lambda problem, text: 1.0), False),
         (Arithmetic(count=9, group_grader=lambda problem, texts: [1.0] * len(texts)), False),
         (NearLevel("torchtune_ext.tasks.arithmetic.Arithmetic", {"count": 9}), True),
-        (NearLevel("scripted_task.Sized"), False),
+        (NearLevel("helpers.scripted_task.Sized"), False),
         (type("Mine", (Arithmetic,), {})(count=9), True),
         (type("Mine", (Arithmetic,), {"grade": lambda self, problem, text: 1.0})(count=9), False),
         (Scripted(), False),

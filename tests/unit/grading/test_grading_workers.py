@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from scripted_task import PROBLEM, Scripted
-from waiting import ended, wait_until
 
+from helpers.scripted_task import PROBLEM, Scripted
+from helpers.waiting import ended, wait_until
 from torchtune_ext.grading import Grader, results
 from torchtune_ext.run.parent import environment
 

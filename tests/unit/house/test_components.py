@@ -6,9 +6,9 @@ import re
 
 import pytest
 import yaml
-from nodes import component
 from omegaconf import OmegaConf
 
+from helpers.nodes import component
 from torchtune_ext.run.catalog import config_files
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.kinds import require_kind

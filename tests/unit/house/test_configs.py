@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 from omegaconf import OmegaConf
-from public_configs import write_config
-from stand_ins import nf4_in_one_piece
-from tables import every_row
 
+from helpers.public_configs import write_config
+from helpers.stand_ins import nf4_in_one_piece
+from helpers.tables import every_row
 from torchtune_ext.cli.cli import main
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.advantages import AdvantageConfig

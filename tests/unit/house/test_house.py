@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.run.catalog import config_files, recipe_files, recipe_of
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub.cli.download import download
 from omegaconf import OmegaConf
-from page_commands import blocks, commands, run_command
-from tables import every_row
 
+from helpers.page_commands import blocks, commands, run_command
+from helpers.tables import every_row
 from torchtune_ext.cli import cli
 from torchtune_ext.policy.families import FAMILIES
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft

@@ -6,10 +6,10 @@ import subprocess
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from page_commands import blocks
-from tables import every_row
 from torch.distributed.run import get_args_parser
 
+from helpers.page_commands import blocks
+from helpers.tables import every_row
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.settings.command_line import require_rendezvous

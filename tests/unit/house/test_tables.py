@@ -3,7 +3,8 @@
 import os
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 
 def test_all_rows_that_fail_are_named_and_none_hides_another():

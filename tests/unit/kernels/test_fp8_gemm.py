@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_bounds import quantization_error
-from tables import every_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from helpers.fp8_bounds import quantization_error
+from helpers.tables import every_row
 from torchtune_ext.kernels import fp8_gemm as module
 from torchtune_ext.kernels.fp8_gemm import choose_backend, dgrad, fprop, wgrad
 from torchtune_ext.kernels.fp8_quantize import (

@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.kernels.fp8_quantize import (
     COLUMNS,
     ROWS,

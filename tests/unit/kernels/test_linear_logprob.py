@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tables import every_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.tables import every_row
 from torchtune_ext.kernels import linear_logprob as module
 from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_logprob_reference, linear_top_k
 

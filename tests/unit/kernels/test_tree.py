@@ -1,15 +1,15 @@
 """Packed trees against every path alone: one forward for each turn, in the context in which it was sampled, stock torchtune."""
 
-import adapters
-import fp8_models
 import numpy as np
 import pytest
 import torch
-from tables import every_row
 from torchtune import training
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
-from unpacked import (
+
+from helpers import adapters, fp8_models
+from helpers.tables import every_row
+from helpers.unpacked import (
     PAD,
     assert_equal_to_plain,
     in_branches,
@@ -20,7 +20,6 @@ from unpacked import (
     tiny_model,
     trained_samples,
 )
-
 from torchtune_ext.kernels import linear_logprob
 from torchtune_ext.kernels.packed_attention import dense_mask, segment_mask
 from torchtune_ext.objective.loss import PolicyLoss

@@ -6,12 +6,12 @@ from collections import Counter
 from statistics import median
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
-from labelled_programs import preprocessed, techniques
-
+from helpers.labelled_programs import preprocessed, techniques
 from torchtune_ext.measured.check import OUTCOMES, Checker, extract
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.matmul.programs import FAULTS, Family, break_by, fits

@@ -4,8 +4,9 @@ import importlib
 import re
 
 import pytest
-from nodes import component
 from omegaconf import OmegaConf
+
+from helpers.nodes import component
 
 pytest.importorskip("tree_sitter_c")
 

@@ -4,7 +4,8 @@ import math
 
 import matmul_rewards as figures
 from matmul_rewards import DISTANCES, FASTEST, NAIVE, SIZE, SLOW, advantages, distance, rewards
-from tables import every_row
+
+from helpers.tables import every_row
 
 *_, RIGHT = DISTANCES
 

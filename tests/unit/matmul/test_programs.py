@@ -3,7 +3,8 @@
 from collections import Counter
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 

@@ -1,7 +1,8 @@
 """What a model is asked, and that nothing of it is taken for the model's own program."""
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 

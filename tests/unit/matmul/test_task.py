@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
-from calm_kernels import CalmReduction
-from records import sampled
-
+from helpers.calm_kernels import CalmReduction
+from helpers.records import sampled
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.measured.machine import fingerprint
 from torchtune_ext.measured.matmul import Matmul
@@ -101,8 +101,8 @@ def visit(task, *results, index=0, cursor=0):
         ),
         ({"kernels": {"no.such": 64}}, "task.kernels='no.such': there is no module 'no'"),
         (
-            {"kernels": {"calm_kernels.None_": 64}},
-            "task.kernels='calm_kernels.None_': calm_kernels has no 'None_'",
+            {"kernels": {"helpers.calm_kernels.None_": 64}},
+            "task.kernels='helpers.calm_kernels.None_': helpers.calm_kernels has no 'None_'",
         ),
         (
             {"kernels": {"math.pi": 64}},
@@ -133,7 +133,7 @@ def test_archive_separates_optimization_levels(tmp_path):
 
 
 def test_problems_are_all_kernels_at_all_sizes_also_ones_of_your_own():
-    task = Matmul({"dgemm": [64, 96], "calm_kernels.CalmReduction": 500}, prompt="short")
+    task = Matmul({"dgemm": [64, 96], "helpers.calm_kernels.CalmReduction": 500}, prompt="short")
     assert [task[i].id for i in range(len(task))] == ["dgemm-64-64-64/all", "dgemm-96-96-96/all", "reduction-500/all"]
     assert task[2].messages[-1]["content"] == "reduction 500 all"
     assert isinstance(task.kernel(task[2]), CalmReduction) and task.kernel(task[2]) is task.kernels[2]

@@ -6,8 +6,8 @@ import shutil
 
 import numpy as np
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.measured import check
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.compiler import Compiler

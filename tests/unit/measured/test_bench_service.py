@@ -15,7 +15,8 @@ from functools import partial
 
 import psutil
 import pytest
-from calm_kernels import HONEST, SUM, CalmDgemm, CalmReduction, Faulty, fenced
+
+from helpers.calm_kernels import HONEST, SUM, CalmDgemm, CalmReduction, Faulty, fenced
 
 pytest.importorskip("tree_sitter_c")
 

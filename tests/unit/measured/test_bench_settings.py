@@ -5,8 +5,8 @@ import sys
 from importlib import import_module
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.cli.cli import main
 from torchtune_ext.measured.bench import Bench, BenchConfig
 from torchtune_ext.measured.grading import MeasuredTask

@@ -6,9 +6,9 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from as_user import as_user
-from tables import every_row
 
+from helpers.as_user import as_user
+from helpers.tables import every_row
 from torchtune_ext.measured import check as checks
 from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.check import OUTCOMES, STAGES, Checker, Deadlines

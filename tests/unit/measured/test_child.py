@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from locked_in import SIZE, Attempt, build, loaded
-from tables import every_row
 
+from helpers.locked_in import SIZE, Attempt, build, loaded
+from helpers.tables import every_row
 from torchtune_ext.measured.child import ALIGNMENT, PAGE, POISON, Child, ChildFailed, arena_size, lay_out
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Parameter

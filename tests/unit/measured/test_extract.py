@@ -3,8 +3,8 @@
 import time
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.measured.check import extract
 
 PROGRAM = "void f(void) {\n    return;\n}\n"

@@ -5,7 +5,8 @@ import shutil
 import time
 
 import pytest
-from calm_kernels import HONEST, CalmReduction, fenced
+
+from helpers.calm_kernels import HONEST, CalmReduction, fenced
 
 pytest.importorskip("tree_sitter_c")
 

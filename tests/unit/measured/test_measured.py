@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("tree_sitter_c")
 
-from waiting import wait_until
-
+from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader, GraderConfig, Ungraded, open_graders, rehearsal, rehearse
 from torchtune_ext.measured import grading, machine
 from torchtune_ext.measured.grading import BenchGrader, MeasuredTask

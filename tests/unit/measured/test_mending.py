@@ -1,7 +1,8 @@
 """Compile and fix: what a turn reads of its program, from the real compiler, and what it earns."""
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 

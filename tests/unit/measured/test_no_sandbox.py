@@ -1,9 +1,9 @@
 """Machines that cannot lock programs in are refused, and say what they lack."""
 
 import pytest
-from as_user import in_a_fork
-from without_syscalls import forget_landlock
 
+from helpers.as_user import in_a_fork
+from helpers.without_syscalls import forget_landlock
 from torchtune_ext.cli import doctor
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.kernels import Reduction

@@ -9,11 +9,11 @@ import time
 
 import psutil
 import pytest
-from as_user import as_user
-from locked_in import ATTEMPTS, Attempt, attempt, build, loaded
-from tables import every_row
-from waiting import wait_until
 
+from helpers.as_user import as_user
+from helpers.locked_in import ATTEMPTS, Attempt, attempt, build, loaded
+from helpers.tables import every_row
+from helpers.waiting import wait_until
 from torchtune_ext.measured.child import ChildFailed
 from torchtune_ext.measured.compiler import Compiler, run
 from torchtune_ext.measured.sandbox import Limits, Sandbox, SandboxError, clean_environment, exit_cause

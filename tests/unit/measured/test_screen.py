@@ -5,7 +5,8 @@ import subprocess
 import time
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 

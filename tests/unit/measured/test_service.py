@@ -4,13 +4,13 @@ import asyncio
 from dataclasses import fields
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
-from calm_kernels import HONEST, CalmReduction, fenced
-from waiting import in_thread
-
+from helpers.calm_kernels import HONEST, CalmReduction, fenced
+from helpers.waiting import in_thread
 from torchtune_ext.measured import grading
 from torchtune_ext.measured.bench import Service
 from torchtune_ext.measured.grading import measured_score, open_bench, rehearse_bench

@@ -7,12 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 pytest.importorskip("tree_sitter_c")
 
-from labelled_programs import labelled_programs, preprocessed, techniques
-
+from helpers.labelled_programs import labelled_programs, preprocessed, techniques
 from torchtune_ext.measured import reader
 from torchtune_ext.measured.kernels import KERNELS, Dgemm
 from torchtune_ext.measured.matmul.stages import STAGES

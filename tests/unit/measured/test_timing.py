@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from as_user import as_user
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import every_row
 
+from helpers.as_user import as_user
+from helpers.tables import every_row
 from torchtune_ext.measured import machine
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.machine import alone_on, choose_cores, kept_off, usable_cores

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.measured.child import Call, ChildFailed, arena_size
 from torchtune_ext.measured.kernel import UNIT_ROUNDOFF, Arrays, Size, gamma
 from torchtune_ext.measured.kernels import KERNELS, Dgemm, Reduction

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.objective.clipping import clip
 from torchtune_ext.objective.constraints import CONSTRAINTS, Constraint
 from torchtune_ext.objective.loss import NLLLoss, PolicyLoss, Tokens

@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import unpacked
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learners import alone
 from omegaconf import OmegaConf
-from records import sampled
-from tables import every_row
 from torchtune.models.qwen2 import qwen2
-from unpacked import whole_float64
 
+from helpers import unpacked
+from helpers.learners import alone
+from helpers.records import sampled
+from helpers.tables import every_row
+from helpers.unpacked import whole_float64
 from torchtune_ext.objective.clipping import kl3_bounds
 from torchtune_ext.objective.constraints import CONSTRAINTS
 from torchtune_ext.objective.kl import kl_k3

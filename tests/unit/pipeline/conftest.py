@@ -1,9 +1,9 @@
 """Sources of groups with their real ledger, stream and graders; the engine alone answers when the test says so."""
 
 import pytest
-from letter_tokens import LetterTokenizer
-from told_engine import SAMPLES, SEED, Numbered, Told
 
+from helpers.letter_tokens import LetterTokenizer
+from helpers.told_engine import SAMPLES, SEED, Numbered, Told
 from torchtune_ext.grading import Grader
 from torchtune_ext.pipeline.buffer import Ledger
 from torchtune_ext.pipeline.rollout import GroupStream

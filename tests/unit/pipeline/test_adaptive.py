@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from told_engine import Numbered
-from waiting import wait_until
 
+from helpers.told_engine import Numbered
+from helpers.waiting import wait_until
 from torchtune_ext.pipeline.groups import graded
 from torchtune_ext.tasks.order import ProblemStream, problem_index
 from torchtune_ext.tasks.task import Problem

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import sampled
-from tables import every_row
 
 import torchtune_ext.pipeline.advantages as advantages_module
+from helpers.records import sampled
+from helpers.tables import every_row
 from torchtune_ext.grading import Outcome, Ungraded
 from torchtune_ext.pipeline.advantages import AdvantageConfig, best_of_k, refilled, with_advantages
 from torchtune_ext.pipeline.groups import Group, Sample

@@ -4,10 +4,10 @@ import json
 import time
 
 import pytest
-from letter_tokens import LetterTokenizer
-from told_engine import Numbered
-from waiting import wait_until
 
+from helpers.letter_tokens import LetterTokenizer
+from helpers.told_engine import Numbered
+from helpers.waiting import wait_until
 from torchtune_ext.pipeline.source import RolloutConfig, prompt_fault
 from torchtune_ext.tasks.order import GIVE_UP, NAMED, Passing, ProblemStream, Usable, problem_index
 from torchtune_ext.tasks.task import Problem

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.pipeline.buffer import Ledger
 
 SCHEDULES = 2500  # of each kind

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from letter_tokens import LetterTokenizer
-from scripted_environments import Scripted, Sticky
-from waiting import wait_until
 
+from helpers.letter_tokens import LetterTokenizer
+from helpers.scripted_environments import Scripted, Sticky
+from helpers.waiting import wait_until
 from torchtune_ext.grading.environments import ENDINGS, Environments, Seat
 from torchtune_ext.pipeline.groups import group_json, group_of
 from torchtune_ext.pipeline.packing import pack

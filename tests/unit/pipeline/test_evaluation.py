@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from records import sampled
-from tables import every_row
 
+from helpers.records import sampled
+from helpers.tables import every_row
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.evaluation import T, Z, accuracy, interval, pass_at_k
 from torchtune_ext.pipeline.groups import Group

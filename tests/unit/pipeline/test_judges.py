@@ -3,10 +3,10 @@
 from concurrent.futures import Future
 
 import pytest
-from letter_tokens import LetterTokenizer, completion
-from told_engine import Numbered
-from waiting import wait_until
 
+from helpers.letter_tokens import LetterTokenizer, completion
+from helpers.told_engine import Numbered
+from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader
 from torchtune_ext.pipeline.advantages import AdvantageConfig, with_advantages
 from torchtune_ext.pipeline.rollout import sample_groups

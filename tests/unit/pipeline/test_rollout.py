@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from letter_tokens import LetterTokenizer, completion
-from waiting import wait_until
 
+from helpers.letter_tokens import LetterTokenizer, completion
+from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader
 from torchtune_ext.pipeline import rollout
 from torchtune_ext.pipeline.rollout import GroupStream, in_order, sample_groups

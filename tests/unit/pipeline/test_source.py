@@ -6,10 +6,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from letter_tokens import completion
-from told_engine import PROBLEMS, SAMPLES, SEED, Call, Numbered
-from waiting import wait_until
 
+from helpers.letter_tokens import completion
+from helpers.told_engine import PROBLEMS, SAMPLES, SEED, Call, Numbered
+from helpers.waiting import wait_until
 from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.pipeline.buffer import Ledger
 from torchtune_ext.pipeline.groups import group_json, group_of

@@ -2,14 +2,13 @@
 
 from functools import partial
 
-import adapters
 import numpy as np
 import pytest
 import torch
-import unpacked
 from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 
+from helpers import adapters, unpacked
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy.decoder import decoder, lora_decoder

@@ -9,9 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from public_configs import PUBLIC, write_config
 from safetensors.torch import load_file, save_file
-from tables import every_row
 from torchtune.models import llama3, llama3_1, llama3_2, qwen2_5
 from transformers import (
     AutoConfig,
@@ -25,6 +23,8 @@ from transformers import (
     SmolLM3Config,
 )
 
+from helpers.public_configs import PUBLIC, write_config
+from helpers.tables import every_row
 from torchtune_ext import policy
 from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import on_meta

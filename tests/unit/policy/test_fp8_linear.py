@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from fp8_models import BF16, IN, OUT, activations, layer, run
-from tables import every_row
 from torch import library
 
+from helpers.fp8_models import BF16, IN, OUT, activations, layer, run
+from helpers.tables import every_row
 from torchtune_ext.kernels.fp8_quantize import (
     dequantize,
     quantize_columns,

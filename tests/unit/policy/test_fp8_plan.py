@@ -5,16 +5,16 @@ from functools import partial
 
 import pytest
 import torch
-from fp8_models import (
+from safetensors.torch import load_file, save_file
+
+from helpers.fp8_models import (
     BF16,
     CPU,
     F32,
     directory,
     policy_of,
 )
-from safetensors.torch import load_file, save_file
-from tables import every_row
-
+from helpers.tables import every_row
 from torchtune_ext.kernels.fp8_quantize import (
     FP8,
 )

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_models import (
+
+from helpers.fp8_models import (
     BF16,
     CPU,
     F32,
@@ -19,7 +20,6 @@ from fp8_models import (
     saved_tensors,
     some_rows,
 )
-
 from torchtune_ext.kernels.fp8_quantize import (
     BLOCK,
     FP8,

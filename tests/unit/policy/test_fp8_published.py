@@ -5,8 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-from fp8_bounds import quantization_error
-from fp8_models import (
+from torchtune.models.llama3_1 import llama3_1
+
+from helpers.fp8_bounds import quantization_error
+from helpers.fp8_models import (
     BF16,
     CPU,
     F32,
@@ -15,8 +17,6 @@ from fp8_models import (
     policy_of,
     some_rows,
 )
-from torchtune.models.llama3_1 import llama3_1
-
 from torchtune_ext.kernels.fp8_quantize import (
     BLOCK,
     TILES,

@@ -4,20 +4,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-import adapters
 import numpy as np
 import pytest
 import torch
-import unpacked
-from adapters import ATTENTION, CPU, DIMS, SHAPES, Plain, adapted, merged_by_hand, move
-from learners import alone
 from safetensors.torch import load_file
-from tables import every_row
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune.models.llama3_1 import llama3_1, lora_llama3_1
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules.peft import DoRALinear
 
+from helpers import adapters, unpacked
+from helpers.adapters import ATTENTION, CPU, DIMS, SHAPES, Plain, adapted, merged_by_hand, move
+from helpers.learners import alone
+from helpers.tables import every_row
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config, lora

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_models import CPU, directory
-from public_configs import PUBLIC, write_config
-from tables import every_row
 from torch.distributed._tools.mem_tracker import MemTracker
-from unpacked import make_groups
 
+from helpers.fp8_models import CPU, directory
+from helpers.public_configs import PUBLIC, write_config
+from helpers.tables import every_row
+from helpers.unpacked import make_groups
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta

@@ -7,15 +7,15 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from learners import alone
-from tables import every_row
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtune import training
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
-from unpacked import PAD, assert_equal_to_plain, in_turns, make_groups, reference, tiny_model, trained_samples
 
+from helpers.learners import alone
+from helpers.tables import every_row
+from helpers.unpacked import PAD, assert_equal_to_plain, in_turns, make_groups, reference, tiny_model, trained_samples
 from torchtune_ext.kernels.packed_attention import (
     TILE,
     block_mask,

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from fp8_models import BF16, CPU, F32, directory, policy_of, some_rows
 from safetensors.torch import load_file, save_file
 
+from helpers.fp8_models import BF16, CPU, F32, directory, policy_of, some_rows
 from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.fp8.linear import Fp8Config

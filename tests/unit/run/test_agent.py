@@ -2,8 +2,8 @@
 
 import pytest
 from omegaconf import OmegaConf
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.folder import RunFolder, agents_run, own_folder, read_record
 from torchtune_ext.settings.config import load_config, read_config, record

@@ -4,8 +4,8 @@ import json
 import types
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.run import errors
 from torchtune_ext.run.errors import (
     Blamed,

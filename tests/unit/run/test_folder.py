@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import fork
-from tables import every_row
 
+from helpers.checkpoint_runs import fork
+from helpers.tables import every_row
 from torchtune_ext.run import files
 from torchtune_ext.run.files import make_empty, partial_of, put_in_place
 from torchtune_ext.run.folder import PAPERS, RunFolder, read_record

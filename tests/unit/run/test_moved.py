@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Mistake, text_of
 from torchtune_ext.run.moved import MOVED, PACKAGE, moved_imports, new_name

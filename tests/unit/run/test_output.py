@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 
-from tables import every_row
-
+from helpers.tables import every_row
 from torchtune_ext.cli import cli, plugin
 from torchtune_ext.run import terminal
 from torchtune_ext.run.output import say

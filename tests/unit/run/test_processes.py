@@ -14,9 +14,9 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-import waiting
-from waiting import ended, wait_until
 
+from helpers import waiting
+from helpers.waiting import ended, wait_until
 from torchtune_ext.run.processes import Processes
 
 
@@ -154,7 +154,7 @@ def test_the_end_does_not_wait_for_a_call_that_hangs(processes):
 
 KILLED = f"""
 import sys, time, cloudpickle
-sys.path[:0] = {[str(Path(__file__).parent), str(Path(waiting.__file__).parent)]!r}
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(waiting.__file__).parents[1])]!r}
 from test_processes import Processes, Target, answer
 processes = Processes(cloudpickle.dumps(Target()), 1, "testing", "target")
 print(processes.pids()[0], answer(processes, "starts_a_child"), answer(processes, "folder"), flush=True)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import termios
 
-from tables import every_row
+from helpers.tables import every_row
 
 SCREEN = """
 import sys

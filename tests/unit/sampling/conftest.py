@@ -23,9 +23,8 @@ def complaints(caplog):
 def make_engine(monkeypatch, tmp_path):
     """A function that makes an engine, which is up unless `start=False`; in the end nothing of it may be left."""
     pytest.importorskip("torch")
-    from fake_cores import CONFIG, SleepingCore
-    from waiting import wait_until
-
+    from helpers.fake_cores import CONFIG, SleepingCore
+    from helpers.waiting import wait_until
     from torchtune_ext.run import janitor
     from torchtune_ext.sampling.engine import BACKENDS, Engine
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.sampling.weight_buffer import LINE, checksum
 
 WORDS = 1 << 64

@@ -6,7 +6,8 @@ import os
 import threading
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 torch = pytest.importorskip("torch")
 

@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from waiting import wait_until
-
+from helpers.waiting import wait_until
 from torchtune_ext.run.catalog import folder
 from torchtune_ext.sampling import client_process, early, engine_args
 from torchtune_ext.sampling.child_process import pack

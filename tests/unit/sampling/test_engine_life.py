@@ -14,9 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from fake_cores import SleepingCore, weights
-from waiting import in_thread, wait_until
-
+from helpers.fake_cores import SleepingCore, weights
+from helpers.waiting import in_thread, wait_until
 from torchtune_ext.run.stop import Stopped, StopSignals
 from torchtune_ext.sampling.calls import CoreLost, Step
 from torchtune_ext.sampling.engine import EngineFailed, Priority, SamplingConfig

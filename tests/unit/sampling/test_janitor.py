@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from fake_cores import SleepingCore
-from waiting import wait_until
-
+from helpers.fake_cores import SleepingCore
+from helpers.waiting import wait_until
 from torchtune_ext.run import janitor
 from torchtune_ext.sampling.engine import EngineFailed, SamplingConfig
 

@@ -8,8 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fake_cores import CONFIG, run, until, weights  # noqa: E402
-
+from helpers.fake_cores import CONFIG, run, until, weights  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(30)

@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from waiting import in_thread
-
+from helpers.waiting import in_thread
 from torchtune_ext.sampling import engine
 from torchtune_ext.sampling.engine import EngineFailed, LoopThread
 

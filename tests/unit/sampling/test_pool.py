@@ -9,10 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import fake_pools  # noqa: E402
-from fake_cores import until, weights  # noqa: E402
-from fake_pools import run, states  # noqa: E402
-
+from helpers import fake_pools  # noqa: E402
+from helpers.fake_cores import until, weights  # noqa: E402
+from helpers.fake_pools import run, states  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.lane import State  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed, Priority  # noqa: E402

@@ -3,12 +3,12 @@
 import os
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 torch = pytest.importorskip("torch")
 
-import fake_pools  # noqa: E402
-
+from helpers import fake_pools  # noqa: E402
 from torchtune_ext.sampling import engine_args  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
 from torchtune_ext.sampling.server import ServerCore  # noqa: E402

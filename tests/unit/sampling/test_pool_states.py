@@ -5,14 +5,13 @@ import asyncio
 import random
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 torch = pytest.importorskip("torch")
 
-import fake_pools  # noqa: E402
-import virtual_time  # noqa: E402
-from fake_cores import CONFIG, weights  # noqa: E402
-
+from helpers import fake_pools, virtual_time  # noqa: E402
+from helpers.fake_cores import CONFIG, weights  # noqa: E402
 from torchtune_ext.sampling import weight_buffer  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed  # noqa: E402

@@ -9,8 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fake_cores import CONFIG, Bench, FakeCore, run, until  # noqa: E402
-
+from helpers.fake_cores import CONFIG, Bench, FakeCore, run, until  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.records import EngineFailed, WeightsIncomplete  # noqa: E402
 

@@ -5,7 +5,8 @@ import sys
 from importlib.metadata import PackageNotFoundError
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 torch = pytest.importorskip("torch")
 

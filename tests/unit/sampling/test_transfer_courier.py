@@ -15,8 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 aiohttp = pytest.importorskip("aiohttp")
 
-import weight_server  # noqa: E402
-
+from helpers import weight_server  # noqa: E402
 from torchtune_ext.sampling.calls import CoreLost  # noqa: E402
 from torchtune_ext.sampling.courier import Courier  # noqa: E402
 from torchtune_ext.sampling.records import EngineConfig  # noqa: E402
@@ -32,7 +31,7 @@ LONG_S = 200.0  # a scenario is over before, however busy the machine is, unless
 
 class WeightServer:
     def __init__(self):
-        path = os.pathsep.join([str(Path(weight_server.__file__).parent), *sys.path])
+        path = os.pathsep.join([str(Path(weight_server.__file__).parents[1]), *sys.path])
         environ = {**os.environ, KEY_VARIABLE: KEY, "PYTHONPATH": path}
         self.process = subprocess.Popen([sys.executable, weight_server.__file__], env=environ, stdout=subprocess.PIPE)
         self.life = 0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.objective.loss import PolicyLoss, needs_of
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
 from torchtune_ext.settings.config import load_config, named_paths, record

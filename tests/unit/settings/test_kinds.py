@@ -7,8 +7,8 @@ from typing import Any, Literal, Optional
 
 import pytest
 import torch
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.recipes import grpo
 from torchtune_ext.settings.components import Component, find_component
 from torchtune_ext.settings.config import as_tune_reads, load_config

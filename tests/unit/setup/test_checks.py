@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from tables import every_row
-from tiny_runs import write_tiny_model
 
+from helpers.tables import every_row
+from helpers.tiny_runs import write_tiny_model
 from torchtune_ext.chat import CHATML, ChatTokenizer
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import on_meta

@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from nodes import component
 from omegaconf import OmegaConf
-from public_configs import PUBLIC, write_config
-from stand_ins import nf4_in_one_piece, write_stand_in
-from tables import every_row
 
+from helpers.nodes import component
+from helpers.public_configs import PUBLIC, write_config
+from helpers.stand_ins import nf4_in_one_piece, write_stand_in
+from helpers.tables import every_row
 from torchtune_ext.policy.memory import GIB
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.recipes import grpo

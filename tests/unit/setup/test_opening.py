@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tables import every_row
 from torch import nn
 
+from helpers.tables import every_row
 from torchtune_ext.pipeline.buffer import Ledger
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoint_runs import Trained, checkpoints_in, make_source
 from omegaconf import OmegaConf
-from public_configs import write_config
-from tables import every_row
 
+from helpers.checkpoint_runs import Trained, checkpoints_in, make_source
+from helpers.public_configs import write_config
+from helpers.tables import every_row
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.setup import parts as run_parts
 from torchtune_ext.setup.start import require_apart, training_gpus

@@ -1,8 +1,8 @@
 """The machine that a run is planned for: asked for by a name, or this one."""
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.policy.memory import GIB
 from torchtune_ext.setup.dry_run import asked_machine, main_memory, this_machine
 

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.advantages import AdvantageConfig
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-import small_sweeps
 import yaml
-from recipe_runs import make_workplace
-from tables import every_row
 
+from helpers import small_sweeps
+from helpers.recipe_runs import make_workplace
+from helpers.tables import every_row
 from torchtune_ext.cli.cli import main
 from torchtune_ext.sweep.file import read_sweep
 from torchtune_ext.sweep.runner import SweepFolder

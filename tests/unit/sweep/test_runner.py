@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-import small_sweeps
 
+from helpers import small_sweeps
 from torchtune_ext.sweep.file import read_sweep
 from torchtune_ext.sweep.runner import OUTPUT, SweepFolder
 

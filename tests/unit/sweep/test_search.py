@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import small_sweeps
 import yaml
-from tables import every_row
 
+from helpers import small_sweeps
+from helpers.tables import every_row
 from torchtune_ext.sweep.check import words_of
 from torchtune_ext.sweep.file import grid, parameters_of, read_sweep
 from torchtune_ext.sweep.search import Pruner, point_of

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import every_row
+
+from helpers.tables import every_row
 
 pytest.importorskip("math_verify")
 

@@ -8,8 +8,8 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.tasks.arithmetic import LEVELS, NEAR, Arithmetic, held_out, last_integer, steps
 from torchtune_ext.tasks.task import ENDLESS, Problem

@@ -4,11 +4,11 @@ import json
 import re
 
 import pytest
-from clue_reader import DATA, needs_public, public_puzzles
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import every_row
 
+from helpers.clue_reader import DATA, needs_public, public_puzzles
+from helpers.tables import every_row
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.tasks.temporal_clue import TemporalClue
 from torchtune_ext.tasks.temporal_clue.task import right_answers

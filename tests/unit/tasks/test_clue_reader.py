@@ -7,8 +7,8 @@ puzzles, where they are present, show that both the wording and its meaning are 
 from dataclasses import replace
 
 import pytest
-from clue_reader import Translator, needs_public, public_puzzles, read
 
+from helpers.clue_reader import Translator, needs_public, public_puzzles, read
 from torchtune_ext.tasks.temporal_clue.prompt import prompt, question
 from torchtune_ext.tasks.temporal_clue.puzzle import whole_world
 

@@ -4,8 +4,8 @@ import pickle
 import random
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.grading.environments import checked_turn
 from torchtune_ext.tasks.task import Turn
 from torchtune_ext.tasks.tool_class import ToolClass

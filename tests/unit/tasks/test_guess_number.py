@@ -4,8 +4,8 @@ import math
 import random
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.guess_number import Game, GuessNumber
 from torchtune_ext.tasks.task import ConversationTask

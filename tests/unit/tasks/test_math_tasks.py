@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 pytest.importorskip("math_verify")
 

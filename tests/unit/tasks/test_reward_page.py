@@ -6,10 +6,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from nodes import component
 from omegaconf import OmegaConf
-from own_files import shown_commands, shown_files, working_in, write_files
 
+from helpers.nodes import component
+from helpers.own_files import shown_commands, shown_files, working_in, write_files
 from torchtune_ext.grading import Grader
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.tasks.arithmetic import Arithmetic

@@ -4,8 +4,8 @@ import pickle
 from collections import Counter
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.selection import NearLevel, level_names

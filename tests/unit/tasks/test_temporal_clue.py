@@ -10,9 +10,9 @@ import sys
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from clue_reader import DATA, Translator, all_nights, check_by_trying, holds, needs_public, read
-from tables import every_row
 
+from helpers.clue_reader import DATA, Translator, all_nights, check_by_trying, holds, needs_public, read
+from helpers.tables import every_row
 from torchtune_ext.cli.cli import main
 from torchtune_ext.tasks.temporal_clue import TemporalClue, cli
 from torchtune_ext.tasks.temporal_clue.clues import HasMotive, Murder, Place, draw_clues

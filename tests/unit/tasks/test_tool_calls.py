@@ -4,8 +4,8 @@ import json
 import time
 
 import pytest
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls
 
 ADD, NOW = ToolCall("add", {"a": 1, "b": [2, "{;}"]}), ToolCall("now", {})

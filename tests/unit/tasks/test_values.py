@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from tables import every_row
+
+from helpers.tables import every_row
 
 pytest.importorskip("math_verify")
 

@@ -6,11 +6,11 @@ import shutil
 
 import numpy as np
 import pytest
-from compared_runs import make_one, make_sweep, settings
-from pages import Scripts
-from report_runs import HOSTILE
-from tables import every_row
 
+from helpers.compared_runs import make_one, make_sweep, settings
+from helpers.pages import Scripts
+from helpers.report_runs import HOSTILE
+from helpers.tables import every_row
 from torchtune_ext.telemetry import comparison
 from torchtune_ext.telemetry import report as command
 from torchtune_ext.telemetry.comparison import build_comparison

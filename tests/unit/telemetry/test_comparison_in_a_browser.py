@@ -1,10 +1,10 @@
 """The page of several runs as a reader sees it: two settings with two seeds each, hostile texts, a sweep, and thirty runs."""
 
 import pytest
-from compared_runs import make_one, make_sweep, settings
-from pages import MISSING, WIDTHS, opened
-from report_runs import HOSTILE
 
+from helpers.compared_runs import make_one, make_sweep, settings
+from helpers.pages import MISSING, WIDTHS, opened
+from helpers.report_runs import HOSTILE
 from torchtune_ext.telemetry.comparison import build_comparison
 
 pytestmark = [pytest.mark.rest, pytest.mark.skipif(MISSING, reason="needs chromium")]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compared_runs import make_one, settings
 
+from helpers.compared_runs import make_one, settings
 from torchtune_ext.telemetry.comparison import result_of, target_of
 from torchtune_ext.telemetry.runs import differences, find_runs, short_keys
 

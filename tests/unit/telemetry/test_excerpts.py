@@ -5,9 +5,9 @@ import gzip
 import json
 
 import numpy as np
-from records import guessed, sampled
-from report_runs import byte_tokenizer
 
+from helpers.records import guessed, sampled
+from helpers.report_runs import byte_tokenizer
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.pipeline.groups import Group

@@ -1,7 +1,6 @@
 """What the report finds worth a look, and which sections that opens."""
 
-from tables import every_row
-
+from helpers.tables import every_row
 from torchtune_ext.telemetry.findings import FOLDED, findings, readings
 from torchtune_ext.telemetry.heading import State
 from torchtune_ext.telemetry.panels import panels_for

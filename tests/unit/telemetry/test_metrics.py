@@ -10,8 +10,8 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from full_disk import full_disk
 
+from helpers.full_disk import full_disk
 from torchtune_ext.run.folder import CONTENTS, RunFolder
 from torchtune_ext.telemetry import metrics as module
 from torchtune_ext.telemetry.metrics import CLOCK_PREFIXES, Metrics, cut_metrics, read_metrics

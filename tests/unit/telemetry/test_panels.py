@@ -5,8 +5,7 @@ import re
 import runpy
 from collections import Counter
 
-from metric_names import documented, drawn, known_as
-
+from helpers.metric_names import documented, drawn, known_as
 from torchtune_ext.grading.environments import ENDINGS
 from torchtune_ext.measured.check import OUTCOMES
 from torchtune_ext.measured.matmul.rewards import FAILURES

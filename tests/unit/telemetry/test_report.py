@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
-from pages import Scripts
-from report_runs import HOSTILE, make_group, make_run
 
+from helpers.pages import Scripts
+from helpers.report_runs import HOSTILE, make_group, make_run
 from torchtune_ext.telemetry import report as module
 from torchtune_ext.telemetry.metrics import Metrics
 from torchtune_ext.telemetry.report import Limits, build_report

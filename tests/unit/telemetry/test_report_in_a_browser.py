@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from pages import MISSING, WIDTHS, opened
-from records import guessed
-from report_runs import HOSTILE, make_run
 
+from helpers.pages import MISSING, WIDTHS, opened
+from helpers.records import guessed
+from helpers.report_runs import HOSTILE, make_run
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.telemetry.metrics import Metrics

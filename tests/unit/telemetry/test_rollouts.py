@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from full_disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import guessed
 
+from helpers.full_disk import full_disk
+from helpers.records import guessed
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group, Sample, run_lengths
 from torchtune_ext.sampling.records import Completion

@@ -10,10 +10,10 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-import wandb_reader
-from records import sampled
-from tables import every_row
 
+from helpers import wandb_reader
+from helpers.records import sampled
+from helpers.tables import every_row
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.folder import Run

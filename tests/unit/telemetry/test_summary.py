@@ -3,8 +3,8 @@ counted of conversations."""
 
 import numpy as np
 import pytest
-from records import guessed, sampled
 
+from helpers.records import guessed, sampled
 from torchtune_ext.grading.calls import hung
 from torchtune_ext.grading.environments import ENDINGS
 from torchtune_ext.pipeline.groups import Group

@@ -8,10 +8,10 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from records import sampled
-from tables import every_row
 from torch.distributions import Categorical
 
+from helpers.records import sampled
+from helpers.tables import every_row
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy.logprobs import LabelLogprobs

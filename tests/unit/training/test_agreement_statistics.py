@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from records import sampled
-from tables import every_row
 from torch.distributions import Categorical
 
+from helpers.records import sampled
+from helpers.tables import every_row
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.packing import contexts, pack
 from torchtune_ext.tasks.task import Problem

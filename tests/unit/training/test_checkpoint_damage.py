@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from checkpoint_runs import MINE, SHAPE, Trained, checkpoints_in, make_model, make_source
 from safetensors.torch import load_file, save_file
 
+from helpers.checkpoint_runs import MINE, SHAPE, Trained, checkpoints_in, make_model, make_source
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.hf_model import HFModel

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from checkpoint_runs import Trained, checkpoints_in, fork, make_source
 
+from helpers.checkpoint_runs import Trained, checkpoints_in, fork, make_source
 from torchtune_ext.run.files import sweep
 from torchtune_ext.run.folder import step_of
 from torchtune_ext.training.manifest import Manifest

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint.filesystem as dcp_files
-from checkpoint_runs import MINE, SHAPE, Trained, build, checkpoints_in, fork, make_source
-from tables import every_row
 from torchtune.models.qwen2 import qwen2
 
+from helpers.checkpoint_runs import MINE, SHAPE, Trained, build, checkpoints_in, fork, make_source
+from helpers.tables import every_row
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, load_weights

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from checkpoint_runs import build, make_source
-from tables import every_row
 
+from helpers.checkpoint_runs import build, make_source
+from helpers.tables import every_row
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.training.export import export_adapter, own_prompts, require_replaceable, save_model

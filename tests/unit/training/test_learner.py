@@ -10,10 +10,10 @@ from unittest.mock import MagicMock, Mock
 import numpy as np
 import pytest
 import torch
-import unpacked
-from learners import alone
-from tables import every_row
 
+from helpers import unpacked
+from helpers.learners import alone
+from helpers.tables import every_row
 from torchtune_ext.kernels.packed_attention import packed_mask
 from torchtune_ext.objective.loss import Needs, NLLLoss, PolicyLoss, needs_of
 from torchtune_ext.pipeline.packing import pack

@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 import torch
-from tables import every_row
 
+from helpers.tables import every_row
 from torchtune_ext.run import errors
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.records import EngineFailed

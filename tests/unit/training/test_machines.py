@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_runs import fork
 from torchtune import training
 
+from helpers.checkpoint_runs import fork
 from torchtune_ext.policy.builder import _mesh
 from torchtune_ext.run import parent
 from torchtune_ext.training import machines

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tables import every_row
 from torch._subclasses import FakeTensorMode
 from torchtune.models.qwen2 import lora_qwen2, qwen2
 
+from helpers.tables import every_row
 from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_quantize import quantize_weight
 from torchtune_ext.policy import from_config, scratch

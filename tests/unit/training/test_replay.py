@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from letter_tokens import LetterTokenizer
-from records import sampled
-from tables import every_row
 
+from helpers.letter_tokens import LetterTokenizer
+from helpers.records import sampled
+from helpers.tables import every_row
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.task import Problem, Score

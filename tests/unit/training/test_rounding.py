@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from fp8_models import BF16, CPU, F32, directory, policy_of, some_rows
 
+from helpers.fp8_models import BF16, CPU, F32, directory, policy_of, some_rows
 from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import build_policy, on_meta
 from torchtune_ext.policy.streamed import streamed_logprobs

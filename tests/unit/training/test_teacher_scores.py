@@ -4,8 +4,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-from unpacked import in_branches, make_groups, paths_of
 
+from helpers.unpacked import in_branches, make_groups, paths_of
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.training.teacher import Teacher
 
