@@ -16,7 +16,6 @@ pytest.importorskip("tree_sitter_c")
 
 from helpers.calm_kernels import CalmDgemm, CalmReduction
 from helpers.exploits import exploits
-from helpers.tables import every_row
 from torchtune_ext.cli import cli
 from torchtune_ext.measured import cli as command
 from torchtune_ext.measured import compiler, probe
@@ -240,7 +239,7 @@ def test_the_command_prints_a_table(monkeypatch, capsys):
     }
 
 
-@every_row(
+@pytest.mark.parametrize(
     "words, message",
     [
         (["nowhere.c"], "nowhere.c cannot be read: No such file"),

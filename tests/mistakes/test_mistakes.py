@@ -15,7 +15,6 @@ import pytest
 from table import GROUPS, MISTAKES
 from trying import ENGINE_STARTED, Forks, Mistake, attempt, full, make_place, warmup
 
-from helpers.tables import every_row
 from helpers.tiny_runs import environment
 from torchtune_ext.run.errors import WITH_TRACEBACK
 from torchtune_ext.run.folder import RunFolder
@@ -89,7 +88,7 @@ def test_new_model_with_dropping_template_is_refused(place, in_fork, tmp_path):
 
 
 @pytest.mark.timeout(1200)  # each of them has a deadline of its own
-@every_row("name", HERE, ids=HERE)
+@pytest.mark.parametrize("name", HERE, ids=HERE)
 def test_a_mistake_is_one_message(place, in_fork, tmp_path, name):
     require(MISTAKES[name], attempt(MISTAKES[name], place, tmp_path / "run", in_fork))
 
@@ -104,12 +103,8 @@ def test_commands_say_the_same(place, tmp_path, names):
             name: pool.submit(attempt, MISTAKES[name], place, tmp_path / str(number), as_command)
             for number, name in enumerate(names)
         }
-
-    @every_row("name", names, ids=names)
-    def each(name):
+    for name in names:
         require(MISTAKES[name], tried[name].result())
-
-    each()
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from helpers.tables import every_row
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls
@@ -299,7 +298,7 @@ def test_a_text_beyond_the_models_length_is_encoded_without_a_warning(model_dir,
 # ---- errors: never silent -----------------------------------------------------------------------------------------
 
 
-@every_row(
+@pytest.mark.parametrize(
     "template, messages, words",
     [
         (ALWAYS_DROPS, conversation("a", "<think>1</think>b"), ["message 1", "drops part", "{% generation %}"]),
@@ -355,7 +354,7 @@ def test_missing_files_raise(model_dir, tmp_path):
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
 
 
-@every_row(
+@pytest.mark.parametrize(
     "name, content, message",
     [
         ("generation_config.json", "", "generation_config.json is empty. Copy the file from"),
@@ -407,7 +406,7 @@ def test_template_options_of_the_renderer_are_refused(model_dir, name):
         ChatTokenizer(model_dir, "chatml", template_options={name: []})
 
 
-@every_row("value", [float("inf"), [float("nan")], {1}])
+@pytest.mark.parametrize("value", [float("inf"), [float("nan")], {1}])
 def test_template_options_without_json_are_refused(model_dir, value):
     with pytest.raises(Mistake, match="tokenizer.template_options=.*: not JSON"):
         ChatTokenizer(model_dir, "chatml", template_options={"deep": value})

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from helpers.records import sampled
-from helpers.tables import every_row
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.pipeline.episodes import Episode
 from torchtune_ext.run.errors import Mistake
@@ -172,7 +171,7 @@ def appended(tokenizer: ChatTokenizer, messages, turns=(), history="sampled") ->
 
 
 @families(*KEEPING, ("qwen3", {}))
-@every_row("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_appended_ids_are_those_of_the_whole_conversation(tokenizer, messages):
     """No default system prompt is in an answer, either: the template writes it once."""
     assert appended(tokenizer, messages)[0] == tokenizer.prompt_ids(messages)
@@ -180,7 +179,7 @@ def test_appended_ids_are_those_of_the_whole_conversation(tokenizer, messages):
 
 # But for the last one: what a warm-up learns is no stranger's text, and there the mark would not be found in it.
 @families(*KEEPING, *SILENCED)
-@every_row("messages", list(CONVERSATIONS.values())[:-1], ids=list(CONVERSATIONS)[:-1])
+@pytest.mark.parametrize("messages", list(CONVERSATIONS.values())[:-1], ids=list(CONVERSATIONS)[:-1])
 def test_a_warm_up_learns_the_ids_that_a_run_appends(tokenizer, messages):
     """Whatever the template does to older turns: in a warm-up each of them has the form of the newest."""
     ids, start, episode = appended(tokenizer, messages)
@@ -225,7 +224,7 @@ def test_an_unusual_tokenization_stays(tokenizer):
 
 
 @families(*KEEPING, *SILENCED)
-@every_row(
+@pytest.mark.parametrize(
     "last", ["<|end|>", "<|endoftext|>", "4"], ids=["the template's end", "another stop token", "no end, a cut turn"]
 )
 def test_the_end_of_a_turn(tokenizer, last):
@@ -314,7 +313,7 @@ def contexts_of(prompt, episode):
 
 
 @families(*KEEPING, ("qwen3", {}))
-@every_row("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_a_template_that_keeps_all_has_the_same_history(tokenizer, messages):
     ids, _, episode = appended(tokenizer, messages, history="template")
     assert ids == appended(tokenizer, messages)[0] == tokenizer.prompt_ids(messages)
@@ -395,7 +394,7 @@ def test_another_history_is_refused(small_dir):
 # ---- templates of our own ------------------------------------------------------------------------------------------
 
 
-@every_row(
+@pytest.mark.parametrize(
     "template, turn, answer, follows",
     [
         # the end of a turn is not the first token, and none that an answer may write
@@ -440,8 +439,10 @@ TAGGED = """{% set off = messages[0].role == 'system' and '/no_think' in message
 {% endif %}{% endif %}"""
 
 
-@every_row("first", [[], [system("Be brief.")], [system("/no_think")], [system("\ue0f1\ue0f2 /no_think"), system("x")]])
-@every_row("template", [BY_SYSTEM, TAGGED])
+@pytest.mark.parametrize(
+    "first", [[], [system("Be brief.")], [system("/no_think")], [system("\ue0f1\ue0f2 /no_think"), system("x")]]
+)
+@pytest.mark.parametrize("template", [BY_SYSTEM, TAGGED])
 def test_system_prompt_decides_how_later_turns_begin(small_dir, first, template):
     tokenizer = ChatTokenizer(small_dir, template)
     messages = [*first, user("2+2?"), policy("4"), user("3+3?"), policy("6"), user("So?")]

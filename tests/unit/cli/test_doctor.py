@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.cli import doctor
 from torchtune_ext.cli.doctor import FAIL, OK, WARN, Finding, table
 from torchtune_ext.measured.sandbox import Layer, SandboxError
@@ -144,7 +143,7 @@ def test_a_good_machine_has_no_trouble(look, machine):
     assert [finding for finding in look(**machine) if finding.mark != OK] == []
 
 
-@every_row("case", TROUBLE)
+@pytest.mark.parametrize("case", TROUBLE)
 def test_trouble_is_named_with_its_cure(look, case):
     machine, mark, name, text, fix = TROUBLE[case]
     findings = look(**machine)

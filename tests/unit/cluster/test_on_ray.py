@@ -9,7 +9,6 @@ from importlib.util import find_spec
 import pytest
 
 from helpers import fp8_models
-from helpers.tables import every_row
 from torchtune_ext.cli import cli
 from torchtune_ext.cli.cli import main
 from torchtune_ext.cluster import on_ray
@@ -41,7 +40,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "typed, says",
     [
         ("--config run.yaml", "--config run.yaml: written for which recipe? Add --recipe grpo_full"),

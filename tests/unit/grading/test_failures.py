@@ -3,7 +3,6 @@
 import pytest
 
 from helpers.scripted_task import PROBLEM, Scripted
-from helpers.tables import every_row
 from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.grading.grader import GradingFailed, GradingWatch
 from torchtune_ext.tasks.task import Score
@@ -26,7 +25,7 @@ def test_two_steps_in_which_every_text_fails_end_the_run(caplog):
     )
 
 
-@every_row(
+@pytest.mark.parametrize(
     "steps",
     [
         [(1, [BAD]), (2, [BAD, GOOD]), (3, [BAD])],

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from helpers.own_files import working_in
-from helpers.tables import every_row
 from torchtune_ext.grading import Grader, Ungraded
 from torchtune_ext.tasks.arithmetic import Arithmetic
 from torchtune_ext.tasks.jsonl import Jsonl
@@ -88,7 +87,7 @@ def test_a_number_is_a_reward(folder):
     assert all(type(outcome.reward) is float and outcome.parts == {} for outcome in outcomes)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "text, cause",
     [
         ("float('nan')", "reward=nan, which is not finite"),
@@ -236,7 +235,7 @@ def test_a_judge_that_fails_gives_no_reward_to_its_group_and_takes_none_from_oth
 # ---- mistakes
 
 
-@every_row(
+@pytest.mark.parametrize(
     "path, message",
     [
         ("word", "grader='word': write FILE.FUNCTION, grader=my_reward.f for the function f of my_reward.py"),

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from helpers.scripted_task import PROBLEM, Scripted, graded
-from helpers.tables import every_row
 from torchtune_ext.grading import Grader, GraderConfig, Ungraded, answer_faults, rehearse
 from torchtune_ext.grading.calls import shipped_grader
 from torchtune_ext.grading.grader import is_failure
@@ -48,7 +47,7 @@ def test_policy_failed_is_what_the_task_marks():
     assert (wrong.kind, wrong.reward) == ("scored", 0.0)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "text, cause",
     [
         ("raises no digits", r"^ValueError: no digits \(scripted_task.py:\d+\)$"),
@@ -180,7 +179,7 @@ def test_shipped_grader_failed_by_the_machine_is_ungraded(tmp_path):
     assert is_failure(killed) and (alive.reward, failed.kind) == (2.0, "infra_failed")
 
 
-@every_row(
+@pytest.mark.parametrize(
     "task, shipped",
     [
         (Arithmetic(count=9), True),
@@ -243,7 +242,7 @@ def test_answer_faults_useless_answers_are_named(tmp_path):
         assert answer_faults(grader, problems[:6]) == [""] * 6
 
 
-@every_row(
+@pytest.mark.parametrize(
     "answers, words",
     [
         (

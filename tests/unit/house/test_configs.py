@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from helpers.public_configs import write_config
 from helpers.stand_ins import nf4_in_one_piece
-from helpers.tables import every_row
 from torchtune_ext.cli.cli import main
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.advantages import AdvantageConfig
@@ -42,7 +41,7 @@ def loaded(name):
     return module, load_config(module.Config, OmegaConf.load(path))
 
 
-@every_row("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_config_fits_its_recipe(name):
     _, cfg = loaded(name)
     if hasattr(cfg, "engine"):
@@ -103,7 +102,7 @@ def sized(name, words, public, folder):
     return module, load_config(module.Config, cfg)
 
 
-@every_row("name, words, public, billions", SIZES)
+@pytest.mark.parametrize("name, words, public, billions", SIZES)
 def test_dry_run_knows_the_published_sizes(name, words, public, billions, tmp_path):
     _, cfg = sized(name, words, public, tmp_path)
     assert cfg.engine.sleep or bool(cfg.engine.devices) != bool(cfg.engine.address)
@@ -134,8 +133,8 @@ def test_paths_begin_at_home(monkeypatch, tmp_path):
     assert cfg.task["prompt"] == "~{question}"
 
 
-@every_row("name", ["grpo/tiny", "grpo/qwen2_5_7B_lora"])
-@every_row("preset", PRESETS)
+@pytest.mark.parametrize("name", ["grpo/tiny", "grpo/qwen2_5_7B_lora"])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_fits(preset, name):
     module = module_of(name)
     cfg = load_config(module.Config, OmegaConf.merge(OmegaConf.load(CONFIGS[name]), {"preset": preset}))
@@ -215,7 +214,7 @@ def test_bad_preset_files_are_named(tmp_path, text, message):
     assert str(file) in str(caught.value)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "change, message",
     [
         ({"preset": "nothing.yaml"}, "preset=nothing.yaml: no such file"),
@@ -245,7 +244,7 @@ def test_presets_are_listed_and_printed(capsys):
     assert "error: preset='gsop' is unknown; did you mean 'gspo'" in capsys.readouterr().err
 
 
-@every_row(
+@pytest.mark.parametrize(
     "node, message",
     [
         (

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.run.catalog import config_files, recipe_files, recipe_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -337,7 +336,7 @@ def test_rule(rule, everything):
     assert files and not offenders, "\n".join([rule.__doc__ or "", *offenders])
 
 
-@every_row("rule, texts, words", PLANTED, ids=[f"{rule.__name__}: {words}" for rule, _, words in PLANTED])
+@pytest.mark.parametrize("rule, texts, words", PLANTED, ids=[f"{rule.__name__}: {words}" for rule, _, words in PLANTED])
 def test_an_offender_is_named(rule, texts, words):
     offenders = list(rule([File(path, text) for path, text in texts.items()]))
     assert any(words in offender for offender in offenders), offenders

@@ -13,7 +13,6 @@ from huggingface_hub.cli.download import download
 from omegaconf import OmegaConf
 
 from helpers.page_commands import blocks, commands, run_command
-from helpers.tables import every_row
 from torchtune_ext.cli import cli
 from torchtune_ext.policy.families import FAMILIES
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
@@ -155,7 +154,7 @@ def test_every_message_that_troubleshooting_quotes_is_written_somewhere(repo_roo
     assert not unknown
 
 
-@every_row("name", PAGES)
+@pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(repo_root, name):
     page = repo_root / name
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):

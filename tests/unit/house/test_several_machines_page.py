@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 from torch.distributed.run import get_args_parser
 
 from helpers.page_commands import blocks
-from helpers.tables import every_row
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder
 from torchtune_ext.settings.command_line import require_rendezvous
@@ -99,7 +98,7 @@ def test_the_manifest_starts_one_run_on_two_pods(page, printed):
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
 
 
-@every_row(
+@pytest.mark.parametrize(
     "words, message",
     [
         (

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.fp8_bounds import quantization_error
-from helpers.tables import every_row
 from torchtune_ext.kernels import fp8_gemm as module
 from torchtune_ext.kernels.fp8_gemm import choose_backend, dgrad, fprop, wgrad
 from torchtune_ext.kernels.fp8_quantize import (
@@ -66,7 +65,9 @@ def cut(gemm, out, features):
     return (gemm, 24, out, min(features, 128)) if gemm == "dgrad" else (gemm, 300, min(out, 256), min(features, 128))
 
 
-@every_row("gemm, tokens, out, features", sorted({cut(gemm, *shape) for gemm in FUNCTIONS for shape in SHAPES}))
+@pytest.mark.parametrize(
+    "gemm, tokens, out, features", sorted({cut(gemm, *shape) for gemm in FUNCTIONS for shape in SHAPES})
+)
 def test_every_linear_of_qwen(gemm, tokens, out, features):
     (first, second), quantized, product = operands(gemm, tokens, out, features, seed=out + features)
     result = FUNCTIONS[gemm](*quantized, out_dtype=torch.float32, backend="reference").double()
@@ -145,8 +146,8 @@ def fake_operands(gemm, tokens, out, features):
     return module._operands(gemm, fake(quantize_rows(x if gemm == "fprop" else dy)), fake(quantize_weight(w)))
 
 
-@every_row("tokens", [1, 3, 200, 256])
-@every_row("out, features", [(128, 896), (896, 128), (256, 640), (512, 384), (128, 128)])
+@pytest.mark.parametrize("tokens", [1, 3, 200, 256])
+@pytest.mark.parametrize("out, features", [(128, 896), (896, 128), (256, 640), (512, 384), (128, 128)])
 def test_scaled_mm_accepts_our_layouts(tokens, out, features):
     """Among them K / 128 = 7, 5, 3 and 1, which are not multiples of 4."""
     shapes = {"fprop": (tokens, out), "dgrad": (tokens, features), "wgrad": (out, features)}
@@ -268,7 +269,7 @@ def test_torchao_gets_what_it_asserts(monkeypatch):
             assert (result - want).norm() < 2**-18 * want.norm()
 
 
-@every_row(
+@pytest.mark.parametrize(
     "capability, cuda, installed, gemm, dtype, backend, reason",
     [
         ((9, 0), "13.0", True, "fprop", torch.bfloat16, "scaled_mm", "the first that can run"),

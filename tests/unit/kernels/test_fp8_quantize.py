@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.tables import every_row
 from torchtune_ext.kernels.fp8_quantize import (
     COLUMNS,
     ROWS,
@@ -90,7 +89,7 @@ LARGEST = [
 ]
 
 
-@every_row("block", [ROWS, COLUMNS, TILES])
+@pytest.mark.parametrize("block", [ROWS, COLUMNS, TILES])
 def test_every_bfloat16(block):
     codes = set()
     for largest in LARGEST:
@@ -150,7 +149,7 @@ def test_layouts_and_padding(M):
     assert columns.T.block == ROWS and torch.equal(dequantize(columns.T), dequantize(columns).T)
 
 
-@every_row("quantize", [quantize_rows, quantize_columns, quantize_weight])
+@pytest.mark.parametrize("quantize", [quantize_rows, quantize_columns, quantize_weight])
 def test_zero_blocks(quantize):
     x = torch.zeros(256, 256)
     x[:128, :128] = 3.0
@@ -168,8 +167,8 @@ def test_a_quotient_above_448_saturates():
     assert torch.equal(q.values.float().amax(1), torch.full((4096,), 448.0))
 
 
-@every_row("quantize", [quantize_rows, quantize_columns, quantize_weight])
-@every_row("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("quantize", [quantize_rows, quantize_columns, quantize_weight])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_visible(quantize, bad):
     x = torch.ones(256, 256)
     x[5, 7] = bad
@@ -196,7 +195,7 @@ def test_a_transposed_weight_has_the_same_bits():
     assert (codes_of(rows) != codes_of(other).T).mean() > 0.1
 
 
-@every_row("rows", [1, 100, 200])
+@pytest.mark.parametrize("rows", [1, 100, 200])
 def test_a_weight_without_whole_tiles_is_one_with_zeros(rows):
     w = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     q, whole = quantize_weight(w), quantize_weight(torch.nn.functional.pad(w, (0, 0, 0, -rows % 128)))

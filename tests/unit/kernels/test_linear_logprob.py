@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.tables import every_row
 from torchtune_ext.kernels import linear_logprob as module
 from torchtune_ext.kernels.linear_logprob import linear_gather, linear_logprob, linear_logprob_reference, linear_top_k
 
 
-@every_row("temperature", [0.7, 1.0, 1.3])
-@every_row("chunk_elements", [1, 60, 1 << 27])  # one label a chunk, a ragged last chunk, all at once
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("chunk_elements", [1, 60, 1 << 27])  # one label a chunk, a ragged last chunk, all at once
 def test_equals_whole_logits(monkeypatch, temperature, chunk_elements):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
@@ -59,7 +58,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@every_row(
+@pytest.mark.parametrize(
     "dtype, chunk_elements, products",
     [(torch.bfloat16, 1 << 27, 3), (torch.bfloat16, 32 * 500, 8), (torch.float32, 1 << 27, 4)],
 )

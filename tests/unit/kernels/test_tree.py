@@ -8,7 +8,6 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 
 from helpers import adapters, fp8_models
-from helpers.tables import every_row
 from helpers.unpacked import (
     PAD,
     assert_equal_to_plain,
@@ -83,7 +82,7 @@ def test_a_packed_tree_equals_every_path_alone(seeds, monkeypatch):
     assert {1, 2, 3, 4, 5, 6} <= depths
 
 
-@every_row("way", ["chunks", "checkpointing", "lora", "lora and checkpointing"])
+@pytest.mark.parametrize("way", ["chunks", "checkpointing", "lora", "lora and checkpointing"])
 def test_trees_with_what_changes_the_computation(way, monkeypatch):
     model, plain = tiny_model(dtype=torch.float64), None
     if way == "chunks":

@@ -7,8 +7,6 @@ from statistics import median
 
 import pytest
 
-from helpers.tables import every_row
-
 pytest.importorskip("tree_sitter_c")
 
 from helpers.labelled_programs import preprocessed, techniques
@@ -92,7 +90,7 @@ def test_some_programs_end_as_they_say(checker):
         require(checker, program)
 
 
-@every_row("fault", FAULTS, ids=lambda fault: f"{fault.outcome} {fault.words} {fault.pattern[:12]}")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.outcome} {fault.words} {fault.pattern[:12]}")
 def test_every_fault_fits_and_changes_something(fault):
     hits = [program for program in distinct(60) if fits(fault, program.source)]
     assert hits

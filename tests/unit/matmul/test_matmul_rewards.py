@@ -3,9 +3,8 @@
 import math
 
 import matmul_rewards as figures
+import pytest
 from matmul_rewards import DISTANCES, FASTEST, NAIVE, SIZE, SLOW, advantages, distance, rewards
-
-from helpers.tables import every_row
 
 *_, RIGHT = DISTANCES
 
@@ -21,8 +20,8 @@ def floor(kind, name, fastest=FASTEST):
     return far(kind, name, fastest) / ((max(of) - min(of)) / 2)
 
 
-@every_row("name", DISTANCES)
-@every_row("fastest", [64.0, FASTEST, 1000.0])
+@pytest.mark.parametrize("name", DISTANCES)
+@pytest.mark.parametrize("fastest", [64.0, FASTEST, 1000.0])
 def test_published_distances_vanish_and_the_others_do_not(name, fastest):
     """One of N rewards that lies d above the mean of the others makes a deviation of at least d sqrt(N - 1) / N: what the others
     differ by among themselves only adds to it. And no deviation is larger than half of the range (Popoviciu)."""

@@ -4,8 +4,6 @@ from collections import Counter
 
 import pytest
 
-from helpers.tables import every_row
-
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured.kernels import Dgemm
@@ -43,7 +41,7 @@ def program_of(task, problem):
     return task._at(int(problem.id.rpartition("/")[2]))[1]
 
 
-@every_row("arguments, message", BAD)
+@pytest.mark.parametrize("arguments, message", BAD)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         Programs(**arguments)

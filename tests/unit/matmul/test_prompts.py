@@ -2,8 +2,6 @@
 
 import pytest
 
-from helpers.tables import every_row
-
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured.kernel import prototype
@@ -20,8 +18,8 @@ def text(*arguments, **keywords) -> str:
     return message["content"]
 
 
-@every_row("stage", STAGES)
-@every_row("kernel", KERNELS.values(), ids=list(KERNELS))
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=list(KERNELS))
 def test_everything_is_said(kernel, stage):
     its = kernel()
     prompt = text(its, stage)

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from helpers.tables import every_row
-
 pytest.importorskip("tree_sitter_c")
 
 from helpers.calm_kernels import CalmReduction
@@ -71,7 +69,7 @@ def visit(task, *results, index=0, cursor=0):
     ]
 
 
-@every_row(
+@pytest.mark.parametrize(
     "settings, message",
     [
         ({"reward": "fast"}, "task.reward='fast': choose one of published, log_speedup, peak_share"),

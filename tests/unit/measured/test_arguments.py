@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.measured import check
 from torchtune_ext.measured.check import Checker
 from torchtune_ext.measured.compiler import Compiler
@@ -36,7 +35,9 @@ def test_kernels_that_are_shipped_are_sound(name):
     require_sound(KERNELS[name]())
 
 
-@every_row("attribute", ["operations", "shapes", "reference", "bound", "naive", "question", "forbidden", "name"])
+@pytest.mark.parametrize(
+    "attribute", ["operations", "shapes", "reference", "bound", "naive", "question", "forbidden", "name"]
+)
 def test_a_kernel_that_lacks_something(nothing_starts, attribute):
     Lacking = type("Lacking", (Dgemm,), {attribute: None})
     is_text = attribute in ("name", "question", "naive")
@@ -67,14 +68,14 @@ KERNEL_FAULTS = {
 }  # fmt: skip
 
 
-@every_row("case", KERNEL_FAULTS)
+@pytest.mark.parametrize("case", KERNEL_FAULTS)
 def test_a_kernel_that_contradicts_itself(nothing_starts, case):
     attributes, words = KERNEL_FAULTS[case]
     refused(f"Odd{words}", kernel=type("Odd", (Dgemm,), attributes)(64))
 
 
-@every_row("name", sorted(KERNELS))
-@every_row("size", [0, -3, 2.5, 1 << 31])
+@pytest.mark.parametrize("name", sorted(KERNELS))
+@pytest.mark.parametrize("size", [0, -3, 2.5, 1 << 31])
 def test_a_size_of_nothing(nothing_starts, name, size):
     kernel = KERNELS[name](size)
     refused(

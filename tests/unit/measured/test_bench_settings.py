@@ -6,13 +6,12 @@ from importlib import import_module
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.cli.cli import main
 from torchtune_ext.measured.bench import Bench, BenchConfig
 from torchtune_ext.measured.grading import MeasuredTask
 
 
-@every_row(
+@pytest.mark.parametrize(
     "settings, message",
     [
         ({"workers": 0}, "bench.workers=0 must be a whole number of at least 1, or null"),

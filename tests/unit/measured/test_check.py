@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from helpers.as_user import as_user
-from helpers.tables import every_row
 from torchtune_ext.measured import check as checks
 from torchtune_ext.measured import compiler as compilers
 from torchtune_ext.measured.check import OUTCOMES, STAGES, Checker, Deadlines
@@ -68,7 +67,7 @@ CASES = {
 }  # fmt: skip
 
 
-@every_row("case", CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_outcomes(bare, monkeypatch, case):
     monkeypatch.setattr(bare, "deadlines", Deadlines(verify_s=1.0 if case == "no end" else 20.0))
     text, outcome, stage, words = CASES[case]
@@ -117,7 +116,7 @@ def test_each_check_draws_other_sizes(bare, monkeypatch):
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
-@every_row("name", sorted(KERNELS))
+@pytest.mark.parametrize("name", sorted(KERNELS))
 def test_naive_programs_are_right_with_every_compiler(bare, compiler, name):
     if shutil.which(compiler) is None:
         pytest.skip(f"needs {compiler}")
@@ -171,8 +170,8 @@ def test_a_compiler_that_does_not_end_is_stopped(unscreened, monkeypatch):
     assert verdict.seconds["compile"] < 10
 
 
-@every_row("path", ["/etc/passwd", "/proc/self/environ", "/proc/1/environ"])
-@every_row("line", ['#include "{}"', '__asm__(".incbin \\"{}\\"");'])
+@pytest.mark.parametrize("path", ["/etc/passwd", "/proc/self/environ", "/proc/1/environ"])
+@pytest.mark.parametrize("line", ['#include "{}"', '__asm__(".incbin \\"{}\\"");'])
 def test_a_compiler_reads_nothing_of_the_machine(unscreened, path, line):
     verdict = unscreened.check_source(line.format(path) + "\n" + HONEST)
     assert verdict.outcome == "compile_error"

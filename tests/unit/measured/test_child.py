@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.locked_in import SIZE, Attempt, build, loaded
-from helpers.tables import every_row
 from torchtune_ext.measured.child import ALIGNMENT, PAGE, POISON, Child, ChildFailed, arena_size, lay_out
 from torchtune_ext.measured.compiler import Compiler
 from torchtune_ext.measured.kernel import Parameter
@@ -166,7 +165,7 @@ def test_outputs_are_poisoned_before_each_call(run):
     assert [call.outputs["out"][0] for call in run("seen_before", calls=3)] == [1, 1, 1]
 
 
-@every_row(
+@pytest.mark.parametrize(
     "name, at_end, outcome, words",
     [
         ("after_out", False, "runtime_error", "wrote after the array out"),

@@ -4,7 +4,6 @@ import time
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.measured.check import extract
 
 PROGRAM = "void f(void) {\n    return;\n}\n"
@@ -14,7 +13,7 @@ def block(language: str = "c", program: str = PROGRAM, fence: str = "```") -> st
     return f"{fence}{language}\n{program}{fence}\n"
 
 
-@every_row("language", ["c", "C", "cpp", "c++", "", " c", "c title=dgemm.c"])
+@pytest.mark.parametrize("language", ["c", "C", "cpp", "c++", "", " c", "c title=dgemm.c"])
 def test_block_fenced_as_c(language):
     assert extract("Here it is:\n\n" + block(language) + "\nIt blocks for the cache.") == PROGRAM
 

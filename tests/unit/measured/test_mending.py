@@ -2,8 +2,6 @@
 
 import pytest
 
-from helpers.tables import every_row
-
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured.check import Checker
@@ -60,7 +58,7 @@ def test_its_problems_and_solutions(task):
     assert task.environment(task[1], 0).step(task.solution(task[1])[0]).reward == 1.0
 
 
-@every_row(
+@pytest.mark.parametrize(
     "words, message",
     [
         ({"kernels": {"sum": 3}}, "task.kernels"),

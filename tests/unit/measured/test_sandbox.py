@@ -12,7 +12,6 @@ import pytest
 
 from helpers.as_user import as_user
 from helpers.locked_in import ATTEMPTS, Attempt, attempt, build, loaded
-from helpers.tables import every_row
 from helpers.waiting import wait_until
 from torchtune_ext.measured.child import ChildFailed
 from torchtune_ext.measured.compiler import Compiler, run
@@ -95,7 +94,7 @@ def killed_by(sandbox: Sandbox, name: str, n: int = 5, limits: Limits | None = N
 # ---------------------------------------------------------------- Landlock
 
 
-@every_row(
+@pytest.mark.parametrize(
     "name", ["read_secret", "read_own_environment", "list_root", "create_file", "create_folder", "shared_memory"]
 )
 def test_landlock_keeps_files_away(landlock_alone, name):
@@ -168,7 +167,7 @@ REFUSED = {
 }
 
 
-@every_row("name", KILLED)
+@pytest.mark.parametrize("name", KILLED)
 def test_seccomp_ends_what_no_computation_does(seccomp_alone, name):
     assert killed_by(seccomp_alone, name, os.getpid()) == "SIGSYS"
 
@@ -179,7 +178,7 @@ def test_seccomp_is_not_deceived_by_other_numbers(seccomp_alone, name):
     assert killed_by(seccomp_alone, name) == "SIGSYS"
 
 
-@every_row("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_seccomp_refuses_the_rest(seccomp_alone, name):
     assert tried(seccomp_alone, name) == REFUSED[name]
 

@@ -6,8 +6,6 @@ import time
 
 import pytest
 
-from helpers.tables import every_row
-
 pytest.importorskip("tree_sitter_c")
 
 from torchtune_ext.measured.kernel import prototype
@@ -186,7 +184,7 @@ def preprocess(source: str, folder, kernel=DGEMM) -> str:
 
 
 @needs_gcc
-@every_row("name", HONEST)
+@pytest.mark.parametrize("name", HONEST)
 def test_honest_programs_pass(name, tmp_path):
     assert screen(preprocess(HONEST[name], tmp_path), HONEST[name], DGEMM) == ""
 
@@ -199,7 +197,7 @@ def test_naive_programs_pass(name, tmp_path):
 
 
 @needs_gcc
-@every_row("name", FORBIDDEN)
+@pytest.mark.parametrize("name", FORBIDDEN)
 def test_forbidden(name, tmp_path):
     source, message = FORBIDDEN[name]
     assert message in screen(preprocess(source, tmp_path), source, DGEMM)
@@ -209,7 +207,9 @@ def marked(source: str) -> str:
     return f'# 1 "candidate.c"\n{source}'
 
 
-@every_row("pair", ["()", "{}", "[]", "* ", "- ", ("int f(int a, ", ")"), ("{ int x; ", "x; }"), ("x?", ":1")])
+@pytest.mark.parametrize(
+    "pair", ["()", "{}", "[]", "* ", "- ", ("int f(int a, ", ")"), ("{ int x; ", "x; }"), ("x?", ":1")]
+)
 def test_depth_is_no_danger(pair):
     before, after = pair
     text = f"int a = {before * 3_000}1{after * 3_000}; int b = fork();"
@@ -222,7 +222,9 @@ def test_it_ends_in_time():
         screen(marked(text), text, DGEMM, deadline_s=0.02)
 
 
-@every_row("piece", ["#/*", "# 1 ", "# include", "#include <../", "\\\\ ", "#line", '# 1 "', "%:", "/*#", "*/"])
+@pytest.mark.parametrize(
+    "piece", ["#/*", "# 1 ", "# include", "#include <../", "\\\\ ", "#line", '# 1 "', "%:", "/*#", "*/"]
+)
 def test_no_source_makes_the_patterns_slow(piece):
     start = time.monotonic()
     for source in (piece * 50_000, f"{piece * 50_000}*/ \n", piece + " " * 200_000):
@@ -238,7 +240,9 @@ def test_size_of_the_expanded_text_has_a_bound():
     assert screen(marked(text), text, DGEMM, deadline_s=60) == ""
 
 
-@every_row("text", ["", "\0", "no C at all", "\ud800", "🙂 void", "int f(", '"', "'", "/*", "((((", "}}}}", "# 1 x"])
+@pytest.mark.parametrize(
+    "text", ["", "\0", "no C at all", "\ud800", "🙂 void", "int f(", '"', "'", "/*", "((((", "}}}}", "# 1 x"]
+)
 def test_text_that_is_no_c_is_left_to_the_compiler(text):
     assert screen(marked(text), text, DGEMM) == ""
 

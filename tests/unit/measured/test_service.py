@@ -5,8 +5,6 @@ from dataclasses import fields
 
 import pytest
 
-from helpers.tables import every_row
-
 pytest.importorskip("tree_sitter_c")
 
 from helpers.calm_kernels import HONEST, CalmReduction, fenced
@@ -45,7 +43,7 @@ class Undecodable(CalmReduction):
         return super().reference(size, inputs) if size["n"] == 1 else b"\xff".decode()
 
 
-@every_row(
+@pytest.mark.parametrize(
     "config, kernel, message",
     [
         ({"cores": [4093]}, CalmReduction(), r"cores=\[4093\]: use some of \["),

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.tables import every_row
-
 pytest.importorskip("tree_sitter_c")
 
 from helpers.labelled_programs import labelled_programs, preprocessed, techniques
@@ -40,7 +38,7 @@ FILES = {
 
 
 @needs_gcc
-@every_row("program", LABELLED, ids=lambda program: f"{program.kernel} {program.name}")
+@pytest.mark.parametrize("program", LABELLED, ids=lambda program: f"{program.kernel} {program.name}")
 def test_labelled_program(program):
     kernel = KERNELS[program.kernel]()
     text = preprocessed(program.source)
@@ -66,7 +64,7 @@ def test_rate_of_programs_the_reader_was_not_written_with():
 
 
 @needs_gcc
-@every_row("file", FILES)
+@pytest.mark.parametrize("file", FILES)
 def test_examples_and_honest_exploits(file):
     kernel = next((KERNELS[name]() for name in KERNELS if name in file), Dgemm())
     assert techniques(preprocessed((ROOT / file).read_text()), kernel) == set(FILES[file].split())
@@ -136,7 +134,7 @@ BOMBS = {
 }
 
 
-@every_row("bomb", BOMBS)
+@pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_ends(bomb, monkeypatch):
     monkeypatch.setattr(reader, "MAX_STEPS", reader.MAX_STEPS // 5)  # the test takes a fifth of the time
     start = time.monotonic()
@@ -148,7 +146,7 @@ def test_a_bomb_ends(bomb, monkeypatch):
     assert time.monotonic() - start < 60, end
 
 
-@every_row("seed", range(40))
+@pytest.mark.parametrize("seed", range(40))
 def test_broken_text_is_read_or_refused(seed):
     """Cut, doubled and exchanged pieces: whatever the tree looks like, nothing but Unreadable may come out."""
     rng = random.Random(seed)

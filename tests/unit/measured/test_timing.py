@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.as_user import as_user
-from helpers.tables import every_row
 from torchtune_ext.measured import machine
 from torchtune_ext.measured.kernels import Dgemm
 from torchtune_ext.measured.machine import alone_on, choose_cores, kept_off, usable_cores
@@ -27,7 +26,7 @@ def chance_outside(n: int, k: int) -> float:
     return 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
 
 
-@every_row("n", range(1, 60))
+@pytest.mark.parametrize("n", range(1, 60))
 def test_the_interval_of_a_median_is_the_narrowest_that_is_wide_enough(n):
     samples = np.random.default_rng(n).permutation(n).astype(float).tolist()  # the rank is the value
     low, high = interval_of_median(samples)

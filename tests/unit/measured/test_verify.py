@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.tables import every_row
 from torchtune_ext.measured.child import Call, ChildFailed, arena_size
 from torchtune_ext.measured.kernel import UNIT_ROUNDOFF, Arrays, Size, gamma
 from torchtune_ext.measured.kernels import KERNELS, Dgemm, Reduction
@@ -179,8 +178,8 @@ def test_biased_inputs_are_always_rounded_down_by_single_precision(seed):
 # ---------------------------------------------------------------- what is no number
 
 
-@every_row("bad", [np.nan, np.inf, -np.inf])
-@every_row("name", NAMES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_number_never_passes(name, bad):
     kernel, size, inputs = small_case(name, 3, "normal")
     outputs = kernel.reference(size, inputs)
@@ -220,8 +219,8 @@ def test_sizes_cannot_be_foreseen():
     assert len(drawn) == 20
 
 
-@every_row("kind", KINDS)
-@every_row("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_kind_of_inputs_overflows(name, kind):
     kernel, size, inputs = small_case(name, 11, kind)
     for value in kernel.reference(size, inputs).values():
@@ -307,8 +306,8 @@ CHEATS = {
 }
 
 
-@every_row("cheat", CHEATS)
-@every_row("name", NAMES)
+@pytest.mark.parametrize("cheat", CHEATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_computation_is_wrong(name, cheat):
     kernel = KERNELS[name]()
     for seed in range(5):

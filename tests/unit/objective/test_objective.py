@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 import pytest
 import torch
 
-from helpers.tables import every_row
 from torchtune_ext.objective.clipping import clip
 from torchtune_ext.objective.constraints import CONSTRAINTS, Constraint
 from torchtune_ext.objective.loss import NLLLoss, PolicyLoss, Tokens
@@ -82,7 +81,7 @@ def soft_gate(r, a):
     return 4 / tau * gate * a, 4 * gate * (1 - gate) * a
 
 
-@every_row(
+@pytest.mark.parametrize(
     "settings, objective",
     [
         ({}, interval(0.8, 1.2)),
@@ -255,7 +254,7 @@ PRODUCTS = [math.prod(WEIGHTS[:3])] * 3 + [math.prod(WEIGHTS[3:])] * 2  # 0.82, 
 MEANS = [p ** (1 / n) for p, n in zip(PRODUCTS, [3, 3, 3, 2, 2], strict=True)]  # 0.94, 2.23
 
 
-@every_row(
+@pytest.mark.parametrize(
     "settings, weights",
     [
         ({}, [1.0] * 5),
@@ -384,7 +383,7 @@ def test_nll():
     assert NLLLoss()(t)[0].tolist() == pytest.approx(want, abs=1e-15)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "settings, message",
     [
         ({"clip_low": 0.0}, "loss.clip_low=0.0 must lie in (0, 1]"),

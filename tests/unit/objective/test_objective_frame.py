@@ -14,7 +14,6 @@ from torchtune.models.qwen2 import qwen2
 from helpers import unpacked
 from helpers.learners import alone
 from helpers.records import sampled
-from helpers.tables import every_row
 from helpers.unpacked import whole_float64
 from torchtune_ext.objective.clipping import kl3_bounds
 from torchtune_ext.objective.constraints import CONSTRAINTS
@@ -140,7 +139,7 @@ def test_atr_is_an_asymmetric_clip(delta):
         assert atr(t)[1]["clip_fraction"].bool().tolist() == (outward & (kl3 > delta)).tolist()
 
 
-@every_row("name", CONSTRAINTS)
+@pytest.mark.parametrize("name", CONSTRAINTS)
 def test_on_policy_all_constraints_have_the_policy_gradient(name):
     t = random_tokens(1)
     t = replace(t, logprobs_L=t.old_logprobs_L.clone().requires_grad_(), top_LK=t.old_top_LK)
@@ -149,7 +148,7 @@ def test_on_policy_all_constraints_have_the_policy_gradient(name):
     assert (gradient + t.advantages_L).abs().max() < 1e-12
 
 
-@every_row("name", ["full", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mask"])
+@pytest.mark.parametrize("name", ["full", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mask"])
 def test_importance_weights_are_one_where_the_sampler_is_the_old_policy(name):
     t = random_tokens(2)
     t = replace(t, behavior_logprobs_L=t.old_logprobs_L)
@@ -203,7 +202,7 @@ def test_sample_sums_and_means():
 STOPPED = {"cispo", "sequence cispo", "k1", "interpolated"}
 
 
-@every_row("name", [name for name in LOSSES if name not in STOPPED])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in STOPPED])
 def test_gradcheck(name):
     t = random_tokens(6, num=12)
 
@@ -213,8 +212,8 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(values, (t.logprobs_L, t.entropy_L))
 
 
-@every_row("dtype", [torch.float32, torch.bfloat16])
-@every_row("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
 def test_far_out_nothing_is_infinite(name, dtype):
     """Log-ratios to +-80 against the old policy, the sampler and the reference, both signs of the advantage."""
     cases = torch.cartesian_prod(*[torch.tensor([-80.0, -20.0, 0.0, -1e-3])] * 4)
@@ -228,7 +227,7 @@ def test_far_out_nothing_is_infinite(name, dtype):
     assert all(torch.isfinite(m).all() for m in metrics.values())
 
 
-@every_row("d", [1e-7, 1e-5, 1e-4, 1e-3, 0.0099, 0.0101, 0.1, 1.0, -1e-5, -1e-3, -0.5])
+@pytest.mark.parametrize("d", [1e-7, 1e-5, 1e-4, 1e-3, 0.0099, 0.0101, 0.1, 1.0, -1e-5, -1e-3, -0.5])
 def test_k3_keeps_its_relative_precision(d):
     """Against the series in exact fractions of d; e^d - 1 - d in float32 would be all rounding below 1e-3."""
     exact = sum(d**n / math.factorial(n) for n in range(2, 30))
@@ -287,8 +286,8 @@ def loss_and_gradients(groups, options, aggregation, row_tokens, tile=None, turn
     return metrics["loss/total"], torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
 
 
-@every_row("name", LOSSES)
-@every_row("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_rows_padding_and_order_change_nothing(name, aggregation):
     """The whole as one row, in many rows (micro-batches), padded, in another order, groups in another order."""
     options, groups = LOSSES[name], make_groups()

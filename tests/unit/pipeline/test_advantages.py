@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import torchtune_ext.pipeline.advantages as advantages_module
 from helpers.records import sampled
-from helpers.tables import every_row
 from torchtune_ext.grading import Outcome, Ungraded
 from torchtune_ext.pipeline.advantages import AdvantageConfig, best_of_k, refilled, with_advantages
 from torchtune_ext.pipeline.groups import Group, Sample
@@ -126,7 +125,7 @@ def test_equal_rewards_that_are_no_round_numbers_carry_no_signal():
     assert advantages(*[0.1] * 10, scale="none") == [0.0] * 10
 
 
-@every_row(
+@pytest.mark.parametrize(
     "rewards, warns",
     [
         ((1e-10, 0.0), True),
@@ -325,7 +324,7 @@ def test_with_overlong_lengths_alone_are_no_signal():
         with_advantages([], config)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "options, message",
     [
         ({"baseline": "median"}, "advantage.baseline='median' is unknown"),
@@ -353,7 +352,7 @@ def test_bad_options_are_named(options, message):
         AdvantageConfig(**options)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "options, words",
     [
         ({}, "advantage mean/group_std"),

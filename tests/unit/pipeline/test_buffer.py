@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.pipeline.buffer import Ledger
 
 SCHEDULES = 2500  # of each kind
@@ -341,7 +340,7 @@ def test_default_depth():
     assert [Ledger(2, 3, staleness).depth for staleness in (0, 1, 2, 8)] == [0, 1, 1, 1]
 
 
-@every_row(
+@pytest.mark.parametrize(
     "options, message",
     [
         ({"prompts_per_step": 0}, "prompts_per_step=0 must be a whole number, 1 or more"),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from helpers.records import sampled
-from helpers.tables import every_row
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.evaluation import T, Z, accuracy, interval, pass_at_k
 from torchtune_ext.pipeline.groups import Group
@@ -30,7 +29,7 @@ def group(rewards):
     return Group(Problem("p", (), None), empty, samples)
 
 
-@every_row("n", range(1, 7))
+@pytest.mark.parametrize("n", range(1, 7))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n):
     for c in range(n + 1):
         for k in range(1, n + 1):
@@ -55,7 +54,9 @@ def test_interval_covers_the_mean_95_percent_of_the_time():
     assert 362 <= covered <= 398
 
 
-@every_row("right, ends", [(0, (0.0, 0.2775)), (1, (0.0179, 0.4042)), (5, (0.2366, 0.7634)), (10, (0.7225, 1.0))])
+@pytest.mark.parametrize(
+    "right, ends", [(0, (0.0, 0.2775)), (1, (0.0179, 0.4042)), (5, (0.2366, 0.7634)), (10, (0.7225, 1.0))]
+)
 def test_interval_of_few_problems_is_wilsons(right, ends):
     """The ends are those of any table of Wilson's interval for so many of ten."""
     result = accuracy([group([1.0])] * right + [group([0.0])] * (10 - right))

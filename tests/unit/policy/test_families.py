@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from helpers.public_configs import PUBLIC, write_config
-from helpers.tables import every_row
 from torchtune_ext import policy
 from torchtune_ext.policy import from_config, lora
 from torchtune_ext.policy.builder import on_meta
@@ -105,7 +104,7 @@ def logprobs(model):
     return (out if isinstance(out, torch.Tensor) else out.logits).double().log_softmax(-1)
 
 
-@every_row("case", CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_logprobs_are_those_of_transformers_and_weights_go_both_ways(case, tmp_path):
     kind, changes = CASES[case]
     theirs = save(tmp_path / "theirs", kind, **changes)
@@ -158,7 +157,9 @@ def test_missing_output_layer_names_the_tying_key(tmp_path):
         HFModel(tmp_path).require_fits(from_config(str(tmp_path)))
 
 
-@every_row("content", ["", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "version https://git-lfs"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "version https://git-lfs"]
+)
 def test_damaged_index_of_weights_is_named(content, tmp_path):
     save(tmp_path, *CASES["qwen2"][:1], **CASES["qwen2"][1])
     (tmp_path / "model.safetensors.index.json").write_text(content)
@@ -190,7 +191,7 @@ def test_another_scale_of_rope_would_show(factor, tmp_path):
         assert far < LIMIT if other == factor else far > 0.05
 
 
-@every_row("case", KINDS)
+@pytest.mark.parametrize("case", KINDS)
 def test_configs_of_transformers_4_and_5_mean_the_same(case, tmp_path):
     kind, changes = CASES[case]
     theirs = save(tmp_path, kind, **changes)
@@ -230,7 +231,7 @@ def sizes_of_transformers(folder):
     return sizes if config.model_type == "qwen2" else sizes | {"head_dim": width}
 
 
-@every_row("case", KINDS)
+@pytest.mark.parametrize("case", KINDS)
 def test_missing_key_of_config_means_transformers_default(case, tmp_path, monkeypatch):
     kind, changes = CASES[case]
     unusual = {"hidden_size": 512, "num_attention_heads": 32, "max_position_embeddings": 9000, "rms_norm_eps": 1e-4}
@@ -255,7 +256,9 @@ def test_missing_key_of_config_means_transformers_default(case, tmp_path, monkey
             assert from_config(str(tmp_path)) == theirs, key
 
 
-@every_row("key", ["rope_theta", "rms_norm_eps", "intermediate_size", "num_key_value_heads", "head_dim", "vocab_size"])
+@pytest.mark.parametrize(
+    "key", ["rope_theta", "rms_norm_eps", "intermediate_size", "num_key_value_heads", "head_dim", "vocab_size"]
+)
 def test_null_in_config_means_missing_key(key, tmp_path):
     configs = []
     for value in ({key: None}, {}):
@@ -280,8 +283,8 @@ def test_smollm3_without_tie_word_embeddings_is_tied(tmp_path):
     assert HFModel(tmp_path).tied and (logprobs(loaded(tmp_path)) - logprobs(theirs)).abs().max() < LIMIT
 
 
-@every_row("case", KINDS)
-@every_row("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_fresh_adapters_change_nothing(case, options, tmp_path):
     kind, changes = CASES[case]
     theirs = save(tmp_path, kind, **changes)
@@ -323,7 +326,7 @@ def described(model):
     }
 
 
-@every_row("name", BUILDERS)
+@pytest.mark.parametrize("name", BUILDERS)
 def test_published_sizes_are_those_of_torchtunes_builders(name, tmp_path):
     plain, adapted = BUILDERS[name]
     model_dir = str(write_config(tmp_path, name))
@@ -360,7 +363,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
 QWEN, LLAMA = "Qwen3-1.7B", "Llama-3.1-8B-Instruct"
 
 
-@every_row(
+@pytest.mark.parametrize(
     "name, change, message",
     [
         (
@@ -495,7 +498,7 @@ def test_the_package_itself_imports_nothing():
     subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "files, message",
     [
         (["checkpoints/step_000004/config.json"], "its checkpoints: .*/checkpoints/step_000004 is the newest"),

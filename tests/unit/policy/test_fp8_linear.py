@@ -7,7 +7,6 @@ import torch
 from torch import library
 
 from helpers.fp8_models import BF16, IN, OUT, activations, layer, run
-from helpers.tables import every_row
 from torchtune_ext.kernels.fp8_quantize import (
     dequantize,
     quantize_columns,
@@ -23,8 +22,8 @@ def summation(terms):
     return n / (1 - n)
 
 
-@every_row("options", [{}, {"save_activations": "full"}], ids=str)
-@every_row("tokens", [1, 127, 129, 200])
+@pytest.mark.parametrize("options", [{}, {"save_activations": "full"}], ids=str)
+@pytest.mark.parametrize("tokens", [1, 127, 129, 200])
 def test_forward_and_gradients_are_those_of_the_dequantized_operands(tokens, options):
     linear, x, dy = layer(bias=True, **options), activations(tokens, IN), 1e-6 * activations(tokens, OUT, seed=2)
     y, dx, dw = (t.double() for t in run(linear, x, dy))
@@ -40,7 +39,7 @@ def test_forward_and_gradients_are_those_of_the_dequantized_operands(tokens, opt
     assert (linear.bias.grad - dy.sum(0)).abs().max() <= tokens * 2**-23 * dy.abs().sum(0).max()
 
 
-@every_row("options", [{}, {"save_activations": "full"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"save_activations": "full"}], ids=str)
 def test_features_out_without_whole_tiles_are_those_of_a_layer_with_zeros(options):
     out = OUT - 56
     whole, ragged = layer(**options), layer(**options)

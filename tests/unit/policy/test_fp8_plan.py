@@ -14,7 +14,6 @@ from helpers.fp8_models import (
     directory,
     policy_of,
 )
-from helpers.tables import every_row
 from torchtune_ext.kernels.fp8_quantize import (
     FP8,
 )
@@ -117,7 +116,7 @@ def test_adapters_that_keep_their_layers_out(source, options, reason):
     assert {name.rpartition(".")[2] for name in receipt.converted} == {"o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-@every_row(
+@pytest.mark.parametrize(
     "options, message",
     [
         ({"backend": "cublas"}, "precision.backend='cublas' is unknown"),

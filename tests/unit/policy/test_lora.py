@@ -16,7 +16,6 @@ from torchtune.modules.peft import DoRALinear
 from helpers import adapters, unpacked
 from helpers.adapters import ATTENTION, CPU, DIMS, SHAPES, Plain, adapted, merged_by_hand, move
 from helpers.learners import alone
-from helpers.tables import every_row
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config, lora
@@ -31,8 +30,8 @@ from torchtune_ext.training.export import export_adapter
 from torchtune_ext.training.trained import AdapterConfig, Adapters, AllWeights, trained_part
 
 
-@every_row("dora", [False, True], ids=["lora", "dora"])
-@every_row("where", ["tied", "untied", "output", "llama", "checkpointing"])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("where", ["tied", "untied", "output", "llama", "checkpointing"])
 def test_packed_adapters_equal_merged_weights_sample_by_sample(dora, where):
     tied = where in ("tied", "checkpointing")
     if where == "llama":
@@ -260,8 +259,8 @@ def test_the_applied_share_tells_the_adapter_from_the_base():
     assert share_of(off, off, off)[1] == float("inf")
 
 
-@every_row("engine", [0.3, 1.0])  # noise of the engine, in that of the trainer
-@every_row("strength", [0.0, 0.5, 1.0, 2.0, 20.0])  # effect of the adapter over the trainer's noise
+@pytest.mark.parametrize("engine", [0.3, 1.0])  # noise of the engine, in that of the trainer
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0, 2.0, 20.0])  # effect of the adapter over the trainer's noise
 def test_a_sound_engine_is_not_stopped_whatever_the_noise(strength, engine):
     """Noise of rounding is in on, off and sampler alike, and differs from token to token."""
     generator, stopped, resolved = torch.Generator().manual_seed(0), 0, 0
@@ -275,7 +274,7 @@ def test_a_sound_engine_is_not_stopped_whatever_the_noise(strength, engine):
     assert stopped <= 3 and (resolved > 290 or strength < 20)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "options, message",
     [
         (

@@ -12,7 +12,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from helpers.fp8_models import CPU, directory
 from helpers.public_configs import PUBLIC, write_config
-from helpers.tables import every_row
 from helpers.unpacked import make_groups
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy import from_config
@@ -95,7 +94,7 @@ def test_ranks_share_what_fsdp_shards(tmp_path):
     assert four["gradients before they are shared out"] >= 6 * 152064 * 3584
 
 
-@every_row(
+@pytest.mark.parametrize(
     "name, builder",
     [
         ("Qwen2.5-1.5B", "qwen2_5.qwen2_5_1_5b_base"),

@@ -14,7 +14,6 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 
 from helpers.learners import alone
-from helpers.tables import every_row
 from helpers.unpacked import PAD, assert_equal_to_plain, in_turns, make_groups, reference, tiny_model, trained_samples
 from torchtune_ext.kernels.packed_attention import (
     TILE,
@@ -78,7 +77,7 @@ def test_variants(variant, monkeypatch):
     assert_equal_to_plain(policy, rows, groups, loss, want, 1.0)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "row_tokens, aggregation, mask",
     [(200, "token", "segments"), (200, "sequence", "dense"), (40, "sequence", "segments"), (40, "token", "dense")],
 )
@@ -146,7 +145,7 @@ def test_empty_rows_keep_ranks_in_step_and_change_nothing():
     assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
 
 
-@every_row("num_tokens", [1, 127, 128, 300, 1024, 2500])
+@pytest.mark.parametrize("num_tokens", [1, 127, 128, 300, 1024, 2500])
 def test_block_mask_is_the_one_that_torch_makes_of_a_whole_mask(num_tokens):
     draw = torch.Generator().manual_seed(num_tokens)
     ends = torch.arange(num_tokens) + torch.randint(1, num_tokens + 1, (num_tokens,), generator=draw)
@@ -160,7 +159,7 @@ def test_block_mask_is_the_one_that_torch_makes_of_a_whole_mask(num_tokens):
     assert torch.equal(ours.mask_mod(None, None, places[:, None], places[None]), dense)
 
 
-@every_row("tiles, computed", [(1, 1), (3, 3), (5, 6), (9, 12), (13, 16)])
+@pytest.mark.parametrize("tiles, computed", [(1, 1), (3, 3), (5, 6), (9, 12), (13, 16)])
 def test_attention_of_a_row_that_is_padded_to_a_length_that_is_compiled(tiles, computed, monkeypatch):
     """FlexAttention without its compilation, which is the same on a CPU and has no backward there."""
     monkeypatch.setattr("torchtune_ext.kernels.packed_attention._flex_attention", flex_attention)

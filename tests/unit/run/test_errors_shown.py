@@ -5,7 +5,6 @@ import types
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.run import errors
 from torchtune_ext.run.errors import (
     Blamed,
@@ -60,7 +59,7 @@ def error_of(function, *arguments) -> BaseException:
     return caught.value
 
 
-@every_row(
+@pytest.mark.parametrize(
     "kind, status",
     [
         (Mistake, 2),
@@ -175,7 +174,7 @@ def test_another_rank_waits_and_names_itself(capsys, monkeypatch):
     assert left == [(2, True), (2, True)]
 
 
-@every_row(
+@pytest.mark.parametrize(
     "name, known, match",
     [
         ("clip_hi", ["clip_low", "clip_high"], "clip_high"),

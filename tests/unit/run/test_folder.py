@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoint_runs import fork
-from helpers.tables import every_row
 from torchtune_ext.run import files
 from torchtune_ext.run.files import make_empty, partial_of, put_in_place
 from torchtune_ext.run.folder import PAPERS, RunFolder, read_record
@@ -102,7 +101,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-@every_row("name", OTHERS)
+@pytest.mark.parametrize("name", OTHERS)
 def test_folder_of_another_program_is_refused(tmp_path, name):
     path = tmp_path / name.split(" ")[0]
     path.parent.mkdir(exist_ok=True)
@@ -229,7 +228,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     folder.begin({}, resuming=False)
 
 
-@every_row("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
 def test_file_system_without_folder_flush_is_warning(tmp_path, monkeypatch, caplog, code):
     def refuse(descriptor, fsync=os.fsync):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -330,7 +329,7 @@ def test_a_resumed_run_keeps_its_id_and_leftovers_are_swept(tmp_path):
     }
 
 
-@every_row("damage", [None, "", '{"id": "ab', "[]", '{"id": 3}'])
+@pytest.mark.parametrize("damage", [None, "", '{"id": "ab', "[]", '{"id": 3}'])
 def test_a_lost_run_file_is_named(tmp_path, damage):
     leave_a_run(tmp_path)
     (tmp_path / "run.json").unlink() if damage is None else (tmp_path / "run.json").write_text(damage)
@@ -364,7 +363,7 @@ def test_checkpoints_without_run_file_name_the_fix(tmp_path):
 # ---------------------------------------------------------------- a folder that cannot be used
 
 
-@every_row("target", ["nowhere", "run"])
+@pytest.mark.parametrize("target", ["nowhere", "run"])
 def test_link_that_leads_nowhere_is_refused(tmp_path, target):
     (tmp_path / "run").symlink_to(target)
     for path in (tmp_path / "run", tmp_path / "run" / "a"):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.run.catalog import by_path
 from torchtune_ext.run.errors import Mistake, text_of
 from torchtune_ext.run.moved import MOVED, PACKAGE, moved_imports, new_name
@@ -25,7 +24,7 @@ def test_moved_name_is_found_only_at_its_new_place(old):
     assert file_of(new).is_file() or hasattr(__import__(PACKAGE + module, fromlist=[attribute]), attribute)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "name, now",
     [
         ("torchtune_ext.advantages", "torchtune_ext.pipeline.advantages"),
@@ -42,7 +41,7 @@ def test_new_name(name, now):
     assert new_name(name) == now
 
 
-@every_row(
+@pytest.mark.parametrize(
     "source, says",
     [
         ("import torchtune_ext.packing", "torchtune_ext.packing moved to torchtune_ext.pipeline.packing"),

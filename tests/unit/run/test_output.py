@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 
-from helpers.tables import every_row
+import pytest
+
 from torchtune_ext.cli import cli, plugin
 from torchtune_ext.run import terminal
 from torchtune_ext.run.output import say
@@ -41,8 +42,8 @@ def run_without_reader(code, log, *args, streams=("stdout",), **kwargs):
     return process.returncode, log.read_text()
 
 
-@every_row("unbuffered", ["", "1"])
-@every_row(
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
     "streams, args",
     [(["stdout"], []), (["stdout"], ["bars"]), (["stderr"], ["bars"]), (["stdout", "stderr"], ["bars"])],
 )
@@ -85,7 +86,7 @@ def test_text_comes_at_once_and_whole(capsys):
     assert file.getvalue() == "three\n"
 
 
-@every_row("encoding, written", [("ascii", "accuracy ?, ? ?"), ("latin-1", "accuracy ±, ? ?"), ("ascii:xmlcharrefreplace", "accuracy &#177;, &#12371; &#55357;"), ("utf-8", "accuracy ±, こ ?")])  # fmt: skip
+@pytest.mark.parametrize("encoding, written", [("ascii", "accuracy ?, ? ?"), ("latin-1", "accuracy ±, ? ?"), ("ascii:xmlcharrefreplace", "accuracy &#177;, &#12371; &#55357;"), ("utf-8", "accuracy ±, こ ?")])  # fmt: skip
 def test_output_without_character_replaces_it(encoding, written):
     code = (
         "from torchtune_ext.run.terminal import replace_unencodable as r; r(); print('accuracy \\xb1, \\u3053 \\ud83d')"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import termios
 
-from helpers.tables import every_row
+import pytest
 
 SCREEN = """
 import sys
@@ -41,7 +41,7 @@ def screen(columns, **variables):
     return text.decode().replace("\r\n", "\n")
 
 
-@every_row("columns, titles", [(120, 14), (80, 9), (50, 5)])
+@pytest.mark.parametrize("columns, titles", [(120, 14), (80, 9), (50, 5)])
 def test_lines_fit_the_terminal(columns, titles):
     lines = screen(columns, NO_COLOR="1").splitlines()
     assert all(len(line) <= columns for line in lines), lines

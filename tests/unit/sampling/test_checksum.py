@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from helpers.tables import every_row
 from torchtune_ext.sampling.weight_buffer import LINE, checksum
 
 WORDS = 1 << 64
@@ -45,7 +44,7 @@ def some(shape, dtype=torch.bfloat16, seed=0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@every_row("size", [0, 1, 4, 4 * LINE - 1, 4 * LINE, 4 * LINE + 2, 24 * LINE + 5])
+@pytest.mark.parametrize("size", [0, 1, 4, 4 * LINE - 1, 4 * LINE, 4 * LINE + 2, 24 * LINE + 5])
 def test_it_is_what_it_says(size):
     tensor = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(size), dtype=torch.uint8)
     assert checksum(tensor) % WORDS == reference(tensor.numpy().tobytes(), weights())

@@ -7,8 +7,6 @@ import threading
 
 import pytest
 
-from helpers.tables import every_row
-
 torch = pytest.importorskip("torch")
 
 from torchtune_ext.sampling import child_process, vllm_core  # noqa: E402
@@ -55,7 +53,7 @@ def test_the_guard_lets_in_who_has_the_key():
     assert reached(ask(guard, "/health")) and reached(ask(guard, "", kind="lifespan"))
 
 
-@every_row(
+@pytest.mark.parametrize(
     "sent",
     [
         (),

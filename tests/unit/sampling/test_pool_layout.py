@@ -4,8 +4,6 @@ import os
 
 import pytest
 
-from helpers.tables import every_row
-
 torch = pytest.importorskip("torch")
 
 from helpers import fake_pools  # noqa: E402
@@ -69,7 +67,7 @@ def test_an_engine_takes_the_threads_of_a_trainer_that_waits(monkeypatch):
         engine_args.engine_configs(EngineConfig(threads=2))
 
 
-@every_row(
+@pytest.mark.parametrize(
     "settings, message",
     [
         (

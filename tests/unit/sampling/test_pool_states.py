@@ -6,8 +6,6 @@ import random
 
 import pytest
 
-from helpers.tables import every_row
-
 torch = pytest.importorskip("torch")
 
 from helpers import fake_pools, virtual_time  # noqa: E402
@@ -19,7 +17,7 @@ from torchtune_ext.sampling.records import EngineFailed  # noqa: E402
 pytestmark = pytest.mark.timeout(60)
 
 
-@every_row("seed", range(8))
+@pytest.mark.parametrize("seed", range(8))
 def test_whoever_serves_in_a_pool_has_the_published_weights(monkeypatch, seed):
     """Engines die, fail to come up, fail in loads, lie about their tensors, and come back, while versions are published and groups
     are drawn. At every change of a state, one that serves holds the tensors and the version of a completed publication, and a

@@ -6,8 +6,6 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from helpers.tables import every_row
-
 torch = pytest.importorskip("torch")
 
 from torchtune_ext.sampling import early  # noqa: E402
@@ -62,7 +60,7 @@ def test_a_server_that_fits_says_what_it_is():
 FP8 = {"quantization": {"quant_method": "fp8"}}
 
 
-@every_row(
+@pytest.mark.parametrize(
     "settings, changes, fault",
     [
         ({}, {"weight_transfer_config": None}, "transfer=None, and this run needs transfer=.*"),

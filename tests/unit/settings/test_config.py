@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from helpers.tables import every_row
 from torchtune_ext.objective.loss import PolicyLoss, needs_of
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
 from torchtune_ext.settings.config import load_config, named_paths, record
@@ -46,7 +45,7 @@ def of_environment(monkeypatch, text, cli=()):
     return cfg, kept
 
 
-@every_row(
+@pytest.mark.parametrize(
     "written, value, kept",
     [
         ("${oc.env:TTE_TOKEN}", "s3cret", "${oc.env:TTE_TOKEN}"),
@@ -101,7 +100,7 @@ def test_a_missing_variable_is_still_named(monkeypatch):
         of_environment(monkeypatch, 'seed: "${oc.env:TTE_NOTHING}"\n')
 
 
-@every_row(
+@pytest.mark.parametrize(
     "key, written, read",
     [
         ("output_dir", "~", "HOME"),
@@ -205,7 +204,7 @@ def test_every_knob_that_a_message_names_exists():
     assert {key.partition(".")[0] for key in APART} | set(NO_NEWS) <= set(option_fields(grpo.Config))
 
 
-@every_row(
+@pytest.mark.parametrize(
     "key, value, says",
     [
         ("output_dir", "$HOME", r"output_dir=\$HOME: `\$` has a meaning in a shell only"),

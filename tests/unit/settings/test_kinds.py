@@ -8,7 +8,6 @@ from typing import Any, Literal, Optional
 import pytest
 import torch
 
-from helpers.tables import every_row
 from torchtune_ext.recipes import grpo
 from torchtune_ext.settings.components import Component, find_component
 from torchtune_ext.settings.config import as_tune_reads, load_config
@@ -17,7 +16,7 @@ from torchtune_ext.settings.kinds import require_kind
 OPTIONAL = Optional[int]  # noqa: UP045 (torch writes it so)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "value, kind",
     [
         ("x", str), (3, int), (3, float), (0.5, float), (True, bool), (1, bool), (None, int | None), (None, OPTIONAL),
@@ -31,7 +30,7 @@ def test_a_value_that_fits_its_annotation_passes(value, kind):
     require_kind("task.key", value, kind)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "value, kind, says",
     [
         ({"Format": "a number only"}, str | None, """={'Format': 'a number only'} must be text: quote it, 'k="Format: a number only"'"""),
@@ -76,7 +75,9 @@ def test_value_of_the_type_of_default_passes():
     assert find_component(Component(node, "task"))[0] is Odd
 
 
-@every_row("word, text", [("output_dir=no", '"no"'), ("output_dir=1e3", '"1000.0"'), ("precision=on", '"yes"')])
+@pytest.mark.parametrize(
+    "word, text", [("output_dir=no", '"no"'), ("output_dir=1e3", '"1000.0"'), ("precision=on", '"yes"')]
+)
 def test_recipe_text_that_yaml_misreads_is_refused(word, text):
     key = word.partition("=")[0].replace("precision", "precision.flow")
     with pytest.raises(ValueError, match=rf"{key}=\S+ must be .*: quote it, '{key}={text}'"):

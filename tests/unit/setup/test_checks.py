@@ -11,7 +11,6 @@ import pytest
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from helpers.tables import every_row
 from helpers.tiny_runs import write_tiny_model
 from torchtune_ext.chat import CHATML, ChatTokenizer
 from torchtune_ext.policy import from_config
@@ -40,7 +39,7 @@ def model_dir(tmp_path_factory):
     return folder
 
 
-@every_row("preset", [*preset_files(), None])
+@pytest.mark.parametrize("preset", [*preset_files(), None])
 def test_the_loss_of_every_preset_passes(preset):
     loss = {} if preset else {"loss": {"_component_": "torchtune_ext.objective.loss.PolicyLoss", "kl_coef": 0.1}}
     cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "preset": preset, **loss}))
@@ -68,7 +67,7 @@ def test_an_optimizer_of_matrices_may_train_matrices():
         checks.check_optimizer(partial(instantiate, muon), {1, 2})
 
 
-@every_row(
+@pytest.mark.parametrize(
     "optimizer, says",
     [
         ({"_component_": "torch.optim.LBFGS"}, "a step of LBFGS on dense gradients raised TypeError: .*'closure'; use torch.optim.AdamW"),
@@ -207,7 +206,7 @@ NO_SYSTEM = loop("{%- if m.role != 'system' -%}{{ m.content }}{%- endif -%}")
 PARTS = loop("{{ m.role }}{%- for part in m.content -%}{{ part.text }}{%- endfor -%}")
 
 
-@every_row(
+@pytest.mark.parametrize(
     "template, messages, hidden",
     [
         ("chatml", [SYSTEM, USER], None), (TRIMS, [SYSTEM, USER], None), (SHOUTS, [SYSTEM, USER], None),
@@ -269,7 +268,7 @@ def test_a_task_of_which_some_prompts_fit_passes(model_dir):
                 check()
 
 
-@every_row(
+@pytest.mark.parametrize(
     "config, engine, message",
     [
         ({}, {"max_model_len": 256}, None),

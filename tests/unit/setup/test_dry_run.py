@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from helpers.nodes import component
 from helpers.public_configs import PUBLIC, write_config
 from helpers.stand_ins import nf4_in_one_piece, write_stand_in
-from helpers.tables import every_row
 from torchtune_ext.policy.memory import GIB
 from torchtune_ext.policy.scratch import Shape, make_tokenizer, write_model
 from torchtune_ext.recipes import grpo
@@ -118,7 +117,7 @@ def ranks_of(command):
     return math.prod(counts)
 
 
-@every_row("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_fits_the_machine_that_it_names(name, place, capsys):
     first = CONFIGS[name].read_text().splitlines()[0]
     assert first.startswith("# for: "), f"{name}: say first for which machine it is, as in `# for: 5 x 80 GB`"
@@ -140,7 +139,7 @@ def test_every_config_fits_the_machine_that_it_names(name, place, capsys):
         assert len(visible) == ranks and not set(visible) & set(own.split(","))
 
 
-@every_row("name, model, words, machine", OTHER_SIZES)
+@pytest.mark.parametrize("name, model, words, machine", OTHER_SIZES)
 def test_each_other_size_that_a_config_names_fits(name, model, words, machine, place, capsys):
     comment = " ".join(line for line in CONFIGS[f"grpo/{name}"].read_text().splitlines() if line.startswith("#"))
     assert f"model_dir=models/{model}" in comment and all(word in comment for word in words.split())
@@ -155,7 +154,7 @@ def launches():
     return re.findall(r"^\| (\d+) \|.*\| `([^`]+)` \|$", table, re.MULTILINE)
 
 
-@every_row("gpus, command", launches())
+@pytest.mark.parametrize("gpus, command", launches())
 def test_what_the_page_launches_fits_and_trains_on_as_many(gpus, command, place, capsys):
     words = command.split()
     name = words[words.index("--config") + 1].removeprefix("grpo/")
@@ -178,7 +177,7 @@ def test_32b_does_not_fit_into_eight_gpus_of_80_gb(place, capsys):
     assert "training takes" in out and "what helps, the cheapest first:" in out and "    more GPUs that train" in out
 
 
-@every_row(
+@pytest.mark.parametrize(
     "name, machine, message",
     [
         ("qwen2_5_7B_full", "1x80", "^1 x 80 GB: 1 engine of 1 take 1 GPU; none is left to train"),
@@ -191,7 +190,7 @@ def test_a_machine_that_the_settings_cannot_share_out_is_refused(name, machine, 
     refused(capsys, settings_in(place, name, dry_run=machine), message)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "name, machine, message",
     [
         ("qwen2_5_32B_full", "16x24", "each engine's KV cache would hold 0 tokens"),

@@ -11,7 +11,6 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from helpers.tables import every_row
 from torchtune_ext.pipeline.buffer import Ledger
 from torchtune_ext.recipes import grpo
 from torchtune_ext.run.catalog import config_files, folder
@@ -45,7 +44,7 @@ def test_a_preset_changes_all_of_tinys_objective():
     assert text.endswith("; preset atr_grpo")
 
 
-@every_row(
+@pytest.mark.parametrize(
     "own, words",
     [
         ({}, "clip 0.2/0.2 per token, TIS <= 2, advantage mean/group_std, sequence mean; preset grpo"),

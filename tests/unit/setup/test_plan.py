@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from helpers.checkpoint_runs import Trained, checkpoints_in, make_source
 from helpers.public_configs import write_config
-from helpers.tables import every_row
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import on_meta
 from torchtune_ext.policy.memory import GIB, Sizes, trainer_rows
@@ -67,7 +66,7 @@ def planned(
 # -- machines -----------------------------------------------------------------------------------------------------------
 
 
-@every_row(
+@pytest.mark.parametrize(
     "gpus, engine, world_size, visible, trainers",
     [
         ("5x80", OWN, None, None, 4),
@@ -209,7 +208,7 @@ def test_sharding_inside_a_node_costs_memory(seven):
     assert inside.device_bytes > all_.device_bytes and not inside.fits and all_.fits
 
 
-@every_row(
+@pytest.mark.parametrize(
     "machine, trainers, within, copies",
     [
         ("8x80", 4, None, 1),

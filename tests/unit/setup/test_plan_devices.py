@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers.tables import every_row
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.setup import parts as run_parts
 from torchtune_ext.setup.start import require_apart, training_gpus
@@ -25,7 +24,7 @@ def started(monkeypatch):
     return of
 
 
-@every_row(
+@pytest.mark.parametrize(
     "visible, local, number, ranks, gpus",
     [
         (None, 8, 0, None, [str(i) for i in range(8)]),  # torchrun, and all GPUs of the machine or the container
@@ -45,13 +44,13 @@ def test_a_rank_trains_on_the_gpu_with_its_number(started, visible, local, numbe
     assert training_gpus(ranks) == gpus
 
 
-@every_row("local", [None, 4])
+@pytest.mark.parametrize("local", [None, 4])
 def test_single_process_ignores_place_among_ranks(started, local):
     started(local=local, number=3, world=None)
     assert training_gpus() == ["0"]
 
 
-@every_row(
+@pytest.mark.parametrize(
     "engine, training",
     [
         ({"devices": "4,5,6,7"}, ["0", "1", "2", "3"]),

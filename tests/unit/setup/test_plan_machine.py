@@ -2,7 +2,6 @@
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.policy.memory import GIB
 from torchtune_ext.setup.dry_run import asked_machine, main_memory, this_machine
 
@@ -20,7 +19,7 @@ def test_a_cpu_is_asked_for():
     assert machine.gpus == 0 and machine.host_bytes == 4 * GIB
 
 
-@every_row("text", ["yes", "4", 4, "80x", "x80", "0x80", "4x0", "4x80x2", "-1x80", [4, 80], "8x80+4x80", "2x8x80", "2 nodes"])  # fmt: skip
+@pytest.mark.parametrize("text", ["yes", "4", 4, "80x", "x80", "0x80", "4x0", "4x80x2", "-1x80", [4, 80], "8x80+4x80", "2x8x80", "2 nodes"])  # fmt: skip
 def test_what_is_no_machine_or_half_a_one_is_refused_by_its_name(text):
     with pytest.raises(ValueError, match="dry_run=.* is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB"):
         asked_machine(text)

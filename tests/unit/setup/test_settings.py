@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.objective.loss import PolicyLoss
 from torchtune_ext.pipeline.advantages import AdvantageConfig
 from torchtune_ext.sampling.records import EngineConfig, SamplingConfig
@@ -48,7 +47,7 @@ def check(loss=None, **changed):
     check_settings(SimpleNamespace(**settings), policy_loss)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "changed, message",
     [
         ({"staleness": -1}, "staleness=-1 must be a whole number, 0 or more"),

@@ -8,7 +8,6 @@ import yaml
 
 from helpers import small_sweeps
 from helpers.recipe_runs import make_workplace
-from helpers.tables import every_row
 from torchtune_ext.cli.cli import main
 from torchtune_ext.sweep.file import read_sweep
 from torchtune_ext.sweep.runner import SweepFolder
@@ -93,7 +92,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@every_row("change, message", CASES, ids=[message[:40] for _, message in CASES])
+@pytest.mark.parametrize("change, message", CASES, ids=[message[:40] for _, message in CASES])
 def test_what_is_wrong_is_named(refusal, change, message):
     output = refusal(**change)
     assert message in output and output.startswith("error: ") and "Traceback" not in output

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from helpers import small_sweeps
-from helpers.tables import every_row
 from torchtune_ext.sweep.check import words_of
 from torchtune_ext.sweep.file import grid, parameters_of, read_sweep
 from torchtune_ext.sweep.search import Pruner, point_of
@@ -70,7 +69,7 @@ def test_runs_that_go_on_do_not_get_the_same_point(tmp_path):
     assert point_of(sweep, 0, 6, [*results, (point, None)]) != point
 
 
-@every_row("early, values, stopped", [
+@pytest.mark.parametrize("early, values, stopped", [
     # Compared after 2, 6 and 18 values; of fewer than 2 * eta runs only the best one goes on.
     ({"min_iter": 2}, {"a": [0.3, 0.6], "b": [0.9, 0.5], "c": [0.1, 0.7], "d": [0.8]}, ["b"]),
     ({"min_iter": 1, "eta": 2}, {"a": [0.1], "b": [0.2], "c": [0.3], "d": [0.25]}, []),

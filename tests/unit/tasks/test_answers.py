@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.tables import every_row
-
 pytest.importorskip("math_verify")
 
 from torchtune_ext.tasks import answers
@@ -47,7 +45,7 @@ def reward(gold, text, **options):
 # ---- where the answer stands
 
 
-@every_row(
+@pytest.mark.parametrize(
     "text, answer",
     [
         (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
@@ -139,7 +137,7 @@ def test_the_format_earns_its_share():
 # ---- when two are equal
 
 
-@every_row(
+@pytest.mark.parametrize(
     "gold, answer",
     [
         ("72", "$72$"), ("72", "\\$72.00"), ("72", "72 apples"), ("72", "**72**"), ("72", "72\\text{ km}"), ("1234", "1,234"),
@@ -152,7 +150,7 @@ def test_equal(gold, answer):
     assert equal(gold, answer)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "gold, answer",
     [
         ("72", "73"), ("72", "7 2"), ("72", "72 x"), ("72", "72 million"), ("72", "72 or more"), ("(1,2)", "(2,1)"), ("[0,1]", "[0,1)"),
@@ -232,7 +230,7 @@ def test_no_text_makes_it_raise(text, gold):
         assert score.parts["failed"] == 0.0 or score.reward == 0.0
 
 
-@every_row(
+@pytest.mark.parametrize(
     "answer",
     ["9" * 5000, "1+" * 600 + "1", "٧", "７", "7" + "0" * 3000, "7." + "0" * 4000, "{7", "}7", "\\", "\\frac{7}{0}"],
 )
@@ -260,7 +258,7 @@ def test_a_long_right_answer_may_be_met_by_a_long_one():
     assert reward(gold, f"\\boxed{{{gold.replace(', ', ',')}}}") == 1.0
 
 
-@every_row(
+@pytest.mark.parametrize(
     "piece",
     [
         "$",
@@ -311,7 +309,7 @@ def test_only_the_end_of_a_text_without_a_box_is_searched():
 # ---- right answers
 
 
-@every_row(
+@pytest.mark.parametrize(
     "field, answer",
     [(72, "72"), (145.0, "145"), (0.5, "0.5"), (" 72 ", "72"), ("5 + 3 = <<5+3=8>>8\n#### 1,008", "1008"), ("so \\boxed{\\frac12}", "\\frac12"), ("The answer is 4.", "4"), ("$x$", "$x$")],
 )  # fmt: skip
@@ -320,7 +318,7 @@ def test_right_answers_of_data_sets(field, answer):
     assert grade(field, f"\\boxed{{{answer}}}").reward == 1.0
 
 
-@every_row("field, message", [(None, "neither"), (True, "neither"), ([1], "neither"), (float("nan"), "neither"), ("", "holds no answer"), ("$$", "holds no answer"), ("\\boxed{}", "holds no answer"), ("{1", "braces"), ("\\boxed{1", "braces")])  # fmt: skip
+@pytest.mark.parametrize("field, message", [(None, "neither"), (True, "neither"), ([1], "neither"), (float("nan"), "neither"), ("", "holds no answer"), ("$$", "holds no answer"), ("\\boxed{}", "holds no answer"), ("{1", "braces"), ("\\boxed{1", "braces")])  # fmt: skip
 def test_right_answers_that_are_none_are_refused(field, message):
     with pytest.raises(ValueError, match=message):
         gold_answer(field)
@@ -363,7 +361,7 @@ def test_each_answer_of_the_table_gets_its_reward():
     assert [row for row in rows if grader(row["gold"], row["text"]).reward != row["want"]] == []
 
 
-@every_row(
+@pytest.mark.parametrize(
     "gold, text, question, right",
     [
         ("4495", "\\boxed{\\dbinom{31}{28}}", "Compute $\\dbinom{31}{28}$.", False),
@@ -383,7 +381,7 @@ def test_a_formula_of_the_question_is_no_answer(gold, text, question, right):
     assert MathGrader()(gold, text, question).reward == float(right)
 
 
-@every_row("gold", ["\\frac{1}{2004!}", "10^{-5000}", "e^{-10000}", "10^{10^{10}}", "\\sum_{k=1}^{n} k^{k}", "9" * 900, "x_{{", "\\frac{", "=" * 20])  # fmt: skip
+@pytest.mark.parametrize("gold", ["\\frac{1}{2004!}", "10^{-5000}", "e^{-10000}", "10^{10^{10}}", "\\sum_{k=1}^{n} k^{k}", "9" * 900, "x_{{", "\\frac{", "=" * 20])  # fmt: skip
 def test_no_right_answer_makes_the_grader_raise(gold):
     assert reward(gold, f"\\boxed{{{gold}}}") in (0.0, 1.0)
     assert reward(gold, "\\boxed{5}") == reward(gold, "it is 5") == 0.0
@@ -411,7 +409,7 @@ def test_grading_in_a_thread_needs_no_signal():
     assert rewards == [1.0]
 
 
-@every_row(
+@pytest.mark.parametrize(
     "answer",
     [
         "10^{10^{10}}", "9^{9^{9^{9}}}", "((((9!)!)!)!)!", "99999999!", "\\binom{100000000}{50000000}", "\\gcd(10^{10^8}, 3)", "(x+1)^{1000}", "x^{x^{x^{x^x}}}",

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.tables import every_row
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.tasks.arithmetic import LEVELS, NEAR, Arithmetic, held_out, last_integer, steps
 from torchtune_ext.tasks.task import ENDLESS, Problem
@@ -37,7 +36,7 @@ def question_of(problem):
     return message["content"]
 
 
-@every_row("level", LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 def test_every_level_is_what_it_says(level):
     form, task = LEVELS[level], Arithmetic(seed=3, level=level)
     counts, signs = set(), set()
@@ -141,7 +140,7 @@ def test_levels_are_mixed_by_weight():
     assert share == pytest.approx(0.25, abs=4 * 0.0068)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "text, number",
     [
         ("42", 42),
@@ -188,7 +187,7 @@ def test_settings_come_from_yaml():
     }
 
 
-@every_row(
+@pytest.mark.parametrize(
     "knobs, message",
     [
         ({"level": 11}, "level={11: 1.0}: give a level from 1 to 10"),

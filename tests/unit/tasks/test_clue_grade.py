@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.clue_reader import DATA, needs_public, public_puzzles
-from helpers.tables import every_row
 from torchtune_ext.tasks.task import Problem
 from torchtune_ext.tasks.temporal_clue import TemporalClue
 from torchtune_ext.tasks.temporal_clue.task import right_answers
@@ -42,7 +41,7 @@ def test_all_published_cases():
         assert reward(case["content"], "exact", case["solution"]) == expected, case["name"]
 
 
-@every_row(
+@pytest.mark.parametrize(
     "text, exact, old",
     [
         (GOLD, 1.0, 0.8),

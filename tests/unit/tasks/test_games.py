@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.grading.environments import checked_turn
 from torchtune_ext.tasks.task import Turn
 from torchtune_ext.tasks.tool_class import ToolClass
@@ -143,7 +142,7 @@ def test_another_game_than_the_prompts_is_refused(shop):
         task.environment(task[0], 0)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "arguments, words",
     [
         ({"environment": "my_shop.Shap"}, "has no 'Shap'; did you mean 'Shop'?"),

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.guess_number import Game, GuessNumber
 from torchtune_ext.tasks.task import ConversationTask
@@ -66,7 +65,7 @@ def test_answers_are_true():
         assert replies == (["higher"] if guess < number else ["lower"] if guess > number else [])
 
 
-@every_row(
+@pytest.mark.parametrize(
     "words, message",
     [
         ({"first": -1}, "first=-1, count=None: first counts from 0"),

@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from helpers.tables import every_row
-
 pytest.importorskip("math_verify")
 
 from torchtune_ext.tasks.jsonl import Jsonl
@@ -234,7 +232,7 @@ def test_a_grading_process_gets_no_rows_and_imports_no_data_library(path):
 # ---- mistakes
 
 
-@every_row(
+@pytest.mark.parametrize(
     "text, message",
     [
         ('{"question": "a", "answer": ' + "9" * 5000 + "}\n", r"bad.jsonl:1: no JSON \(Exceeds the limit"),

@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.run.errors import Mistake
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.selection import NearLevel, level_names
@@ -91,7 +90,7 @@ def test_a_resumed_run_asks_the_same(make):
     assert play(resumed, 4, signal)[0] == whole[4:]
 
 
-@every_row(
+@pytest.mark.parametrize(
     "levels, names",
     [
         ([{"level": 1}, {"level": 4}], ["level=1", "level=4"]),
@@ -125,7 +124,7 @@ def test_samples_without_a_score_say_nothing():
     assert set(task.observe(1, [failed], None).values()) == {1.0}
 
 
-@every_row(
+@pytest.mark.parametrize(
     "words, message",
     [
         ({"task": "torchtune_ext.tasks.arithmetic.Arithmetics"}, "did you mean 'Arithmetic'"),

@@ -12,7 +12,6 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 
 from helpers.clue_reader import DATA, Translator, all_nights, check_by_trying, holds, needs_public, read
-from helpers.tables import every_row
 from torchtune_ext.cli.cli import main
 from torchtune_ext.tasks.temporal_clue import TemporalClue, cli
 from torchtune_ext.tasks.temporal_clue.clues import HasMotive, Murder, Place, draw_clues
@@ -34,7 +33,7 @@ needs_ortools = pytest.mark.skipif(ortools is None, reason="needs OR-Tools: it m
 
 
 @needs_ortools
-@every_row(
+@pytest.mark.parametrize(
     "size, count",
     [
         ("small", 60),
@@ -255,7 +254,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["puzzles.jsonl"]
 
 
-@every_row(
+@pytest.mark.parametrize(
     "line, message",
     [
         ("{", r"bad.jsonl:2: no JSON"),
@@ -315,7 +314,7 @@ def test_sizes_in_their_spellings():
     assert parse_size(Size()) == Size()
 
 
-@every_row(
+@pytest.mark.parametrize(
     "value, message",
     [
         ("{", r"size='{': write a name"),

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from helpers.tables import every_row
 from torchtune_ext.tasks.tool_calls import ToolCall, tool_calls
 
 ADD, NOW = ToolCall("add", {"a": 1, "b": [2, "{;}"]}), ToolCall("now", {})
@@ -13,7 +12,7 @@ ADD_TEXT, NOW_TEXT = (json.dumps({"name": call.name, "arguments": call.arguments
 LLAMA = ADD_TEXT.replace("arguments", "parameters")
 
 
-@every_row(
+@pytest.mark.parametrize(
     "text, calls",
     [
         (f"<tool_call>\n{ADD_TEXT}\n</tool_call>", [ADD]),
@@ -39,7 +38,7 @@ def test_calls_are_read(text, calls):
     assert tool_calls(text) == calls
 
 
-@every_row(
+@pytest.mark.parametrize(
     "inside, words",
     [
         ('{"name": "add", "arguments": {"a": 1}', "not JSON: Expecting"),

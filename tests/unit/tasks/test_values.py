@@ -4,8 +4,6 @@ import random
 
 import pytest
 
-from helpers.tables import every_row
-
 pytest.importorskip("math_verify")
 
 from torchtune_ext.tasks.answers import MathGrader, equal
@@ -46,7 +44,7 @@ recurring|mod three|squared inches|factorial ways|hundred dollars|not six|is wro
 ).split("|")
 
 
-@every_row("unit", UNITS)
+@pytest.mark.parametrize("unit", UNITS)
 def test_a_unit_changes_nothing(unit):
     for answer in (f"5 {unit}", f"5 \\text{{ {unit}}}", f"5\\,\\mathrm{{{unit}}}", f"5~\\text{{{unit}}}"):
         assert without_unit(answer) == "5", answer
@@ -56,7 +54,7 @@ def test_a_unit_changes_nothing(unit):
     )
 
 
-@every_row("words", NO_UNITS)
+@pytest.mark.parametrize("words", NO_UNITS)
 def test_words_that_change_the_value_are_no_unit(words):
     for answer in (f"5 {words}", f"5 \\text{{ {words}}}", f"5\\text{{ ({words})}}"):
         assert without_unit(answer).replace("\\", "") != "5"
@@ -66,7 +64,7 @@ def test_words_that_change_the_value_are_no_unit(words):
         assert reward(gold, f"\\boxed{{{value} \\text{{ {words}}}}}") == 0.0
 
 
-@every_row(
+@pytest.mark.parametrize(
     "text",
     [
         "5 \\text{ factorial}", "5 \\text{ hundredths}", "5 tenths", "5 \\text{ halves}", "5 minus one", "5 \\text{ or six}",
@@ -77,7 +75,7 @@ def test_nor_are_they_in_a_text_without_a_box(text):
     assert reward("5", text) == 0.0
 
 
-@every_row(
+@pytest.mark.parametrize(
     "gold, answer, right",
     [
         ("5\\%", "5 \\text{ percent}", True), ("5 per cent", "5\\%", True), ("5", "5\\%", True), ("5", "5 per cent", False),
@@ -98,7 +96,7 @@ def test_many_words_cost_no_time():
         assert split_unit(text) == (text, "")
 
 
-@every_row(
+@pytest.mark.parametrize(
     "unit, other, differ",
     [
         ("m", "km", True), ("m", "meters", False), ("minutes", "hours", True), ("min", "minutes", False), ("dollar", "cents", True), ("cm", "cm^2", True),
@@ -126,7 +124,7 @@ def test_percentages():
 # ---- lists
 
 
-@every_row(
+@pytest.mark.parametrize(
     "text, values",
     [
         ("It is 3 or 4", ["3", "4"]),
@@ -168,7 +166,7 @@ def test_words_that_change_a_number():
     assert not any(map(changes_value, ("seconds", "boxes", "apples")))
 
 
-@every_row(
+@pytest.mark.parametrize(
     "gold, text, right",
     [
         ("2,3,5", "\\boxed{2}, \\boxed{3} and \\boxed{5}", True),

@@ -10,7 +10,6 @@ import pytest
 from helpers.compared_runs import make_one, make_sweep, settings
 from helpers.pages import Scripts
 from helpers.report_runs import HOSTILE
-from helpers.tables import every_row
 from torchtune_ext.telemetry import comparison
 from torchtune_ext.telemetry import report as command
 from torchtune_ext.telemetry.comparison import build_comparison
@@ -158,7 +157,7 @@ def test_a_run_with_nothing_to_show_is_named_and_passed_over(two, tmp_path):
         build_comparison([tmp_path / "new", tmp_path / "odd"], tmp_path / "page.html")
 
 
-@every_row("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "name": "s", "metric": null, "parameters": {}, "runs": []}',
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "name": "s", "metric": null, "parameters": {}, "runs": []}',
                                   '{"format": 1, "name": "s", "metric": {"name": "m"}, "parameters": {}, "runs": [{"id": "../../x", "parameters": {}, "state": "failed", "cause": ""}]}'])  # fmt: skip
 def test_a_damaged_sweep_is_said(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)

@@ -1,6 +1,7 @@
 """What the report finds worth a look, and which sections that opens."""
 
-from helpers.tables import every_row
+import pytest
+
 from torchtune_ext.telemetry.findings import FOLDED, findings, readings
 from torchtune_ext.telemetry.heading import State
 from torchtune_ext.telemetry.panels import panels_for
@@ -39,7 +40,7 @@ def test_of_a_healthy_run_nothing_is_found():
     assert texts({"reward/mean": 0.5}) == texts({}) == []
 
 
-@every_row(
+@pytest.mark.parametrize(
     "change, words, section",
     [
         ({"groups/infra_failed": 1.0}, "40 samples could not be graded", "Learning"),

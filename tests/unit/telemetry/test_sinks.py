@@ -13,7 +13,6 @@ import pytest
 
 from helpers import wandb_reader
 from helpers.records import sampled
-from helpers.tables import every_row
 from torchtune_ext.grading import Ungraded
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.run.folder import Run
@@ -118,7 +117,7 @@ def test_a_fresh_run_does_not_resume(tmp_path):
     assert arguments(Opening(tmp_path, RUN), {})["resume"] is None
 
 
-@every_row(
+@pytest.mark.parametrize(
     "wrong, says",
     [
         ({"project": "a/b"}, r"logging.project='a/b': W&B takes"),

@@ -11,7 +11,6 @@ import torch
 from torch.distributions import Categorical
 
 from helpers.records import sampled
-from helpers.tables import every_row
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.packing import pack
 from torchtune_ext.policy.logprobs import LabelLogprobs
@@ -399,8 +398,8 @@ def test_tokens_that_nobody_knows_are_left_out():
         assert share.resolved == (known > 2) and not share.missing
 
 
-@every_row("has_it", [True, False])
-@every_row("engine", [0.0, 1.0, 3.0])  # noise of the engine, in that of the trainer
+@pytest.mark.parametrize("has_it", [True, False])
+@pytest.mark.parametrize("engine", [0.0, 1.0, 3.0])  # noise of the engine, in that of the trainer
 def test_heavy_tails_decide_nothing_wrongly(engine, has_it):
     """Some tokens are a hundred times more uncertain than others, in noise and effect alike, and the engine may be more or less
     exact than the trainer. Whatever is concluded is right, and a large effect leads to a conclusion."""
@@ -500,7 +499,7 @@ def top_p(share):
     return reported
 
 
-@every_row("share, steps", [(0.9, 1), (0.95, 2), (0.98, 60)])
+@pytest.mark.parametrize("share, steps", [(0.9, 1), (0.95, 2), (0.98, 60)])
 def test_a_truncated_distribution_is_seen_through_the_rounding(share, steps):
     """The nearer it is to the whole one, the more tokens it takes: 800 of them in a step."""
     run = Steps(top_p(share))
@@ -509,7 +508,7 @@ def test_a_truncated_distribution_is_seen_through_the_rounding(share, steps):
             run.step(number)
 
 
-@every_row("rounding", [0.0, 0.06, 0.3, 1.0])
+@pytest.mark.parametrize("rounding", [0.0, 0.06, 0.3, 1.0])
 def test_a_healthy_run_goes_on_whatever_the_rounding(rounding):
     """Also at a mean |d| of 0.8 nats, over many steps, at each of which all is asked for."""
     run = Steps(lambda p: p, rounding)
@@ -517,7 +516,7 @@ def test_a_healthy_run_goes_on_whatever_the_rounding(rounding):
         run.step(number)
 
 
-@every_row("temperature, steps", [(0.7, 1), (0.9, 1), (0.95, 3), (1.05, 3), (1.1, 1)])
+@pytest.mark.parametrize("temperature, steps", [(0.7, 1), (0.9, 1), (0.95, 3), (1.05, 3), (1.1, 1)])
 def test_a_temperature_is_seen_through_the_rounding(temperature, steps):
     """A mean |d| of 0.06 nats hides what it does to the scale, and the identity is blind to it."""
     run = Steps(lambda p: (p.log() / temperature).softmax(-1), rounding=0.1)

@@ -11,7 +11,6 @@ import torch
 from torch.distributions import Categorical
 
 from helpers.records import sampled
-from helpers.tables import every_row
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.pipeline.packing import contexts, pack
 from torchtune_ext.tasks.task import Problem
@@ -49,7 +48,7 @@ def test_students_t_equals_its_table():
         assert 0.9999 * quantile < students_t(freedom) < (2.7 if freedom == 2 else 1.1) * quantile
 
 
-@every_row("contexts_seen, stops", [(6, False), (600, True)])
+@pytest.mark.parametrize("contexts_seen, stops", [(6, False), (600, True)])
 def test_samples_behind_one_state_are_one_observation(contexts_seen, stops):
     """Sixteen samples behind each state all drew its likely token, which the sampler rounds up by some 4%. The rare token that would
     bring the mean of exp(d) to 1 was drawn by none, as may happen for a few states and not for hundreds."""
@@ -74,7 +73,7 @@ def canaries(sampler, rounding=0.06, seed=0):
         yield partial(gate.judge_likelihood, gains, f"canary {number}", "the engine", number)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "sampler, canaries_needed, found",
     [
         (lambda p: p ** (1 / 0.7), 1, "sharper"),
@@ -90,7 +89,7 @@ def test_sampling_that_is_not_reported_is_found_by_likelihood(sampler, canaries_
             judge()
 
 
-@every_row("rounding", [0.0, 0.06, 1.0])
+@pytest.mark.parametrize("rounding", [0.0, 0.06, 1.0])
 def test_likelihood_of_tokens_drawn_as_reported_ends_no_run(rounding):
     for judge in canaries(lambda p: p, rounding):
         judge()

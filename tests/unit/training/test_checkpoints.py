@@ -18,7 +18,6 @@ import torch.distributed.checkpoint.filesystem as dcp_files
 from torchtune.models.qwen2 import qwen2
 
 from helpers.checkpoint_runs import MINE, SHAPE, Trained, build, checkpoints_in, fork, make_source
-from helpers.tables import every_row
 from torchtune_ext.policy import from_config
 from torchtune_ext.policy.builder import build_policy
 from torchtune_ext.policy.hf_model import HFModel, load_weights
@@ -244,7 +243,7 @@ PHASES = [  # a first function inside each part of a save, DCP's own included
 ]
 
 
-@every_row("where, name", PHASES, ids=[name for _, name in PHASES])
+@pytest.mark.parametrize("where, name", PHASES, ids=[name for _, name in PHASES])
 def test_a_full_disk_leaves_the_last_checkpoint_alone(tmp_path, trained, monkeypatch, where, name):
     checkpoints = checkpoints_in(tmp_path / "c")
     trained.save(checkpoints, 1)
@@ -254,7 +253,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_alone(tmp_path, trained, monkeyp
     assert names(tmp_path / "c") == ["step_000001"]
 
 
-@every_row("where, name", PHASES, ids=[name for _, name in PHASES])
+@pytest.mark.parametrize("where, name", PHASES, ids=[name for _, name in PHASES])
 def test_an_interrupt_leaves_nothing_and_stays_itself(tmp_path, trained, monkeypatch, where, name):
     checkpoints = checkpoints_in(tmp_path / "c")
     monkeypatch.setattr(where, name, raise_interrupt)
@@ -281,7 +280,7 @@ def test_an_error_while_another_is_handled_is_not_taken_for_it(tmp_path, trained
             trained.save(checkpoints_in(tmp_path / "c"), 2)
 
 
-@every_row("room", [30_000, 150_000, 300_000, 500_000, 800_000, 1_000_000])
+@pytest.mark.parametrize("room", [30_000, 150_000, 300_000, 500_000, 800_000, 1_000_000])
 def test_a_disk_that_is_really_full(tmp_path, trained, room):
     """On a small file system: with so many bytes left, another part of the save fails each time."""
     disk = tmp_path / "disk"
@@ -367,7 +366,7 @@ def test_a_model_is_replaced_only_by_a_whole_one(tmp_path, source, trained, monk
     )
 
 
-@every_row(
+@pytest.mark.parametrize(
     "error, kind, message",
     [
         (
@@ -398,7 +397,9 @@ def test_loading_error_does_not_blame_the_settings(tmp_path, trained, monkeypatc
     assert "optimizer" not in str(caught.value)
 
 
-@every_row("error, kind", [(OSError("full"), FileMistake), (torch.OutOfMemoryError("no memory"), Failure)])
+@pytest.mark.parametrize(
+    "error, kind", [(OSError("full"), FileMistake), (torch.OutOfMemoryError("no memory"), Failure)]
+)
 def test_error_of_another_rank_keeps_its_kind(error, kind, monkeypatch):
     def fail():
         raise error

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from helpers.checkpoint_runs import build, make_source
-from helpers.tables import every_row
 from torchtune_ext.chat import ChatTokenizer
 from torchtune_ext.policy.lora import AdapterSpec
 from torchtune_ext.training.export import export_adapter, own_prompts, require_replaceable, save_model
@@ -54,7 +53,7 @@ def model(source):
     return build(source)
 
 
-@every_row("name", TEMPLATES)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_saved_model_makes_trained_prompts(tmp_path, source, model, name):
     template, options = TEMPLATES[name]
     tokenizer = ChatTokenizer(source.path, template, options)

@@ -13,7 +13,6 @@ import torch
 
 from helpers import unpacked
 from helpers.learners import alone
-from helpers.tables import every_row
 from torchtune_ext.kernels.packed_attention import packed_mask
 from torchtune_ext.objective.loss import Needs, NLLLoss, PolicyLoss, needs_of
 from torchtune_ext.pipeline.packing import pack
@@ -97,7 +96,7 @@ def test_what_a_loss_does_not_ask_for_it_does_not_get():
     its.forward_backward(rows())
 
 
-@every_row(
+@pytest.mark.parametrize(
     "loss, proximal, reference, all_groups, top_k",
     [
         (PolicyLoss(), True, False, False, 0),
@@ -184,8 +183,8 @@ def test_the_learning_rate_is_that_of_the_updates_that_were_planned_before():
         assert its.updates == updates + 1
 
 
-@every_row("decay", ["constant", "linear", "cosine"])
-@every_row("warmup", [0, 1, 5, 8])
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 5, 8])
 def test_schedule_beyond_its_end_stays_within_bounds(decay, warmup):
     factor = make_schedule(ScheduleConfig(decay, warmup), 8)
     assert all(0 <= factor(update) <= 1 for update in range(100))
@@ -212,9 +211,9 @@ def steps_of(updates_per_step, decay, warmup, state, steps):
     return asdict(RunState(recipe.step, recipe.version, 0, {}, {}, {})), rates
 
 
-@every_row("decay", ["constant", "linear", "cosine"])
-@every_row("warmup", [0, 5])
-@every_row("before, after", [(4, 1), (1, 4), (4, 4)])
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize("before, after", [(4, 1), (1, 4), (4, 4)])
 def test_resume_with_other_updates_keeps_the_schedule(decay, warmup, before, after):
     """Each step has the learning rates of a run that had the present `updates_per_step` from its beginning."""
     start = asdict(RunState(0, 0, 0, {}, {}, {}))
@@ -226,7 +225,7 @@ def test_resume_with_other_updates_keeps_the_schedule(decay, warmup, before, aft
     ]
 
 
-@every_row("loss", [PolicyLoss(entropy_coef=0.01), PolicyLoss(level="sequence"), NLLLoss()])
+@pytest.mark.parametrize("loss", [PolicyLoss(entropy_coef=0.01), PolicyLoss(level="sequence"), NLLLoss()])
 def test_a_gradient_has_the_same_bits_each_time(loss):
     """With several threads, and rows so large that operations share them out: the first labels of a group have one source, the
     sums over a completion one target each, and nobody may add to these in any order. A replay is equal only then."""
@@ -254,7 +253,7 @@ def test_a_step_of_several_updates_has_the_mean_of_each_metric_and_the_greatest_
     assert over_updates(updates) == {"loss": 3.0, "ratio_max": 5.0, "age_1": 7.0}
 
 
-@every_row("place", [0, 1, 2])
+@pytest.mark.parametrize("place", [0, 1, 2])
 def test_maximum_over_updates_and_ranks_keeps_nan(place, monkeypatch):
     values = [{"ratio_max": math.nan if i == place else float(i)} for i in range(3)]
     assert math.isnan(over_updates(values)["ratio_max"])

@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 
-from helpers.tables import every_row
 from torchtune_ext.run import errors
 from torchtune_ext.run.stop import StopSignals
 from torchtune_ext.sampling.records import EngineFailed
@@ -123,7 +122,7 @@ def test_a_library_that_makes_an_error_of_the_interrupt(capsys):
     assert end.value.code == 130 and "Stopped by Ctrl-C. It stood at step 3" in capsys.readouterr().err
 
 
-@every_row(
+@pytest.mark.parametrize(
     "error",
     [
         RuntimeError("Connection closed by peer"),
@@ -144,7 +143,7 @@ def test_a_broken_connection_to_a_stopped_neighbor_is(monkeypatch, capsys, caplo
     assert str(error) in caplog.text
 
 
-@every_row(
+@pytest.mark.parametrize(
     "error",
     [
         errors.Failure("loss is nan"),

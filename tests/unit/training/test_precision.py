@@ -9,7 +9,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torchtune.models.qwen2 import lora_qwen2, qwen2
 
-from helpers.tables import every_row
 from torchtune_ext.kernels import fp8_gemm
 from torchtune_ext.kernels.fp8_quantize import quantize_weight
 from torchtune_ext.policy import from_config, scratch
@@ -123,7 +122,7 @@ def test_a_dry_run_counts_what_fp8_takes(source):
     assert trainer_rows(need(None, config), 1000, 1, False) == trainer_rows(plain, 1000, 1, False)
 
 
-@every_row(
+@pytest.mark.parametrize(
     "settings, message",
     [
         ({"flow": "fp8_unify"}, "precision.flow='fp8_unify' is unknown.*did you mean 'fp8_unified'"),
@@ -160,8 +159,8 @@ def test_bad_settings_are_named(source, settings, message):
         planned(source, **settings)
 
 
-@every_row("flow", ["fp8_rollout", "fp8_unified"])
-@every_row("capability", [(8, 0), (8, 9), (10, 0)])
+@pytest.mark.parametrize("flow", ["fp8_rollout", "fp8_unified"])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
 def test_another_gpu_than_hopper_is_refused(source, monkeypatch, flow, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
@@ -248,7 +247,7 @@ def test_the_dtype_follows_the_device(monkeypatch):
         chosen_dtype("float16", "cpu")
 
 
-@every_row(
+@pytest.mark.parametrize(
     "flags, able",
     [
         ("fpu avx2 fma", False),

@@ -7,7 +7,6 @@ import pytest
 
 from helpers.letter_tokens import LetterTokenizer
 from helpers.records import sampled
-from helpers.tables import every_row
 from torchtune_ext.pipeline.groups import Group
 from torchtune_ext.tasks.order import ProblemStream
 from torchtune_ext.tasks.task import Problem, Score
@@ -119,7 +118,7 @@ def test_settings_of_learning_that_differ_are_named(run):
     assert many.endswith("k7=default (here 7), and 2 more")
 
 
-@every_row(
+@pytest.mark.parametrize(
     "own, text",
     [
         ({"seed": 1}, "has seed=0, and this run seed=1: set it as there"),
