@@ -159,11 +159,11 @@ def test_stop_tokens_end_a_completion_and_stay_in_it(engine):
 
 
 def test_a_prompt_that_does_not_fit_is_refused(engine):
-    with pytest.raises(ValueError, match=r"prompt 1 has 1000 tokens.*max_tokens is 100.*max_model_len = 1024"):
+    with pytest.raises(ValueError, match=r"prompt 1 .*1000 .*max_tokens .*max_model_len = 1024"):
         engine.sample([[1] * 10, [1] * 1000], 2, SamplingConfig(max_tokens=100))
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         engine.sample([[]], 2, SamplingConfig(max_tokens=100))
-    with pytest.raises(ValueError, match="holds token ids from 517 to 517.*only the ids 0 to 511"):
+    with pytest.raises(ValueError, match="517 to 517.* 0 to 511"):
         engine.sample([[tiny_model.VOCABULARY + 5]], 1, SamplingConfig(max_tokens=2))
     assert len(engine.sample([[1] * 1000], 1, SamplingConfig(max_tokens=24))[0][0].tokens) == 24
 

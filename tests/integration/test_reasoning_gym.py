@@ -190,7 +190,7 @@ def test_mistakes(arguments, message, monkeypatch):
 def test_a_generator_with_too_few_questions_is_named():
     one = {"count_bits": {"min_n": 5, "max_n": 5}}
     few = [ReasoningGym(one, split=split) for split in ("train", "heldout")]
-    with pytest.raises(ValueError, match="generators.count_bits: none of 400 questions is of split="):
+    with pytest.raises(ValueError, match="generators.count_bits: .*400 .*split="):
         for task in few:
             _ = task[0]
 

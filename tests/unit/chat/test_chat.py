@@ -333,7 +333,7 @@ def test_prompts_work_where_conversations_do_not(model_dir):
 
 
 def test_half_a_character_is_named(model_dir):
-    with pytest.raises(ValueError, match=r"half of a character at the end of '1\+1 \\ud83d'; write all of it"):
+    with pytest.raises(ValueError, match=r"character .*'1\+1 \\ud83d'"):
         ChatTokenizer(model_dir, "chatml").encode("1+1 \ud83d?")
 
 
@@ -390,9 +390,7 @@ def test_templates_of_a_folder_are_chosen_by_name(model_dir, tmp_path):
     templates = [{"name": "tool_use", "template": PLAIN}, {"name": "rag", "template": ROLE_BLIND}]
     config = {"eos_token": "<|im_end|>", "chat_template": templates}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        Mistake, match="holds the chat templates tool_use, rag and no `default`; set tokenizer.template"
-    ):
+    with pytest.raises(Mistake, match="tool_use, rag .*tokenizer.template"):
         ChatTokenizer(tmp_path)
     assert ChatTokenizer(tmp_path, "rag").template.source == ROLE_BLIND
     config["chat_template"].append({"name": "default", "template": FORGETS})

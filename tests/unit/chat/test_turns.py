@@ -387,7 +387,7 @@ def test_contexts_of_a_template_that_cuts_anywhere(small_dir, rounds, cut):
 
 
 def test_another_history_is_refused(small_dir):
-    with pytest.raises(ValueError, match="history='strip': use 'sampled'.*'template'.*a context that they never had"):
+    with pytest.raises(ValueError, match="history='strip': .*'sampled'.*'template'"):
         ChatTokenizer(small_dir, SMOLLM2, history="strip")
 
 

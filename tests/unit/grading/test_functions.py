@@ -154,7 +154,7 @@ def test_questions_without_answers(folder):
     task = Jsonl("mine.words", path="questions.jsonl", answer=None, fields=[])
     assert (task[0].answer, task[0].example) == (None, {})
     assert graded(task, ["a b c"])[0].reward == 3.0
-    with pytest.raises(ValueError, match="questions-000000 has no answer to learn: .* solution: FIELD"):
+    with pytest.raises(ValueError, match="questions-000000 .*solution: FIELD"):
         task.solution(task[0])
     assert Jsonl("mine.words", path="questions.jsonl", answer=None, solution="hint").solution(task[1]) == "hint 1"
 
@@ -265,22 +265,20 @@ def test_a_name_that_means_no_function_is_explained(folder, path, message):
 
 
 def test_graders_that_contradict_each_other(folder):
-    with pytest.raises(
-        ValueError, match=r"grader='mine.words', but Jsonl is given group_grader='mine.ranks', .*keep one"
-    ):
+    with pytest.raises(ValueError, match=r"grader='mine.words', .*Jsonl .*group_grader='mine.ranks'"):
         Jsonl("mine.words", path="questions.jsonl", group_grader="mine.ranks")
     with pytest.raises(ValueError, match="grader has no value: name a function"):
         Jsonl(path="questions.jsonl")
     with pytest.raises(ValueError, match="group_grader='mine.rank': .* did you mean 'ranks'"):
         Arithmetic(group_grader="mine.rank")
-    with pytest.raises(ValueError, match="grader='exactly': choose 'exact' or 'published', or name a function"):
+    with pytest.raises(ValueError, match="grader='exactly': .*'published'"):
         TemporalClue(grader="exactly")
 
     class Compares(Arithmetic):
         def grade_group(self, problem, texts):
             return [0.0] * len(texts)
 
-    with pytest.raises(ValueError, match="grader='mine.words', but Compares is given grade_group of its own"):
+    with pytest.raises(ValueError, match="grader='mine.words', .*Compares .*grade_group"):
         Compares(grader="mine.words")
 
     class Graded(Jsonl):

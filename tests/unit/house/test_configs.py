@@ -119,9 +119,7 @@ def test_every_config_of_a_public_model_is_among_the_sizes():
 def test_a_dry_run_without_config_json_says_what_it_needs():
     _, cfg = loaded("grpo/qwen2_5_7B_full")
     cfg.model_dir = cfg.model["model_dir"] = "models/Nobodys-7B"
-    with pytest.raises(
-        ValueError, match="model_dir='models/Nobodys-7B': no such folder, seen from .*`hf download OWNER/"
-    ):
+    with pytest.raises(ValueError, match="model_dir='models/Nobodys-7B': no such folder, .*`hf download "):
         plan_of(cfg, asked_machine("1x80"))
 
 

@@ -323,7 +323,7 @@ def test_refusals():
     rows, columns = quantize_rows(torch.zeros(128, 256)), quantize_columns(torch.zeros(128, 256))
     assert choose_backend("fprop", x, w, torch.bfloat16).backend == "reference"
     for backend in ("scaled_mm", "deep_gemm", "torchao"):
-        with pytest.raises(ValueError, match=f"{backend}.*needs a CUDA device, the operands are on cpu"):
+        with pytest.raises(ValueError, match=f"{backend}.*CUDA device, .* cpu"):
             fprop(x, w, backend=backend)
     for call, message in (
         (lambda: fprop(x, w, backend="cublas"), "choose auto or one of scaled_mm, deep_gemm, torchao, reference"),

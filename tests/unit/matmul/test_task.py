@@ -313,11 +313,9 @@ def test_stored_groups_give_the_same_state_and_questions_also_across_a_checkpoin
 
 def test_a_state_of_other_stages_is_refused():
     state = json.loads(json.dumps(Matmul(stages=["none", "all"]).state_dict()))
-    with pytest.raises(ValueError, match=r"stages=\['none', 'blocking'\], but the checkpoint was written with .*'all'"):
+    with pytest.raises(ValueError, match=r"stages=\['none', 'blocking'\], .*checkpoint .*'all'"):
         Matmul(stages=["none", "blocking"]).load_state_dict(state)
-    with pytest.raises(ValueError, match="task.stages: none, but the checkpoint was written with .*'all'.*; use these"):
+    with pytest.raises(ValueError, match="task.stages: none, .*checkpoint .*'all'"):
         Matmul().load_state_dict(state)
-    with pytest.raises(
-        ValueError, match=r"task.stages: \['none'\], but the checkpoint was written with none; use these"
-    ):
+    with pytest.raises(ValueError, match=r"task.stages: \['none'\], .*checkpoint .* none"):
         Matmul(stages=["none"]).load_state_dict(Matmul().state_dict())

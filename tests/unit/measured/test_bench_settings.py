@@ -42,7 +42,7 @@ def test_settings_of_a_task():
     assert MeasuredTask().bench == BenchConfig()
     with pytest.raises(ValueError, match="unknown key 'bench.core' in `bench:`; did you mean 'bench.cores'"):
         MeasuredTask({"core": [1]})
-    with pytest.raises(ValueError, match="bench=3 must be a mapping with some of the keys workers, cores, "):
+    with pytest.raises(ValueError, match="bench=3 must be a mapping"):
         MeasuredTask(3)
 
 

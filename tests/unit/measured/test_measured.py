@@ -216,12 +216,12 @@ def test_a_measured_task_is_rehearsed_with_its_own_settings(monkeypatch):
     rehearse(tasks, GraderConfig())
     assert rehearsed == [(tasks[0].bench, Asked.kernels)] * 2, "the held-out task shares the service"
     assert [task.name for task in tasks] == ["compiled with -O0"] * 2
-    with pytest.raises(ValueError, match="^evaluation.task.bench is not that of the first task, .*; leave it out"):
+    with pytest.raises(ValueError, match="^evaluation.task.bench is not "):
         rehearse([Asked({"threads": 2}), Asked({"threads": 3})], GraderConfig())
 
 
 def test_what_cannot_be_measured_is_said_under_the_key_of_the_task():
-    with pytest.raises(ValueError, match="^evaluation.task.bench: no C compiler: nogcc not found"):
+    with pytest.raises(ValueError, match="^evaluation.task.bench: .*nogcc"):
         rehearse([None, Asked({"compiler": "nogcc"})], GraderConfig())
 
 
@@ -241,5 +241,5 @@ class Spread:
 def test_a_judge_is_tried_on_as_many_texts_as_it_will_get():
     rehearse([Spread()], GraderConfig())
     # A held-out problem has a greedy sample, which comes alone.
-    with pytest.raises(ValueError, match="^evaluation.task: Spread cannot grade the text '1' .*two data points"):
+    with pytest.raises(ValueError, match="^evaluation.task: Spread .*'1' .*two data points"):
         rehearse([Spread(), Spread()], GraderConfig())

@@ -45,7 +45,7 @@ def test_an_address_at_which_nobody_answers_is_refused_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     began_at = time.monotonic()
-    with pytest.raises(BenchError, match=f"nobody answers at {address} .*ray start --head --node-ip-address=127.0.0.1"):
+    with pytest.raises(BenchError, match=f"{address} .*ray start --head --node-ip-address=127.0.0.1"):
         RayBench(address)
     assert time.monotonic() < began_at + 60, "Ray itself would try for minutes"
 
@@ -122,7 +122,7 @@ def test_what_a_lost_machine_had_goes_to_others():
 
 def test_a_text_is_not_lost_for_ever():
     driver = driver_of(*[FakeActor(name, "lost") for name in "abcd"])
-    with pytest.raises(Failure, match="a program was lost with 3 machines, the last of which was c"):
+    with pytest.raises(Failure, match="lost with 3 machines, .* was c"):
         measured(driver, 1)
     with pytest.raises(Failure, match="no machine that measures is left"):
         measured(driver, 1)

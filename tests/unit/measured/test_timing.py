@@ -137,9 +137,7 @@ def test_cores_are_those_that_no_engine_may_use(monkeypatch):
     assert choose_cores(None, 1) == [2] and choose_cores(None, 2) == [0, 2]
     assert choose_cores(None, 3) == [1, 2, 3]  # there are not enough: they are shared
     assert choose_cores([2, 0], 2) == [0, 2]
-    with pytest.raises(
-        ValueError, match=r"cores=\[1, 2\]: \[1\] are those of an engine \(process 17\); use others of \[0, 2\]"
-    ):
+    with pytest.raises(ValueError, match=r"cores=\[1, 2\]: \[1\] .*\(process 17\).*\[0, 2\]"):
         choose_cores([1, 2], 2)
     for wrong in ([7], []):
         with pytest.raises(ValueError, match=r"use some of \[0, 1, 2, 3\]"):
@@ -147,7 +145,7 @@ def test_cores_are_those_that_no_engine_may_use(monkeypatch):
     for other in ([1, 2, 3], [2], [2, 2]):
         with pytest.raises(ValueError, match="threads=2 needs 2 different cores"):
             choose_cores(other, 2)
-    with pytest.raises(ValueError, match="threads=5, but this process may run on 4 cores"):
+    with pytest.raises(ValueError, match="threads=5, .* 4 cores"):
         choose_cores(None, 5)
     monkeypatch.setattr(machine, "engines", lambda: {17: frozenset({0, 1, 2, 3})})
     assert choose_cores([1], 1) == [1] and choose_cores(None, 1) == [3]  # such an engine has no core of its own

@@ -73,9 +73,9 @@ def test_by_hand():
 
 def test_what_is_missing_is_named():
     t = make_tokens(torch.tensor([4]), torch.zeros(1), torch.zeros(1))
-    with pytest.raises(ValueError, match="loss.old='trainer' needs log-probs of the proximal policy"):
+    with pytest.raises(ValueError, match="loss.old='trainer' .*proximal"):
         PolicyLoss()(t)
     with pytest.raises(ValueError, match="loss.old='interpolated' needs the version"):
         PolicyLoss(old="interpolated")(replace(t, version=None))
-    with pytest.raises(ValueError, match="loss.old='interpolated' has no constraint='kl'"):
+    with pytest.raises(ValueError, match="loss.old='interpolated' .*constraint='kl'"):
         PolicyLoss(old="interpolated", constraint="kl", top_k=4)

@@ -326,7 +326,7 @@ def test_a_teacher_is_a_surrogate_of_its_own():
     assert metrics["kl_teacher"] == pytest.approx([-gap for gap in gaps])
     assert metrics["teacher_surprise"] == [0.0] * 5  # exp(-4) is 1.8%
     assert str(loss).endswith("0.5 teacher, 2 rewards")
-    with pytest.raises(ValueError, match="loss.teacher_coef=0.5 needs a teacher's log-probs"):
+    with pytest.raises(ValueError, match="loss.teacher_coef=0.5 .*log-probs"):
         loss(tokens())
 
 

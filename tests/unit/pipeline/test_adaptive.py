@@ -91,13 +91,9 @@ def test_a_task_that_does_not_adapt_learns_nothing(tmp_path):
 
 def test_a_checkpoint_of_another_kind_of_task_is_refused():
     state = ProblemStream(Adapting(), SEED).state_dict()
-    with pytest.raises(
-        ValueError, match="task: the one of the checkpoint adapts .* that of this run does not; set task as"
-    ):
+    with pytest.raises(ValueError, match="^task: .* adapts .* does not; "):
         ProblemStream(Numbered(), SEED).load_state_dict(state)
-    with pytest.raises(
-        ValueError, match="task: the one of the checkpoint does not adapt .* that of this run does; set"
-    ):
+    with pytest.raises(ValueError, match="^task: .* does not adapt .* does; "):
         ProblemStream(Adapting(), SEED).load_state_dict({})
 
 

@@ -135,7 +135,7 @@ def test_what_was_passed_over_of_a_longer_task_does_not_count_in_a_shorter_one()
     assert len(stream.take(4)) == 4 and stream.skipped == [1]
     stream = ProblemStream(Broken(1, bad=()), SEED)
     stream.load_state_dict({"skipped": [0]})
-    with pytest.raises(ValueError, match="^all 1 problems of the task are passed over, as the checkpoint says"):
+    with pytest.raises(ValueError, match="^all 1 problems .*checkpoint"):
         stream.take(1)
 
 
@@ -208,7 +208,7 @@ def test_problem_stream_useless_answers_are_skipped(caplog):
     held_out.try_answers(trial)
     assert answers(held_out.problems) == [0, 1, 3, 8, 9] and held_out.skipped == 5
     assert "2 problems are left out of the 10 of Broken: 'p-4': its answer cannot be graded; 'p-6'" in caplog.text
-    with pytest.raises(ValueError, match="^all 5 problems of the task cannot be used; the last one is 'p-9': no"):
+    with pytest.raises(ValueError, match="^all 5 problems .*'p-9': no"):
         held_out.try_answers(lambda problems: ["no"] * len(problems))
 
 

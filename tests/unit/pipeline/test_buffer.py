@@ -360,16 +360,14 @@ def test_bad_settings_are_named(options, message):
 
 def test_a_state_of_another_run_is_refused():
     state = Ledger(4, 3).state_dict()
-    with pytest.raises(
-        ValueError, match="prompts_per_step=2, but the checkpoint was written with 4: set prompts_per_step=4"
-    ):
+    with pytest.raises(ValueError, match="prompts_per_step=2, .* set prompts_per_step=4"):
         Ledger(2, 6).load_state_dict(state)
 
 
 def test_a_version_that_goes_back_is_refused():
     ledger = Ledger(2, 9, staleness=1)
     ledger.advance(3)
-    with pytest.raises(ValueError, match="version=2 is older than version=3, .* from the same checkpoint"):
+    with pytest.raises(ValueError, match="version=2 .*version=3"):
         ledger.advance(2)
 
 

@@ -167,7 +167,7 @@ def test_a_run_may_go_on_with_other_prompts_per_step_when_nothing_is_on_its_way(
 
     source, _ = make(staleness=1)
     source.open(version=0)
-    with pytest.raises(ValueError, match="prompts_per_step=3, but the checkpoint was written with 2"):
+    with pytest.raises(ValueError, match="prompts_per_step=3, .*checkpoint.* 2"):
         make(staleness=1, batch=3)[0].load_state_dict(source.state_dict(), step=0, version=0)
 
 
@@ -289,7 +289,7 @@ def test_an_error_of_later_groups_waits_until_they_are_asked_for(make):
     engine.submit = refuse
     source.open(version=1)
     assert source.state_dict()["ledger"]["version"] == 1
-    with pytest.raises(ValueError, match=r"problem '\d+' of step 3: the prompt does not fit"):
+    with pytest.raises(ValueError, match=r"problem '\d+' of step 3: .*prompt"):
         source.take(2)
 
 
@@ -302,7 +302,7 @@ def test_refill_with_long_prompt_names_problem_and_step(make):
         raise ValueError("the prompt does not fit")
 
     engine.submit = refuse
-    with pytest.raises(ValueError, match=r"problem '\d+' of step 1: the prompt does not fit"):
+    with pytest.raises(ValueError, match=r"problem '\d+' of step 1: .*prompt"):
         source.take(1, refill=1)
 
 

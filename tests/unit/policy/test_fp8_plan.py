@@ -143,9 +143,7 @@ def test_a_model_without_a_layer_that_fits_is_refused(tmp_path):
     source = directory(
         tmp_path / "narrow", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=320
     )
-    with pytest.raises(
-        ValueError, match=r"2 x q_proj .*64 features in(.|\n)*no layer of model_dir=.* can compute in FP8"
-    ):
+    with pytest.raises(ValueError, match=r"2 x q_proj .*64 (.|\n)*model_dir="):
         policy_of(source)
 
 

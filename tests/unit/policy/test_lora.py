@@ -303,9 +303,7 @@ def test_attention_dropout_of_a_builder_is_refused():
     """Attention over packed rows would leave it out in silence."""
     for builder in (partial(qwen2, **DIMS), partial(lora_llama3_1, ["q_proj"], lora_rank=2, lora_alpha=2, **DIMS)):
         on_meta(builder)
-        with pytest.raises(
-            ValueError, match="model.attn_dropout=0.1: attention over packed rows has no dropout; set it to 0"
-        ):
+        with pytest.raises(ValueError, match="model.attn_dropout=0.1"):
             on_meta(partial(builder, attn_dropout=0.1))
 
 
@@ -316,7 +314,7 @@ def test_a_model_without_adapters_trains_all_weights_unless_adapters_were_asked_
     for node in ({"lora_rank": 8}, {"_component_": "torchtune.models.qwen2.lora_qwen2"}, {"_component_": "my.qlora"}):
         with pytest.raises(ValueError, match="speaks of LoRA, but the model has no adapters"):
             trained_part(model, source, node, AdapterConfig())
-    with pytest.raises(ValueError, match="adapters.publish=merged, .* but `model:` has no adapters"):
+    with pytest.raises(ValueError, match="adapters.publish=merged, .*`model:`"):
         trained_part(model, source, {}, AdapterConfig(publish="merged"))
 
 

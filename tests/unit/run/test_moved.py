@@ -65,7 +65,7 @@ def test_moved_imports(source, says):
 def test_recipe_file_with_moved_import_is_refused(tmp_path):
     recipe = tmp_path / "my_grpo.py"
     recipe.write_text("from torchtune_ext.host import nodes\n")
-    with pytest.raises(Mistake, match="my_grpo.py: torchtune_ext.host.nodes moved to torchtune_ext.setup.nodes. Fix: "):
+    with pytest.raises(Mistake, match="my_grpo.py: torchtune_ext.host.nodes .*torchtune_ext.setup.nodes"):
         recipe_module(str(recipe), "")
 
 

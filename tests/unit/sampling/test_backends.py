@@ -106,8 +106,8 @@ def test_a_backend_of_ones_own_samples_is_published_to_and_is_started_again(engi
 
 
 def test_an_unknown_backend_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(ValueError, match="engine.backend is 'vlm': use one of .*vllm, or a class"):
+    with pytest.raises(ValueError, match="engine.backend.*'vlm'.*vllm"):
         Engine("the model", EngineConfig(backend="vlm"), str(tmp_path))
-    with pytest.raises(ValueError, match="engine.backend=my_cores.Countdown: there is no module 'my_cores'"):
+    with pytest.raises(ValueError, match="engine.backend=my_cores.Countdown: .*'my_cores'"):
         Engine("the model", EngineConfig(backend="my_cores.Countdown"), str(tmp_path))
     assert list(tmp_path.iterdir()) == []

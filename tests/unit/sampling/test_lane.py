@@ -92,11 +92,11 @@ def test_a_writer_that_never_ends_is_a_clear_error_on_both_sides():
         writer.start()
         await until(half.is_set)
         bench.lives[0].kill()
-        with pytest.raises(EngineFailed, match="did not finish its copy within rpc_deadline_s = 0.02"):
+        with pytest.raises(EngineFailed, match="rpc_deadline_s = 0.02"):
             while True:
                 await bench.lane.awake()
                 await asyncio.sleep(0.002)
-        with pytest.raises(EngineFailed, match="not finished loading the last weights within 0.12 s"):
+        with pytest.raises(EngineFailed, match="loading .* 0.12 s"):
             await asyncio.to_thread(bench.write, 3)  # as long as somebody holds the buffers
         rest.set()
         await asyncio.to_thread(writer.join, 5)
@@ -186,7 +186,7 @@ def test_half_an_adapter_never_reaches_the_engine():
 
         with pytest.raises(ZeroDivisionError):
             bench.buffers.write(broken(), 3, {"r": 1}, 2)
-        with pytest.raises(ValueError, match="last publication of the adapter broke off; publish the adapter first"):
+        with pytest.raises(ValueError, match="publish the adapter first"):
             bench.write(4)
         bench.write(4, adapter={"r": 1})
         bench.write(5)

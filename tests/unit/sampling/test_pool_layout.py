@@ -32,7 +32,7 @@ def test_the_engines_of_a_pool_share_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5, 7, 9})
     assert [each.devices for each in engine_args.engine_configs(EngineConfig(count=2))] == ["1,3", "5,7,9"]
     assert engine_args.engine_configs(EngineConfig(count=1)) == [EngineConfig(count=1)]
-    with pytest.raises(ValueError, match="engine.count=6: this process may use 5 cores, and each engine needs one"):
+    with pytest.raises(ValueError, match="engine.count=6: .* 5 cores"):
         engine_args.engine_configs(EngineConfig(count=6))
 
 
@@ -53,17 +53,15 @@ def test_an_engine_takes_the_threads_of_a_trainer_that_waits(monkeypatch):
     )
     for config in engine_args.engine_configs(EngineConfig(count=2, threads=2)):
         assert engine_args.engine_environment(config)["OMP_NUM_THREADS"] == "2"
-    with pytest.raises(
-        ValueError, match="engine.threads=6 of 1 engine: this process may use 5 cores; set engine.threads=5"
-    ):
+    with pytest.raises(ValueError, match="engine.threads=6 .*set engine.threads=5"):
         engine_args.engine_configs(EngineConfig(threads=6))
-    with pytest.raises(ValueError, match="engine.threads=3 of 2 engines: .* set engine.threads=2 or less"):
+    with pytest.raises(ValueError, match="engine.threads=3 .*set engine.threads=2"):
         engine_args.engine_configs(EngineConfig(count=2, threads=3))
     with pytest.raises(ValueError, match="engine.threads=0 must be"):
         EngineConfig(threads=0)
     monkeypatch.setattr(engine_args, "on_cpu", lambda: False)
     assert threads(EngineConfig(), large, beside=False) is None
-    with pytest.raises(ValueError, match="engine.threads=2 is for engines on a CPU; leave it null on GPUs"):
+    with pytest.raises(ValueError, match="engine.threads=2 .*null"):
         engine_args.engine_configs(EngineConfig(threads=2))
 
 
@@ -94,13 +92,11 @@ def test_settings_of_a_pool_that_contradict_each_other(settings, message):
 
 def test_a_pool_on_gpus_needs_their_names(monkeypatch):
     monkeypatch.setattr(engine_args, "on_cpu", lambda: False)
-    with pytest.raises(ValueError, match="engine.count=2 without engine.devices: .* as in engine.devices='0,1,2,3'"):
+    with pytest.raises(ValueError, match="engine.count=2 .*engine.devices='0,1,2,3'"):
         engine_args.engine_configs(EngineConfig(count=2, tensor_parallel_size=2))
-    with pytest.raises(
-        ValueError, match="names 3 GPUs, but engine.tensor_parallel_size=2 needs 2 for each engine: name 2 or 4"
-    ):
+    with pytest.raises(ValueError, match="3 GPUs, .*engine.tensor_parallel_size=2 .* 2 or 4"):
         engine_args.engine_configs(EngineConfig(devices="0,1,2", tensor_parallel_size=2))
-    with pytest.raises(ValueError, match="names 1 GPU, .* needs 4: name them all, as in engine.devices='0,1,2,3'$"):
+    with pytest.raises(ValueError, match="1 GPU, .* 4: .*engine.devices='0,1,2,3'$"):
         engine_args.engine_configs(EngineConfig(devices="0", tensor_parallel_size=4))
 
 
@@ -128,7 +124,7 @@ def test_servers_of_a_pool_are_alike():
     )
     with pytest.raises(
         ValueError,
-        match="http://b:2 has max_model_len=256, but when this run met http://b:2, that had max_model_len=512",
+        match="http://b:2 .*max_model_len=256, .*max_model_len=512",
     ):
         met("http://b:2", max_model_len=256)
     met("http://b:2")

@@ -87,7 +87,7 @@ def test_the_failure_of_the_first_start_is_final():
         bench = Bench()
         bench.prepare_core = dies
         await bench.start()
-        with pytest.raises(EngineFailed, match="(?s)the engine did not start: killed.*the fake's log"):
+        with pytest.raises(EngineFailed, match="(?s)did not start: killed.*the fake's log"):
             await bench.lane.awake()
         assert len(bench.lives) == 1 and bench.lives[0].stops == 1
         await bench.lane.close()

@@ -95,9 +95,7 @@ def test_a_server_that_does_not_fit_is_refused_with_the_command_that_does(settin
 def test_nccl_between_a_cpu_and_a_gpu_is_refused(monkeypatch, there, here, place):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
     nccl = {"weight_transfer_config__backend": "nccl", "device_config__device": there}
-    with pytest.raises(
-        ValueError, match=f"nccl moves weights between GPUs only, and {place} has none; use engine.transfer=gloo"
-    ):
+    with pytest.raises(ValueError, match=f"nccl .*{place} .*engine.transfer=gloo"):
         check(EngineConfig(address=ADDRESS), **nccl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert check(EngineConfig(address=ADDRESS), **(nccl | {"device_config__device": "cuda"})).transfer == "nccl"
@@ -149,12 +147,12 @@ def test_a_server_has_the_gpus_of_its_shell_and_one_of_the_ports(monkeypatch):
         "CUDA_VISIBLE_DEVICES" not in server_command("model", EngineConfig(address="http://node2:1", devices="4,5"))[1]
     )
     assert server_command("model", EngineConfig(devices="4"))[1]["CUDA_VISIBLE_DEVICES"] == "4"
-    with pytest.raises(ValueError, match="names GPUs for 2 engines, and a server is one: start one for each"):
+    with pytest.raises(ValueError, match="GPUs for 2 engines"):
         server_command("model", EngineConfig(devices="4,5"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert "CUDA_VISIBLE_DEVICES" not in server_command("model", EngineConfig(devices="4,5"))[1]
     several = EngineConfig(address=["http://n1:8000", "http://n1:8001"])
-    with pytest.raises(ValueError, match="names the ports 8000, 8001: say with --port which of them this server gets"):
+    with pytest.raises(ValueError, match="8000, 8001: .*--port"):
         server_command("model", several)
     assert value(server_command("model", several, port=8001)[0], "--port") == "8001"
     alike = EngineConfig(address=["http://n1:8000", "http://n2:8000"])

@@ -150,7 +150,7 @@ def test_the_paths_that_settings_name(tmp_path, monkeypatch):
 
 
 def test_an_old_key_that_has_no_successor_in_a_recipe_is_just_unknown():
-    with pytest.raises(ValueError, match="unknown key 'eval_every' in the config; (did you mean|known keys)"):
+    with pytest.raises(ValueError, match="unknown key 'eval_every'.*(did you mean|known keys)"):
         load_config(evaluate.Config, OmegaConf.create({"eval_every": 1}))
 
 
@@ -172,9 +172,7 @@ def test_a_loss_of_ones_own_has_to_ask_for_what_the_yaml_sets():
         def __call__(self, t):
             return -t.logprobs_L, {}
 
-    with pytest.raises(
-        ValueError, match=r"loss.kl_coef=0.1, but the loss my.Mine does not ask for it: .*needs_reference"
-    ):
+    with pytest.raises(ValueError, match=r"loss.kl_coef=0.1, .*my.Mine .*needs_reference"):
         check_needs({"_component_": "my.Mine", "kl_coef": 0.1}, needs_of(Mine()))
     with pytest.raises(ValueError, match="loss.top_k=4"):
         check_needs({"top_k": 4}, needs_of(Mine()))

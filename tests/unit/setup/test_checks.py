@@ -93,7 +93,7 @@ def test_weights_fit_their_model_and_no_other(model_dir):
     assert shapes == {name: tuple(param.shape) for name, param in model.named_parameters()}
     fewer = on_meta(partial(from_config, str(model_dir)))
     del fewer.layers[1]
-    with pytest.raises(ValueError, match=r"model does not fit .*layers.1.* the built model has no such weight"):
+    with pytest.raises(ValueError, match=r"model .*layers.1.* no such weight"):
         source.require_fits(fewer)
 
 
@@ -176,9 +176,7 @@ def test_tools_that_the_template_does_not_show_are_told(model_dir):
             return replace(super().__getitem__(index), tools=({"type": "function", "function": {"name": "buy"}},))
 
     task, shows = Shop("a", "b"), CHATML + "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
-    with pytest.raises(
-        ValueError, match=r"task: Shop\(...\)\[0\] has tools, which the chat template 'chatml' does not show"
-    ):
+    with pytest.raises(ValueError, match=r"Shop\(...\)\[0\] has tools, .*'chatml'"):
         checks.prompt_lengths(task, ChatTokenizer(model_dir, "chatml"), "task")
     assert len(checks.prompt_lengths(task, ChatTokenizer(model_dir, shows), "task")) == 2
 
@@ -235,9 +233,7 @@ def test_different_problems_with_the_same_prompt_are_refused():
 
     # It knows no letters.
     tokenizer = SimpleNamespace(prompt_ids=lambda messages, tools: [len(messages[0]["content"].strip().upper())])
-    with pytest.raises(
-        ValueError, match="problems 0 and 2 of Chats have different messages and the same prompt of 1 tok"
-    ):
+    with pytest.raises(ValueError, match="problems 0 and 2 of Chats .*same prompt"):
         checks.prompt_lengths(task("ab", "a", "ac"), tokenizer, "task")
     assert len(checks.prompt_lengths(task("ab", "AB ", "ab"), tokenizer, "task")) == 3
 
@@ -294,5 +290,5 @@ def test_the_engine_and_the_model(config, engine, message):
 def test_a_model_that_is_trained_on_fewer_positions(model_dir):
     model = on_meta(partial(from_config, str(model_dir), max_seq_len=64))
     checks.check_engine(HFModel(model_dir), EngineConfig(max_model_len=64), model)
-    with pytest.raises(ValueError, match="more than the 64 positions .*; set model.max_seq_len=65"):
+    with pytest.raises(ValueError, match="64 positions .*set model.max_seq_len=65"):
         checks.check_engine(HFModel(model_dir), EngineConfig(max_model_len=65), model)

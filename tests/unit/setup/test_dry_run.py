@@ -300,12 +300,12 @@ def test_mistakes_in_several_nodes_are_said_together(place, capsys):
 @pytest.mark.parametrize("value", ["yes", 4, "4x", "fast"])
 def test_what_is_no_machine_is_refused(value, place):
     cfg = settings_in(place, "qwen2_5_7B_full", dry_run=value)
-    with pytest.raises(ValueError, match=f"dry_run='?{value}'? is neither True nor a machine"):
+    with pytest.raises(ValueError, match=f"dry_run='?{value}'? "):
         grpo.recipe_main.__wrapped__(cfg)
 
 
 def test_gpus_for_a_run_on_a_cpu_are_refused(place):
-    with pytest.raises(ValueError, match="dry_run='4x80' asks for GPUs, but device=cpu"):
+    with pytest.raises(ValueError, match="dry_run='4x80' .*device=cpu"):
         grpo.recipe_main.__wrapped__(settings_in(place, "tiny", dry_run="4x80"))
 
 

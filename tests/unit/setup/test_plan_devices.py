@@ -93,5 +93,5 @@ def test_a_start_refuses_it_before_it_opens_its_folder(started, monkeypatch):
         precision=SimpleNamespace(engine=config),
         ranks=SimpleNamespace(device=torch.device("cuda", 0)),
     )
-    with pytest.raises(ValueError, match="engine.devices='4,5,6,7': GPU 4, 5, 6, 7 of this machine would train"):
+    with pytest.raises(ValueError, match="engine.devices='4,5,6,7': .* train"):
         run_parts.Parts.check_start(parts)

@@ -21,7 +21,7 @@ def test_a_cpu_is_asked_for():
 
 @pytest.mark.parametrize("text", ["yes", "4", 4, "80x", "x80", "0x80", "4x0", "4x80x2", "-1x80", [4, 80], "8x80+4x80", "2x8x80", "2 nodes"])  # fmt: skip
 def test_what_is_no_machine_or_half_a_one_is_refused_by_its_name(text):
-    with pytest.raises(ValueError, match="dry_run=.* is neither True nor a machine: 4x80 asks for 4 GPUs of 80 GB"):
+    with pytest.raises(ValueError, match="dry_run=.* 4x80 "):
         asked_machine(text)
 
 

@@ -10,7 +10,7 @@ from torchtune_ext.setup.start import DiskNeed
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused():
     rows = {"weights": 60 * GIB, "state of the optimizer": 40 * GIB}
-    with pytest.raises(ValueError, match=r"output_dir=runs/x: a checkpoint takes 100.0 GiB, and 99.0 GiB are free"):
+    with pytest.raises(ValueError, match=r"output_dir=runs/x: .* 100.0 GiB, .* 99.0 GiB"):
         start.require_disk(DiskNeed(rows, kept=4, free=99 * GIB), "runs/x")
 
 
@@ -37,6 +37,6 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch):
 
 def test_an_engine_that_is_not_installed_is_said_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(start, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="no vLLM is installed: `torchtune-ext install-engine`, or name a server"):
+    with pytest.raises(ValueError, match="vLLM .*`torchtune-ext install-engine`"):
         start.require_gpus(EngineConfig(max_model_len=64))
     start.require_gpus(EngineConfig(max_model_len=64, backend="my_backend.MyCore"))

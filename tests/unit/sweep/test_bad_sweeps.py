@@ -144,5 +144,5 @@ def test_a_used_folder_and_another_file_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is not empty, and holds no sweep"):
         SweepFolder(tmp_path / "other", sweep, [], 0)
     (tmp_path / "out" / "sweep.json").write_text('{"format": 2}')
-    with pytest.raises(ValueError, match="is damaged .*format 2, not 1.* a sweep begins again in another folder"):
+    with pytest.raises(ValueError, match="damaged .*format 2, not 1"):
         SweepFolder(tmp_path / "out", sweep, [], 0)

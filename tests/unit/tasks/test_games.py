@@ -138,7 +138,7 @@ def test_a_template_that_shows_no_tools_leaves_them_to_the_system_message(shop):
 
 def test_another_game_than_the_prompts_is_refused(shop):
     task = ToolClass("my_shop.Restless")
-    with pytest.raises(RuntimeError, match="it began otherwise than in the prompt, with '0.*; draw from `random`"):
+    with pytest.raises(RuntimeError, match="with '0.*`random`"):
         task.environment(task[0], 0)
 
 
@@ -191,7 +191,7 @@ def test_a_game_of_skyrl_gym():
     # One of the user's is named by its module.
     own = SkyRLGym("skyrl_gym.envs.gsm8k.env:GSM8kEnv", GSM8K)
     assert say(own.environment(own[0], 0), "#### 4").reward == 1.0
-    with pytest.raises(ValueError, match="environment='gsm9k': skyrl-gym has aime, gsm8k, .*module:Class"):
+    with pytest.raises(ValueError, match="environment='gsm9k': .*gsm8k, .*module:Class"):
         SkyRLGym("gsm9k", GSM8K)
     with pytest.raises(ValueError, match="skyrl_gym: gsm8k raised AssertionError: reward_spec field is required"):
         _ = SkyRLGym("gsm8k", [{"prompt": "2+2?"}])[0]
@@ -243,7 +243,7 @@ def test_games_of_textarena():
         assert (turn.reward, turn.parts) == (0.0, {"invalid_move": 1.0}) and note in turn.note, name
     countdown = TextArena("Countdown-v0")  # interchanges the arguments of what the policy said
     assert "invalid move" in say(countdown.environment(countdown[0], 0), "hm").messages[0]["content"]
-    with pytest.raises(ValueError, match="game='TowerOfHanoy-v0' is none of .*; did you mean 'TowerOfHanoi-v0'?"):
+    with pytest.raises(ValueError, match="game='TowerOfHanoy-v0' .*did you mean 'TowerOfHanoi-v0'"):
         TextArena("TowerOfHanoy-v0")
-    with pytest.raises(ValueError, match="textarena: TicTacToe-v0 raised .*; only games for one player can be played"):
+    with pytest.raises(ValueError, match="textarena: TicTacToe-v0 .*one player"):
         _ = TextArena("TicTacToe-v0")[0]

@@ -56,22 +56,22 @@ def test_rows_of_chats_are_prompts_as_they_are(tmp_path):
     assert Jsonl(strict, path=path, question="messages")[0].messages == tuple(chat)
     task = Jsonl(strict, path=path, question="messages", system="You add.")
     assert task[0].messages == ({"role": "system", "content": "You add."}, *chat) and task[0].answer == 2
-    with pytest.raises(ValueError, match="prompt='Say {question}': the questions are chat messages"):
+    with pytest.raises(ValueError, match="prompt='Say {question}': .*chat messages"):
         Jsonl(strict, path=path, question="messages", prompt="Say {question}")
     # CSV holds them as text.
     path = jsonl(tmp_path, [{"messages": json.dumps(chat), "answer": 2}])
     assert Jsonl(strict, path=path, question="messages")[0].messages == tuple(chat)
     path = jsonl(tmp_path, [{"messages": str(chat), "answer": 2}])
-    with pytest.raises(ValueError, match="some.jsonl:1: 'messages' looks like chat messages, but is not JSON"):
+    with pytest.raises(ValueError, match="some.jsonl:1: 'messages' .*JSON"):
         Jsonl(strict, path=path, question="messages")
     for content in (None, [{"type": "text", "text": "1+1?"}]):
-        with pytest.raises(ValueError, match="some.jsonl:1: a message of 'messages' has no text as its content"):
+        with pytest.raises(ValueError, match="some.jsonl:1: .*'messages' .*content"):
             Jsonl(
                 strict,
                 path=jsonl(tmp_path, [{"messages": [{"role": "user", "content": content}]}]),
                 question="messages",
             )
-    with pytest.raises(ValueError, match="some.jsonl:1: the last message of 'messages' is of role 'assistant'"):
+    with pytest.raises(ValueError, match="some.jsonl:1: .*'messages' .*'assistant'"):
         Jsonl(strict, path=jsonl(tmp_path, [{"messages": [*chat, {"role": "assistant"}]}]), question="messages")
 
 
@@ -89,17 +89,13 @@ def test_rows_of_csv_are_texts(tmp_path):
     (tmp_path / "long.csv").write_text(f"question,answer\n{'1' * 200_000},2\n")
     assert len(Jsonl(strict, path=str(tmp_path / "long.csv"))[0].messages[0]["content"]) == 200_000
     (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(ValueError, match=r"rows.jsonl.gz': a compressed file; unpack it"):
+    with pytest.raises(ValueError, match=r"rows.jsonl.gz': a compressed file"):
         Jsonl(strict, path=str(tmp_path / "rows.jsonl.gz"))
     for row in ("1, or 2?,2", "1+1?"):
         (tmp_path / "odd.csv").write_text(f"question,answer\n{row}\n")
-        with pytest.raises(
-            ValueError, match="odd.csv, row 1: not as many values as names in the first line; quote texts"
-        ):
+        with pytest.raises(ValueError, match="odd.csv, row 1: .*values"):
             Jsonl(strict, path=str(tmp_path / "odd.csv"))
-    with pytest.raises(
-        ValueError, match="some.csv, row 1: no field 'prompt'; there are: .*; say which of them it is: "
-    ):
+    with pytest.raises(ValueError, match="some.csv, row 1: no field 'prompt'"):
         Jsonl(strict, path=str(tmp_path / "some.csv"), question="prompt")
 
 
@@ -140,7 +136,7 @@ def test_training_and_held_out_questions_stay_apart(path):
     train, held_out = Math(path=path, count=2), Math(path=path, first=2)
     assert [train[0].id, train[1].id, held_out[0].id] == ["some-000000", "some-000001", "some-000002"]
     assert held_out.solution(held_out[0]) == "The answer is $\\boxed{6}$."
-    with pytest.raises(ValueError, match=r"too few examples \(3\) for first=2, count=2; lower them"):
+    with pytest.raises(ValueError, match=r"\(3\) .*first=2, count=2"):
         Math(path=path, first=2, count=2)
     with pytest.raises(ValueError, match="first=-1, count=None"):
         Math(path=path, first=-1)
@@ -155,7 +151,7 @@ def test_fields_below_others_and_templates(kind, request):
 
 
 def test_templates_and_lists_that_name_no_field(path):
-    with pytest.raises(ValueError, match=r"'\{ question \}' names no field; write names in braces, without spaces"):
+    with pytest.raises(ValueError, match=r"'\{ question \}' "):
         Jsonl(strict, path=path, question="{ question }")
     with pytest.raises(ValueError, match=r"fields='why' must be a list: fields=\[why\]"):
         Jsonl(strict, path=path, fields="why")
@@ -165,7 +161,7 @@ def test_prompts(path):
     task = Math(path=path, prompt="Q: {question}\nA:", system="Use \\boxed{}.")
     assert [m["role"] for m in task[0].messages] == ["system", "user"]
     assert task[0].messages[1]["content"] == "Q: 1+1?\nA:"
-    with pytest.raises(ValueError, match=r"prompt='Solve it' shows no question: write \{question\}"):
+    with pytest.raises(ValueError, match=r"prompt='Solve it' .*\{question\}"):
         Math(path=path, prompt="Solve it")
 
 
@@ -280,7 +276,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
     write_table(pyarrow.Table.from_arrays(columns, ["question", "answer", "answer"]), tmp_path / "two.parquet")
     (tmp_path / "two.csv").write_text("question,answer,answer\na,1,2\n")
     for name in ("two.parquet", "two.csv"):
-        with pytest.raises(ValueError, match=f"{name}: the field 'answer' is there twice; rename or remove one"):
+        with pytest.raises(ValueError, match=f"{name}: .*'answer' .*twice"):
             Jsonl(strict, path=str(tmp_path / name))
 
 
@@ -305,10 +301,10 @@ def test_a_hub_that_cannot_be_reached(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"hub='no-one/nothing', split='train' cannot be loaded \(.+\).*name a JSONL or parquet file with path:",
+        match=r"hub='no-one/nothing', split='train' .*\(.+\).*path:",
     ):
         Jsonl(strict, hub="no-one/nothing")
-    with pytest.raises(ValueError, match="hub='openai/gsm8k', config='main', split='test' cannot be loaded"):
+    with pytest.raises(ValueError, match="hub='openai/gsm8k', config='main', split='test'"):
         Math("gsm8k", split="test")
 
 

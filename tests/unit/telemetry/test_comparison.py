@@ -95,7 +95,7 @@ def test_what_failed_late_is_not_what_its_settings_came_to(tmp_path):
 
 
 def test_a_sweep_in_which_everything_failed_has_no_page(tmp_path):
-    with pytest.raises(ValueError, match="sweep: nothing to show yet. bad0 failed: loss is not finite"):
+    with pytest.raises(ValueError, match="sweep: .*bad0 failed: loss is not finite"):
         build_comparison([make_sweep(tmp_path / "sweep", rates=(), failed=3)])
 
 
@@ -161,7 +161,7 @@ def test_a_run_with_nothing_to_show_is_named_and_passed_over(two, tmp_path):
                                   '{"format": 1, "name": "s", "metric": {"name": "m"}, "parameters": {}, "runs": [{"id": "../../x", "parameters": {}, "state": "failed", "cause": ""}]}'])  # fmt: skip
 def test_a_damaged_sweep_is_said(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
-    with pytest.raises(ValueError, match="sweep.json is damaged .*name the folders of its runs instead"):
+    with pytest.raises(ValueError, match="sweep.json is damaged"):
         build_comparison([tmp_path])
 
 

@@ -170,7 +170,7 @@ def test_a_sink_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
                     self.file.close()
         """)
     )
-    with pytest.raises(ValueError, match="logging.to=csv_sink.Tabel: csv_sink has no 'Tabel'; did you mean 'Table'"):
+    with pytest.raises(ValueError, match="logging.to=csv_sink.Tabel: .*did you mean 'Table'"):
         Metrics(tmp_path / "run", sinks=("csv_sink.Tabel",))
     with Metrics(tmp_path / "run", sinks=("csv_sink.Table",)) as metrics:
         metrics.log(1, {"reward": 0.5})

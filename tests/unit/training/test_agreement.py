@@ -222,7 +222,7 @@ def test_a_replay_measures_the_rounding_where_it_needs_it(distance, noise):
     noises = iter([noise] if noise else [])
     gate = Agreement("auto", lambda rows: next(noises), replay=True, identity=False)
     if distance > 2 * (noise or 1):
-        with pytest.raises(Disagreement, match=r"max_mismatch=0.1\).*the policy of this replay has moved away"):
+        with pytest.raises(Disagreement, match=r"max_mismatch=0.1\).*replay"):
             gate.require([row], scores, "step 2", version=0)
     else:
         gate.require([row], scores, "step 2", version=0)
@@ -365,7 +365,7 @@ def test_old_weights_are_told_from_rounding(limit):
     table = Table()
     update, noise = draws(1, 0.1, 0.01)
     before = table.score(1.0) - update
-    with pytest.raises(Disagreement, match="weights: the engine has the old weights; .* of 800 sampled .* shows -?0.0"):
+    with pytest.raises(Disagreement, match="weights: .*old weights; .* 800 .* -?0.0"):
         check(before + noise, table, limit=limit, before=before)
     if limit < 0.01:
         with pytest.raises(Disagreement, match="precision: small errors of both signs"):
@@ -451,9 +451,7 @@ def test_the_limit_is_twice_the_rounding(capsys):
     assert gate.limit == 0.08 and calls == [1]
     off_by(0.115)
     assert gate.limit == 0.1 and len(calls) == 2
-    with pytest.raises(
-        Disagreement, match="max_mismatch=0.0933.*precision: small errors of both signs, more than the setti"
-    ):
+    with pytest.raises(Disagreement, match="max_mismatch=0.0933.*precision: "):
         off_by(0.115)
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first == "rounding:  0.04 nats in bfloat16; max_mismatch 0.08"
@@ -503,7 +501,7 @@ def top_p(share):
 def test_a_truncated_distribution_is_seen_through_the_rounding(share, steps):
     """The nearer it is to the whole one, the more tokens it takes: 800 of them in a step."""
     run = Steps(top_p(share))
-    with pytest.raises(Disagreement, match="mean of exp.* 1 for a sampler that draws .* truncated or renormalized"):
+    with pytest.raises(Disagreement, match="mean of exp.*truncated or renormalized"):
         for number in range(steps):
             run.step(number)
 
@@ -520,9 +518,7 @@ def test_a_healthy_run_goes_on_whatever_the_rounding(rounding):
 def test_a_temperature_is_seen_through_the_rounding(temperature, steps):
     """A mean |d| of 0.06 nats hides what it does to the scale, and the identity is blind to it."""
     run = Steps(lambda p: (p.log() / temperature).softmax(-1), rounding=0.1)
-    with pytest.raises(
-        Disagreement, match="temperature: the sampler's is about .*, the trainer computes at 1"
-    ) as error:
+    with pytest.raises(Disagreement, match="temperature: .*trainer .* at 1") as error:
         for number in range(steps):
             run.step(number)
     assert temperature_in(error) == pytest.approx(temperature, rel=0.12)

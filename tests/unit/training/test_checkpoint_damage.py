@@ -130,9 +130,7 @@ def test_where_the_newest_was_moved_away_the_run_goes_on_from_the_one_before(fol
 
 def test_a_whole_checkpoint_of_another_format_is_not_called_damaged(folder, monkeypatch):
     monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
-    with pytest.raises(
-        ValueError, match="step_000002 cannot be resumed: manifest.json has format .*another version"
-    ) as e:
+    with pytest.raises(ValueError, match="step_000002 cannot be resumed: manifest.json has format") as e:
         checkpoints_in(folder).choose()
     assert not isinstance(e.value, DamagedCheckpoint)
     assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
@@ -141,7 +139,7 @@ def test_a_whole_checkpoint_of_another_format_is_not_called_damaged(folder, monk
 
 def test_a_renamed_checkpoint_is_refused(folder):
     (folder / "step_000002").rename(folder / "step_000007")
-    with pytest.raises(DamagedCheckpoint, match="step_000007 is damaged: it holds step 2 and was renamed"):
+    with pytest.raises(DamagedCheckpoint, match="step_000007 is damaged: .*step 2"):
         checkpoints_in(folder).choose()
 
 

@@ -248,7 +248,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_alone(tmp_path, trained, monkeyp
     checkpoints = checkpoints_in(tmp_path / "c")
     trained.save(checkpoints, 1)
     monkeypatch.setattr(where, name, raise_disk_full)
-    with pytest.raises(OSError, match="step_000002 was not saved: .*No space left.*Free space.*step_000001"):
+    with pytest.raises(OSError, match="step_000002 was not saved: .*No space left.*step_000001"):
         trained.save(checkpoints, 2)
     assert names(tmp_path / "c") == ["step_000001"]
 
@@ -293,9 +293,7 @@ def test_a_disk_that_is_really_full(tmp_path, trained, room):
         trained.save(checkpoints, 1)
         free = shutil.disk_usage(disk).free
         (disk / "fill").write_bytes(bytes(free - room))
-        with pytest.raises(
-            OSError, match="step_000002 was not saved: .*No space left on device.*Free space.*step_000001"
-        ):
+        with pytest.raises(OSError, match="step_000002 was not saved: .*No space left on device.*step_000001"):
             trained.save(checkpoints, 2)
         assert names(disk / "c") == ["step_000001"] and checkpoints.choose() == disk / "c" / "step_000001"
         (disk / "fill").unlink()
@@ -418,9 +416,7 @@ def test_another_optimizer_is_named(tmp_path, source, trained):
     model = build(source)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoints.save(1, model, plain, partial(export.export_model, model=model, source=source, dtype=torch.float32), {})
-    with pytest.raises(
-        OSError, match="step_000001 could not be loaded: .*optimizer.* set `model:` and `optimizer:` back"
-    ):
+    with pytest.raises(OSError, match="step_000001 could not be loaded: .*`optimizer:`"):
         trained.load(checkpoints, checkpoints.choose())
 
 

@@ -263,9 +263,7 @@ def test_more_ranks_than_gpus_on_a_machine_are_named_with_it(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     assert local_device("auto") == torch.device("cuda", 0)
     monkeypatch.setenv("WORLD_SIZE", "12")
-    with pytest.raises(
-        ValueError, match=rf"rank 11 is number 4 on {HOST}, which shows it 4 GPUs: start at most 4 ranks"
-    ):
+    with pytest.raises(ValueError, match=rf"rank 11 .*{HOST}, .*4 GPUs: .*at most 4 ranks"):
         local_device("cuda")
 
 

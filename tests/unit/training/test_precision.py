@@ -164,7 +164,7 @@ def test_bad_settings_are_named(source, settings, message):
 def test_another_gpu_than_hopper_is_refused(source, monkeypatch, flow, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    with pytest.raises(ValueError, match=f"precision.flow={flow} on a Some GPU: .* Hopper .* set precision=bf16"):
+    with pytest.raises(ValueError, match=f"precision.flow={flow} on a Some GPU: .*precision=bf16"):
         planned(source, flow=flow, device=GPU)
     assert planned(source, device=GPU).sampler is None
 
@@ -177,9 +177,7 @@ def test_a_hopper_without_a_fast_backend_is_refused(source, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(fp8, "_moved", lambda *_: None)  # compares values, which fake tensors have none of
     with FakeTensorMode(allow_non_fake_inputs=True):
-        with pytest.raises(
-            ValueError, match="precision.backend=auto: cuda:0 has nothing fast for fprop of .*CUDA 12.9"
-        ):
+        with pytest.raises(ValueError, match="precision.backend=auto: cuda:0 .*fprop .*CUDA 12.9"):
             planned(source, flow="fp8_unified", device=GPU)
         precision = planned(source, flow="fp8_unified", device=GPU, backend="reference")
     assert {choice.backend for *_, choice in precision.sampler.choices} == {"reference"}
@@ -213,7 +211,7 @@ def test_what_a_trainer_cannot_hold_in_fp8_the_engine_alone_can(source, kind):
 def test_a_quantized_checkpoint_is_refused_in_every_flow(source, flow):
     """Before the engine starts, which would sample with other weights than those that are trained."""
     source.config["quantization_config"] = {"quant_method": "gptq"}
-    with pytest.raises(ValueError, match="holds quantized weights .*quant_method='gptq'.* take the model in bfloat16"):
+    with pytest.raises(ValueError, match="quant_method='gptq'"):
         planned(source, flow=flow)
 
 
@@ -243,7 +241,7 @@ def test_the_dtype_follows_the_device(monkeypatch):
     assert "does not compute in bfloat16)" in dtype_note("auto", "cpu")
     assert "it is slow" in dtype_note("bfloat16", "cpu") and dtype_note("float32", "cpu") == ""
     assert chosen_dtype("bfloat16", "cpu") == "bfloat16"
-    with pytest.raises(ValueError, match="dtype='float16': use 'auto', 'bfloat16' or 'float32'"):
+    with pytest.raises(ValueError, match="dtype='float16': "):
         chosen_dtype("float16", "cpu")
 
 

@@ -148,7 +148,7 @@ def test_what_is_no_run_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match="there is no run.json"):
         replay(tmp_path / "nowhere")
     (run / "rollouts" / "step_000002.jsonl.gz").unlink()
-    with pytest.raises(ValueError, match="lacks the rollouts of step 2, and max_steps=3: set max_steps=1$"):
+    with pytest.raises(ValueError, match="step 2, .*max_steps=3: set max_steps=1$"):
         replay(run)
     (run / "rollouts" / "step_000001.jsonl.gz").unlink()
     with pytest.raises(ValueError, match="holds no rollouts of step 1"):

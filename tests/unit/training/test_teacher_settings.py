@@ -23,9 +23,7 @@ def test_a_teacher_lives_elsewhere_and_reads_what_the_policy_wrote():
 
 
 def test_a_context_that_a_sample_may_fill_is_too_short():
-    with pytest.raises(
-        ValueError, match=r"teacher.engine.max_model_len=512 must be above engine.max_model_len=512: it holds"
-    ):
+    with pytest.raises(ValueError, match=r"teacher.engine.max_model_len=512 .* engine.max_model_len=512"):
         TeacherConfig("teacher", {"max_model_len": 512}).engine_config(POLICY)
 
 
