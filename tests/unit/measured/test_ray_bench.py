@@ -24,10 +24,10 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"address": "ray://10.0.0.1:10001"}, ValueError, "no ray://"),
-        ({"address": "10.0.0.1"}, ValueError, "HOST:PORT"),
-        ({"workers": 0}, ValueError, "bench.workers=0 must be"),
-        ({"wokers": 1}, ValueError, "unknown key 'bench.wokers'"),
+        ({"address": "ray://10.0.0.1:10001"}, "no ray://"),
+        ({"address": "10.0.0.1"}, "HOST:PORT"),
+        ({"workers": 0}, "bench.workers=0 must be"),
+        ({"wokers": 1}, "unknown key 'bench.wokers'"),
     ],
 )
 def test_settings_are_checked_before_anything_starts(arguments, message):
