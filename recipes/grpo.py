@@ -9,11 +9,11 @@
 whether the engine samples ahead while the trainer works.
 
 What flows through a step:
-    list[Group]       P prompts with G graded samples each                generate_rollouts, rank 0
-    list[Group]       reward - baseline -> an advantage for each sample    compute_advantages
-    list[list[Row]]   for each update: packed rows, a prompt once for its G completions [T tokens, L labels]   pack
-    LabelLogprobs     log-probs and entropies of the labels [L]            Learner.forward_backward
-    loss              a scalar per row; then gradient, optimizer step, weight sync
+    list[Group]       generate_rollouts: P prompts with G graded completions each, on rank 0
+    list[Group]       compute_advantages: reward - baseline -> one advantage per completion
+    list[list[Row]]   pack: rows of T tokens with L labels for each update; a prompt is stored once for its completions
+    LabelLogprobs     Learner.forward_backward: log-probs and entropies of the labels [L], then the loss, a scalar
+    weights           Learner.step, then a weight sync to the engine
 
 The loss is a class that `loss:` names; it may stand in this file. To change the algorithm: `tune cp -n grpo_full my_grpo.py`,
 edit, `tune run my_grpo.py --config ...`.
@@ -296,7 +296,7 @@ class GRPORecipe:
         self.opened.append(self.rollouts)
 
     def train(self) -> None:
-        """Sample, grade, pack, train, publish, repeat. To change the algorithm, change the line that does it."""
+        """Generate, grade, pack, train, publish, repeat. To change the algorithm, change the line that does it."""
         cfg, watch = self.cfg, self.watch
         # The engine loaded the files of model_dir. After a resume, with an adapter or in FP8 the policy is something
         # else, so it is sent before anything is sampled.

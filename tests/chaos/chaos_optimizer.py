@@ -10,6 +10,8 @@ from chaos_task import note
 class AdamW(torch.optim.AdamW):
     def step(self, closure=None):
         result = super().step(closure)
-        if any(group["lr"] for group in self.param_groups):  # torch's checkpoints make a step of size 0 when they load
+        # torch's checkpoints make a step of size 0 when they load, and the check of the settings one on a few values.
+        values = sum(param.numel() for group in self.param_groups for param in group["params"])
+        if any(group["lr"] for group in self.param_groups) and values > 100:
             note("update")
         return result
