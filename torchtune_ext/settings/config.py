@@ -213,17 +213,17 @@ def _node(config: Any, key: Any) -> Any:
     return config._get_node(key)
 
 
-def _lay_defaults(record: type, node: Any) -> None:
-    """Writes the default of every key that is not in a node, as YAML would give it."""
+def _lay_defaults(record: type, node: Any, instance: Any = None) -> None:
+    """Writes the default of every key that is not in a node, as YAML would give it: that of `instance`, if there is one."""
     for name, field in option_fields(record).items():
-        default: Any = field.get_default(call_default_factory=True)
-        nested = nested_record(field)
+        nested, required = nested_record(field), field.is_required() and instance is None
+        default = field.get_default(call_default_factory=True) if instance is None else getattr(instance, name)
         if name not in node and nested is not None:
-            node[name] = {} if field.is_required() else _lists(asdict(default))
-        elif name not in node and not field.is_required():
+            node[name] = {} if required else _lists(asdict(default))
+        elif name not in node and not required:
             node[name] = _lists(default)
         if nested is not None and isinstance(value := _node(node, name), DictConfig) and not value._is_none():
-            _lay_defaults(nested, value)
+            _lay_defaults(nested, value, None if required else default)
 
 
 def _lists(value: Any) -> Any:

@@ -95,6 +95,19 @@ def test_references_in_typed_keys_overrides_and_presets(monkeypatch, tmp_path):
     assert values["loss"] == {"_component_": "a.Loss", "x": "${oc.env:TTE_TOKEN}", "y": "${oc.env:TTE_STEPS}"}
 
 
+def test_given_key_leaves_other_defaults_of_its_mapping():
+    needed = {**NEEDED, "num_problems": 8}
+    needed = {key: value for key, value in needed.items() if key not in ("max_steps", "sampling")}
+    cfg = load_config(warmup_sft.Config, OmegaConf.create(needed | {"schedule": {"decay": "linear"}}))
+    assert (cfg.schedule.decay, cfg.schedule.warmup) == ("linear", 20)  # the recipe's default, not the record's
+    assert record(cfg)["schedule"] == {"decay": "linear"}
+
+
+def test_reference_names_key_with_default_only():
+    cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "staleness": 2, "depth": "${updates_per_step}"}))
+    assert cfg.depth == 1
+
+
 def test_a_missing_variable_is_still_named(monkeypatch):
     with pytest.raises(ValueError, match="TTE_NOTHING"):
         of_environment(monkeypatch, 'seed: "${oc.env:TTE_NOTHING}"\n')
