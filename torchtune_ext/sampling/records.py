@@ -114,7 +114,7 @@ class EngineConfig:
         default_factory=dict, description="quantization_config of published weights; set by the recipe"
     )
     seed: int = Field(default=0, description="seed of requests without a seed")
-    start_deadline_s: Seconds = Field(default=600.0, description="deadline of the engine's start, seconds")
+    start_deadline_s: Seconds = Field(default=600.0, description="deadline of the engine's start")
     rpc_deadline_s: Seconds = Field(
         default=300.0, description="deadline of one engine call (weights, pause, resume), seconds"
     )
@@ -178,7 +178,7 @@ class SamplingConfig:
 
     max_tokens: int = Field(ge=1, description="most tokens of a completion")
     temperature: float = Field(
-        default=1.0, ge=0, allow_inf_nan=False, description="sampling temperature, finite; 0: greedy"
+        default=1.0, ge=0, allow_inf_nan=False, description="usually 1.0; 0, greedy, only where nothing is trained"
     )
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="nucleus sampling; below 1 log-probs are renormalized; 1: off"

@@ -136,9 +136,10 @@ def _refused(component: Any, path: str, name: str, arguments: dict[str, Any], er
     """Returns a message about the argument that a component refuses, or None if that is not known."""
     if errors.is_mistake(error):
         # Our own components name the argument, but do not know the node that it stands in.
-        leading = errors.leading_argument(text := str(error))
+        unknown = re.match(r"unknown key '(\w+)\.", text := str(error))
+        leading = unknown[1] if unknown else errors.leading_argument(text)
         if leading is not None and (leading in arguments or leading in _parameters(component)):
-            return re.sub(rf"(?<![\w.]){leading}(?=[.=])", f"{name}.{leading}", text)
+            return re.sub(rf"(?<![\w.]){leading}(?=[.=:])", f"{name}.{leading}", text)
         return text if name in text.partition(" ")[0] else f"`{name}:` {text}"
     if errors.place_of(error):
         return None

@@ -47,7 +47,7 @@ _RECORD = "_record"  # the attribute in which settings carry what `record` retur
 
 # Advice after the message about an invalid value.
 HINTS = {
-    "resume_from_checkpoint": "; true resumes from the newest checkpoint of output_dir; other weights: model_dir=PATH",
+    "resume_from_checkpoint": "; other weights: model_dir=PATH",
     "evaluation": "; without held-out problems: evaluation.task=null",
     "evaluation.every": "; without held-out problems: evaluation.task=null",
 }

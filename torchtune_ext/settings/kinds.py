@@ -40,7 +40,10 @@ def unfit(key: str, value: Any, field: FieldInfo) -> str:
     null = ", or null" if NoneType in alternatives(field.annotation) else ""
     # A value out of range has the right kind.
     hint = "" if _fits(value, field.annotation) else _rewritten(key, value, kinds)
-    return f"{key}={value!r} must be {expected(field)}{null}{hint or what}"
+    text = expected(field)
+    if key.endswith("_s"):
+        text = text.replace("a number", "a number of seconds", 1)
+    return f"{key}={value!r} must be {text}{null}{hint or what}"
 
 
 def expected(field: FieldInfo) -> str:

@@ -83,6 +83,9 @@ def option_fault(key: str, field: FieldInfo, value: Any, error: Any) -> str:
         names = list(option_fields(record))
         if value is None:
             return f"{key}=null is not a mapping; leave it out"
+        if bare := getattr(record, "BARE", None):
+            plain = expected(option_fields(record)[bare])
+            return f"{key}={value} must be {plain}, or a mapping with some of the keys {', '.join(names)}"
         example = f"[{value}]" if "list" in expected(option_fields(record)[names[0]]) else "..."
         return f"{key}={value} is not a mapping; write {key}.{names[0]}={example} (keys of `{key}:` are {', '.join(names)})"
     if value is None and not optional:

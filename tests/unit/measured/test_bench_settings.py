@@ -24,10 +24,10 @@ from torchtune_ext.measured.grading import MeasuredTask
         ({"cores": {1: 1}}, r"bench.cores=\{1: 1\} must be a list"),
         ({"threads": 1.5}, "bench.threads=1.5 must be a whole number"),
         ({"threads": None}, "bench.threads has no value"),
-        ({"budget_s": "long"}, "bench.budget_s='long' must be a number above 0"),
+        ({"budget_s": "long"}, "bench.budget_s='long' must be a number of seconds above 0"),
         ({"namespaces": "maybe"}, "bench.namespaces='maybe' must be true or false, or null"),
-        ({"budget_s": 0}, "bench.budget_s=0 must be a number above 0"),
-        ({"budget_s": float("nan")}, "bench.budget_s=nan must be a number above 0"),
+        ({"budget_s": 0}, "bench.budget_s=0 must be a number of seconds above 0"),
+        ({"budget_s": float("nan")}, "bench.budget_s=nan must be a number of seconds above 0"),
         ({"core": [1]}, "unknown key 'bench.core' in `bench:`; did you mean 'bench.cores'"),
     ],
 )

@@ -228,7 +228,7 @@ def test_a_prompt_that_leaves_no_room_is_bad():
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"deadline_s": 0.0}, "rollouts.deadline_s=0.0 must be a number above 0"),
+        ({"deadline_s": 0.0}, "rollouts.deadline_s=0.0 must be a number of seconds above 0"),
         ({"deadline_s": float("nan")}, "rollouts.deadline_s=nan must be"),
         ({"deadline_s": float("inf")}, "rollouts.deadline_s=inf must be .* at most 604800"),
     ],
