@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -143,7 +143,7 @@ class Config:
         default=nodes.LoggingConfig(), description="metric sinks next to the run folder"
     )
     profile: list[int] = Field(default_factory=list, description="steps that torch.profiler traces, e.g. [3, 4]")
-    dry_run: bool | str = Field(
+    dry_run: bool | str | None = Field(
         default=False, description='true: check settings and memory, then exit; "4x80": for 4 GPUs of 80 GB'
     )
 
@@ -171,7 +171,6 @@ class GRPORecipe:
             cfg.checkpoints.stop_grace_s,
             lambda: standing(self.step, cfg.max_steps, getattr(self, "checkpoints", None)),
         )
-        self.opened: list[Any] = []  # what `cleanup` closes, the last one first
         self.step = self.version = 0
         self.last_eval: float | None = None
 
@@ -219,10 +218,8 @@ class GRPORecipe:
         """Locks the run's folder, and returns the checkpoint to resume from."""
         cfg, parts, identity = self.cfg, self.parts, None
         self.profile = Profile(cfg.profile, cfg.output_dir, self.ranks.rank)
-        self.opened.append(self.profile)
         if self.ranks.is_main:
             self.folder = parts.open_folder()
-            self.opened.insert(0, self.folder)  # its lock goes last
             # A checkpoint knows its run, its weights and its adapter, so that one of another is refused by name.
             identity = parts.identity(self.folder.run.id)
         self.checkpoints = Checkpoints(f"{cfg.output_dir}/checkpoints", identity, config, parts.prompts)
@@ -237,21 +234,17 @@ class GRPORecipe:
         if not self.ranks.is_main or self.parts.replay:
             return
         self.engine = Engine(self.cfg.model_dir, config, self.cfg.output_dir)
-        self.opened.append(self.engine)
-        self.engine.start()
         self.teacher = self.parts.teacher()
+        self.engine.start()
         if self.teacher:
-            self.opened.append(self.teacher)
             self.teacher.start()
 
     def _setup_data(self, config: nodes.RolloutConfig) -> None:
         """Starts the graders, and what hands out the groups of a step."""
         if self.engine:
             self.graders = self.parts.open_graders()
-            self.opened += self.graders
         # Groups are sampled as far ahead as `staleness` and `depth` allow, or come from a replay.
         self.source = self.parts.source(self.engine, self.graders, config)
-        self.opened.append(self.source)
 
     def _setup_model(self, model: Component, optimizer: Component, schedule: nodes.ScheduleConfig) -> None:
         """Builds the policy with the weights of model_dir, and the learner that trains it."""
@@ -291,9 +284,7 @@ class GRPORecipe:
         self.metrics = Metrics(
             self.cfg.output_dir, self.cfg.logging, self.folder.run, first_step, status=lambda: self.stop.status
         )
-        self.opened.append(self.metrics)
         self.rollouts = RolloutStore(self.cfg.output_dir, resume_step=first_step, show=self.metrics.show)
-        self.opened.append(self.rollouts)
 
     def train(self) -> None:
         """Generate, grade, pack, train, publish, repeat. To change the algorithm, change the line that does it."""
@@ -505,7 +496,9 @@ class GRPORecipe:
             self.engine.load_state_dict(state.throttle)
 
     def cleanup(self) -> None:
-        close_all(*reversed(self.opened))
+        # A run that is stopped early lacks some. The lock of the folder goes last.
+        names = ("source", "rollouts", "metrics", "profile", "engine", "teacher")
+        close_all(*(getattr(self, name, None) for name in names), *self.graders, getattr(self, "folder", None))
 
 
 @parse

@@ -29,6 +29,7 @@ from torchtune_ext.settings.records import nested_record, option_fields
 
 RECIPE = "grpo_full"  # the recipe if no word names one
 _LONGEST_DEFAULT = 24  # characters
+_REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
 REQUIRED = "(required)"  # shown as the default of a key without one
 
 
@@ -142,16 +143,30 @@ def json_schema(record: type) -> dict[str, Any]:
         bare = getattr(nested, "BARE", None)
         if nested is not None and bare is not None:
             plain = definitions[nested.__name__]["properties"][bare]
-            schema["properties"][name] = {"anyOf": [schema["properties"][name], plain]}
-    reference = {"type": "string", "pattern": r"\$\{.+\}"}
+            schema["properties"][name] = {
+                "anyOf": [schema["properties"][name], plain],
+                "description": field.description,
+            }
     for each in (schema, *definitions.values()):
         # A preset or the command line may set what this file leaves out.
         each.pop("required", None)
         each["properties"] = {
-            name: {"anyOf": [value, reference], "description": value.get("description", "")}
+            name: {"anyOf": [_as_yaml_reads(value), _REFERENCE], "description": value.get("description", "")}
             for name, value in each["properties"].items()
         }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+
+
+def _as_yaml_reads(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of a value with references in its list, and whole numbers where text belongs."""
+    schema = {
+        key: [_as_yaml_reads(each) for each in value] if key == "anyOf" else value for key, value in schema.items()
+    }
+    if "items" in schema:
+        schema["items"] = {"anyOf": [schema["items"], _REFERENCE]}
+    if schema.get("type") == "string" and "enum" not in schema:
+        schema["type"] = ["string", "integer"]
+    return schema
 
 
 def print_help(recipe: str) -> None:

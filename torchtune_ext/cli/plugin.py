@@ -75,10 +75,10 @@ def guide(cli) -> None:
 
     def guided(self, args):
         # torchtune would answer --help behind a recipe by saying that --config is missing.
-        if {"-h", "--help"} & set(args.recipe_args) and is_recipe(args.recipe):
-            print_help(args.recipe)
-            return
         with shown():
+            if {"-h", "--help"} & set(args.recipe_args) and is_recipe(args.recipe):
+                print_help(args.recipe)
+                return
             prepare(args, cli.get_all_recipes())
             from torchtune_ext.settings.config import say_unset
 

@@ -4,6 +4,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -214,5 +215,8 @@ def recipe_module(recipe: str, prefix: str) -> ModuleType:
 
 def require_present_imports(recipe: Path) -> None:
     """Raises `Mistake` if the file of a recipe imports modules that moved since it was copied."""
-    if moved := moved_imports(recipe.read_bytes()):
+    moved = ""
+    with suppress(SyntaxError, ValueError):  # the import itself names the file and the line
+        moved = moved_imports(recipe.read_bytes())
+    if moved:
         raise Mistake(f"{recipe.name}: {moved}. Fix: change these imports, or copy the recipe again")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
@@ -70,11 +70,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
         Mistake: a key is unknown, a value has a wrong type or is out of range, a required value is missing, or the preset
             is unknown. The message has a line for each mistake.
     """
-    if not is_pydantic_dataclass(schema):
-        raise Mistake(
-            f"{schema.__module__}.{schema.__qualname__} is not a pydantic dataclass. Fix: decorate it with "
-            "@dataclass(config=RECORD, kw_only=True), as in torchtune_ext/recipes/grpo.py"
-        )
+    _require_record(schema)
     known = option_fields(schema)
     try:
         preset = cfg.get("preset", known["preset"].get_default() if "preset" in known else None)
@@ -86,6 +82,11 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
             f"this config has {len(foreign)} keys that the recipe does not know ({', '.join(foreign[:5])}, ...), so it is "
             f"written for another one{_whose(cfg)}; begin with a copy of one of ours: `tune cp` and a name that `tune ls` shows"
         )
+    if dotted := [str(key) for key in cfg if "." in str(key)]:
+        above, _, below = dotted[0].partition(".")
+        raise Mistake(
+            f"{dotted[0]}: a dot in a key is for the command line. Fix: write `{above}: {{{below}: ...}}` in YAML"
+        )
     # The YAML and the command line replace keys of the preset.
     if preset is not None:
         cfg = _over(load_preset(_path("preset", preset), list(known)), cfg)
@@ -95,7 +96,7 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     # Each run that an agent of Weights & Biases starts gets its own folder. It does so before references are resolved,
     # so that files which are named below the folder move along.
     folder = _node(merged, "output_dir")
-    if folder is not None and type(folder._value()) in (str, int):
+    if folder is not None and type(folder._value()) in (str, int) and not folder._is_missing():
         merged.output_dir = own_folder(str(folder._value()))
     # With references, for the record of the run.
     written: Any = OmegaConf.to_container(merged)
@@ -107,15 +108,31 @@ def load_config(schema: type[T], cfg: DictConfig) -> T:
     except OmegaConfBaseException as error:
         raise Mistake(_unresolved(error, str(error.full_key))) from None
     plain = _expand_paths(OmegaConf.to_container(merged))
-    settings, faults = _validated(schema, plain)
+    settings, faults = _validated(schema, plain, written)
     if settings is None or faults:
         raise Mistake("\n".join(faults))
     setattr(settings, _RECORD, _record(settings, plain, written, given))
     return settings
 
 
-def _validated(schema: type[T], plain: dict[str, Any]) -> tuple[T | None, list[str]]:
-    """Returns the settings, and a message for each mistake in `plain`; the settings are None if there is one."""
+def _require_record(schema: Any) -> None:
+    """Raises Mistake if the `Config` of a recipe is not written with pydantic."""
+    if not is_pydantic_dataclass(schema):
+        raise Mistake(
+            f"{schema.__module__}.{schema.__qualname__} is not a pydantic dataclass. Fix: decorate it with "
+            "@dataclass(config=RECORD, kw_only=True), as in torchtune_ext/recipes/grpo.py"
+        )
+    for name, field in option_fields(schema).items():
+        if isinstance(field.default, str) and field.default == MISSING:
+            raise Mistake(f"{schema.__qualname__}.{name}: remove `= MISSING`; a field without a default is required")
+
+
+def _validated(schema: type[T], plain: dict[str, Any], written: dict[str, Any]) -> tuple[T | None, list[str]]:
+    """Returns the settings, and a message for each mistake in `plain`; the settings are None if there is one.
+
+    Args:
+        written: the same values with their references. A message shows `${oc.env:TOKEN}`, not the secret.
+    """
     faults, settings = unlike_yaml(schema, plain), None
     try:
         settings = TypeAdapter(schema).validate_python(plain)
@@ -123,7 +140,7 @@ def _validated(schema: type[T], plain: dict[str, Any]) -> tuple[T | None, list[s
         for each in error.errors(include_url=False):
             key, field = _place(schema, each["loc"])
             # Each alternative of a union has an error of its own.
-            faults.setdefault(key, _message(schema, plain, key, field, each))
+            faults.setdefault(key, _message(schema, plain, written, key, field, each))
     return settings, list(faults.values())
 
 
@@ -145,7 +162,9 @@ def read_config(config: str, words: Sequence[str], recipe: str | None = None) ->
             f"--config {config}: written for which recipe? Add --recipe grpo_full, or your own: --recipe my_grpo.py"
         )
     schema: Any = getattr(recipe_module(named, "--recipe "), "Config", None)
-    if "engine" not in getattr(schema, "__pydantic_fields__", {}):
+    if schema is not None:
+        _require_record(schema)
+    if schema is None or "engine" not in option_fields(schema):
         raise Mistake(
             f"--config {config} is written for {named}, which samples nothing: its Config has no `engine`; take one of a "
             "GRPO recipe, grpo/tiny for instance"
@@ -205,7 +224,9 @@ def _read_numbers(record: type, node: Any) -> None:
         elif value._is_interpolation() and {int, float} & set(alternatives(field.annotation)):
             kind: Any = field.annotation
             with suppress(ValidationError):
-                node[name] = TypeAdapter(kind).validate_python(node[name])
+                node[name] = (
+                    TypeAdapter(kind).validate_python(node[name]) if isinstance(node[name], str) else node[name]
+                )
 
 
 def _node(config: Any, key: Any) -> Any:
@@ -287,12 +308,15 @@ def _place(schema: type, location: tuple) -> tuple[str, FieldInfo | None]:
     return ".".join(names), field
 
 
-def _message(schema: type, plain: dict[str, Any], key: str, field: FieldInfo | None, error: Any) -> str:
+def _message(
+    schema: type, plain: dict[str, Any], written: dict[str, Any], key: str, field: FieldInfo | None, error: Any
+) -> str:
     """Returns what is wrong with a key, for an error of pydantic."""
     if field is None:
         return _unknown(key, schema, plain)
     *above, last = key.split(".")
-    value = reduce(getitem, above, plain).get(last)
+    value, reference = (reduce(getitem, above, tree).get(last) for tree in (plain, written))
+    value = reference if "${" in str(reference) else value
     if key == "loss" and value is None and plain.get("preset") is None:
         return f"{option_fault(key, field, value, error)}, or name a preset, which brings it"
     return option_fault(key, field, value, error) + HINTS.get(key, "")
@@ -366,8 +390,10 @@ def _record(settings: Any, plain: dict[str, Any], written: dict[str, Any], given
     # A value that comes from the environment may be a secret token. Its reference, `${oc.env:NAME}`, takes its place.
     for path, text in _references(OmegaConf.create(_marked(written))).items():
         *above, last = path
-        node = reduce(getitem, above, kept)
-        if isinstance(node, list) or last in node:
+        node = kept
+        for key in above:
+            node = node[key] if isinstance(node, list) or (isinstance(node, dict) and key in node) else None
+        if isinstance(node, list) or (isinstance(node, dict) and last in node):
             node[last] = text
     return kept
 

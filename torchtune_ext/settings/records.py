@@ -21,7 +21,7 @@ RECORD = ConfigDict(extra="forbid")
 
 def _in_64_bits(seed: int) -> int:
     if not -(2**63) <= seed < 2**63:
-        raise ValueError("does not fit into 64 bits; set a smaller one")
+        raise Mistake("does not fit into 64 bits; set a smaller one")
     return seed
 
 
@@ -112,7 +112,9 @@ def unlike_yaml(record: type, plain: dict[str, Any], where: str = "") -> dict[st
         elif isinstance(value, bool | float) and type(value) not in kinds and {str, int, float} & set(kinds):
             if isinstance(value, bool) or not {int, float} & set(kinds):
                 faults[key] = unfit(key, value, field)
-        elif type(value) is int and str in kinds and not {int, float} & set(kinds):
+        elif isinstance(value, list | tuple) and any(isinstance(item, bool) for item in value):
+            faults[key] = unfit(key, value, field)
+        elif type(value) is int and str in kinds and not {int, float, bool} & set(kinds):
             plain[name] = str(value)
     return faults
 
@@ -129,6 +131,8 @@ def _fault(record: type, key: str, values: dict[str, Any], error: Any) -> tuple[
     if not error["loc"]:
         return key, str(error["ctx"]["error"]) if error["type"] == "value_error" else f"{key}: {error['msg']}"
     name, fields = error["loc"][0], option_fields(record)
+    if error["type"] in ("unexpected_positional_argument", "multiple_argument_values"):
+        return key, f"{key}: {error['msg']}"
     # The value of a positional argument.
     name = list(fields)[name] if isinstance(name, int) else name
     full = f"{key}.{name}"

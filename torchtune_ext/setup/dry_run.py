@@ -108,7 +108,7 @@ def check_start(plan: Plan, torchrun: bool) -> None:
         say(labelled([("problems", problems_text(cfg, parts.task, parts.eval_task, parts.trained_too))]))
 
 
-def machine_of(asked: bool | str, device: str, engine_devices: str | None, ranks: int) -> Machine:
+def machine_of(asked: bool | str | None, device: str, engine_devices: str | None, ranks: int) -> Machine:
     """Returns the machine that a dry run is for. `ranks`: how many torchrun has started, on all machines together.
 
     Raises:

@@ -74,4 +74,4 @@ class GRPOConfig(Protocol):
     ranks: RanksConfig
     logging: LoggingConfig
     profile: list[int]
-    dry_run: bool | str
+    dry_run: bool | str | None

@@ -24,7 +24,7 @@ from torchtune_ext.run.errors import Mistake
 from torchtune_ext.run.folder import RunFolder
 from torchtune_ext.sampling import early
 from torchtune_ext.sampling.engine import Engine, SamplingConfig, find_backend
-from torchtune_ext.sampling.engine_args import engine_threads
+from torchtune_ext.sampling.engine_args import engine_configs, engine_threads
 from torchtune_ext.sampling.records import EngineConfig
 from torchtune_ext.settings.components import instantiate
 from torchtune_ext.settings.config import named_paths, record
@@ -101,7 +101,7 @@ class Parts:
             require_gpus(engine)
             require_apart(engine, training_gpus() if self.ranks.device.type == "cuda" else [])
             if self.teacher_model:
-                require_gpus(self.teacher_engine())
+                self.check_teacher_engine()
         else:
             # `tune run` has begun the process of an engine, unless it saw `replay` in the command line.
             early.drop()
@@ -110,6 +110,16 @@ class Parts:
         total = sum(sizes.values())
         trained = sum(size for name, size in sizes.items() if not adapters or name in adapters)
         require_disk(disk_need(cfg, total, trained, self.precision.dtype), cfg.output_dir)
+
+    def check_teacher_engine(self) -> None:
+        """Looks for what the teacher's engine needs here. Raises Mistake."""
+        engine = self.teacher_engine()
+        try:
+            find_backend(engine.backend)
+            require_gpus(engine)
+            engine_configs(engine)
+        except Mistake as error:
+            raise Mistake(f"teacher.{error}" if str(error).startswith("engine.") else str(error)) from None
 
     def rehearse(self) -> None:
         """Grades the tasks' own solutions in processes that end again. Raises ValueError if that cannot be done."""

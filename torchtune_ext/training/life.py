@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from torchtune_ext.run.errors import FAILED, status_of
+from torchtune_ext.run.errors import FAILED, Mistake, status_of
 from torchtune_ext.run.output import say
 from torchtune_ext.run.parent import place
 from torchtune_ext.run.stop import NAMES, Stopped, StopSignals
@@ -43,6 +43,10 @@ def run_recipe(make: Callable[[], Recipe], work: Callable[[Any], None] = lambda 
         SystemExit: a signal stopped the run (status 130, 143 or 129, see `run/stop.py`).
         Exception: what set-up and work raise, after the cleanup.
     """
+    if not callable(work):
+        raise Mistake(
+            "run_recipe(GRPORecipe, cfg) is run_recipe(partial(GRPORecipe, cfg)) now. Fix: change the last lines"
+        )
     recipe, stopped_by, orderly, works, nothing = make(), None, True, False, ""
     several = place()[1] > 1
     with recipe.stop as stop:

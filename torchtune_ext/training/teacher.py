@@ -5,6 +5,7 @@ KL on the policy's own samples (arXiv 2306.13649, 2306.08543). The teacher is in
 the trainer's memory. Its log-probs are stored with the rollouts, so a replay needs no teacher.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,7 @@ class TeacherConfig:
         try:
             engine = replace(policy, **own | self.engine)
         except Mistake as error:
-            raise Mistake(str(error).replace("engine", "teacher.engine")) from None
+            raise Mistake(re.sub(r"\bengine(?=[.:]\w|:`)", "teacher.engine", str(error))) from None
         if engine.max_model_len <= policy.max_model_len:
             raise Mistake(
                 f"teacher.engine.max_model_len={engine.max_model_len} must be above engine.max_model_len="

@@ -55,7 +55,7 @@ def test_nested_mapping_has_defaults_of_its_recipe():
         (["max_steps"], ["  max_steps  (required)  training steps"]),
         (["max_tokens"], ["  sampling.max_tokens  (required)  most tokens of a completion"]),
         (["grpo_full", "checkpoints.every"], ["  checkpoints.every  50  steps between checkpoints"]),
-        (["schedule.decay"], ["('constant' or 'linear' or 'cosine')"]),
+        (["schedule.decay"], ["('constant', 'linear' or 'cosine')"]),
     ],
 )
 def test_config_prints_what_is_asked_for(words, expected, capsys):

@@ -6,17 +6,19 @@ import os
 import re
 import warnings
 from dataclasses import asdict
+from dataclasses import dataclass as stdlib_dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
+from pydantic.dataclasses import dataclass
 
 from torchtune_ext.objective.loss import PolicyLoss, needs_of
 from torchtune_ext.recipes import evaluate, grpo, warmup_sft
 from torchtune_ext.settings.config import load_config, named_paths, record
-from torchtune_ext.settings.records import nested_record, option_fields
+from torchtune_ext.settings.records import RECORD, nested_record, option_fields
 from torchtune_ext.setup.settings import check_needs
 from torchtune_ext.training.checkpoints import NO_NEWS
 from torchtune_ext.training.replay import APART
@@ -106,6 +108,59 @@ def test_given_key_leaves_other_defaults_of_its_mapping():
 def test_reference_names_key_with_default_only():
     cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, "staleness": 2, "depth": "${updates_per_step}"}))
     assert cfg.depth == 1
+
+
+def test_message_shows_reference_instead_of_secret(monkeypatch):
+    monkeypatch.setenv("TTE_TOKEN", "s3cret")
+    wrong = {"max_steps": "${oc.env:TTE_TOKEN}", "profile": ["${oc.env:TTE_TOKEN}"], "task": "${oc.env:TTE_TOKEN}"}
+    with pytest.raises(ValueError) as raised:
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, **wrong, "engine": {"dtype": "${oc.env:TTE_TOKEN}"}}))
+    assert str(raised.value).count("${oc.env:TTE_TOKEN}") == 4 and "s3cret" not in str(raised.value)
+
+
+def test_component_with_secret_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv("TTE_TOKEN", "s3cret")
+    off = {"evaluation": {"task": {"_component_": None, "key": "${oc.env:TTE_TOKEN}"}}}
+    cfg = load_config(grpo.Config, OmegaConf.create({**NEEDED, **off}))
+    assert cfg.evaluation.task is None and "s3cret" not in json.dumps(record(cfg))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"optimizer.lr": 1e-5}, "optimizer.lr: a dot in a key .*`optimizer: {lr: ...}`"),
+        ({"profile": [True]}, r"profile=\[True\] must be a list"),
+        ({"updates_per_step": "${compile}", "compile": True}, "updates_per_step"),
+        ({"output_dir": "???"}, "output_dir has no value"),
+        ({"engine": {"extra_args": [1]}}, "engine.extra_args=.* must be a mapping"),
+    ],
+)
+def test_value_of_another_kind_is_an_error(given, says, monkeypatch):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "a")
+    monkeypatch.setenv("WANDB_RUN_ID", "b")
+    with pytest.raises(ValueError, match=says):
+        load_config(grpo.Config, OmegaConf.create({**NEEDED, **given}))
+
+
+@pytest.mark.parametrize("off", [0, False, None])
+def test_dry_run_can_be_off(off):
+    assert not load_config(grpo.Config, OmegaConf.create({**NEEDED, "dry_run": off})).dry_run
+
+
+def test_config_of_an_older_recipe_is_an_error():
+    @stdlib_dataclass
+    class Plain:
+        output_dir: str = "x"
+
+    with pytest.raises(ValueError, match="Plain is not a pydantic dataclass"):
+        load_config(Plain, OmegaConf.create({}))
+
+    @dataclass(config=RECORD, kw_only=True)
+    class Marked:
+        output_dir: str = MISSING
+
+    with pytest.raises(ValueError, match="Marked.output_dir: remove `= MISSING`"):
+        load_config(Marked, OmegaConf.create({}))
 
 
 def test_a_missing_variable_is_still_named(monkeypatch):
