@@ -92,7 +92,7 @@ def test_weights_that_do_not_arrive_stop_the_run(repo_root, tmp_path, way):
     (tmp_path / "drive.py").write_text(DRIVE)
     (tmp_path / "loader.py").write_text(LOADER)
     source = (repo_root / "recipes" / "grpo.py").read_text()
-    driven = source.replace("Recipe, cfg)\n\n\nif", "Recipe, cfg, __import__('drive').drive)\n\n\nif")
+    driven = source.replace("Recipe, settings))\n\n\nif", "Recipe, settings), __import__('drive').drive)\n\n\nif")
     assert driven != source
     (tmp_path / "driven.py").write_text(driven)
     if recipe == "grpo_lora":

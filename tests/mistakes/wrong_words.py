@@ -192,7 +192,7 @@ VALUES = {
     "lora_rank=1.5": lora("model.lora_rank=1.5", r"model.lora_rank=1.5 must be a whole number"),
     "sampling.temperature=0": full("sampling.temperature=0", r"sampling.temperature=0.0 leaves nothing to learn from; use 1.0"),
     "sampling.seed=3": full("sampling.seed=3", r"sampling.seed=3: a run draws its own seeds for every step; set `seed`"),
-    "precision=fp4": full("precision=fp4", r"precision.flow='fp4' is unknown; "),
+    "precision=fp4": full("precision=fp4", r"precision.flow='fp4' is unknown: use 'bf16', "),
     "precision=fp8_unifid": full("precision=fp8_unifid", r"precision.flow='fp8_unifid' is unknown.*did you mean 'fp8_unified'\?"),
     "FP8 beside float32": full("precision=fp8_unified", r"precision.flow=fp8_unified with dtype=float32: FP8 stands beside bfloat16; set dtype=bfloat16, or precision=bf16"),
     "FP8 of merged adapters": lora("precision=fp8_unified dtype=bfloat16 engine.dtype=bfloat16 adapters.publish=merged", r"set adapters.publish=adapter, or precision=bf16"),

@@ -19,10 +19,10 @@ from torchtune_ext.settings.config import read_config
 CONFIG = """
 output_dir: out
 model_dir: models/some
-model: {}
-tokenizer: {}
-task: {}
-optimizer: {}
+model: {_component_: a.b}
+tokenizer: {_component_: a.b}
+task: {_component_: a.b}
+optimizer: {_component_: a.b}
 max_steps: 4
 sampling: {max_tokens: 8}
 engine: {max_model_len: 256}
@@ -55,7 +55,7 @@ def place(tmp_path, monkeypatch):
         (f"--config grpo/tiny {GPUS} engine.tensor_parallel_size=3", "no multiple of engine.tensor_parallel_size=3"),
         ("--config grpo/tiny --train-cpus 1 --engine-cpus 2 engine.tensor_parallel_size=2", "=2 asks for GPUs"),
         (f"--config grpo/tiny {GPUS} engine.address=http://x:1", "torchtune-ext ray starts servers of its own"),
-        (f"--config grpo/tiny {GPUS} engine.max_model_len=0", "engine.max_model_len is 0"),
+        (f"--config grpo/tiny {GPUS} engine.max_model_len=0", "engine.max_model_len=0 must be"),
         (f"--config grpo/tiny {GPUS} --wait 0", "--wait=0.0 must be a number of seconds"),
         (f"--config grpo/tiny {GPUS} --address ray://10.0.0.1:10001", "no ray://"),
         (f"--config grpo/tiny {GPUS} --address 10.0.0.1", "HOST:PORT of the cluster's head"),

@@ -328,7 +328,7 @@ def test_with_overlong_lengths_alone_are_no_signal():
     "options, message",
     [
         ({"baseline": "median"}, "advantage.baseline='median' is unknown"),
-        ({"scale": "std"}, "advantage.scale='std' is unknown; "),
+        ({"scale": "std"}, "advantage.scale='std' is unknown: use 'group_std'"),
         ({"truncated": "drop"}, "advantage.truncated='drop' is unknown"),
         ({"pass_k": 0}, "advantage.pass_k=0 must be"),
         ({"pass_k": 2, "baseline": "leave_one_out"}, "advantage.pass_k=2 has a baseline and a deviation of its own"),
