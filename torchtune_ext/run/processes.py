@@ -378,13 +378,12 @@ class _Worker:
         self.cpu_before_s = self.cpu_s()
 
     def cpu_s(self) -> float:
-        """Returns the CPU time that the process has used."""
+        """Returns the CPU time that the process has used, all threads together."""
         try:
-            # After the name, which may contain anything: fields 14 and 15, user and system time.
-            fields = Path(f"/proc/{self.process.pid}/stat").read_bytes().rpartition(b")")[2].split()
+            # Linux's number of the CPU clock of another process (pid_to_clockid in the kernel); reading /proc takes 50 us.
+            return time.clock_gettime((~self.process.pid << 3) | 2)
         except OSError:
             return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _epitaph(self, error: BaseException) -> str:
         try:
