@@ -375,7 +375,7 @@ class GRPORecipe:
         )
 
     def record_rollouts(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
-        """Rank 0: stores and measures all groups, and returns those of the step. Other ranks: nothing."""
+        """Rank 0: stores and measures all groups, and returns the groups of the step. Other ranks: nothing."""
         if not self.ranks.is_main:
             return [], {}
         # What a further round has replaced is stored and measured, but not trained on.

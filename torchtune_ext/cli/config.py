@@ -1,6 +1,6 @@
 """`torchtune-ext config` lists the config keys of a recipe, each with its default and its description.
 
-    torchtune-ext config                               the keys of grpo_full, those of nested mappings, too
+    torchtune-ext config                               all keys of grpo_full, nested ones included
     torchtune-ext config warmup_sft                    of another recipe, or of your copy of one: config my_grpo.py
     torchtune-ext config grpo_full engine              the keys of one mapping
     torchtune-ext config max_tokens                    one key, whatever mapping it is in
@@ -59,7 +59,7 @@ def config_class(recipe: str) -> type:
 
 
 def options_of(record: type, default: Any = None, prefix: str = "") -> list[Option]:
-    """Returns the keys of a record. Defaults are those of the instance `default`, if one is given."""
+    """Returns the keys of a record, with the defaults of the instance `default` if one is given."""
     options = []
     for name, field in option_fields(record).items():
         required = field.is_required() and default is None
